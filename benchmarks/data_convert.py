@@ -37,7 +37,7 @@ CONVERT = """
 import json, sys, time
 import ray
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.prepare.conversion import convert
+from vit_ray.data.prepare.convert.conversion import convert
 
 source, target, shard_mib, kind = sys.argv[1:]
 ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")

@@ -30,7 +30,7 @@ from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import cut_crop, decode, training_crop
 from vit_ray.data.jpeg_index.restart_markers import restart_writer
-from vit_ray.data.prepare.shard_images import checked
+from vit_ray.data.prepare.convert.shard_images import checked
 
 SIZE = 224
 SHRINKS = [(0.0, 1.0), (1.0, 1.25), (1.25, 1.6), (1.6, 2.0), (2.0, 4.0), (4.0, 99.0)]

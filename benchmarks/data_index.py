@@ -26,9 +26,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vit_ray.data.prepare.shard_lists import ShardRows, shuffled_rows, write_shard_lists
-from vit_ray.data.prepare.source_index import ENTRIES_AT_A_TIME, SourceIndex, find_repeated_keys
+from vit_ray.data.prepare.convert.shard_lists import ShardRows, shuffled_rows, write_shard_lists
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, WHOLE_FILE
+from vit_ray.data.prepare.sources.source_index import (
+    ENTRIES_AT_A_TIME,
+    SourceIndex,
+    find_repeated_keys,
+)
 from vit_ray.storage import Location, locate
 
 ROWS_PER_UNIT = 1 << 20

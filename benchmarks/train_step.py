@@ -228,7 +228,7 @@ def whole_job(args: argparse.Namespace) -> Measured:
     import numpy as np
 
     from vit_ray.config.command_sections import ConvertConfig
-    from vit_ray.data.prepare.conversion import convert
+    from vit_ray.data.prepare.convert.conversion import convert
     from vit_ray.launch.cluster.connection import connect
     from vit_ray.launch.run import train
 

@@ -34,7 +34,7 @@ from vit_ray.commands.features import print_few_shot
 from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.quickstart import is_converted
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.data.prepare.conversion import convert
+from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
 from vit_ray.experiments.search_space import point_text

@@ -3,8 +3,8 @@
 from typing import Any
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.prepare import conversion
-from vit_ray.data.prepare.commit import ConvertReport
+from vit_ray.data.prepare.convert import conversion
+from vit_ray.data.prepare.convert.commit import ConvertReport
 
 
 def config_of(source: Any, destination: Any, **options: Any) -> ConvertConfig:

@@ -18,7 +18,7 @@ from vit_ray import lock, retry, s3
 from vit_ray.checkpoints import run_checkpoints
 from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint, prune
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.commit import ConvertReport
+from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 

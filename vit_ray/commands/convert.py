@@ -5,8 +5,8 @@ from __future__ import annotations
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
-from vit_ray.data.prepare.commit import ConvertReport
-from vit_ray.data.prepare.conversion import check_conversion, convert
+from vit_ray.data.prepare.convert.commit import ConvertReport
+from vit_ray.data.prepare.convert.conversion import check_conversion, convert
 from vit_ray.launch.cluster.connection import connect
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
-from vit_ray.data.prepare.source_count import count_source, is_source
+from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, device_names, find_device

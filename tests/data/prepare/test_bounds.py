@@ -13,7 +13,7 @@ from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data.format import shard_writer
 from vit_ray.data.jpeg_index.headers import num_scans
-from vit_ray.data.prepare import shard_images
+from vit_ray.data.prepare.convert import shard_images
 from vit_ray.data.prepare.sources.entries import WHOLE_FILE, IndexEntry
 from vit_ray.data.prepare.verify import check_file
 

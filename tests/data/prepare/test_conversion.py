@@ -23,8 +23,9 @@ from vit_ray.data.format import row_groups
 from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import decode
-from vit_ray.data.prepare import commit, conversion, make_shards, plan, shard_images
-from vit_ray.data.prepare.staged_files import read_facts, write_facts
+from vit_ray.data.prepare import plan
+from vit_ray.data.prepare.convert import commit, conversion, make_shards, shard_images
+from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
@@ -338,10 +339,10 @@ STUCK_AFTER_FIVE_SHARDS = """
 import sys, time
 import ray
 from tests.data.converting import convert
-from vit_ray.data.prepare import make_shards as module
+from vit_ray.data.prepare.convert import make_shards as module
 
 def stuck(shard, *shared):
-    from vit_ray.data.prepare import make_shards as module
+    from vit_ray.data.prepare.convert import make_shards as module
     check, seen = module.checked, []
     def get_stuck(*row):
         seen.append(row)
@@ -387,7 +388,8 @@ WAITS_IN_THE_MIDDLE = """
 import sys
 from tests.data.converting import convert
 from tests.data.prepare.conftest import one_by_one
-from vit_ray.data.prepare import make_shards, source_index
+from vit_ray.data.prepare.convert import make_shards
+from vit_ray.data.prepare.sources import source_index
 
 def and_wait(work, items, *others):
     if items:

@@ -19,8 +19,8 @@ from tests.data.prepare.conftest import module_with
 from tests.data.s3_server import serve_conditional_s3, serve_s3, this_process_uses
 from vit_ray import s3
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare import conversion
-from vit_ray.data.prepare.staged_files import read_facts, write_facts
+from vit_ray.data.prepare.convert import conversion
+from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
 

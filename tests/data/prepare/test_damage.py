@@ -14,7 +14,7 @@ from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import tar_of, write_hub_file
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.commit import ConvertReport
+from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 

@@ -211,7 +211,7 @@ def test_a_row_group_without_a_usable_image_is_left_out(serial: None, tmp_path: 
 def test_an_interrupted_one_makes_no_shard_twice(
     serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vit_ray.data.prepare import make_shards
+    from vit_ray.data.prepare.convert import make_shards
 
     made: list[int] = []
     written = make_shards.written_facts

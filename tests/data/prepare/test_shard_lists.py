@@ -8,16 +8,17 @@ import pyarrow as pa
 import pytest
 
 from tests.data.converting import config_of
-from vit_ray.data.prepare import label_map, shard_lists, source_index
-from vit_ray.data.prepare.shard_lists import ShardRows, list_of_shard, write_shard_lists
-from vit_ray.data.prepare.source_index import (
+from vit_ray.data.prepare.convert import shard_lists
+from vit_ray.data.prepare.convert.shard_lists import ShardRows, list_of_shard, write_shard_lists
+from vit_ray.data.prepare.convert.staged_files import parquet_output
+from vit_ray.data.prepare.sources import label_map, source_index
+from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
+from vit_ray.data.prepare.sources.source_index import (
     SourceIndex,
     entries_table,
     find_repeated_keys,
     in_pieces,
 )
-from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
-from vit_ray.data.prepare.staged_files import parquet_output
 from vit_ray.storage import Location, locate
 
 

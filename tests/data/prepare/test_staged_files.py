@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from tests.data.small_sets import flips
-from vit_ray.data.prepare.staged_files import (
+from vit_ray.data.prepare.convert.staged_files import (
     parquet_output,
     read_facts,
     read_many_facts,

@@ -23,7 +23,7 @@ from vit_ray.data.jpeg_index.restart_markers import (
     with_restart_markers,
 )
 from vit_ray.data.order.partition import Partition
-from vit_ray.data.prepare import shard_images
+from vit_ray.data.prepare.convert import shard_images
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
@@ -189,7 +189,7 @@ def test_the_report_says_what_wrote_the_markers(
     writer = restart_writer()
     assert writer is not None
     assert indexed["jpeg_writers"] == [writer.name]
-    monkeypatch.setattr("vit_ray.data.prepare.make_shards.restart_writer", lambda: None)
+    monkeypatch.setattr("vit_ray.data.prepare.convert.make_shards.restart_writer", lambda: None)
     found = converted(tmp_path, index_jpeg=True)
     report = json.loads((Path(found.path) / "report.json").read_text())
     assert (report["num_indexed"], report["jpeg_writers"]) == (0, ["none"])

@@ -13,12 +13,12 @@ import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.shard_writer import MOST_ROW_GROUP_BYTES
-from vit_ray.data.prepare.label_map import class_names, declared_classes
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.prepare.source_index import SourceIndex, units_of, versions_of
 from vit_ray.data.prepare.sources.entries import SourceUnit
 from vit_ray.data.prepare.sources.formats import class_names_in_file, fields_in_file
 from vit_ray.data.prepare.sources.hub import InPlace, facts_in_place
+from vit_ray.data.prepare.sources.label_map import class_names, declared_classes
+from vit_ray.data.prepare.sources.source_index import SourceIndex, units_of, versions_of
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location
 

@@ -26,12 +26,9 @@ from vit_ray.data.format.schema import (
     VERSIONS_FOLDER,
     shard_name,
 )
-from vit_ray.data.prepare.in_place import index_in_place
-from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.prepare.shard_images import written_bytes
-from vit_ray.data.prepare.shard_lists import ShardRows, shuffled_rows, write_shard_lists
-from vit_ray.data.prepare.source_index import SourceIndex, build_index, units_of
-from vit_ray.data.prepare.source_record import (
+from vit_ray.data.prepare.convert.shard_images import written_bytes
+from vit_ray.data.prepare.convert.shard_lists import ShardRows, shuffled_rows, write_shard_lists
+from vit_ray.data.prepare.convert.source_record import (
     SourceRecord,
     changed_settings,
     changes_since,
@@ -39,7 +36,10 @@ from vit_ray.data.prepare.source_record import (
     read_record,
     text_of_changes,
 )
-from vit_ray.data.prepare.staged_files import read_facts, write_facts
+from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
+from vit_ray.data.prepare.in_place import index_in_place
+from vit_ray.data.prepare.run_tasks import run_tasks
+from vit_ray.data.prepare.sources.source_index import SourceIndex, build_index, units_of
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location
 

@@ -16,7 +16,7 @@ from vit_ray.data.format.sidecars import problems_of_sidecars
 from vit_ray.data.images.crops import BadImageError, decode
 from vit_ray.data.jpeg_index.restart_index import index_segments
 from vit_ray.data.order.keyed_random import KeyedUniform
-from vit_ray.data.prepare.compare_source import (
+from vit_ray.data.prepare.convert.compare_source import (
     OTHER_PIXELS,
     Rewritten,
     checksum_of_pixels,

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.data.prepare.label_map import check_unique
 from vit_ray.data.prepare.sources.columns import stored_text
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,
@@ -23,6 +22,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
+from vit_ray.data.prepare.sources.label_map import check_unique
 from vit_ray.data.prepare.sources.label_values import chosen_field, labels_of_value
 from vit_ray.retry import is_denied, is_transient
 from vit_ray.storage import Location, closed_after, locate

@@ -19,7 +19,6 @@ from google_crc32c import value as crc32c
 from PIL import Image
 
 from vit_ray.data.images.crops import open_image
-from vit_ray.data.prepare.label_map import check_unique
 from vit_ray.data.prepare.sources.columns import extra_of
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,
@@ -29,6 +28,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
+from vit_ray.data.prepare.sources.label_map import check_unique
 from vit_ray.data.prepare.sources.label_values import (
     MOST_TEXT_BYTES,
     chosen_field,

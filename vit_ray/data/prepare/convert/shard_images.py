@@ -21,8 +21,8 @@ from vit_ray.data.jpeg_index.restart_markers import (
     RewrittenJpeg,
     with_restart_markers,
 )
+from vit_ray.data.prepare.convert.staged_files import ahead
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceChangedError
-from vit_ray.data.prepare.staged_files import ahead
 from vit_ray.storage import locate
 
 _READERS: Final = 8

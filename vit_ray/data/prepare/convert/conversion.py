@@ -19,23 +19,29 @@ from pyarrow import fs
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.manifest import open_dataset
 from vit_ray.data.format.schema import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
-from vit_ray.data.prepare.commit import HALF_WRITTEN, OUTPUT, ConvertReport, commit, report_of
-from vit_ray.data.prepare.in_place import check_in_place
-from vit_ray.data.prepare.label_map import check_unique
-from vit_ray.data.prepare.make_shards import make_shards
-from vit_ray.data.prepare.plan import PLAN, Plan, plan_conversion, settings_of
-from vit_ray.data.prepare.source_index import units_of
-from vit_ray.data.prepare.source_record import (
+from vit_ray.data.prepare.convert.commit import (
+    HALF_WRITTEN,
+    OUTPUT,
+    ConvertReport,
+    commit,
+    report_of,
+)
+from vit_ray.data.prepare.convert.make_shards import make_shards
+from vit_ray.data.prepare.convert.source_record import (
     changed_settings,
     changes_since,
     read_record,
     text_of_changes,
 )
+from vit_ray.data.prepare.convert.staged_files import read_facts
+from vit_ray.data.prepare.in_place import check_in_place
+from vit_ray.data.prepare.plan import PLAN, Plan, plan_conversion, settings_of
 from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.entries import relative
 from vit_ray.data.prepare.sources.formats import list_units
+from vit_ray.data.prepare.sources.label_map import check_unique
 from vit_ray.data.prepare.sources.patterns import is_pattern
-from vit_ray.data.prepare.staged_files import read_facts
+from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.lock import HeldError, LockLostError, hold_lock, is_lock_file
 from vit_ray.storage import Location, locate
 

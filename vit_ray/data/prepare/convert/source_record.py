@@ -13,7 +13,14 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.labels import keys as all_keys
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import REJECTED_FILE, SOURCE_FILE
-from vit_ray.data.prepare.source_index import (
+from vit_ray.data.prepare.convert.staged_files import (
+    parquet_output,
+    read_facts,
+    read_row_groups,
+    write_facts,
+)
+from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, SourceUnit, with_problem
+from vit_ray.data.prepare.sources.source_index import (
     BY_CONTENT,
     REPEATED,
     SourceIndex,
@@ -29,13 +36,6 @@ from vit_ray.data.prepare.source_index import (
     units_of,
     versions_by_id,
     versions_of,
-)
-from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, SourceUnit, with_problem
-from vit_ray.data.prepare.staged_files import (
-    parquet_output,
-    read_facts,
-    read_row_groups,
-    write_facts,
 )
 from vit_ray.storage import Location, locate
 

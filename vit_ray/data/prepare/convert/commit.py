@@ -33,10 +33,14 @@ from vit_ray.data.format.schema import (
     VERSIONS_FOLDER,
 )
 from vit_ray.data.format.sidecars import write_checksums
-from vit_ray.data.prepare.make_shards import ShardResult
+from vit_ray.data.prepare.convert.make_shards import ShardResult
+from vit_ray.data.prepare.convert.source_record import read_record
+from vit_ray.data.prepare.convert.staged_files import (
+    parquet_output,
+    read_many_facts,
+    read_row_groups,
+)
 from vit_ray.data.prepare.plan import LISTS, RESULT, Plan
-from vit_ray.data.prepare.source_record import read_record
-from vit_ray.data.prepare.staged_files import parquet_output, read_many_facts, read_row_groups
 from vit_ray.lock import check_lock
 from vit_ray.storage import Location
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import REPORT_FILE, checksum
 from vit_ray.data.images.crops import UInt8Array, decode
+from vit_ray.data.prepare.convert.shard_images import orientation_of
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.prepare.shard_images import orientation_of
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceUnit
 from vit_ray.data.prepare.sources.formats import index_unit, key_prefix, list_units
 from vit_ray.retry import with_retries

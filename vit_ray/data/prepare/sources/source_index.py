@@ -16,7 +16,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.prepare.label_map import check_class_count, class_names, declared_classes
+from vit_ray.data.prepare.convert.staged_files import (
+    parquet_output,
+    read_many_facts,
+    read_row,
+    read_row_groups,
+    write_facts,
+)
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import (
     INDEX_SCHEMA,
@@ -33,13 +39,7 @@ from vit_ray.data.prepare.sources.formats import (
     index_unit,
     list_units,
 )
-from vit_ray.data.prepare.staged_files import (
-    parquet_output,
-    read_many_facts,
-    read_row,
-    read_row_groups,
-    write_facts,
-)
+from vit_ray.data.prepare.sources.label_map import check_class_count, class_names, declared_classes
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, file_version, locate
 

@@ -18,9 +18,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from vit_ray.data.order.selection import KeyedPermutation
-from vit_ray.data.prepare.source_index import SourceIndex, table_entries
+from vit_ray.data.prepare.convert.staged_files import parquet_output, read_row_group
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
-from vit_ray.data.prepare.staged_files import parquet_output, read_row_group
+from vit_ray.data.prepare.sources.source_index import SourceIndex, table_entries
 from vit_ray.storage import Location
 
 _SHUFFLE: Final = 5

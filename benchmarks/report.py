@@ -119,7 +119,7 @@ def read_by_client(uri: str, _: str) -> int:
     """The peer: points of the same curves."""
     from mlflow.tracking import MlflowClient
 
-    from vit_ray.report.figures import CURVES
+    from vit_ray.report.figures.chart_list import CURVES
 
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("benchmark")

@@ -6,7 +6,7 @@ python docs/study_chart.py
 import csv
 from pathlib import Path
 
-from vit_ray.report.charts import Axis, Chart, Point, Series, png, svg
+from vit_ray.report.figures.charts import Axis, Chart, Point, Series, png, svg
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "benchmarks/results/study_cifar10_short_cpu_2026-11-22/report.csv"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import vl_convert
 
-from vit_ray.report.charts import (
+from vit_ray.report.figures.charts import (
     DARK,
     FAMILIES,
     LIGHT,

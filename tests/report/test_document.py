@@ -8,8 +8,7 @@ import re
 import pytest
 import vl_convert
 
-from vit_ray.report import charts, document
-from vit_ray.report.charts import Axis, Chart, Point, Series
+from vit_ray.report import document
 from vit_ray.report.document import (
     FILES_LIST,
     Section,
@@ -18,6 +17,8 @@ from vit_ray.report.document import (
     with_content,
     write_files,
 )
+from vit_ray.report.figures import charts
+from vit_ray.report.figures.charts import Axis, Chart, Point, Series
 from vit_ray.report.tables import Column, Table, percent
 
 

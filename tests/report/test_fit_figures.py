@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.report.made_runs import made
-from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
-from vit_ray.report.fits import predict_held_out
+from vit_ray.report.figures.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
 from vit_ray.report.runs import RecordedRun
+from vit_ray.report.statistics.fits import predict_held_out
 
 COMPUTE = np.geomspace(1, 200, 6)
 MODELS = {"ViT": "ViT-S/16", "ResNet": "R50x1"}

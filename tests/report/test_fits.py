@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from vit_ray.report.fits import (
+from vit_ray.report.paper import TABLE_6, TABLE_7, table_5
+from vit_ray.report.statistics.fits import (
     NoFitError,
     compare_at_equal_accuracy,
     fit_law,
     predict_held_out,
 )
-from vit_ray.report.paper import TABLE_6, TABLE_7, table_5
 
 COMPUTE = np.geomspace(50, 5000, 8)
 SCALE, EXPONENT, FLOOR = 0.6, 0.4, 0.1  # at one exaFLOP

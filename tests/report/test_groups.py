@@ -5,13 +5,14 @@ import pytest
 from tests.report.made_runs import archived, made, texts, tuned
 from vit_ray.config import Recipe
 from vit_ray.config.resume_compatibility import deciding_keys
-from vit_ray.report import figures, sweeps
+from vit_ray.report import sweeps
 from vit_ray.report.ablations import shapes
-from vit_ray.report.accuracies import cost_of
-from vit_ray.report.groups import differences
+from vit_ray.report.figures import chart_list as figures
 from vit_ray.report.headline import best_sentences
 from vit_ray.report.paper_tables import paper_tables, table_6
-from vit_ray.report.seeds import by_group, one_run_a_cell
+from vit_ray.report.statistics.accuracies import cost_of
+from vit_ray.report.statistics.groups import differences
+from vit_ray.report.statistics.seeds import by_group, one_run_a_cell
 
 CIFAR_100 = {"data.train": "/data/cifar100/train", "data.eval": "/data/cifar100/test"}
 

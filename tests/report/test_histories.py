@@ -17,8 +17,8 @@ from mlflow.server import app, handlers
 from mlflow.tracking import MlflowClient
 from sqlalchemy.dialects import mysql, postgresql
 
-from vit_ray.report import histories
-from vit_ray.report.histories import Histories, _first_from_each
+from vit_ray.report.figures import histories
+from vit_ray.report.figures.histories import Histories, _first_from_each
 
 AT = 1_760_000_000_000
 LONG = [(step, 2.0 / (1 + step) + step % 7) for step in range(0, 20_000, 10)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vit_ray.report.intervals import of_difference, of_mean, of_share
+from vit_ray.report.statistics.intervals import of_difference, of_mean, of_share
 
 A, B = [0.70, 0.72, 0.69, 0.75], [0.73, 0.76, 0.70, 0.80]
 

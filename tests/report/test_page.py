@@ -11,7 +11,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.report.figures import cells
+from vit_ray.report.figures.chart_list import cells
 from vit_ray.report.page import build_report
 from vit_ray.report.runs import Archive
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from vit_ray.report import accuracies, figures, sweeps
+from vit_ray.report import sweeps
+from vit_ray.report.figures import chart_list as figures
 from vit_ray.report.headline import best_sentences, totals
 from vit_ray.report.paper_tables import (
     paper_tables,
@@ -16,6 +17,7 @@ from vit_ray.report.paper_tables import (
     transfers,
 )
 from vit_ray.report.runs import RecordedRun, with_origins, with_tasks
+from vit_ray.report.statistics import accuracies
 
 
 def run(name, kind="study_cell", metrics=None, params=None, status="FINISHED", test=None, **tags):

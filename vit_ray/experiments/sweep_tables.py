@@ -5,8 +5,8 @@ from __future__ import annotations
 from vit_ray.experiments.search_space import RATE, Point, point_text
 from vit_ray.experiments.training import Outcome
 from vit_ray.outcomes import TrialState
-from vit_ray.report import charts
-from vit_ray.report.charts import Axis, Chart, Series
+from vit_ray.report.figures import charts
+from vit_ray.report.figures.charts import Axis, Chart, Series
 from vit_ray.report.tables import Column, Table, Value
 
 

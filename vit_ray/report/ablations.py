@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from vit_ray.report.accuracies import accuracy_name, title_of
-from vit_ray.report.charts import Axis, Chart, Point, Series
-from vit_ray.report.figures import Line, line_of_means
-from vit_ray.report.groups import Group, differences
+from vit_ray.report.figures.chart_list import Line, line_of_means
+from vit_ray.report.figures.charts import Axis, Chart, Point, Series
 from vit_ray.report.runs import RecordedRun
-from vit_ray.report.seeds import by_group
+from vit_ray.report.statistics.accuracies import accuracy_name, title_of
+from vit_ray.report.statistics.groups import Group, differences
+from vit_ray.report.statistics.seeds import by_group
 
 SHAPE: Final = {
     "model.depth": "depth",

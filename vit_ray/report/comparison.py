@@ -19,12 +19,9 @@ from typing import Final
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from vit_ray.report.accuracies import ACCURACIES, accuracy_name, studied, trainings
-from vit_ray.report.charts import Axis, Chart
 from vit_ray.report.document import Section, write_page
-from vit_ray.report.figures import CURVES, curve_series
-from vit_ray.report.groups import TRAINING_IMAGES, Group, differences, differing_keys
-from vit_ray.report.intervals import Tested, of_difference
+from vit_ray.report.figures.chart_list import CURVES, curve_series
+from vit_ray.report.figures.charts import Axis, Chart
 from vit_ray.report.runs import (
     DEV,
     MEAN_TRANSFER,
@@ -35,7 +32,10 @@ from vit_ray.report.runs import (
     RecordedRun,
     require_store,
 )
-from vit_ray.report.seeds import mean_of, one_run_a_cell
+from vit_ray.report.statistics.accuracies import ACCURACIES, accuracy_name, studied, trainings
+from vit_ray.report.statistics.groups import TRAINING_IMAGES, Group, differences, differing_keys
+from vit_ray.report.statistics.intervals import Tested, of_difference
+from vit_ray.report.statistics.seeds import mean_of, one_run_a_cell
 from vit_ray.report.tables import Column, Table, Value, percent
 
 _EVALUATED: Final = {**ACCURACIES, "eval/top5": "top-5 accuracy", "eval/loss": "validation loss"}

@@ -21,8 +21,8 @@ from typing import Any, Final, TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from vit_ray.report import charts
-from vit_ray.report.charts import Chart
+from vit_ray.report.figures import charts
+from vit_ray.report.figures.charts import Chart
 from vit_ray.report.tables import Column, Table
 from vit_ray.storage import locate
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vit_ray.report.accuracies import accuracies_of, accuracy_name, best_of, by_sets, studied
-from vit_ray.report.figures import interval_of, length_of, own_share
-from vit_ray.report.fit_figures import FamilyLaws, fit_sentences
+from vit_ray.report.figures.chart_list import interval_of, length_of, own_share
+from vit_ray.report.figures.fit_figures import FamilyLaws, fit_sentences
 from vit_ray.report.runs import Archive, RecordedRun
-from vit_ray.report.seeds import Mean
+from vit_ray.report.statistics.accuracies import (
+    accuracies_of,
+    accuracy_name,
+    best_of,
+    by_sets,
+    studied,
+)
+from vit_ray.report.statistics.seeds import Mean
 from vit_ray.report.sweeps import sweep_sentences
 from vit_ray.report.tables import duration, number, percent
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit_ray.report import document, figures
+from vit_ray.report import document
 from vit_ray.report.ablations import empirical_cost, shapes
-from vit_ray.report.accuracies import accuracies_of, studied, trainings
 from vit_ray.report.document import Section
-from vit_ray.report.fit_figures import (
+from vit_ray.report.figures import chart_list as figures
+from vit_ray.report.figures.fit_figures import (
     MIN_AMOUNTS,
     FamilyLaws,
     fit_charts,
@@ -28,7 +28,8 @@ from vit_ray.report.headline import headline, totals
 from vit_ray.report.missing import what_is_missing
 from vit_ray.report.paper_tables import comparing, paper_tables
 from vit_ray.report.runs import Archive
-from vit_ray.report.seeds import one_run_a_cell
+from vit_ray.report.statistics.accuracies import accuracies_of, studied, trainings
+from vit_ray.report.statistics.seeds import one_run_a_cell
 from vit_ray.report.sweeps import sweep_charts
 
 _RELOAD = re.compile(r'<meta http-equiv="refresh" content="([^"]+)">')

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from vit_ray.report import paper
-from vit_ray.report.accuracies import (
+from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun
+from vit_ray.report.statistics.accuracies import (
     accuracies_of,
     accuracy_name,
     decided_top1,
@@ -22,7 +23,7 @@ from vit_ray.report.accuracies import (
     trainings,
     tunings_of,
 )
-from vit_ray.report.groups import (
+from vit_ray.report.statistics.groups import (
     PRETRAINING,
     TEST_SET,
     TRAINING_SET,
@@ -30,8 +31,7 @@ from vit_ray.report.groups import (
     differences,
     differing_keys,
 )
-from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun
-from vit_ray.report.seeds import Mean, by_group, mean_of
+from vit_ray.report.statistics.seeds import Mean, by_group, mean_of
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 R = TypeVar("R", bound=Hashable)

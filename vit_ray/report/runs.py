@@ -21,7 +21,8 @@ from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import EVALUATIONS, with_best
-from vit_ray.report.groups import (
+from vit_ray.report.figures.histories import Curve, Histories, is_finite
+from vit_ray.report.statistics.groups import (
     COMMIT,
     EXAFLOPS,
     FEW_SHOT_SETS,
@@ -33,7 +34,6 @@ from vit_ray.report.groups import (
     WEIGHTS,
     Group,
 )
-from vit_ray.report.histories import Curve, Histories, is_finite
 
 TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
 """Kinds of runs that train; those of other programs have none."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from vit_ray.report.accuracies import decided_key, decided_top1
-from vit_ray.report.charts import Axis, Chart, Point, Series
-from vit_ray.report.figures import SWEEP_STAGES, Line, interval_of, line_of_means
-from vit_ray.report.groups import Group, differences
+from vit_ray.report.figures.chart_list import SWEEP_STAGES, Line, interval_of, line_of_means
+from vit_ray.report.figures.charts import Axis, Chart, Point, Series
 from vit_ray.report.runs import DEV, RecordedRun
-from vit_ray.report.seeds import by_group, mean_of
+from vit_ray.report.statistics.accuracies import decided_key, decided_top1
+from vit_ray.report.statistics.groups import Group, differences
+from vit_ray.report.statistics.seeds import by_group, mean_of
 from vit_ray.report.tables import number, percent
 
 RATE = "optim.learning_rate"

@@ -10,20 +10,20 @@ from typing import Any, Final
 
 from vit_ray.config import branch_origin
 from vit_ray.config.resume_compatibility import LENGTH
-from vit_ray.report.accuracies import (
+from vit_ray.report.figures.charts import FAMILIES, Axis, Chart, Point, Series
+from vit_ray.report.paper import TABLE_6
+from vit_ray.report.runs import DEV, MEAN_TRANSFER, Archive, RecordedRun
+from vit_ray.report.statistics.accuracies import (
     accuracies_of,
     accuracy_name,
     by_sets,
     cost_of,
     transfer_keys,
 )
-from vit_ray.report.charts import FAMILIES, Axis, Chart, Point, Series
-from vit_ray.report.fits import Estimate
-from vit_ray.report.groups import TRAINING_IMAGES, Group, differences
-from vit_ray.report.intervals import of_share
-from vit_ray.report.paper import TABLE_6
-from vit_ray.report.runs import DEV, MEAN_TRANSFER, Archive, RecordedRun
-from vit_ray.report.seeds import by_group, mean_of
+from vit_ray.report.statistics.fits import Estimate
+from vit_ray.report.statistics.groups import TRAINING_IMAGES, Group, differences
+from vit_ray.report.statistics.intervals import of_share
+from vit_ray.report.statistics.seeds import by_group, mean_of
 from vit_ray.report.tables import Column, Table, Value, duration, number, percent
 
 PAPER: Final = "The paper's Table 6: ImageNet top-1 after JFT-300M against compute"

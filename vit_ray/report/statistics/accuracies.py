@@ -6,9 +6,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from vit_ray.report.groups import FEW_SHOT_SETS, TEST_SET, TRAINING_SET, Group, differences
 from vit_ray.report.runs import MEAN_TRANSFER, TRAININGS, TRANSFER, RecordedRun
-from vit_ray.report.seeds import Mean, by_group, mean_of
+from vit_ray.report.statistics.groups import (
+    FEW_SHOT_SETS,
+    TEST_SET,
+    TRAINING_SET,
+    Group,
+    differences,
+)
+from vit_ray.report.statistics.seeds import Mean, by_group, mean_of
 
 
 def averaged(key: str) -> str:

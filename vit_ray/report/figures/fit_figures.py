@@ -18,10 +18,17 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vit_ray.config.resume_compatibility import LENGTH
-from vit_ray.report.accuracies import accuracies_of, accuracy_name, by_sets, cost_of, title_of
-from vit_ray.report.charts import Axis, Chart, Point, Series
-from vit_ray.report.figures import EXAFLOPS
-from vit_ray.report.fits import (
+from vit_ray.report.figures.chart_list import EXAFLOPS
+from vit_ray.report.figures.charts import Axis, Chart, Point, Series
+from vit_ray.report.runs import RecordedRun
+from vit_ray.report.statistics.accuracies import (
+    accuracies_of,
+    accuracy_name,
+    by_sets,
+    cost_of,
+    title_of,
+)
+from vit_ray.report.statistics.fits import (
     EqualAccuracy,
     Fit,
     NoFitError,
@@ -30,10 +37,9 @@ from vit_ray.report.fits import (
     fit_law,
     predict_held_out,
 )
-from vit_ray.report.groups import EXAFLOPS as UNKNOWN_LENGTH
-from vit_ray.report.groups import Group, differences
-from vit_ray.report.runs import RecordedRun
-from vit_ray.report.seeds import by_group
+from vit_ray.report.statistics.groups import EXAFLOPS as UNKNOWN_LENGTH
+from vit_ray.report.statistics.groups import Group, differences
+from vit_ray.report.statistics.seeds import by_group
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 _CURVE_POINTS: Final = 60

@@ -10,7 +10,7 @@ from typing import Final
 
 from scipy.special import stdtr, stdtrit
 
-from vit_ray.report.fits import Estimate
+from vit_ray.report.statistics.fits import Estimate
 
 _Z: Final = statistics.NormalDist().inv_cdf(0.975)
 

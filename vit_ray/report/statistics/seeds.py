@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from vit_ray.report.groups import Group
 from vit_ray.report.runs import TRAININGS, RecordedRun
+from vit_ray.report.statistics.groups import Group
 from vit_ray.report.tables import percent
 
 CELL_KINDS: Final = ("study_cell", "sweep_trial")

@@ -30,9 +30,9 @@ from pathlib import Path
 import torch
 
 from vit_ray.commands.convert import convert_of
-from vit_ray.commands.features import print_few_shot
-from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.quickstart import is_converted
+from vit_ray.commands.tables.printed_tables import print_result, print_sweep
+from vit_ray.commands.trained.features import print_few_shot
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.digits import write_digits

@@ -13,8 +13,8 @@ from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
 from vit_ray.commands import cli
-from vit_ray.commands.compare import parse_words
 from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.trained.compare import parse_words
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.commands.command_line import run_cli
-from vit_ray.commands.dry_run import describe_sweep, describe_training
+from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.train.memory.memory_estimate import estimate_memory

@@ -30,8 +30,8 @@ from tests.models.small import TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.weight_files import published_classes
-from vit_ray.commands.export import export
-from vit_ray.commands.model_card import image_processor, wilson_interval
+from vit_ray.commands.trained.export import export
+from vit_ray.commands.trained.model_card import image_processor, wilson_interval
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset

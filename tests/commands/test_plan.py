@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from tests.commands.command_line import run_cli
-from vit_ray.commands.plan import data_facts, describe_plan, plan_stage, planned_cluster, told_facts
+from vit_ray.commands.plans.plan import (
+    data_facts,
+    describe_plan,
+    plan_stage,
+    planned_cluster,
+    told_facts,
+)
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import RowGroupColumns, write_manifest

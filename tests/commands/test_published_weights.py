@@ -27,7 +27,7 @@ from tests.models.weights.published import (
 from tests.recipes import recipe_with
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.init_weights import initialize_weights
-from vit_ray.commands.trained_model import load_trained_model
+from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe
 from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training

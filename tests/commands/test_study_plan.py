@@ -9,7 +9,7 @@ import pytest
 
 from tests.experiments.studies import study_row, study_tree
 from vit_ray.commands.experiments import study
-from vit_ray.commands.study_plan import describe_study, plan_study
+from vit_ray.commands.plans.study_plan import describe_study, plan_study
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.measure.devices import find_device

@@ -17,8 +17,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from tests.conftest import Digits
 from tests.end_to_end.runs import runs_of, weights_of
 from tests.recipes import small_recipe
-from vit_ray.commands.features import run_few_shot_job
 from vit_ray.commands.train import evaluate
+from vit_ray.commands.trained.features import run_few_shot_job
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import training_crop

@@ -12,7 +12,7 @@ from tests.checkpoints.written import position, values, write_checkpoint, write_
 from tests.experiments.studies import study_row, study_tree
 from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, newest_verified_checkpoint
-from vit_ray.commands.study_plan import plan_study
+from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.branching import (
     NOTE,

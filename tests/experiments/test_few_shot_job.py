@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from tests.data.small_sets import write_set
 from tests.recipes import recipe_with
-from vit_ray.commands.features import print_few_shot
+from vit_ray.commands.trained.features import print_few_shot
 from vit_ray.config import Recipe
 from vit_ray.evaluate.feature_files import FeatureRows, part_name, write_facts, write_part
 from vit_ray.evaluate.few_shot import few_shot_accuracy, neighbor_accuracy, ranks_in_class

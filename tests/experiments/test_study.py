@@ -16,9 +16,9 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
+from vit_ray.commands.plans.study_plan import describe_study
 from vit_ray.commands.report import report
-from vit_ray.commands.study_plan import describe_study
-from vit_ray.commands.study_tables import print_study
+from vit_ray.commands.tables.study_tables import print_study
 from vit_ray.config import load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import TAGGED

@@ -12,7 +12,7 @@ from tests.data.small_sets import write_set
 from tests.experiments.flows import Calls, Parent, in_process, result_of
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
-from vit_ray.commands.vtab_tables import print_vtab
+from vit_ray.commands.tables.vtab_tables import print_vtab
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import keys

@@ -24,8 +24,8 @@ from tests.worker.fakes import FakeRun, write_now
 from vit_ray.checkpoints.checkpoint import Progress, open_checkpoint
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
-from vit_ray.commands.dry_run import describe_training
-from vit_ray.commands.plan import describe_plan, told_facts
+from vit_ray.commands.plans.dry_run import describe_training
+from vit_ray.commands.plans.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import draw_box

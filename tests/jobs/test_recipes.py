@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, commands, header, stated_cost
-from vit_ray.commands.plan import told_facts
+from vit_ray.commands.plans.plan import told_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.models.catalog import model_names
 from vit_ray.train.optim.schedule import lr_at

@@ -13,8 +13,8 @@ import pytest
 from tests.newcomer.follow import PAGES as FOLLOWED_NAMES
 from tests.newcomer.follow import blocks, script_of
 from vit_ray.commands.cli import split_words
-from vit_ray.commands.compare import parse_words
 from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.trained.compare import parse_words
 from vit_ray.config import load_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vit_ray.commands.printed_tables import print_sweep
-from vit_ray.commands.study_plan import plan_study
-from vit_ray.commands.study_tables import print_study
-from vit_ray.commands.vtab_tables import print_vtab
+from vit_ray.commands.plans.study_plan import plan_study
+from vit_ray.commands.tables.printed_tables import print_sweep
+from vit_ray.commands.tables.study_tables import print_study
+from vit_ray.commands.tables.vtab_tables import print_vtab
 from vit_ray.config import Recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_of

@@ -90,7 +90,7 @@ _ALL = (
         "vit_ray.commands.train:pretrain",
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits optim.learning_rate=3e-4 --dry-run",
-        "vit_ray.commands.dry_run:describe_training",
+        "vit_ray.commands.plans.dry_run:describe_training",
         needs=("data.train",),
     ),
     Command(
@@ -99,7 +99,7 @@ _ALL = (
         "vit_ray.commands.train:finetune",
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "finetune/pets init_from=hf://google/vit-base-patch16-224-in21k data.train=data/pets/train",
-        "vit_ray.commands.dry_run:describe_training",
+        "vit_ray.commands.plans.dry_run:describe_training",
         needs=("init_from", "data.train"),
     ),
     Command(
@@ -118,7 +118,7 @@ _ALL = (
         "few_shot",
         "Few-shot accuracy, linear and of nearest neighbours, of the weights in init_from, from "
         "features that are kept for the next time.",
-        "vit_ray.commands.features:run_few_shot_job",
+        "vit_ray.commands.trained.features:run_few_shot_job",
         (
             "name", "output", *_WEIGHTS, "model", "data.eval_augment", "evaluate",
             "workers", "tracking",
@@ -130,7 +130,7 @@ _ALL = (
     Command(
         "extract_features",
         "Write features, logits and keys of a data set as parquet, by the weights in init_from.",
-        "vit_ray.commands.features:run_extract",
+        "vit_ray.commands.trained.features:run_extract",
         (
             "extract", "name", *_WEIGHTS, "model", "data.eval_augment", "evaluate.batch_size",
             "workers", "tracking",
@@ -144,7 +144,7 @@ _ALL = (
         "vit_ray.commands.experiments:sweep",
         ("sweep", *_TRAINING, *_WEIGHTS, "paper", *_COUNTS),
         "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
-        "vit_ray.commands.dry_run:describe_sweep",
+        "vit_ray.commands.plans.dry_run:describe_sweep",
         needs=("sweep", "data.train", "data.eval"),
     ),
     Command(
@@ -162,7 +162,7 @@ _ALL = (
         "vit_ray.commands.experiments:study",
         ("study", *_TRAINING, *_COUNTS),
         "study_digits --dry-run",
-        "vit_ray.commands.study_plan:describe_study",
+        "vit_ray.commands.plans.study_plan:describe_study",
         needs=("study",),
     ),
     Command(
@@ -173,7 +173,7 @@ _ALL = (
         "vit_ray.commands.report:report_page",
         ("report", "name", "output", "tracking"),
         "digits",
-        verbs={"compare": "vit_ray.commands.compare:compare_words"},
+        verbs={"compare": "vit_ray.commands.trained.compare:compare_words"},
     ),
     Command(
         "benchmark_models",
@@ -189,16 +189,16 @@ _ALL = (
         "plan",
         "Memory per GPU for each ZeRO stage, communication, step and run time on plan.num_gpus "
         "of plan.device; starts nothing.",
-        "vit_ray.commands.plan:print_plan",
+        "vit_ray.commands.plans.plan:print_plan",
         ("plan", "model", "optim", "train", "workers", "data.train", "data.fraction", "convert"),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
-        "vit_ray.commands.plan:describe_plan",
+        "vit_ray.commands.plans.plan:describe_plan",
     ),
     Command(
         "export",
         "Write the weights in init_from (a run, a checkpoint or a published file) to export.path "
         "in export.layout: jax, timm, huggingface or vit_ray.",
-        "vit_ray.commands.export:export",
+        "vit_ray.commands.trained.export:export",
         ("export", *_WEIGHTS, "model"),
         "cifar10 init_from=runs/cifar10-vit export.path=vit.npz",
         needs=("export", "init_from"),
@@ -207,7 +207,7 @@ _ALL = (
         "inspect_model",
         "Draw the patch filters, position similarity, attention distance and attention rollout of "
         "the weights in init_from over the images in inspect.images.",
-        "vit_ray.commands.inspect:inspect",
+        "vit_ray.commands.trained.inspect:inspect",
         ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking"),
         "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
         needs=("inspect", "init_from"),
@@ -226,7 +226,7 @@ _ALL = (
         "vit_ray.commands.quickstart:run_quickstart",
         _TRAINING,
         "digits",
-        "vit_ray.commands.dry_run:describe_training",
+        "vit_ray.commands.plans.dry_run:describe_training",
     ),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _ALL}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.report import report
+from vit_ray.commands.tables.printed_tables import print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vit_ray.commands.printed_tables import print_metrics, print_result, print_table
+from vit_ray.commands.tables.printed_tables import print_metrics, print_result, print_table
 from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from vit_ray.commands.plan import TrainingFacts, data_facts, planned_cluster
+from vit_ray.commands.plans.plan import TrainingFacts, data_facts, planned_cluster
 from vit_ray.config import Recipe
 from vit_ray.experiments.branching import branch_step, in_groups
 from vit_ray.experiments.room import Room

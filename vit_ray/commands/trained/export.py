@@ -11,8 +11,8 @@ from huggingface_hub import HfApi
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.run_checkpoints import find_weights
 from vit_ray.checkpoints.weight_files import SCHEME, find_weight_file, published_classes
-from vit_ray.commands.model_card import image_processor, model_card
-from vit_ray.commands.trained_model import load_trained_model
+from vit_ray.commands.trained.model_card import image_processor, model_card
+from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.data import open_dataset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vit_ray.commands.plan import (
+from vit_ray.commands.plans.plan import (
     PlannedCluster,
     TrainingFacts,
     data_facts,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from pyarrow import fs
 
-from vit_ray.commands.trained_model import load_trained_model
+from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.data.images.crops import BadImageError, UInt8Array, training_crop

@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 from rich.table import Table
 
-from vit_ray.commands.printed_tables import print_link
+from vit_ray.commands.tables.printed_tables import print_link
 from vit_ray.config.secrets import redact
 from vit_ray.experiments.study import StudyResult
 from vit_ray.experiments.study_cells import CellResult

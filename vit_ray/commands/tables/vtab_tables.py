@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vit_ray.commands.printed_tables import print_link, print_table
+from vit_ray.commands.tables.printed_tables import print_link, print_table
 from vit_ray.experiments.vtab import VtabResult, vtab_table
 
 

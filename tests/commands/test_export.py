@@ -211,6 +211,8 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Pat
     for fact in ("CC BY 4.0", "data/train", "2 worker-hours", "0123abc", "name: ViT"):
         assert fact in card.text
     assert "secret" not in card.content
+    assert str(tmp_path) not in card.content
+    assert "train: data/train\n" in card.content
     assert "MLflow run" in card.text
 
 

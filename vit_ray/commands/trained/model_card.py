@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from pathlib import PurePosixPath
 from statistics import NormalDist
 from typing import Any, Final
@@ -105,9 +106,23 @@ def model_card(
     ]
     if position is not None:
         recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
-        recipe_text = redact(yaml.safe_dump(recorded, sort_keys=False))
+        recipe_text = redact(yaml.safe_dump(_public(recorded), sort_keys=False))
         text.append(f"## Recipe\n\n```yaml\n{recipe_text}```")
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
+
+
+def _place(address: str) -> str:
+    """The last two parts of an address: folders of a machine, and buckets, are not for everyone."""
+    return "/".join(PurePosixPath(redact(address)).parts[-2:])
+
+
+def _public(value: Any) -> Any:
+    """A part of a recipe; of absolute paths and addresses in it the last two parts."""
+    if isinstance(value, dict):
+        return {key: _public(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_public(one) for one in value]
+    return _place(value) if isinstance(value, str) and re.match(r"/|\w+://", value) else value
 
 
 def _table(facts: dict[str, str]) -> str:
@@ -126,7 +141,7 @@ def _training_facts(
 
     licence = config.data_license or terms_of("license")
     if position is None:
-        return {"weights": redact(str(recipe.init_from)), "licence of the data": licence}
+        return {"weights": _place(str(recipe.init_from)), "licence of the data": licence}
     train = recipe.data.train
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
     shape, progress, compute = recipe.model, position.progress, _UNKNOWN
@@ -134,11 +149,11 @@ def _training_facts(
         macs = forward_macs(shape.name, num_classes, shape.image_size, **shape.options())
         compute = f"{count_exaflops(macs, position.samples_seen):.4g} exaFLOPs"
     facts = {
-        "data": ", ".join("/".join(PurePosixPath(redact(p)).parts[-2:]) for p in paths),
+        "data": ", ".join(_place(path) for path in paths),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
         "licence of the data": licence,
         "source of the data": redact(terms_of("source_url")),
-        "start": redact(recipe.init_from) if recipe.init_from else "from scratch",
+        "start": _place(recipe.init_from) if recipe.init_from else "from scratch",
         "steps": f"{position.step:,} of {position.global_batch_size:,} images",
         "images seen": f"{position.samples_seen:,}",
         "compute": compute,
@@ -158,7 +173,7 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
         return None
     path = data.test_set if key == "eval/top1" else None
     train = data.train if isinstance(data.train, str) else _UNKNOWN
-    name = "/".join(PurePosixPath(redact(path or train)).parts[-2:])
+    name = _place(path or train)
     name = name if path else f"{name} (held out)"
     try:
         if path:

@@ -48,7 +48,7 @@ _ROOMS = {
     "model_names": "models",
     "open_dataset": "data.images.explore",
     "save_weights": "models.weights",
-    "training_batches": "launch.training_batches",
+    "training_batches": "launch.inputs.training_batches",
     "training_exaflops": "models.flops",
     "trust_modules": "own_parts",
 }

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-WITH_TASKS = ("compare_source", "in_place", "plan", "source_index", "make_shards", "subset")
-STEPS = ("conversion", "commit", "make_shards", "plan")
+WITH_TASKS = (
+    "convert.compare_source",
+    "in_place",
+    "plan",
+    "sources.source_index",
+    "convert.make_shards",
+    "subset",
+)
+STEPS = ("convert.conversion", "convert.commit", "convert.make_shards", "plan")
 
 
 def one_by_one(

@@ -37,10 +37,11 @@ IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPE
 program, and formats that are not for photographs."""
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 
-_FINER: Final = 1.3
-"""Least factor by which an exact crop still shrinks after a coarser decode: the decoder's own
-averages over 2, 4 or 8 pixels differ from Pillow's filter. PSNR of crops of 64 pixels: 46.5 dB, and
-39 without this."""
+_COARSEST: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}
+_FINER: Final = {8: 8 * 1.4, 4: 4 * 1.3, 2: 2 * 1.2, 1: 0.0}
+"""Least factor by which a crop, or an exact one, shrinks that is decoded at 1/8, 1/4 or 1/2: the
+decoder's own averages over 8, 4 or 2 pixels differ from Pillow's filter, most where little is left
+to shrink. PSNR of exact crops of 64 pixels: 47.9 dB, and 39 by the coarsest decode."""
 _BLURRED_FROM: Final = 1.25
 _AVERAGED_FROM: Final = 2.5
 """How shrinking avoids aliasing: bilinear alone below the first factor, a 3 x 3 Gaussian before it
@@ -51,8 +52,8 @@ PSNR against Pillow's antialiased bilinear resize, mean over training crops of I
 (benchmarks/data_decode.py; bilinear without any of this: 47.9, 39.0, 36.3, 32.5 and 29.4). Over all
 training crops of 200 photographs: mean 47.2 dB and worst 30.7 at 224 pixels, 35.6 and 21.0 at 64;
 the least are of crops that a coarse decode rounds to its whole pixels. Crops of evaluation are
-exact (`Augmentation.is_exact`): mean 44.9 dB and worst 32.3 for 224 of 256 pixels, where a cut at
-whole pixels has 34.3 and 22.0; 47.3 and 33.2 for 64 of 73."""
+exact (`Augmentation.is_exact`): mean 45.3 dB and worst 32.3 for 224 of 256 pixels, where a cut at
+whole pixels has 34.3 and 22.0; 44.8 and 28.9 for 128 of 146; 47.7 and 34.1 for 64 of 73."""
 
 
 class BadImageError(ValueError):
@@ -114,8 +115,8 @@ def cut_crop(
     else:
         # The coarsest scale at which the crop still has the pixels that the output needs.
         shrink = min(box.height / augmentation.height, box.width / augmentation.width)
-        least = _FINER if augmentation.is_exact else 1.0
-        scale = next(scale for scale in (8, 4, 2, 1) if scale == 1 or scale * least <= shrink)
+        least = _FINER if augmentation.is_exact else _COARSEST
+        scale = next(scale for scale in (8, 4, 2, 1) if least[scale] <= shrink or scale == 1)
         wanted = _with_surroundings(image, box, augmentation, scale)
         if (region := jpeg_region(image, wanted, scale)) is not None:
             content, (top, left, bottom, right) = region

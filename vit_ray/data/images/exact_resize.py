@@ -18,7 +18,7 @@ from vit_ray.data.images.crop_boxes import CropBox
 
 UInt8Array = NDArray[np.uint8]
 
-MOST_SKIPPED: Final = 12
+MOST_SKIPPED: Final = 4
 """Pixels before the rectangle from which it may be resized, to begin at a whole one."""
 _NEAR: Final = 1 / 12
 """Of a pixel, that the resized rectangle may be off."""

@@ -138,6 +138,10 @@ REJECTED = {
     "float": ([("x.jpg", IMAGES[0]), ("x.json", b'{"label": 1.5}')], "of type float"),
     "mixed": ([("x.jpg", IMAGES[0]), ("x.json", b'{"label": ["a", 1]}')], "of type int, str"),
     "of two lines": ([("x.jpg", IMAGES[0]), ("x.cls", b"cat\ndog\n")], "has a line break"),
+    "unseen": (
+        [("x.jpg", IMAGES[0]), ("x.cls", b"ca\x00t")],
+        "has a control character",
+    ),
     "long": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 2000)], "the most are 1,000"),
     "large": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 10**5)], "the most are 65,536"),
     "large json": ([("x.jpg", IMAGES[0]), ("x.json", b" " * (1 << 21))], "the most are 1,048,576"),

@@ -5,6 +5,7 @@ one label as it stands, whatever commas it holds.
 """
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -109,13 +110,16 @@ def checked_label(text: str) -> str:
     """The label without blanks around it.
 
     Raises:
-        ValueError: nothing is left, it has a line break, or it is too long.
+        ValueError: nothing is left, it has a line break or another control character, or it is too
+            long.
     """
     label = text.strip()
     if not label:
         raise ValueError("its label is empty")
     if "\n" in label or "\r" in label:
         raise ValueError(f"its label has a line break: {label[:40]!r}")
+    if not label.isprintable() and any(unicodedata.category(one) == "Cc" for one in label):
+        raise ValueError(f"its label has a control character, which no one sees: {label[:40]!r}")
     if len(label) > MOST_LABEL_CHARACTERS:
         raise ValueError(
             f"its label has {len(label):,} characters; the most are {MOST_LABEL_CHARACTERS:,}"

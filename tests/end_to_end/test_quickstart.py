@@ -77,3 +77,9 @@ def _tables(output: str) -> list[str]:
     return [
         line for line in output.splitlines() if "%" in line and not re.search("step|goodput", line)
     ]
+
+
+@pytest.mark.parametrize("given", ["data.eval={a: x, b: y}", "data.eval=null"])
+def test_several_test_sets_are_refused_before_anything_is_written(given: str) -> None:
+    with pytest.raises(ValueError, match=r"^data\.eval=.*; give one path$"):
+        run_quickstart(load_recipe("digits", [given]))

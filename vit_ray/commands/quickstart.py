@@ -21,8 +21,17 @@ SWEEP_RECIPE = "digits_sweep"
 
 
 def run_quickstart(recipe: Recipe) -> int:
-    """Convert, pre-train, sweep, and print a table; finished parts are not done again."""
+    """Convert, pre-train, sweep, and print a table; finished parts are not done again.
+
+    Raises:
+        ValueError: the recipe has several training or test sets, or none.
+    """
     start_s = time.monotonic()
+    for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        if not isinstance(path, str):
+            raise ValueError(
+                f"data.{name}={path!r}: quickstart writes one data set there; give one path"
+            )
     sweep = load_recipe(SWEEP_RECIPE).with_changes(
         output=recipe.output,
         init_from=f"{recipe.output}/{recipe.name}",
@@ -60,7 +69,7 @@ def is_converted(path: str) -> bool:
 def _convert_digits(recipe: Recipe) -> None:
     images = Path(recipe.output) / "digits_images"  # where no folder of the user is
     for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
-        assert isinstance(destination, str)
+        assert isinstance(destination, str)  # as `run_quickstart` has seen
         if is_converted(destination):
             continue
         write_digits(images)  # again, if it was interrupted: the files are the same

@@ -22,6 +22,7 @@ from vit_ray.launch.record.run_metadata import (
     trained_params,
     training_cost,
 )
+from vit_ray.tracking.metrics_log import RunOpening
 
 TRIALS = ["init_from=x", "data.train=a/train", "data.eval=a/test"]
 
@@ -113,3 +114,16 @@ def test_a_git_that_does_not_answer_leaves_the_commit_unknown(monkeypatch: pytes
     monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
     monkeypatch.setattr(subprocess, "run", hang)
     assert git_commit() == "unknown"
+
+
+def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cluster, recipe = ClusterShape(1, 2, 0, 0.0), load_recipe("digits_sweep", TRIALS)
+    monkeypatch.setattr(sys, "argv", ["/x/vit-ray", "sweep", "digits_sweep"])
+    tags = run_facts(recipe, "sweep", resolved_run(), cluster)
+    parent = RunOpening(recipe.tracking, "sweep", tmp_path / "metrics.jsonl", tags=tags)
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=192.0.2.2"])
+    of_trial = run_facts(recipe, "sweep_trial", resolved_run(), cluster, parent)
+    assert of_trial["mlflow.source.name"] == "vit-ray sweep digits_sweep"
+    assert "    vit-ray sweep digits_sweep\n" in of_trial["mlflow.note.content"]

@@ -99,7 +99,10 @@ def open_record(
             recipe,
             run_id,
             params=trained_params(recipe),
-            tags={**run_facts(recipe, kind, resolved, cluster), **(tags or {})},
+            tags={
+                **run_facts(recipe, kind, resolved, cluster, opening.get("parent")),
+                **(tags or {}),
+            },
             datasets=data_inputs(resolved),
             **opening,
         ),

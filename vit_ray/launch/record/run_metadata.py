@@ -24,9 +24,10 @@ from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
-from vit_ray.tracking.metrics_log import RUN_FOLDER
+from vit_ray.tracking.metrics_log import RUN_FOLDER, RunOpening
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
+SOURCE_NAME: Final = "mlflow.source.name"
 GIT_S: Final = 10.0
 """Limit of a question to git, of a folder that may be slow."""
 _CONTEXTS: Final = {
@@ -51,9 +52,18 @@ def trained_params(recipe: Recipe) -> dict[str, str]:
 
 
 def run_facts(
-    recipe: Recipe, kind: str, resolved: ResolvedRun, cluster: ClusterShape
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    cluster: ClusterShape,
+    parent: RunOpening | None = None,
 ) -> dict[str, str]:
-    """Tags that say what ran, by whom, on which code, data and cluster."""
+    """Tags that say what ran, by whom, on which code, data and cluster.
+
+    Args:
+        parent: the sweep or study, whose command started this run in a process of Ray's.
+    """
+    command = (parent.tags.get(SOURCE_NAME) if parent else None) or command_line()
     flat = recipe.flat()
     data, num_classes = PurePosixPath(redact(resolved.manifest.path)), resolved.manifest.num_classes
     try:
@@ -74,12 +84,12 @@ def run_facts(
         RUN_FOLDER: recipe.run_folder,
         "vit_ray.ray_version": ray.__version__,
         "mlflow.user": user,
-        "mlflow.source.name": command_line(),
+        SOURCE_NAME: command,
         "mlflow.source.type": "JOB",
         "mlflow.note.content": (
             f"{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
             f"classes, {resolved.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
-            f"    {command_line()}\n"
+            f"    {command}\n"
         ),
     }
 

@@ -26,6 +26,9 @@ os.environ["RAY_DEDUP_LOGS"] = "0"
 # The head's idle processes serve the next test; by default those beyond its CPUs end in a second.
 os.environ["RAY_num_workers_soft_limit"] = "16"  # noqa: SIM112
 os.environ.pop("RAY_ADDRESS", None)
+# Ray starts a cluster at its first use (`ray.put`), for which nothing sets a limit: a test without
+# `ray_head` fails instead. Ray reads this when it is imported.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Servers of the tests are on this machine, whatever proxy leads out of it.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 # Submitted jobs say `python`, as a person in an active environment does.
@@ -33,6 +36,8 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 
 import pytest
 import ray
+
+del os.environ["RAY_ENABLE_AUTO_CONNECT"]
 
 from tests.data.converting import convert
 from tests.ports import free_ports

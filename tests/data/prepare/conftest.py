@@ -1,19 +1,14 @@
 """Conversions without Ray: the same code, its tasks one after another in this process."""
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-WITH_TASKS = (
-    "convert.compare_source",
-    "in_place",
-    "plan",
-    "sources.source_index",
-    "convert.make_shards",
-    "subset",
-)
+from vit_ray.data import prepare
+
 STEPS = ("convert.conversion", "convert.commit", "convert.make_shards", "plan")
 
 
@@ -24,8 +19,9 @@ def one_by_one(
 
 
 def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in WITH_TASKS:
-        monkeypatch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)
+    for found in pkgutil.walk_packages(prepare.__path__, f"{prepare.__name__}."):
+        if hasattr(module := importlib.import_module(found.name), "run_tasks"):
+            monkeypatch.setattr(module, "run_tasks", one_by_one)
 
 
 @pytest.fixture

@@ -183,10 +183,12 @@ def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: P
 def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
     serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vit_ray.data.prepare.in_place.MOST_ROW_GROUP_BYTES", 100)
-    with pytest.raises(ValueError, match=r"row group \d has \d+ MiB of images, and what can be"):
-        in_place(source, tmp_path / "set")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("vit_ray.data.prepare.sources.hub.MOST_ROW_GROUP_BYTES", 100)
+        with pytest.raises(
+            ValueError, match=r"row group \d has \d+ MiB of images, and what can be"
+        ):
+            in_place(source, tmp_path / "set")
     file = tmp_path / "empty" / "train.parquet"
     file.parent.mkdir()
     table = pa.table({"image": [{"bytes": IMAGES[0], "path": "0"}], "label": ["a"]})
@@ -196,6 +198,24 @@ def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
     if pq.ParquetFile(file).metadata.num_row_groups == 2:
         with pytest.raises(ValueError, match="row group 1 has no rows"):
             in_place(file, tmp_path / "set")
+
+
+def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a dictionary of parquet: its footer says the bytes of one of them."""
+    file = tmp_path / "hub" / "train.parquet"
+    write_hub_file(file, [IMAGES[0]] * 5, ["a"] * 5)
+    chunk = pq.ParquetFile(file).metadata.row_group(0).column(0)
+    assert chunk.total_uncompressed_size < 3.1 * len(IMAGES[0])
+    convert(file, tmp_path / "set", in_place=True)
+    assert 5 * len(IMAGES[0]) < open_dataset(str(tmp_path / "set")).bytes[0]
+    monkeypatch.setattr(
+        "vit_ray.data.prepare.sources.hub.MOST_ROW_GROUP_BYTES", 5 * len(IMAGES[0]) - 1
+    )
+    with pytest.raises(ValueError, match="row group 0 has 0 MiB of images"):
+        convert(file, tmp_path / "other", in_place=True)
+    assert not (tmp_path / "other" / "manifest.parquet").exists()
 
 
 def test_a_row_group_without_a_usable_image_is_left_out(serial: None, tmp_path: Path) -> None:

@@ -7,22 +7,18 @@ those of any data set.
 """
 
 import hashlib
-from typing import Final
 
 import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import SourceUnit
 from vit_ray.data.prepare.sources.formats import class_names_in_file, fields_in_file
-from vit_ray.data.prepare.sources.hub import InPlace, facts_in_place
+from vit_ray.data.prepare.sources.hub import InPlace, check_in_place_bytes, facts_in_place
 from vit_ray.data.prepare.sources.label_map import class_names, declared_classes
 from vit_ray.data.prepare.sources.source_index import SourceIndex, units_of, versions_of
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location
-
-_MIB: Final = 1 << 20
 
 
 def check_in_place(config: ConvertConfig, folder: Location) -> None:
@@ -84,10 +80,10 @@ def _facts(unit: SourceUnit) -> tuple[str, tuple[InPlace, list[str] | None, dict
 
     found = with_retries(read, f"reading {unit.path}")
     for group, (rows, size) in enumerate(found[0].groups):
-        if size > MOST_ROW_GROUP_BYTES or not rows:
-            what = f"{size / _MIB:,.0f} MiB of images" if rows else "no rows"
+        if not rows:
             raise ValueError(
-                f"{unit.path!r}: row group {group} has {what}, and what can be read in place has "
-                f"rows and at most {MOST_ROW_GROUP_BYTES // _MIB:,} MiB; set convert.in_place=false"
+                f"{unit.path!r}: row group {group} has no rows, and cannot be read in place; set "
+                "convert.in_place=false"
             )
+        check_in_place_bytes(unit, group, size)
     return unit.id, found

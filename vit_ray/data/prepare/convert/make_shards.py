@@ -15,7 +15,12 @@ from vit_ray.data.prepare.convert.staged_files import write_facts
 from vit_ray.data.prepare.plan import RESULT, Plan
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import SourceChangedError, printable, storable
-from vit_ray.data.prepare.sources.hub import MOST_ROWS, facts_in_place, rows_of
+from vit_ray.data.prepare.sources.hub import (
+    MOST_ROWS,
+    check_in_place_bytes,
+    facts_in_place,
+    rows_of,
+)
 from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.retry import with_retries
 from vit_ray.storage import file_version, locate
@@ -105,7 +110,7 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     """Write a shard without images, of a file that has them and is read where it lies.
 
     Raises:
-        ValueError: the file has changed meanwhile.
+        ValueError: the file has changed meanwhile, or a row group is larger than its footer says.
     """
     unit, label_of, libjpeg = units_of(config)[shard], plan.label_of(), restart_writer()
     location = locate(unit.path)
@@ -116,6 +121,7 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     counts: Counter[str] = Counter()
     dropped: list[list[int]] = []
     labels_of_groups: list[set[int]] = []
+    image_bytes: list[int] = []
     max_labels = row = pixels = 0
     target = locate(config.destination).child(plan.name_of(shard))
     writer = ShardWriter(target, MOST_ROWS, config.columns)
@@ -126,7 +132,11 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
                 writer.end_row_group()
                 dropped.append([])
                 labels_of_groups.append(set())
+                image_bytes.append(0)
                 row = 0
+            # Equal images may stand once in the file, and are read as often as there are rows.
+            image_bytes[group] += len(image)
+            check_in_place_bytes(unit, group, image_bytes[group])
             try:
                 if entry.problem is not None:
                     raise ValueError(entry.problem)
@@ -149,11 +159,12 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     if (location.info().size, file_version(location)) != before:
         raise SourceChangedError(unit.path)
     facts = writer.facts()
-    own = facts_in_place(unit, with_labels=False)
-    sizes = [size + of_images for size, (_, of_images) in
-             zip(facts.row_group_bytes, own.groups, strict=True)]  # fmt: skip
+    sizes = [own + of_images for own, of_images in
+             zip(facts.row_group_bytes, image_bytes, strict=True)]  # fmt: skip
     size, version = before
-    images = ImageFile(unit.path, size or 0, version, own.column)
+    images = ImageFile(
+        unit.path, size or 0, version, facts_in_place(unit, with_labels=False).column
+    )
     return ShardResult(
         shard, **{**vars(facts), "row_group_bytes": sizes}, max_labels=max_labels,
         label_counts=dict(counts), rejected=rejected, damaged=damaged, num_indexed=0,

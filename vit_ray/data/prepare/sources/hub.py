@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vit_ray.data.format.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.data.prepare.sources.columns import stored_text
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,
@@ -118,6 +119,16 @@ def facts_in_place(unit: SourceUnit, *, with_labels: bool = True) -> InPlace:
                 kinds |= {entry.label_kind} if entry.problem is None else set()
     rows = [group.num_rows for group in groups]
     return InPlace(columns.image_path, list(zip(rows, sizes, strict=True)), labels, kinds)
+
+
+def check_in_place_bytes(unit: SourceUnit, group: int, image_bytes: int) -> None:
+    """Raises ValueError for a row group whose images are too many bytes to be read as one piece."""
+    if image_bytes > MOST_ROW_GROUP_BYTES:
+        raise ValueError(
+            f"{unit.path!r}: row group {group} has {image_bytes >> 20:,} MiB of images, and what "
+            f"can be read in place has at most {MOST_ROW_GROUP_BYTES >> 20:,} MiB; convert to "
+            "another folder with convert.in_place=false"
+        )
 
 
 def declared_classes(unit: SourceUnit) -> list[str] | None:

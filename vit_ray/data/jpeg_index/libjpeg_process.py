@@ -17,8 +17,10 @@ libjpeg itself refuses a caller whose structures have another size.
 """
 
 import ctypes
+import resource
 import struct
 import sys
+import time
 from typing import Any, BinaryIO, Final
 
 KEEP_TABLES, OPTIMIZE, WARNINGS = range(3)
@@ -35,6 +37,8 @@ _BLOCK_BYTES: Final = 128
 _MESSAGE_BYTES: Final = 200
 """JMSG_LENGTH_MAX."""
 _MOST_WARNINGS: Final = 10
+_MOST_CPU_S: Final = 60
+"""For a file; then the system ends this process."""
 _MOST_PIXELS: Final = 178_956_970
 """Of a file that is decoded; Pillow refuses more."""
 _SCALE: Final = 8
@@ -292,6 +296,10 @@ def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
     while head := requests.read(REQUEST.size):
         wanted, interval, length, metadata_length = REQUEST.unpack(head)
+        limit_s = int(time.process_time()) + 1 + _MOST_CPU_S
+        most_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        limit_s = limit_s if most_s == resource.RLIM_INFINITY else min(limit_s, most_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, most_s))
         image, metadata = requests.read(length), requests.read(metadata_length)
         if wanted == WARNINGS:
             content = "\n".join(library.warnings(image)).encode()

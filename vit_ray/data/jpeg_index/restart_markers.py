@@ -11,10 +11,10 @@ import contextlib
 import ctypes.util
 import functools
 import logging
+import os
 import re
 import select
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,7 +41,8 @@ _LATER_METADATA: Final = re.compile(rb"\xff[\xe0-\xef\xfe]")
 """Comments and applications' segments behind the first scan's header, which libjpeg drops."""
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
 """Of a segment of JFIF without a thumbnail, and of one of Adobe, with the marker."""
-_ANSWER_WITHIN_S: Final = 60.0
+_ANSWER_WITHIN_S: Final = 300.0
+"""The limit for a file is one of processor time, which other work does not use up."""
 _ENDS_WITHIN_S: Final = 0.5
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
 _GREY_PIXEL: Final = bytes.fromhex(
@@ -55,7 +56,9 @@ _NOT_FOUND: Final = (
     "PyPI"
 )
 _ATTEMPTS: Final = 3
-_BY_THE_FILE: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_BY_THE_FILE: Final = (
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGXCPU,
+)  # fmt: skip
 """Signals that a file may cause; others come from outside, and say nothing of it."""
 
 
@@ -76,39 +79,48 @@ class Libjpeg:
         """The answer to a request of `libjpeg_process`; None if the file ends the process.
 
         Raises:
-            OSError: the process was killed, each time.
+            OSError: the process was killed or did not answer, each time.
         """
+        head = REQUEST.pack(wanted, interval, len(image), len(metadata))
         for _ in range(_ATTEMPTS):
             try:
-                return self._ask(wanted, image, interval, metadata)
-            except TimeoutError:
-                self.close()
-                return None
-            except (OSError, struct.error):
-                if (ended := self.close()) >= 0 or -ended in _BY_THE_FILE:
+                return self._answer(b"".join((head, image, metadata)))
+            except OSError as error:
+                is_silent = isinstance(error, TimeoutError)
+                ended = self.close()
+                if not is_silent and (ended >= 0 or -ended in _BY_THE_FILE):
                     return None
         raise OSError(
-            f"the process that rewrites JPEG files was killed {_ATTEMPTS} times; is memory short?"
+            f"the process that rewrites JPEG files was killed {_ATTEMPTS} times, or did not answer "
+            f"in {_ANSWER_WITHIN_S:g} s; is memory short?"
         )
 
-    def _ask(self, wanted: int, image: bytes, interval: int, metadata: bytes) -> bytes:
+    def _answer(self, request: bytes) -> bytes:
         if self._process is None:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+                self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
             )
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
         to, back = self._process.stdin, self._process.stdout
         assert to is not None
         assert back is not None
-        to.write(REQUEST.pack(wanted, interval, len(image), len(metadata)) + image + metadata)
-        to.flush()
-        if not select.select([back], [], [], _ANSWER_WITHIN_S)[0]:
-            raise TimeoutError
-        (length,) = ANSWER.unpack(back.read(ANSWER.size))
-        content = back.read(length)
-        if len(content) < length:
-            raise OSError("the process ended in the middle of an answer")
-        return content
+        waiting = memoryview(request)
+        while waiting:
+            if not select.select([], [to], [], _ANSWER_WITHIN_S)[1]:
+                raise TimeoutError
+            waiting = waiting[os.write(to.fileno(), waiting) :]
+        content, length = bytearray(), ANSWER.size
+        while len(content) < length:
+            if not select.select([back], [], [], _ANSWER_WITHIN_S)[0]:
+                raise TimeoutError
+            if not (some := os.read(back.fileno(), length - len(content))):
+                raise OSError("the process ended before its answer did")
+            content += some
+            if len(content) == length == ANSWER.size:
+                length += ANSWER.unpack(content)[0]
+        return bytes(content[ANSWER.size :])
 
     def close(self) -> int:
         """End the process; its exit status, 0 if there is none."""

@@ -331,8 +331,18 @@ def test_a_set_may_be_extended_again_and_lists_what_was_rejected(
     assert set(report.rejected) == bad
     assert {row["key"] for row in pq.read_table(target / "rejected.parquet").to_pylist()} == bad
     assert len(list((target / "versions").iterdir())) == 2
-    assert open_dataset(str(target)).largest_pixels == 40 * 50
     assert convert(str(source), str(target), **options).was_done
+
+
+def test_the_largest_image_is_that_of_all_parts(serial: None, tmp_path: Path) -> None:
+    source, target, found = tmp_path / "source", tmp_path / "set", []
+    for count, large in ((8, (60, 70)), (16, (50, 55)), (24, (90, 70))):
+        write_files(source, range(count))
+        for place in ("a", "z"):  # whatever the order, one of its kind is not the last of a shard
+            (source / "cat" / f"{place}{count}.jpg").write_bytes(jpeg(count, *large))
+        convert(source, target, rows_per_row_group=40, extend=True)
+        found.append(open_dataset(str(target)).largest_pixels)
+    assert found == [60 * 70, 60 * 70, 90 * 70]
 
 
 def test_a_list_that_grows_by_a_row_that_it_has_is_extended_without_that_row(

@@ -156,6 +156,46 @@ def test_a_file_that_changed_is_seen_when_it_is_opened_or_read(
     assert "has changed since" in check_file(0, manifest, 0.0).problems[0].what
 
 
+def test_a_file_that_changes_while_its_images_are_looked_at_is_an_error(
+    serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vit_ray.data.prepare.convert import make_shards
+
+    rows = make_shards.rows_of
+
+    def touching(unit: Any) -> Any:
+        os.utime(unit.path, ns=(0, 0))
+        return rows(unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(make_shards, "rows_of", touching)
+        with pytest.raises(ValueError, match=r"00000-of-00002.parquet has changed since this conv"):
+            in_place(source, tmp_path / "set")
+    assert not (tmp_path / "set" / "manifest.parquet").exists()
+    assert in_place(source, tmp_path / "set").num_images == 23
+
+
+@pytest.mark.parametrize("kind", ["names", "indices"])
+def test_images_may_have_several_labels(serial: None, tmp_path: Path, kind: str) -> None:
+    lists: list[Any] = [[0, 1], [1], [2, 0], [1, None], [], None]
+    names: Any = [one and [n if n is None else NAMES[n] for n in one] for one in lists]
+    features = {"label": {"feature": {"names": NAMES}}} if kind == "indices" else None
+    file = tmp_path / "hub" / "train.parquet"
+    write_hub_file(file, IMAGES[:6], lists if kind == "indices" else names, features)
+    found = []
+    for place in (True, False):
+        target = tmp_path / f"set {place}"
+        convert(file, target, in_place=place, max_rejected_fraction=0.5, index_jpeg=False)
+        manifest, rows = (
+            open_dataset(str(target)),
+            RowGroupReader(open_dataset(str(target))).read(0),
+        )
+        at = [manifest.stored_row(0, row) for row in range(3)]
+        found.append({rows.key(i): [manifest.classes[k] for k in rows.labels_of(i)] for i in at})
+    assert found[0] == found[1]
+    assert list(found[0].values()) == [["cat", "dog"], ["dog"], ["owl", "cat"]]
+
+
 def test_the_same_files_elsewhere_make_the_same_data_set(
     serial: None, source: Path, tmp_path: Path
 ) -> None:

@@ -122,6 +122,26 @@ def test_columns_that_are_not_understood_are_refused(
         converted(tmp_path / "x.parquet", tmp_path / "set")
 
 
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["cat", "cat\0"], r"train.parquet' has the class name 'cat\\x00', with a control"),
+        (["cat", "dog\nowl"], r"has the class name 'dog\\nowl', with a control"),
+        (["cat", " cat"], "has several classes of the name 'cat'"),
+    ],
+)
+def test_declared_names_that_look_alike_are_refused(
+    serial: None, tmp_path: Path, names: list[str], why: str
+) -> None:
+    write_hub_file(
+        tmp_path / "train.parquet", IMAGES, [i % 2 for i in range(12)], class_label(names)
+    )
+    with pytest.raises(ValueError, match=why):
+        converted(tmp_path / "train.parquet", tmp_path / "set")
+    with pytest.raises(ValueError, match=r"convert\.classes has "):
+        converted(tmp_path / "train.parquet", tmp_path / "set", classes=names)
+
+
 def test_a_class_label_with_one_name_twice_is_refused(serial: None, tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     write_hub_file(file, IMAGES, [0, 1, 2] * 4, class_label(["cat", "dog", "cat"]))

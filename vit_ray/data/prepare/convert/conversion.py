@@ -39,7 +39,7 @@ from vit_ray.data.prepare.plan import PLAN, Plan, plan_conversion, settings_of
 from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.entries import relative
 from vit_ray.data.prepare.sources.formats import list_units
-from vit_ray.data.prepare.sources.label_map import check_unique
+from vit_ray.data.prepare.sources.label_map import check_names
 from vit_ray.data.prepare.sources.patterns import is_pattern
 from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.lock import HeldError, LockLostError, hold_lock, is_lock_file
@@ -67,7 +67,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
             writes it, an interrupted one had other settings, or too much is rejected.
     """
     folder = locate(config.destination)
-    check_unique(config.classes or (), "convert.classes")
+    check_names(config.classes or (), "convert.classes")
     check_columns(config.columns)
     _check_free(folder)
     if config.in_place:

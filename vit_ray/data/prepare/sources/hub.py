@@ -23,7 +23,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.label_map import check_unique
+from vit_ray.data.prepare.sources.label_map import check_names
 from vit_ray.data.prepare.sources.label_values import chosen_field, labels_of_value
 from vit_ray.retry import is_denied, is_transient
 from vit_ray.storage import Location, closed_after, locate
@@ -112,8 +112,10 @@ def facts_in_place(unit: SourceUnit, *, with_labels: bool = True) -> InPlace:
         labels: set[str] = set()
         kinds: set[str] = set()
         for batch in source.iter_batches(columns=[columns.label]) if with_labels else ():
-            for value in batch.column(0).unique():
-                read = functools.partial(lambda label, _: label, value.as_py())
+            values = batch.column(0).to_pylist()
+            for value in {tuple(v) if isinstance(v, list) else v for v in values}:
+                label = list(value) if isinstance(value, tuple) else value
+                read = functools.partial(lambda label, _: label, label)
                 entry = _labelled(IndexEntry("", 0, 1, "", ()), read, columns, ())
                 labels.update(entry.labels)
                 kinds |= {entry.label_kind} if entry.problem is None else set()
@@ -226,7 +228,7 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
             raise ValueError(
                 f"{whose}: a ClassLabel whose names are no list of text: {str(names)[:80]}"
             )
-        check_unique(names, whose)
+        check_names(names, whose)
     return _Columns(image, image_path, label, names)
 
 

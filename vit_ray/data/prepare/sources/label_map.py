@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Final, Literal
 
+from vit_ray.data.prepare.sources.label_values import has_control_character
+
 MOST_CLASSES: Final = 1_000_000
 
 LabelsAre = Literal["auto", "names", "indices"]
@@ -60,9 +62,15 @@ def class_names(
     return list(names), are_indices
 
 
-def check_unique(names: Sequence[str], whose: str) -> None:
-    """Raises ValueError if two classes have one name, which would make them one."""
-    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+def check_names(names: Sequence[str], whose: str) -> None:
+    """Raises ValueError if two classes have one name, or names that look like one."""
+    if hidden := [name for name in names if has_control_character(name)]:
+        raise ValueError(
+            f"{whose} has the class name {hidden[0]!r}, with a control character, which no one "
+            "sees; take it out"
+        )
+    counts = Counter(name.strip() for name in names)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(
             f"{whose} has several classes of the name {twice[0]!r}; give each a name of its own"
         )

@@ -106,6 +106,11 @@ def json_object(content: bytes) -> dict[str, Any]:
     return fields
 
 
+def has_control_character(text: str) -> bool:
+    """Whether it looks like another text, or spans lines."""
+    return not text.isprintable() and any(unicodedata.category(one) == "Cc" for one in text)
+
+
 def checked_label(text: str) -> str:
     """The label without blanks around it.
 
@@ -118,7 +123,7 @@ def checked_label(text: str) -> str:
         raise ValueError("its label is empty")
     if "\n" in label or "\r" in label:
         raise ValueError(f"its label has a line break: {label[:40]!r}")
-    if not label.isprintable() and any(unicodedata.category(one) == "Cc" for one in label):
+    if has_control_character(label):
         raise ValueError(f"its label has a control character, which no one sees: {label[:40]!r}")
     if len(label) > MOST_LABEL_CHARACTERS:
         raise ValueError(

@@ -28,7 +28,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.label_map import check_unique
+from vit_ray.data.prepare.sources.label_map import check_names
 from vit_ray.data.prepare.sources.label_values import (
     MOST_TEXT_BYTES,
     chosen_field,
@@ -167,7 +167,7 @@ def declared_classes(unit: SourceUnit) -> list[str] | None:
     if not location.exists():
         return None
     names = location.read().decode().splitlines()
-    check_unique(names, location.uri)
+    check_names(names, location.uri)
     return names
 
 

@@ -165,3 +165,8 @@ def test_an_index_is_kept_as_it_is() -> None:
     entry = IndexEntry("/a", 3, 4, "caf\xe9", ("x", "y"), "a problem", extra=("of text", None))
     (again,) = source_index.table_entries(entries_table([entry]))
     assert again == entry
+
+
+def test_a_source_without_any_label_has_no_classes() -> None:
+    for labels_are in ("auto", "names", "indices"):
+        assert label_map.class_names(set(), set(), None, labels_are)[0] == []

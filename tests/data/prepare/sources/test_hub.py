@@ -108,6 +108,7 @@ def test_a_file_without_its_footer_is_named(serial: None, tmp_path: Path) -> Non
     [
         ({"image": ["a.jpg"], "label": [1]}, "expected encoded images"),
         ({"image": [b"x"], "label": [1.5]}, "expected integers, text"),
+        ({"image": [b"x"], "label": [[[1]]]}, "expected integers, text, or lists of one of them"),
         (
             {"image": [b"x"], "caption": ["a cat"]},
             "has no field label or .*only caption, image; choose",

@@ -210,10 +210,11 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
             f"{whose}: its column {image!r} is {schema.field(image).type}; expected encoded "
             "images, as binary or as a struct with `bytes`"
         )
-    element = schema.field(label).type
-    for _ in range(2):  # a list of a dictionary, or the reverse, or one of them
-        element = getattr(element, "value_type", element)
-    if not (
+    element, num_lists = schema.field(label).type, 0
+    while hasattr(element, "value_type"):  # of a list, or of a dictionary
+        num_lists += not pa.types.is_dictionary(element)
+        element = element.value_type
+    if num_lists > 1 or not (
         pa.types.is_string(element)
         or pa.types.is_large_string(element)
         or pa.types.is_integer(element)

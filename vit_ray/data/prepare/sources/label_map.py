@@ -45,7 +45,7 @@ def class_names(
                     f"convert.labels_are=indices: labels such as {wrong[:5]} are no integers from "
                     "0 on; correct them, or set convert.labels_are=names"
                 )
-            count = max(map(int, labels)) + 1
+            count = max(map(int, labels), default=-1) + 1
             check_class_count(count, "the source")
             return [str(index) for index in range(count)], True  # a name for every index
         if are_numbers and not of_folders and labels_are == "auto":

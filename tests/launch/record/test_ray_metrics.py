@@ -10,6 +10,7 @@ import urllib.request
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.ports import free_ports
 from vit_ray.launch.record import ray_metrics
 from vit_ray.launch.record.run_host import start_run
 from vit_ray.outcomes import EventKind
+from vit_ray.tracking import metrics_log
 
 RECORDED = {
     "train/images_per_s": 250.0, "train/loss": 2.5, "data/wait_fraction": 0.07, "perf/mfu": 0.4,
@@ -51,21 +53,29 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
 
 
 def test_the_gauges_follow_the_run(
-    gauges: dict[str, dict[str, float]], empty_store: Path, tmp_path: Path
+    gauges: dict[str, dict[str, float]],
+    empty_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     record, _ = recorded_here(opening_of(tmp_path))
     assert gauges["vit_ray_running"] == {"run": 1.0}
     assert gauges["vit_ray_loss"] == {}
     record.metrics(40, RECORDED)
-    before_s = time.time()
-    record.metrics(40, {"checkpoint/stall_s": 0.1})
-    assert before_s <= gauges["vit_ray_checkpoint_time_seconds"]["run"] <= time.time()
-    assert gauges["vit_ray_checkpoint_interval_seconds"] == {}
-    record.event(EventKind.WORKER_FAILED, "rank 1 has died", 41)
-    record.event(EventKind.RESUMED, "from step 40", 41)
-    record.metrics(50, {"checkpoint/stall_s": 0.1})
-    assert 0 < gauges["vit_ray_checkpoint_interval_seconds"]["run"] <= time.time() - before_s
+    now_s = 1_000_000.0
+    with monkeypatch.context() as patch:
+        clock = SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic)
+        patch.setattr(metrics_log, "time", clock)
+        record.metrics(40, {"checkpoint/stall_s": 0.1})
+        assert gauges["vit_ray_checkpoint_time_seconds"] == {"run": now_s}
+        assert gauges["vit_ray_checkpoint_interval_seconds"] == {}
+        record.event(EventKind.WORKER_FAILED, "rank 1 has died", 41)
+        record.event(EventKind.RESUMED, "from step 40", 41)
+        now_s += 900.0
+        record.metrics(50, {"checkpoint/stall_s": 0.1})
+        assert gauges["vit_ray_checkpoint_time_seconds"] == {"run": now_s}
+        assert gauges["vit_ray_checkpoint_interval_seconds"] == {"run": 900.0}
     found = {name: of_run.get("run") for name, of_run in gauges.items() if "checkpoint" not in name}
     assert found == {
         "vit_ray_running": 1.0,

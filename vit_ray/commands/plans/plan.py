@@ -274,7 +274,7 @@ def _stage_table(
         ("  weights", [f"{s.traffic.weights / 1e9:.2f}" for s in stages]),
         ("step in s, none hidden", [f"{s.time.most_s:.3f}" for s in stages]),
         ("  computing", [f"{s.time.device_s:.3f}" for s in stages]),
-        ("  starting kernels beside it", [f"{s.time.launch_s:.3f}" for s in stages]),
+        ("  starting kernels meanwhile", [f"{s.time.launch_s:.3f}" for s in stages]),
         ("  sending", [f"{s.time.sent_s:.3f}" for s in stages]),
         ("  starting operations", [f"{s.time.starts_s:.3f}" for s in stages]),
         ("step in s, all hidden", [f"{s.time.least_s:.3f}" for s in stages]),

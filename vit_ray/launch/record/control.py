@@ -19,6 +19,8 @@ SILENT_BEATS: Final = 5
 ONE_HANG_S: Final = 120.0
 """Reports within this time are of one hang."""
 _MOST_NAMED: Final = 4
+CHECKPOINT_STALL: Final = "checkpoint/stall_s"
+"""Metric that is recorded when a checkpoint is begun."""
 
 
 @dataclass
@@ -62,6 +64,8 @@ class RunStatus:
     events: list[Event] = field(default_factory=list)
     stage: str = ""
     """The current one of the runs under this one; empty for a run without any."""
+    checkpoints_s: list[float] = field(default_factory=list)
+    """Unix times at which the last two checkpoints of this driver were begun."""
 
 
 class _Heard(NamedTuple):
@@ -100,6 +104,9 @@ class ControlState:
                 known, values = self._now.metrics, record["values"]
                 known.update({k: v for k, v in values.items() if k != STARTUP or k not in known})
                 self._now.step = max(self._now.step, record["step"])
+                if CHECKPOINT_STALL in values:
+                    last = self._now.checkpoints_s[-1:]
+                    self._now.checkpoints_s = [*last, record["time_ms"] / 1000]
             case "event":
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
                 self._now.events.append(Event(kind, record["text"], record["step"], time_s))
@@ -190,7 +197,8 @@ class ControlState:
     def status(self) -> RunStatus:
         """A copy, for the display, and at the end for the result."""
         now, stage = self._now, "" if self._stage is None else str(self._stage)
-        return RunStatus(now.step, dict(now.metrics), list(now.events), stage)
+        metrics, events, checkpoints = dict(now.metrics), list(now.events), now.checkpoints_s
+        return RunStatus(now.step, metrics, events, stage, checkpoints)
 
     def child_step(self, name: str, step: int) -> None:
         """A run under this one (a trial of a sweep) is at `step`; the display shows their sum."""

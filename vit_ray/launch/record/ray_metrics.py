@@ -29,23 +29,20 @@ _COPIED: Final = {
 _OWN: Final = {
     "vit_ray_running": "1 while the run works, 0 from its end on",
     "vit_ray_step": "Optimizer steps done",
-    "vit_ray_restarts": "Failures of workers, each of which restarted some or all",
+    "vit_ray_restarts": "Worker failures; each restarts one worker or all",
     "vit_ray_checkpoint_time_seconds": "Unix time at which the newest checkpoint was begun",
     "vit_ray_checkpoint_interval_seconds": "Time between the two newest checkpoints",
     "vit_ray_output_free_fraction": "Free share of the disk that holds the run's log",
 }
 METRICS: Final = (*_COPIED, *_OWN)
-CHECKPOINT_STALL: Final = "checkpoint/stall_s"
-"""Recorded when a checkpoint is begun."""
 
 
 class RunMetrics:
     """Gauges of the runs that one process records."""
 
     def __init__(self) -> None:
-        told = {name: text for name, (_, text) in _COPIED.items()} | _OWN
-        self._gauges = {name: Gauge(name, text, _TAGS) for name, text in told.items()}
-        self._checkpoints: dict[str, float] = {}
+        texts = {name: text for name, (_, text) in _COPIED.items()} | _OWN
+        self._gauges = {name: Gauge(name, text, _TAGS) for name, text in texts.items()}
 
     def show(self, run: str, status: RunStatus, log_path: Path, *, is_running: bool) -> None:
         """Where a run is; what is not known of it yet is left out."""
@@ -59,19 +56,13 @@ class RunMetrics:
         for name, (metric, _) in _COPIED.items():
             if metric in status.metrics:
                 values[name] = status.metrics[metric]
+        if status.checkpoints_s:
+            first_s, last_s = status.checkpoints_s[0], status.checkpoints_s[-1]
+            values["vit_ray_checkpoint_time_seconds"] = last_s
+            if last_s > first_s:
+                values["vit_ray_checkpoint_interval_seconds"] = last_s - first_s
         with contextlib.suppress(OSError):  # it may be away
             usage = shutil.disk_usage(log_path.parent)
             values["vit_ray_output_free_fraction"] = usage.free / usage.total
-        self._set(run, values)
-
-    def note_checkpoint(self, run: str, time_s: float) -> None:
-        """A checkpoint was begun at this Unix time."""
-        values = {"vit_ray_checkpoint_time_seconds": time_s}
-        if before_s := self._checkpoints.get(run):
-            values["vit_ray_checkpoint_interval_seconds"] = time_s - before_s
-        self._checkpoints[run] = time_s
-        self._set(run, values)
-
-    def _set(self, run: str, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._gauges[name].set(value, {"run": run})

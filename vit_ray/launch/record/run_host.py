@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S, answer
 from vit_ray.launch.record.control import ControlState, RunStatus
-from vit_ray.launch.record.ray_metrics import CHECKPOINT_STALL, RunMetrics
+from vit_ray.launch.record.ray_metrics import RunMetrics
 from vit_ray.launch.record.run_time import marks_of
 from vit_ray.measure.goodput import Account, Work, account
 from vit_ray.outcomes import Failure, WorkerPlace
@@ -179,13 +179,11 @@ class RunHost:
                     run.keep_work(**values)
                 case _:
                     run.log.append(kind, **values)
-                    self._export(run, values)
+                    self._export(run)
 
-    def _export(self, run: _Run, record: dict[str, Any] | None = None) -> None:
+    def _export(self, run: _Run) -> None:
         """Show where the run is to those who watch the cluster."""
         if run.control.name:
-            if CHECKPOINT_STALL in (record or {}).get("values", ()):
-                self._metrics.note_checkpoint(run.control.name, time.time())
             status, is_running = run.control.status(), run.tracker is not None
             self._metrics.show(run.control.name, status, run.log.path, is_running=is_running)
 

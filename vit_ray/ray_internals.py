@@ -279,7 +279,14 @@ INTERNALS: Final = (
         {"has_token": ("self", "ignore_auth_mode")},
     ),
     Internal("ray._raylet", "Config", "Reads the authentication mode again.", "#64755"),
+    Internal(
+        "ray._private.grpc_utils", "init_grpc_channel",
+        "Ray tries for 20 s to join a cluster that refuses its token, and does not say that.", "",
+        {"": ("address", "options", "asynchronous", "credentials")},
+    ),
 )  # fmt: skip
+_A_QUESTION: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""Of those who are about to join a cluster; its message is empty."""
 _MODULES: Final = {internal.name: internal.module for internal in INTERNALS}
 
 
@@ -345,6 +352,19 @@ def has_auth_token() -> bool:
     """Whether this machine or environment has a token, whatever the authentication mode."""
     raylet = importlib.import_module("ray._raylet")
     return bool(raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def token_problem(address: str, timeout_s: float) -> str | None:
+    """Why the cluster at `HOST:PORT` refuses this process's token; None: it does not."""
+    grpc = importlib.import_module("grpc")
+    connect = importlib.import_module(_MODULES["init_grpc_channel"]).init_grpc_channel
+    with connect(address, [("grpc.enable_http_proxy", 0)]) as channel:  # as Ray itself joins
+        try:
+            channel.unary_unary(_A_QUESTION)(b"", timeout=timeout_s)
+        except grpc.RpcError as error:
+            is_refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+            return str(error.details()) if is_refused else None
+    return None
 
 
 def has_second_autoscaler() -> bool:

@@ -1,9 +1,16 @@
-"""Which Ray a driver joins: no Ray needed."""
+"""Which Ray a driver joins."""
 
 import inspect
 import os
 import platform
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +18,13 @@ import ray
 from ray._private import node
 from ray._private.utils import check_version_info
 
+from tests.ports import free_ports
 from vit_ray.config import load_recipe
 from vit_ray.launch.cluster import connection
 from vit_ray.launch.cluster.connection import ClusterShape, check_reachable, connect
 from vit_ray.ray_internals import STARTUP_TIMEOUT
+
+TOKEN = "0123456789abcdef" * 2
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}"])
@@ -117,3 +127,55 @@ def test_other_errors_of_joining_are_rays_own(monkeypatch: pytest.MonkeyPatch) -
 def test_an_address_without_a_port_is_refused_by_the_name_of_its_variable(address: str) -> None:
     with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} is no address; give HOST:PORT"):
         check_reachable(address)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A head that takes only those that have its token; its address."""
+    folder = tempfile.mkdtemp(prefix="vr", dir="/tmp")
+    port, dashboard, client, agent, agent_grpc, metrics = free_ports(6)
+    command = [
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
+        f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+        f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}",
+        f"--metrics-export-port={metrics}", "--num-cpus=1", f"--temp-dir={folder}",
+        "--include-dashboard=false", "--disable-usage-stats",
+    ]  # fmt: skip
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL,
+                            start_new_session=True)  # fmt: skip
+    try:
+        check_reachable(f"127.0.0.1:{port}", 60)
+        yield f"127.0.0.1:{port}"
+    finally:
+        os.killpg(head.pid, signal.SIGKILL)
+        head.wait(60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE is disabled now"),
+        ({"RAY_AUTH_MODE": "token"}, "Authentication token is missing or incorrect"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN[::-1]}, "RAY_AUTH_MODE is token now"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}, "1 node, 1 CPUs, 0 GPUs"),
+    ],
+)
+def test_a_cluster_that_refuses_the_token_is_told_at_once(
+    environment: dict[str, str], told: str, guarded: str, tmp_path: Path
+) -> None:
+    """Ray itself tries for 20 s, and says that it failed to connect."""
+    code = (
+        "from tests.recipes import recipe_with; "
+        "from vit_ray.launch.cluster.connection import connect; print(connect(recipe_with()))"
+    )
+    whole = {**os.environ, "RAY_ADDRESS": guarded, "HOME": str(tmp_path), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=whole, capture_output=True, text=True, timeout=120
+    )
+    output = done.stdout + done.stderr
+    assert told in output
+    assert "Failed to get cluster ID" not in output  # Ray's own attempts have not begun
+    assert ("copy ~/.ray/auth_token of its head" in output) == (done.returncode != 0)

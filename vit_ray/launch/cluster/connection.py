@@ -30,6 +30,7 @@ from vit_ray.ray_internals import (
     is_startup_timeout,
     is_warning_of_many_actors,
     reload_ray_config,
+    token_problem,
     version_mismatch,
 )
 
@@ -45,6 +46,7 @@ _NUM_ACTORS: Final = 12
 
 _HEAD: Final = "node:__internal_head__"
 """A resource of the head alone."""
+_HOST_PORT: Final = r"\[?([^/\]]+)\]?:(\d+)"
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
@@ -175,11 +177,18 @@ def _children_in_a_group_of_their_own() -> Iterator[None]:
 
 
 def _join(address: str) -> None:
-    """Join the cluster at `RAY_ADDRESS`.
+    """Join the cluster at `RAY_ADDRESS`; one of the form `HOST:PORT` is asked for its token first.
 
     Raises:
-        ValueError: it runs another Ray or Python, with which nothing can be exchanged.
+        ValueError: it takes only those that have its token, or runs another Ray or Python, with
+            which nothing can be exchanged.
     """
+    if re.fullmatch(_HOST_PORT, address) and (problem := token_problem(address, REACH_S)):
+        raise ValueError(
+            f"RAY_ADDRESS={address}: the cluster takes only those that have its token ({problem}); "
+            f"copy ~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN, and set "
+            f"{AUTH_MODE}=token ({AUTH_MODE} is {os.environ.get(AUTH_MODE, 'not set')} now)"
+        )
     try:
         # no limit: Ray's own two minutes; `check_reachable` has asked before
         ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
@@ -202,7 +211,7 @@ def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
     Raises:
         ValueError: nothing does, for all of the time; says what to look at.
     """
-    match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)
+    match = re.fullmatch(rf"(?:ray://)?{_HOST_PORT}", address)
     if match is None and "://" not in address and address not in ("auto", "local"):
         raise ValueError(
             f"RAY_ADDRESS={address} is no address; give HOST:PORT as `ray start --head` printed "

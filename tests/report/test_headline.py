@@ -7,6 +7,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from scipy import stats
 
 from tests.report.made_runs import archived, made
+from vit_ray.report.gains import gain_sentences
 from vit_ray.report.headline import headline
 from vit_ray.report.sweeps import sweep_charts, sweep_sentences
 
@@ -79,3 +80,60 @@ def test_a_study_counts_its_cells_and_names_its_best():
         "Best top-1 accuracy: 81.00 +- 1.41 % over 2 seeds, by ViT-B/32. "
         "2 of 3 cells have finished."
     ]
+
+
+def gained(label, family, fraction, tops, steps=1000, more=()):
+    changes = {"model.name": family, "data.fraction": fraction, "optim.epochs": None,
+               "optim.steps": steps, **dict(more)}  # fmt: skip
+    return [
+        made({**changes, "seed": seed}, study_label=label, metrics={
+            "eval/top1": top1, "study/train_images": 50_000 * fraction,
+        })
+        for seed, top1 in enumerate(tops)
+    ]  # fmt: skip
+
+
+def test_a_study_says_to_which_family_more_images_are_worth_more():
+    small, large = [0.46, 0.49, 0.48], [0.52, 0.53, 0.56]
+    theirs = [0.63, 0.64, 0.62], [0.66, 0.67, 0.66]
+    cells = [
+        *gained("V", "ViT-B/32", 0.1, small), *gained("V", "ViT-B/32", 1.0, large),
+        *gained("R", "R50x1", 0.1, theirs[0]), *gained("R", "R50x1", 1.0, theirs[1]),
+        *gained("V", "ViT-B/32", 1.0, [0.6, 0.7], steps=400),  # nothing to compare it with
+        *gained("one seed", "R50x1", 0.1, [0.1], steps=400),
+    ]  # fmt: skip
+    gains = [[b - a for a, b in zip(*ends, strict=True)] for ends in ((small, large), theirs)]
+    known = stats.ttest_ind(*gains, equal_var=False).confidence_interval()
+    (sentence,) = gain_sentences(cells)
+    assert sentence == (
+        "Top-1 accuracy, 1000 steps, from 5,000 to 50,000 training images: V gains 6.00 points "
+        "and R 3.33, a difference of 2.67 "
+        f"(95 %: {100 * known.low:.2f} to {100 * known.high:.2f}, 3 and 3 seeds)."
+    )
+    assert sentence in headline(None, archived(cells), [])
+    (fewer,) = gain_sentences([run for run in cells if run.seed != ("2",)])
+    assert "V gains 5.00 points and R 3.00" in fewer
+    assert fewer.endswith("2 and 2 seeds).")
+    assert gain_sentences([run for run in cells if run.label == "V"]) == []
+
+
+def test_gains_say_what_tells_models_of_one_label_apart_and_compare_none_of_other_batches():
+    cells = [
+        run
+        for label, family, more in (
+            ("V", "ViT-B/32", {}), ("V", "ViT-B/32", {"optim.learning_rate": 0.1}),
+            ("R", "R50x1", {}), ("R", "R50x1", {"train.global_batch_size": 8}),
+        )
+        for fraction, tops in ((0.1, [0.4, 0.5]), (1.0, [0.5, 0.7]))
+        for run in gained(label, family, fraction, tops, more=more)
+    ]  # fmt: skip
+    found = gain_sentences(cells)
+    assert len(found) == 2
+    assert sum("V (optim.learning_rate 0.1) gains" in text for text in found) == 1
+    of_epochs = [
+        run
+        for label, family in (("V", "ViT-B/32"), ("R", "R50x1"))
+        for fraction, tops in ((0.1, [0.4, 0.5]), (1.0, [0.5, 0.7]))
+        for run in gained(label, family, fraction, tops, steps=None, more={"optim.epochs": 7.0})
+    ]
+    assert gain_sentences(of_epochs) == []

@@ -475,6 +475,9 @@ class ReportConfig(Section):
     watch_s: Annotated[float, Field(ge=1.0)] | None = None
     """Seconds between rewrites of the page while its runs are training; an open page reloads
     itself. Unset = write it once."""
+    joins_commits: bool = False
+    """Runs of different git commits count as trained alike: means, lines and laws go through all,
+    and the page says so. For code that is known to train alike, as by losses that are equal."""
 
 
 class PlanConfig(Section):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vit_ray.report.figures.chart_list import interval_of, length_of, own_share
 from vit_ray.report.figures.fit_figures import FamilyLaws, fit_sentences
+from vit_ray.report.gains import gain_sentences
 from vit_ray.report.runs import Archive, RecordedRun
 from vit_ray.report.statistics.accuracies import (
     accuracies_of,
@@ -19,13 +20,13 @@ from vit_ray.report.sweeps import sweep_sentences
 from vit_ray.report.tables import duration, number, percent
 
 MOST_SENTENCES = 3
-"""Of laws, at the top of a page; all of them stand in their section."""
+"""Of laws, and of gains, at the top of a page; all stand in their sections."""
 
 
 def headline(
     archive: Archive, runs: Sequence[RecordedRun], laws: Sequence[FamilyLaws]
 ) -> list[str]:
-    """Of a study what its laws say and its best; of a sweep the choice; of trainings the best.
+    """Of a study its laws, what data are worth, and its best; of a sweep the choice; or the best.
 
     Args:
         runs: the trainings of the report.
@@ -36,7 +37,8 @@ def headline(
         ratios = [text for text in fit_sentences(laws) if "for the same accuracy" in text]
         best = best_sentences(cells)[:MOST_SENTENCES]
         count = f"{finished} of {len(cells)} cells have finished."
-        return [*ratios[:MOST_SENTENCES], " ".join([*best, count])]
+        gains = gain_sentences(cells)
+        return [*ratios[:MOST_SENTENCES], *gains[:MOST_SENTENCES], " ".join([*best, count])]
     others = [run for run in runs if "vit_ray.sweep_stage" not in run.tags]
     return [*sweep_sentences(runs), *best_sentences(others)] or list(map(_unmeasured, runs[-1:]))
 

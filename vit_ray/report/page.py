@@ -24,6 +24,7 @@ from vit_ray.report.figures.fit_figures import (
     fit_tables,
     laws_of,
 )
+from vit_ray.report.gains import gain_sentences
 from vit_ray.report.headline import headline, totals
 from vit_ray.report.missing import what_is_missing
 from vit_ray.report.paper_tables import comparing, paper_tables
@@ -71,6 +72,7 @@ def write_report(
     output_path: str | Path,
     *,
     watch_s: float | None = None,
+    joins_commits: bool = False,
 ) -> Written:
     """Write the page, the table of trainings as CSV, and the figures and tables as files.
 
@@ -79,11 +81,12 @@ def write_report(
         experiment_or_parent_run_id: name of an experiment, or id of a run whose children count.
         output_path: the `.html` file; its folder is made.
         watch_s: while a run has not ended, the page in a browser reloads itself so often.
+        joins_commits: runs of different git commits count as trained alike; the page says so.
 
     Raises:
         ValueError: there is no such store, experiment or run.
     """
-    archive = Archive(uri, experiment_or_parent_run_id)
+    archive = Archive(uri, experiment_or_parent_run_id, joins_commits=joins_commits)
     page = Path(output_path).resolve()
     counted, left_out = one_run_a_cell(archive.runs)
     runs = trainings(counted)
@@ -97,8 +100,9 @@ def write_report(
     sections = [Section("Sweep", charts=sweep_charts(runs)), curves, every]
     if is_study or len({run.metrics.get("study/exaflops") for run in compared}) > MIN_AMOUNTS:
         compute, sentences = figures.against_compute(compared), fit_sentences(laws)
+        gains = gain_sentences(compared)
         sections = [
-            Section("Accuracy against compute", [_COMPUTE] if compute else [], compute),
+            Section("Accuracy against compute", [_COMPUTE, *gains] if compute else gains, compute),
             Section("Fitted power laws", [_LAWS, *sentences], fit_charts(laws), fit_tables(laws))
             if any(one.fits for one in laws)
             else Section("Fitted power laws", [*_unfitted(laws)]),
@@ -119,6 +123,11 @@ def write_report(
         lead.append(
             f"These results are a proxy: trained on {', '.join(sorted(short)) or 'other data'}, "
             "and not on the paper's JFT-300M, which is private."
+        )
+    if joins_commits and len(archive.commits) > 1:
+        lead.append(
+            f"Trainings of the git commits {' and '.join(archive.commits)} count as trained alike, "
+            "because report.joins_commits is set."
         )
     document.write_page(
         page,

@@ -39,6 +39,8 @@ TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
 """Kinds of runs that train; those of other programs have none."""
 RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag of the folder of a run's checkpoints."""
+_COMMIT: Final = 10
+"""Digits of a git commit that people are shown."""
 _DIGEST: Final = 32
 """Characters of a fingerprint that MLflow keeps of a data set."""
 DEV: Final = "dev split"
@@ -77,6 +79,8 @@ class RecordedRun:
     """The training whose weights it began with, where that is known."""
     tuned: tuple[RecordedRun, ...] = ()
     """Trainings that began with its weights."""
+    joined_commits: str = ""
+    """Commits that count as one with its own; empty: it counts as its own."""
 
     @property
     def run_id(self) -> str:
@@ -98,6 +102,16 @@ class RecordedRun:
         """The recipe, dotted keys, as far as it decides; paths and what is measured are tags."""
         tags = {key: value for key, value in self.tags.items() if key in TAGGED}
         return {**tags, **self.run.data.params}
+
+    @property
+    def commit(self) -> str:
+        """Git commit of the code, or `unknown`."""
+        return str(self.run.data.tags.get("vit_ray.git_commit", "unknown"))
+
+    @property
+    def short_commit(self) -> str:
+        """As people are shown it; with `+` where files had changed."""
+        return self.commit.rstrip("+")[:_COMMIT] + "+" * self.commit.endswith("+")
 
     @property
     def tags(self) -> dict[str, str]:
@@ -222,7 +236,8 @@ class RecordedRun:
             values["evaluate.every_steps"] = flat["evaluate.every_steps"]
         if self._is_measured_on_dev:
             values[MEASURED_ON] = DEV
-        values[COMMIT] = self.tags.get("vit_ray.git_commit", "unknown")
+        values[COMMIT] = self.joined_commits or self.commit
+        names[values[COMMIT]] = self.joined_commits or self.short_commit
         if self.origin is not None:
             values |= {PRETRAINING + key: text for key, text in self.origin.group.items}
             names |= self.origin.group.names
@@ -283,11 +298,12 @@ class RecordedRun:
 class Archive:
     """The runs that a report is about."""
 
-    def __init__(self, uri: str, selection: str) -> None:
+    def __init__(self, uri: str, selection: str, *, joins_commits: bool = False) -> None:
         """
         Args:
             uri: tracking server or SQLite address; nothing is written to it.
             selection: experiment name, or id of a run that is taken with its children.
+            joins_commits: runs of different git commits count as trained alike.
 
         Raises:
             ValueError: there is no such experiment or run.
@@ -330,6 +346,12 @@ class Archive:
                 size = len(kept)
                 kept |= {run.run_id for run in everything if run.parent_id in kept}
             chosen = [run for run in everything if run.run_id in kept]
+        self.commits = sorted({run.short_commit for run in chosen if run.kind in TRAININGS})
+        """Git commits by which its trainings were done."""
+        if joins_commits and len(self.commits) > 1:
+            joined = " and ".join(self.commits)
+            chosen = [replace(run, joined_commits=joined) for run in chosen]
+            everything = [replace(run, joined_commits=joined) for run in everything]
         self.runs = with_origins(with_tasks(chosen), everything)
 
     def curves(self, runs: Sequence[RecordedRun], key: str) -> dict[str, Curve]:

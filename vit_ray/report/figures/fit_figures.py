@@ -22,6 +22,7 @@ from vit_ray.report.figures.chart_list import EXAFLOPS
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series
 from vit_ray.report.runs import RecordedRun
 from vit_ray.report.statistics.accuracies import (
+    BASELINE,
     accuracies_of,
     accuracy_name,
     by_sets,
@@ -30,6 +31,7 @@ from vit_ray.report.statistics.accuracies import (
 )
 from vit_ray.report.statistics.fits import (
     EqualAccuracy,
+    Estimate,
     Fit,
     NoFitError,
     amounts,
@@ -46,8 +48,7 @@ _CURVE_POINTS: Final = 60
 _IMAGES: Final = "study/train_images"
 MIN_AMOUNTS: Final = 3
 """Different amounts of compute from which on a reader may expect laws: not of a sweep's trials."""
-BASELINE: Final = "ViT"
-"""The family that others are compared with, as in the paper."""
+UNKNOWN: Final = "not known"
 
 
 SIZES: Final = (
@@ -184,11 +185,12 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
     for one in laws:
         for family, equal in one.compared.items():
             if isinstance(equal, EqualAccuracy):
-                ratio, ends = equal.typical, equal.accuracy[[0, -1]]
+                low, high = (percent(end) for end in equal.accuracy[[0, -1]])
+                first, last = (number(end) for end in equal.ratio[[0, -1]])
                 found.append(
-                    f"{one.name}: for the same accuracy {family} needs {number(ratio.value)} times "
-                    f"(95 %: {_end(ratio.low)} to {_end(ratio.high)}) the compute of {BASELINE} "
-                    f"(median over {percent(ends[0])} to {percent(ends[1])} %)."
+                    f"{one.name}: for the same accuracy {family} needs {first} times the compute "
+                    f"of {BASELINE} at {low} % and {last} times at {high} %; the median over that "
+                    f"range is {number(equal.typical.value)} ({_interval(equal.typical)})."
                 )
             elif family in one.fits:
                 found.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
@@ -290,6 +292,11 @@ def _ratios(one: FamilyLaws) -> Chart:
     )
 
 
+def _interval(of: Estimate) -> str:
+    ends = _end(of.low), _end(of.high)
+    return "no 95 % interval" if {*ends} == {UNKNOWN} else f"95 %: {ends[0]} to {ends[1]}"
+
+
 def _end(value: float) -> str:
     """Of an interval."""
-    return number(value) if 0 < value < math.inf else "not known"
+    return number(value) if 0 < value < math.inf else UNKNOWN

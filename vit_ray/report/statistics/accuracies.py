@@ -33,6 +33,8 @@ ACCURACIES: Final = _LAST | {
     averaged(key): f"{name} of averaged weights" for key, name in _LAST.items()
 }
 """Metric keys, and what a person calls each."""
+BASELINE: Final = "ViT"
+"""The family that others are compared with, as in the paper."""
 
 
 def trainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

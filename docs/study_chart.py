@@ -9,13 +9,14 @@ from pathlib import Path
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series, png, svg
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "benchmarks/results/study_cifar10_short_cpu_2026-11-22/report.csv"
-FAMILY = {"ViT": "ViT", "R7": "ResNet", "R4": "Hybrid"}
+TABLE = ROOT / "benchmarks/results/study_cifar10_cpu_2026-11-25/report.csv"
+FAMILY = {"ViT": "ViT", "R4+": "Hybrid", "R": "ResNet"}
 
 
 def chart() -> Chart:
-    """A line for each model that was trained on all images, a point for each length."""
-    rows = [row for row in csv.DictReader(TABLE.open()) if row["data fraction"] == "1.0"]
+    """A line for each model that was trained on all images, a point for each length of one seed."""
+    table = csv.DictReader(TABLE.open())
+    rows = [row for row in table if (float(row["data fraction"]), float(row["seed"])) == (1.0, 0.0)]
     rows.sort(key=lambda row: float(row["exaFLOPs"]))
     lines: dict[str, list[Point]] = {}
     for row in rows:

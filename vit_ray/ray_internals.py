@@ -232,7 +232,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.callbacks.placement_group_callback", "PlacementGroupCleanerCallback",
-        "Left out on a cluster that ends with its driver: the cleaner is a process.", "",
+        "Left out: the cleaner is a process, which stays where it cannot ask the dashboard.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.worker_group.worker_group", "placement_group",

@@ -61,7 +61,6 @@ def test_pools_that_start_at_once_have_time_outs_of_their_own(
 
         PolicedTrainer(
             {},
-            is_private=False,
             replaces=False,
             train_loop_per_worker=work,
             scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0.1}),

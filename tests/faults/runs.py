@@ -1,10 +1,11 @@
 """Runs that are long enough to be disturbed, and what their drivers are started with."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.util.state import list_actors
+from ray.util.state import list_actors, list_placement_groups
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import Driver, checkpoint_steps, runs_of, wait_until, write_recipe
@@ -15,6 +16,7 @@ from vit_ray.measure.goodput import TimeClass
 # Long enough that there is time to interfere after the first checkpoint.
 STEPS = 600
 EVERY = 40
+END_S = 60
 
 
 def long_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
@@ -52,3 +54,23 @@ def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:
     filters = [("class_name", "=", kind), ("state", "=", "ALIVE")]
     # By address: there may be other clusters on this machine.
     return [actor.pid for actor in list_actors(head.dashboard, filters=filters, detail=True)]
+
+
+def wait_until_nothing_is_left(head: Head, but_for: set[str]) -> None:
+    """Of a driver that was killed: no process, and no place that is kept or waited for."""
+    alive = [("state", "=", "ALIVE")]
+    left: list[str] = []
+    for _ in range(2 * END_S):
+        actors = list_actors(head.dashboard, filters=alive, detail=True)
+        groups = list_placement_groups(head.dashboard)
+        left = [f"{one.class_name} {one.pid}" for one in actors if one.actor_id not in but_for]
+        left += [f"group {one.name}" for one in groups if one.state != "REMOVED"]
+        if not left:
+            return
+        time.sleep(0.5)
+    raise AssertionError(left)
+
+
+def actors_of(head: Head) -> set[str]:
+    found = list_actors(head.dashboard, filters=[("state", "=", "ALIVE")])
+    return {one.actor_id for one in found}

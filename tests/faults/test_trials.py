@@ -8,13 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 from ray import tune
-from ray.util.state import list_actors
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import checkpoint_steps, runs_of, same_weights, weights_of
-from tests.faults.runs import STEPS, long_recipe
+from tests.faults.runs import (
+    STEPS,
+    actors_of,
+    long_recipe,
+    wait_until_nothing_is_left,
+    worker_pids,
+)
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.experiments.parent_run import OpenParent, open_parent
@@ -22,22 +28,20 @@ from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.pool.pool_keeper import keeper
+from vit_ray.launch.run import train
 from vit_ray.outcomes import TrialState
 
 
-def trial_pids(head: Head) -> list[int]:
-    filters = [("class_name", "=", "ImplicitFunc"), ("state", "=", "ALIVE")]
-    return [one.pid for one in list_actors(head.dashboard, filters=filters, detail=True)]
-
-
-def run_works(recipe: Recipe, works: Callable[[OpenParent], list[Work]]) -> list[Outcome]:
+def run_works(
+    recipe: Recipe, works: Callable[[OpenParent], list[Work]], max_runs: int | None = None
+) -> list[Outcome]:
     """Outcomes of work under a parent run of the recipe's name."""
     with open_parent(recipe, "sweep", resolve_run(recipe), 1) as parent:
 
         def flow() -> Flow[list[Outcome]]:
             return (yield works(parent))
 
-        found = parent.run_flow(flow(), None)
+        found = parent.run_flow(flow(), max_runs)
     assert found is not None
     return found
 
@@ -94,16 +98,26 @@ def test_ray_tune_sees_what_varies_and_a_trial_whose_process_dies_is_started_aga
     ]
 
 
-def test_a_trial_killed_in_its_training_resumes_and_leaves_no_workers_behind(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+@pytest.mark.parametrize(
+    ("killed", "pools"),
+    [
+        ("trial", 2),  # the first has lost its places with its trial
+        ("keeper", 1),  # of the next keeper
+    ],
+)
+def test_a_trial_resumes_whose_process_or_whose_pools_keeper_is_killed(
+    killed: str, pools: int, ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:
-    recipe = long_recipe("killed-trial", digits, folder)
+    recipe = long_recipe(f"killed-{killed}", digits, folder)
+    before = actors_of(ray_cluster)
     num_started: list[int] = []
+    ended, pid = threading.Event(), folder / f"pid-of-{killed}"
 
     def kill() -> None:
         while len(checkpoint_steps(recipe)) < 2:
             ended.wait(0.05)
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+        (its_keeper,) = worker_pids(ray_cluster, "PoolKeeper")
+        os.kill(int(pid.read_text()) if killed == "trial" else its_keeper, signal.SIGKILL)
 
     def works(parent: OpenParent) -> list[Work]:
         def note(*_: Any) -> None:
@@ -112,37 +126,49 @@ def test_a_trial_killed_in_its_training_resumes_and_leaves_no_workers_behind(
         training = parent.training(recipe, "pretrain", begin=partial(note_pid, pid))
         return [Work(training, on_end=note)]
 
-    ended, pid = threading.Event(), folder / "pid-of-killed-trial"
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    (outcome,) = run_works(recipe.with_changes(name="parent-of-killed"), works)
+    (outcome,) = run_works(recipe.with_changes(name=f"parent-of-{killed}"), works)
     killer.join(60)
     assert (outcome.error, outcome.state, outcome.steps) == ("", TrialState.FINISHED, STEPS)
-    assert num_started == [2]  # the first has lost its places with its trial
+    assert num_started == [pools]
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     (run,) = [one for one in runs_of(recipe) if one.info.run_name == recipe.name]
     assert run.info.status == "FINISHED"
     assert run.data.tags["vit_ray.events.resumed"] == "1"
+    wait_until_nothing_is_left(ray_cluster, before)
 
 
-def test_a_rung_stops_a_trial_and_its_process_trains_the_next(
+def test_a_rung_stops_a_trial_and_its_process_and_pool_train_the_next_bit_equal_to_a_cold_run(
     ray_cluster: Head, digits: Digits, tmp_path: Path
 ) -> None:
     recipe = small_recipe("rungs", digits, tmp_path, optim={"steps": 8})
-    pids: set[int] = set()
+    num_started: list[int] = []
 
     def goes_on(training: Any, outcome: Outcome) -> bool:
-        pids.update(trial_pids(ray_cluster))
         return outcome.is_over or training.label == "b"
+
+    def note(*_: Any) -> None:
+        num_started.append(ray.get(keeper().num_started.remote(), timeout=60))
 
     def works(parent: OpenParent) -> list[Work]:
         trainings = [
-            parent.training(recipe.with_changes(name=f"rungs-{name}"), "pretrain", rungs=(4,))
+            parent.training(
+                recipe.with_changes(name=f"rungs-{name}"),
+                "pretrain",
+                rungs=(4,),
+                begin=partial(note_pid, tmp_path / name),
+            )
             for name in "ab"
         ]
-        return [Work(training, goes_on=goes_on) for training in trainings]
+        return [Work(training, goes_on=goes_on, on_end=note) for training in trainings]
 
-    stopped, whole = run_works(recipe.with_changes(workers={"num_workers": 2}), works)
+    stopped, whole = run_works(recipe, works, max_runs=1)
     assert (stopped.state, stopped.steps) == (TrialState.STOPPED_EARLY, 4)
     assert (whole.state, whole.steps) == (TrialState.FINISHED, 8)
     assert stopped.top1 is not None
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+    assert num_started == [1, 1]
+    cold = recipe.with_changes(name="cold")
+    train(cold)
+    assert same_weights(weights_of(recipe.with_changes(name="rungs-b")), weights_of(cold))

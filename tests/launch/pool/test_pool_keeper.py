@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,39 +49,64 @@ def test_a_pool_that_is_started_has_the_place_of_idle_ones_of_other_shapes(
 ) -> None:
     cell, trial, busy = (object() for _ in range(3))
     kinds: Any = (cell, trial, busy)
-    first, _ = keeper.lend(kinds[0], True, None)
-    lent, _ = keeper.lend(kinds[2], True, None)
-    keeper.take_back(first, "keep")  # idle from here on
+    keeper.lend("first", kinds[0], True, None)
+    keeper.lend("lent", kinds[2], True, None)
+    keeper.take_back("first", "keep")  # idle from here on
     assert keeper.num_started() == 2
     keeper.start(kinds[1], True)
     assert is_open() == [busy, trial]
     keeper.start(kinds[1], True)  # it is there
-    taken, server = keeper.lend(kinds[1], True, None)
-    assert server == "server 2"
+    assert keeper.lend("taken", kinds[1], True, None) == "server 2"
     assert len(opened) == 3
-    keeper.take_back(taken, "keep")
+    keeper.take_back("taken", "keep")
     keeper.close()
     assert is_open() == []
-    keeper.take_back(lent, "keep")  # late: its pool has ended with the keeper
+    keeper.take_back("lent", "keep")  # late: its pool has ended with the keeper
 
 
 @pytest.mark.parametrize("ending", ["close", "abandon"])
 def test_a_pool_that_failed_is_lent_no_more(keeper: PoolKeeper, ending: Any) -> None:
     shape: Any = "shape"
-    number, _ = keeper.lend(shape, True, None)
-    keeper.take_back(number, ending)
+    keeper.lend("first", shape, True, None)
+    keeper.take_back("first", ending)
     assert opened[0].ended == ending
-    keeper.lend(shape, True, None)
+    keeper.lend("second", shape, True, None)
     assert len(opened) == 2
 
 
 def test_a_group_that_has_ended_by_itself_is_lent_no_more(keeper: PoolKeeper) -> None:
     shape: Any = "shape"
-    for _ in range(2):
-        number, _ = keeper.lend(shape, True, None)
-        keeper.take_back(number, "keep")
+    for loan in ("first", "second"):
+        keeper.lend(loan, shape, True, None)
+        keeper.take_back(loan, "keep")
         opened[-1].is_open = False
     assert len(opened) == 2
+
+
+def test_a_pool_whose_borrower_has_not_waited_for_it_is_lent_to_the_next(
+    keeper: PoolKeeper,
+) -> None:
+    shape: Any = "shape"
+    keeper.take_back("given up", "close")
+    keeper.lend("given up", shape, True, None)
+    assert keeper.lend("next", shape, True, None) == "server 0"
+
+
+def test_pools_are_closed_at_the_same_time(
+    keeper: PoolKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_close = threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(FakePool, "close", lambda _: all_close.wait())
+    one, other, third = (object() for _ in range(3))
+    shapes: Any = {"a": one, "b": other, "c": third, "d": third}
+    for name in ("a", "b"):
+        keeper.lend(name, shapes[name], True, None)
+    for name in ("a", "b"):
+        keeper.take_back(name, "keep")
+    for name in ("c", "d"):  # the first in the place of both
+        keeper.lend(name, shapes[name], True, None)
+    assert len(opened) == 4
+    keeper.close()
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -105,8 +131,8 @@ def test_a_loan_ends_with_the_process_of_its_borrower_and_with_no_other(
 
     shape: Any = "shape"
     borrowers: Any = [Borrower.remote() for _ in range(3)]  # type: ignore[attr-defined]
-    for one in borrowers:
-        keeper.lend(shape, False, ray.get(one.me.remote(), timeout=60))
+    for number, one in enumerate(borrowers):
+        keeper.lend(str(number), shape, False, ray.get(one.me.remote(), timeout=60))
     borrowers[0].work.remote(0.3)
     borrowers[1].work.remote(3600.0)
     time.sleep(1.0)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any, Final
 
 import ray
@@ -84,10 +85,14 @@ class NameGroups(ControllerCallback):
         name_placement_groups(train_run_context.run_config.name)
 
 
-def remove_groups(pool_name: str) -> None:
-    """Take back what the worker groups of a pool hold or wait for."""
+def remove_groups(pools: str) -> None:
+    """Take back what worker groups hold or wait for.
+
+    Args:
+        pools: name of their pool, or a pattern of `fnmatch`.
+    """
     for group in placement_group_table().values():
-        if group["state"] != "REMOVED" and group["name"].startswith(f"{pool_name}-"):
+        if group["state"] != "REMOVED" and fnmatch(group["name"], f"{pools}-*"):
             with contextlib.suppress(ValueError):  # gone since
                 remove_placement_group(get_placement_group(group["name"]))
 

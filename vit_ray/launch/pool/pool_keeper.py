@@ -2,7 +2,8 @@
 
 Pools are owned outside the trainings that use them and outlive them. A loan ends with the training,
 or with the borrower's process, whose workers then give up their places: another attempt goes on
-from the newest checkpoint, with other workers.
+from the newest checkpoint, with other workers. With the keeper's process its pools end; Ray starts
+another keeper, which has none, and each training borrows a new pool from it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -19,6 +22,7 @@ from typing import Any, Final, Literal
 import ray
 
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
+from vit_ray.launch.pool.group_callbacks import remove_groups
 from vit_ray.launch.pool.placement_wait import NoPlaceError
 from vit_ray.launch.pool.worker_pool import (
     ABANDON_S,
@@ -27,6 +31,7 @@ from vit_ray.launch.pool.worker_pool import (
     PoolLostError,
     PoolShape,
     WorkerPool,
+    pools_of_job,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,23 +77,35 @@ class PoolKeeper:
     def __init__(self, environment: dict[str, str]) -> None:
         """`environment`: the user's settings of Ray Train, as the driver has them."""
         os.environ.update(environment)
+        if ray.is_initialized():
+            context = ray.get_runtime_context()
+            if context.get_actor_id() and context.was_current_actor_reconstructed:
+                # What the keeper before had placed; Ray would keep it until the driver's end.
+                remove_groups(pools_of_job(context.get_job_id()))
         self._idle: list[WorkerPool] = []
-        self._loans: dict[int, _Loan] = {}
-        self._num_lent = self._num_started = 0
+        self._loans: dict[str, _Loan] = {}
+        self._given_up: set[str] = set()
+        """Loans whose borrower has not waited until there was a pool."""
+        self._num_started = 0
         self._changed = threading.Condition()
         self._is_closed = False
         threading.Thread(target=self._watch, daemon=True, name="borrowers").start()
 
-    def lend(self, shape: PoolShape, is_private: bool, borrower: Any) -> tuple[int, Any]:
-        """Number of the loan, and the handle of the server of a pool of the shape.
+    def lend(self, loan: str, shape: PoolShape, is_private: bool, borrower: Any) -> Any:
+        """Handle of the server of a pool of the shape.
 
         Where none is idle, idle ones of other shapes give up their places to a new one.
+
+        Args:
+            loan: a name that only this loan has.
         """
         pool = self._idle_or_new(shape, is_private)
         with self._changed:
-            self._num_lent += 1
-            self._loans[self._num_lent] = _Loan(pool, borrower)
-            return self._num_lent, pool.server
+            if loan in self._given_up:
+                self._idle.append(pool)
+            else:
+                self._loans[loan] = _Loan(pool, borrower)
+        return pool.server
 
     def start(self, shape: PoolShape, is_private: bool) -> None:
         """Start one of the shape if none is idle, before its training is ready."""
@@ -96,16 +113,17 @@ class PoolKeeper:
         with self._changed:
             self._idle.append(pool)
 
-    def take_back(self, number: int, ending: Ending) -> None:
-        """The loan has ended."""
+    def take_back(self, loan: str, ending: Ending) -> None:
+        """The loan has ended, or will not be used."""
         with self._changed:
-            loan = self._loans.pop(number, None)
-            if loan is None:  # taken back before
+            ended = self._loans.pop(loan, None)
+            if ended is None:  # not lent yet, taken back before, or of a keeper that has died
+                self._given_up.add(loan)
                 return
-            if ending == "keep" and loan.pool.is_open and not self._is_closed:
-                self._idle.append(loan.pool)
+            if ending == "keep" and ended.pool.is_open and not self._is_closed:
+                self._idle.append(ended.pool)
                 return
-        loan.pool.abandon() if ending == "abandon" else loan.pool.close()
+        ended.pool.abandon() if ending == "abandon" else ended.pool.close()
 
     def num_started(self) -> int:
         """Pools that it has started so far."""
@@ -117,8 +135,7 @@ class PoolKeeper:
             pools = [*self._idle, *(loan.pool for loan in self._loans.values())]
             self._idle, self._loans, self._is_closed = [], {}, True
             self._changed.notify_all()
-        for pool in pools:
-            pool.close()
+        _close(pools)
 
     def _idle_or_new(self, shape: PoolShape, is_private: bool) -> WorkerPool:
         with self._changed:
@@ -128,8 +145,7 @@ class PoolKeeper:
                 return fitting[0]
             others, self._idle = self._idle, []
             self._num_started += 1
-        for pool in others:
-            pool.close()
+        _close(others)
         return WorkerPool(shape, is_private=is_private)
 
     def _watch(self) -> None:
@@ -139,12 +155,18 @@ class PoolKeeper:
                 if self._is_closed:
                     return
                 loans = list(self._loans.items())
-            for number, loan in loans:
+            for name, loan in loans:
                 if loan.is_over():
                     try:
-                        self.take_back(number, "abandon")
+                        self.take_back(name, "abandon")
                     except Exception:  # the next loans must be watched, too
                         logger.exception("a pool could not be taken back")
+
+
+def _close(pools: Sequence[WorkerPool]) -> None:
+    """All at once: each that hangs takes the whole of its time limit."""
+    with ThreadPoolExecutor(len(pools) or 1) as threads:
+        list(threads.map(lambda pool: pool.close(), pools))
 
 
 class _Kept:
@@ -157,7 +179,12 @@ class _Kept:
         if self.handle is None:
             given = {key: text for key, text in os.environ.items() if key.startswith("RAY_TRAIN_")}
             node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64}
+            options: dict[str, Any] = {
+                "num_cpus": 0,
+                "max_concurrency": 64,
+                "max_restarts": -1,
+                "max_task_retries": -1,  # what a keeper that died was asked, the next one answers
+            }
             actor = ray.remote(PoolKeeper).options(**options, label_selector=node)
             self.handle = actor.remote(given)
         return self.handle
@@ -227,17 +254,22 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
     """
     kept, ending = _KEPT.get(), "close"
     own: WorkerPool | None = None
+    loan = uuid.uuid4().hex
     if kept is None:
         own = WorkerPool(shape, is_private=is_private)
         server = own.server
     else:
         context = ray.get_runtime_context()
         borrower = context.current_actor if context.get_actor_id() else None
-        lent = kept.keeper().lend.remote(shape, is_private, borrower)
+        keeper = kept.keeper()
+        lent = keeper.lend.remote(loan, shape, is_private, borrower)
         try:
-            number, server = answer(lent, _WHOSE, LEND_S)
+            server = answer(lent, _WHOSE, LEND_S)
         except PROCESS_DIED as error:
             raise PoolLostError("the process of the keeper of the pools has died") from error
+        except RuntimeError:
+            keeper.take_back.remote(loan, "close")  # no limit: it has not answered before
+            raise
     try:
         yield BorrowedPool(shape, server)
         ending = "keep"
@@ -247,6 +279,6 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
     finally:
         if own is not None:
             own.abandon() if ending == "abandon" else own.close()
-        elif kept is not None:
+        else:
             with contextlib.suppress(*PROCESS_DIED):
-                answer(kept.keeper().take_back.remote(number, ending), _WHOSE, LEND_S)
+                answer(keeper.take_back.remote(loan, ending), _WHOSE, LEND_S)

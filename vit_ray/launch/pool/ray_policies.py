@@ -54,25 +54,23 @@ class PolicedTrainer(DataParallelTrainer):
 
     Streams and process groups are the workers' own affair: without Ray's data sets and its torch
     backend the controller does not import torch, and no process is started for data sets that
-    there are none of.
+    there are none of. Nor is one for the places of a group whose controller dies: the pool's owner
+    takes them back. Ray's cleaner would stay for good on a cluster without a dashboard, or beside
+    another Ray on the head's machine.
     """
 
-    def __init__(
-        self, policies: dict[str, Any], *, is_private: bool, replaces: bool, **options: Any
-    ) -> None:
+    def __init__(self, policies: dict[str, Any], *, replaces: bool, **options: Any) -> None:
         """
         Args:
             policies: by the names of the controller's arguments.
-            is_private: the cluster ends with this driver, and what is placed on it too.
             replaces: a worker whose process has died is replaced alone.
         """
         super().__init__(backend_config=WorkersBackendConfig(replaces), **options)
         self._policies = policies
-        cleaner = (PlacementGroupCleanerCallback,) if is_private else ()
-        self._unused = (DatasetsCallback, *cleaner)
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        callbacks = [c for c in arguments["callbacks"] if not isinstance(c, self._unused)]
+        unused = (DatasetsCallback, PlacementGroupCleanerCallback)
+        callbacks = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
         changed = {**self._policies, "callbacks": callbacks}
         return super()._initialize_and_run_controller(**{**arguments, **changed})
 

@@ -240,6 +240,7 @@ class WorkerPool:
         except BaseException as raised:  # raised where the training is waited for
             error = raised
         with contextlib.suppress(ray.exceptions.RayError):
+            remove_groups(pool_name(self.server))  # of a controller that has died
             # In a tuple: the error of an actor, given by itself, would fail the call that gets it.
             ray.get(self.server.close.remote((error,)), timeout=CLOSE_S)
 
@@ -278,6 +279,11 @@ def pool_name(server: Any) -> str:
     return f"pool-{server._actor_id.hex()}"
 
 
+def pools_of_job(job_id: str) -> str:
+    """Pattern of the names of a driver's pools: the id of an actor ends with that of its job."""
+    return f"pool-*{job_id}"
+
+
 def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrainer:
     os.environ |= driver_environment(is_private=is_private)
     scaling = ScalingConfig(
@@ -304,7 +310,6 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         )
     return PolicedTrainer(
         policies,
-        is_private=is_private,
         replaces=shape.replaces_failed,
         train_loop_per_worker=work_in_pool,
         train_loop_config={"server": server, "replaces": shape.replaces_failed},

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, tria
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome
 from vit_ray.experiments.training import outcome_of as outcome_at
+from vit_ray.launch.cluster.autoscaling import Growth
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
@@ -176,7 +178,7 @@ def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(
     whole = swept(tmp_path)
     trial = trial_recipe(whole, {RATE: 0.1})
     assert outcome_of(whole, trial, parent).error == ""
-    assert events.kinds() == ["trial retried"] * 2
+    assert events.kinds() == ["started again"] * 2
     parent, events = trained(monkeypatch, [RunFailedError("a worker died")] * 3)
     assert outcome_of(whole, trial, parent) == Outcome(TrialState.FAILED, error="a worker died")
 
@@ -209,7 +211,8 @@ def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
 def test_trials_run_side_by_side_as_the_cluster_holds_them(
     use_gpu: Any, cluster: dict[str, float], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "capacity", lambda: (cluster.get("GPU", 0.0), cluster["CPU"]))
+    now = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
+    monkeypatch.setattr(room, "shape", lambda _: now)
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
     chosen = averaging_recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
     whole, taken = cluster_room(), list[Room]()
@@ -218,6 +221,17 @@ def test_trials_run_side_by_side_as_the_cluster_holds_them(
     assert len(taken) == count
     assert cluster_room(max_runs=1).holds(taken[0], [])
     assert not cluster_room(max_runs=1).holds(taken[0], taken[:1])
+
+
+def test_where_nothing_is_known_of_an_autoscaler_the_recipes_limits_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """KubeRay's autoscaler keeps what it may start to itself."""
+    now = ClusterShape(1, 4.0, 1.0, 0.0, growth=Growth(None))
+    monkeypatch.setattr(room, "shape", lambda _: now)
+    assert cluster_room() == Room(1.0, 4.0)
+    assert cluster_room(max_runs=8) == Room(math.inf, math.inf, 8)
+    assert cluster_room(max_gpus=64) == Room(64, math.inf)
 
 
 def test_a_sweep_of_failed_trials_says_why() -> None:

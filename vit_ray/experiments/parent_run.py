@@ -15,7 +15,7 @@ from vit_ray.experiments.room import cluster_room
 from vit_ray.experiments.runner import Flow, run_flow
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.launch.cluster.cluster_checks import check_cluster
-from vit_ray.launch.cluster.connection import ClusterShape, connect
+from vit_ray.launch.cluster.connection import ClusterShape, connect, refuse_client
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool.pool_keeper import kept_pools, start_kept_pool
@@ -54,11 +54,15 @@ class OpenParent:
         is_measured = outcome.state is TrialState.FINISHED
         self.run.control.child_ended(training.label, outcome.top1 if is_measured else None)
 
-    def start_workers(self, first: Recipe | None) -> None:
-        """Let workers start for the child that is trained first; None if all have ended."""
+    def start_workers(self, first: Recipe | None, *, trains: bool = True) -> None:
+        """Let workers start for the child that is trained first; None if all have ended.
+
+        Args:
+            trains: and does not only use weights.
+        """
         if first is not None:
             use_gpu = check_cluster(first, self.cluster)
-            shape = PoolShape.of(first, self.cluster, use_gpu=use_gpu)
+            shape = PoolShape.of(first, self.cluster, use_gpu=use_gpu, trains=trains)
             start_kept_pool(shape, is_private=self.cluster.is_private)
 
     def run_flow(
@@ -121,7 +125,8 @@ def open_parent(
         ValueError: the cluster cannot hold the workers of a training, or another process holds the
             folder; nothing was started.
     """
-    cluster = connect(recipe)
+    cluster = connect(recipe, *trainings)
+    refuse_client()
     _check_trainings(recipe, trainings, cluster)
     with (
         lock_run(locate(recipe.run_folder)),

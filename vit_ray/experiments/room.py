@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.connection import capacity
+from vit_ray.launch.cluster.connection import shape
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,15 @@ def room_of(recipe: Recipe, cluster: Room) -> Room:
 def cluster_room(max_runs: int | None = None, max_gpus: int | None = None) -> Room:
     """What trainings may take together, of the cluster as it is now or may become.
 
+    Where it is not known what it may become, the recipe's limits say how much is asked for; without
+    any that is what is up.
+
     Args:
         max_runs, max_gpus: the recipe's limits; None: there is none.
     """
-    gpus, cpus = capacity()
-    return Room(gpus if max_gpus is None else min(gpus, max_gpus), cpus, max_runs or math.inf)
+    now = shape(time.time())
+    gpus, cpus = now.most_gpus, now.most_cpus
+    if max_runs is None and max_gpus is None:
+        gpus = now.num_gpus if math.isinf(gpus) else gpus
+        cpus = now.num_cpus if math.isinf(cpus) else cpus
+    return Room(min(gpus, max_gpus or math.inf), cpus, max_runs or math.inf)

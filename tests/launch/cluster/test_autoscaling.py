@@ -138,7 +138,7 @@ def test_a_cluster_of_others_may_grow_and_one_of_this_driver_alone_does_not(
     monkeypatch.setattr(module, "find_growth", lambda *_: shipped())
     found = module.shape(0.0)
     assert (found.most_gpus, found.num_gpus) == (0.0 if is_private else 16.0, 0)
-    assert module.capacity() == ((0, 0) if is_private else (16.0, 640.0))
+    assert found.most_cpus == (0.0 if is_private else 640.0)
 
 
 def test_what_the_head_has_counts_too() -> None:

@@ -21,7 +21,12 @@ from ray._private.utils import check_version_info
 from tests.ports import free_ports
 from vit_ray.config import load_recipe
 from vit_ray.launch.cluster import connection
-from vit_ray.launch.cluster.connection import ClusterShape, check_reachable, connect
+from vit_ray.launch.cluster.connection import (
+    ClusterShape,
+    check_reachable,
+    connect,
+    refuse_client,
+)
 from vit_ray.ray_internals import STARTUP_TIMEOUT
 
 TOKEN = "0123456789abcdef" * 2
@@ -67,9 +72,22 @@ def test_a_ray_for_one_command_keeps_the_processes_of_its_tasks(
     monkeypatch.setattr(connection, "_STARTED", [])
     monkeypatch.setattr(connection, "_address", lambda: "10.0.0.1:6379")
     monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
-    connect(load_recipe("digits"))
+    recipe = load_recipe("digits", ["data.cpus_per_task=0.5"])
+    wide = recipe.with_changes(workers={"num_workers": 90, "cpus_per_worker": 1.0})
+    connect(recipe, wide)
+    assert chosen["num_cpus"] == 91  # of a sweep's or study's widest training
     # Ray counts actors, of which there are about ten, as well.
-    assert chosen["kept"] - 10 >= chosen["num_cpus"] >= 4
+    assert chosen["kept"] - 10 >= chosen["num_cpus"]
+
+
+def test_a_driver_outside_of_the_cluster_is_refused_for_experiments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    refuse_client()
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=ray://head:10001: only single runs work"):
+        refuse_client()
 
 
 def test_a_machine_that_is_too_busy_to_start_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

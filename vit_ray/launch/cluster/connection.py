@@ -84,11 +84,12 @@ class ClusterShape:
         return max(self.num_gpus, self.growth.total("GPU") if self.growth else 0.0)
 
 
-def connect(recipe: Recipe) -> ClusterShape:
+def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
     """Join the cluster that `RAY_ADDRESS` names, or start one on this machine.
 
-    A local cluster gets as many logical CPUs as the workers and two data tasks need, however few
-    cores there are. It keeps Ray's token authentication, since its ports are open to the network.
+    A local cluster gets as many logical CPUs as the workers and two data tasks of each of the
+    recipes need, however few cores there are. It keeps Ray's token authentication, since its ports
+    are open to the network.
 
     Raises:
         ValueError: no Ray answers at the address, or a Ray or Python of another version.
@@ -107,7 +108,7 @@ def connect(recipe: Recipe) -> ClusterShape:
         check_reachable(address)
         _join(address)
     else:
-        num_cpus = max(os.cpu_count() or 1, local_cpus(recipe))
+        num_cpus = max(os.cpu_count() or 1, *map(local_cpus, (recipe, *others)))
         os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
         _start(num_cpus)
         mark_private()
@@ -253,12 +254,18 @@ def shape(ready_s: float) -> ClusterShape:
     )
 
 
-def capacity() -> tuple[float, float]:
-    """GPUs and CPUs that the connected cluster has, or is known to be able to start."""
-    now = shape(time.time())
-    pairs = (now.most_gpus, now.num_gpus), (now.most_cpus, now.num_cpus)
-    gpus, cpus = (num if math.isinf(most) else most for most, num in pairs)
-    return gpus, cpus
+def refuse_client() -> None:
+    """Refuse a driver that is not on the cluster, whose Ray Tune would run without it.
+
+    Raises:
+        ValueError: says how to start it there.
+    """
+    if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+        raise ValueError(
+            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: only single runs work through Ray "
+            "Client; start this command on a node of the cluster, by `ray job submit` or with "
+            "RAY_ADDRESS=auto there"
+        )
 
 
 def local_cpus(recipe: Recipe) -> int:

@@ -117,7 +117,10 @@ def run(overrides: list[str]) -> str:
                     raise StoppedError
                 sweeps[target, start] = result
             with timed(f"{target}_few_shot"):
-                few_shot[target] = run_few_shot(recipe_of(f"{target}_few_shot", overrides))
+                measured = run_few_shot(recipe_of(f"{target}_few_shot", overrides))
+            if measured is None:
+                raise StoppedError
+            few_shot[target] = measured.rows
             print_few_shot(few_shot[target])
     return report(pretrained, sweeps, few_shot, json.loads(TIMES.read_text()))
 

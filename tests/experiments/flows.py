@@ -65,7 +65,7 @@ class Parent(OpenParent):
     first: str | None
     """Training for which workers were started beforehand."""
 
-    def start_workers(self, first: Recipe | None) -> None:
+    def start_workers(self, first: Recipe | None, **_: bool) -> None:
         """Note whose."""
         self.__dict__["first"] = first and first.name
 
@@ -102,7 +102,7 @@ def in_turns(flow: Any, room: Callable[[], Room], is_stopped: Callable[[], bool]
 def in_process(
     monkeypatch: pytest.MonkeyPatch,
     parent: Parent,
-    train: Callable[..., Any],
+    train: Callable[..., Any] | None,
     room: Callable[[], Room] = lambda: ROOMY,
 ) -> None:
     """Flows under a parent run here, with `train(recipe, ...)` in the place of a training."""

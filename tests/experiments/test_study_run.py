@@ -94,7 +94,7 @@ def test_a_failing_cell_is_retried_and_then_shown_as_failed(
     assert tried == [cells[0].name, *[cells[1].name] * 3, cells[2].name]
     assert [one.error for one in found] == ["", "the node is gone", ""]
     kinds = parent.calls.kinds()
-    assert kinds == ["cell retried", "cell retried", "failed cell"]
+    assert kinds == ["started again", "started again", "failed cell"]
     assert study._totals(found)["study/failed_cells"] == 1.0
 
 

@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Recipe:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
     """Runs that were started, none of which writes anything."""
     runs: list[PreparedRun] = []
-    monkeypatch.setattr(extraction, "run_prepared", runs.append)
+    monkeypatch.setattr(extraction, "run_prepared", lambda run, **_: runs.append(run))
     return runs
 
 
@@ -112,7 +112,7 @@ def test_a_second_extraction_into_a_folder_is_refused(
     monkeypatch.setattr(lock, "RELEASE_S", 0.1)
     refusals: list[str] = []
 
-    def run_meanwhile(prepared: PreparedRun) -> None:
+    def run_meanwhile(prepared: PreparedRun, **_: Any) -> None:
         with pytest.raises(ValueError, match=r"extract\.path: .*/features is being worked on") as e:
             extract_features(recipe)
         refusals.append(str(e.value))

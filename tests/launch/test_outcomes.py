@@ -74,7 +74,7 @@ def test_what_a_worker_refuses_ends_the_run_and_may_be_tried_again_by_the_sweep(
     whole = swept(tmp_path)
     found = outcome_of(whole, trial_recipe(whole, {RATE: 0.1}), parent)
     assert found.state is TrialState.FAILED
-    assert events.kinds() == [EventKind.TRIAL_RETRIED] * 2
+    assert events.kinds() == [EventKind.RETRIED] * 2
 
 
 def result_of(worker: Worker) -> Any:

@@ -269,6 +269,9 @@ class VtabConfig(Section):
     """Run the `sweep` for each task, on a dev split of its 1,000 images (200 with
     `sweep.dev_fraction=0.2`), then train on all images with `sweep.seeds` seeds; the result is
     their mean and deviation. `false` = one run with the recipe's learning rate."""
+    retries: NotNegative = 1
+    """Restarts of a failed task without a sweep, from its newest checkpoint. A task that diverged
+    (loss or gradient not finite) is not restarted."""
 
 
 class _Axes(Section):

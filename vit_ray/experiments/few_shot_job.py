@@ -6,7 +6,7 @@ import csv
 import io
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,13 @@ from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.evaluate.feature_files import read_features
+from vit_ray.evaluate.feature_files import read_facts, read_features
 from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
-from vit_ray.launch.feature_extraction import extract_features
-from vit_ray.launch.pool.pool_keeper import kept_pools
+from vit_ray.experiments.parent_run import earlier_run, open_parent
+from vit_ray.experiments.runner import Flow, Work
+from vit_ray.experiments.training import Outcome
+from vit_ray.launch.feature_extraction import plan_extraction
+from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.storage import Location
 
 Features = NDArray[np.float32]
@@ -44,12 +47,25 @@ class FewShotRow:
         return found
 
 
-def run_few_shot(recipe: Recipe) -> list[FewShotRow]:
+@dataclass(frozen=True)
+class FewShotResult:
+    """Every number of shots, and how to open MLflow's page of the job."""
+
+    rows: list[FewShotRow]
+    hint: str
+
+
+def run_few_shot(recipe: Recipe) -> FewShotResult | None:
     """Extract features of both sets, if they are not there, and measure every number of shots.
 
+    Returns:
+        None if it was stopped on request; the same command continues.
+
     Raises:
-        ValueError: a set is missing, the two have other classes, or a class has fewer images than
-            shots; nothing was started. Or a feature is not finite.
+        ValueError: a set is missing, the two have other classes, a class has fewer images than
+            shots, or there are features of something else; nothing was started. Or a feature is
+            not finite.
+        RunFailedError: an extraction has failed.
     """
     recipe = recipe.with_absolute_paths()
     pool, test = (_set_of(recipe, part) for part in ("train", "test"))
@@ -61,9 +77,42 @@ def run_few_shot(recipe: Recipe) -> list[FewShotRow]:
     labels = all_first_labels(pool.path)
     examples = np.bincount(labels[labels >= 0], minlength=pool.num_classes)
     require_shots(examples, shots=recipe.evaluate.shots, classes=pool.classes)
-    with kept_pools():
-        examples_at, tests_at = (_extracted(recipe, part) for part in ("train", "test"))
-    return measure(recipe, examples_at, tests_at, labels, pool.num_classes)
+    recipes = [_extraction(recipe, part) for part in ("train", "test")]
+    planned = [plan_extraction(one) for one in recipes]
+    missing = [k for k, features in enumerate(planned) if not features.are_whole()]
+    has_begun = any(read_facts(planned[k].folder) for k in missing)
+    first, last = (features.prepared.resolved for features in planned)
+    parts = {"train": first, "few_shot_train": first, "few_shot_test": last}
+    streams = {name: resolved.streams["eval"] for name, resolved in parts.items()}
+    own = recipe.with_changes(name=f"{recipe.name}-few-shot")
+    with open_parent(
+        own,
+        "few_shot",
+        replace(first, streams=streams),
+        0,
+        earlier_run(own, "few_shot") if has_begun else None,
+        trainings=recipes,
+        tags={"init_from": str(recipe.init_from)},
+    ) as parent:
+        parent.start_workers(recipes[missing[0]] if missing else None, trains=False)
+        parent.run.control.begin_stage("extraction", len(missing))
+
+        def extracted() -> Flow[list[Outcome]]:
+            trainings = [parent.training(recipes[k], "extract", retries=1) for k in missing]
+            return (yield [Work(each, on_end=parent.note_end) for each in trainings])
+
+        outcomes = parent.run_flow(extracted(), None)
+        if outcomes is None:
+            return None
+        if failed := [one.error for one in outcomes if one.error]:
+            raise RunFailedError(failed[0])
+        examples_at, tests_at = (features.folder for features in planned)
+        rows = measure(recipe, examples_at, tests_at, labels, pool.num_classes)
+        record = parent.run.record
+        record.results(0, {key: value for row in rows for key, value in row.metrics().items()})
+        record.text("few_shot.csv", table_csv(rows))
+        parent.run.is_complete = True
+        return FewShotResult(rows, record.hint())
 
 
 def _set_of(recipe: Recipe, part: str) -> Manifest:
@@ -72,15 +121,14 @@ def _set_of(recipe: Recipe, part: str) -> Manifest:
     return open_dataset(path)
 
 
-def _extracted(recipe: Recipe, part: str) -> Location:
-    return extract_features(
-        recipe.with_changes(
-            extract={
-                "data": getattr(recipe.evaluate, f"few_shot_{part}"),
-                "path": f"{recipe.run_folder}-features/{part}",
-                "logits": False,
-            }
-        )
+def _extraction(recipe: Recipe, part: str) -> Recipe:
+    return recipe.with_changes(
+        name=f"{recipe.name}-{part}",
+        extract={
+            "data": getattr(recipe.evaluate, f"few_shot_{part}"),
+            "path": f"{recipe.run_folder}-features/{part}",
+            "logits": False,
+        },
     )
 
 

@@ -216,7 +216,6 @@ class StudyRun:
             "study_cell",
             tags={"vit_ray.study_label": cell.label},
             retries=self.study.retries,
-            retried=EventKind.CELL_RETRIED,
             begin=begin,
         )
         (outcome,) = yield [Work(training)]

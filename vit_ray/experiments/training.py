@@ -1,5 +1,7 @@
 """One training among many: a named recipe, the trial of Ray Tune that trains it, and its outcome.
 
+An extraction of features counts as one; it has no rungs and no accuracy.
+
 A trial is a thin driver: it borrows a pool of workers, trains from rung to rung, and reports each
 outcome. Everything that starts slowly (workers, streams, MLflow) outlives it.
 """
@@ -10,7 +12,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import ray
 from ray import tune
@@ -18,6 +21,7 @@ from ray import tune
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import Point
 from vit_ray.launch.cluster.connection import mark_private
+from vit_ray.launch.feature_extraction import extract_features
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool.pool_keeper import borrowing
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
@@ -26,6 +30,8 @@ from vit_ray.launch.run import ParentRun, RunResult, train
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.tracking.metrics_log import RunOpening
+
+T = TypeVar("T")
 
 TRIAL: Final = "trial"
 """Key of a trial's configuration with its `Training`, which is shown by its name."""
@@ -47,9 +53,7 @@ class Training:
     """Keys of the recipe that vary: what Ray Tune's tables, callbacks and searchers see."""
     tags: Mapping[str, str] = field(default_factory=dict)
     retries: int = 0
-    """How often it is started again from its newest checkpoint after a failure."""
-    retried: EventKind = EventKind.TRIAL_RETRIED
-    """Of the event that notes it."""
+    """How often it is started again, from what it has saved, after a failure."""
     rungs: tuple[int, ...] = ()
     """Steps before its end at which it reports, and may be stopped."""
     begin: Callable[[Callable[[str], None]], str] | None = None
@@ -130,9 +134,15 @@ def outcomes(training: Training) -> Iterator[Outcome]:
         ):
             tags = {**training.tags, "vit_ray.branched_from": origin}
             training = replace(training, tags=tags)
+        recipe, kind, tags = training.recipe, training.kind, dict(training.tags)
+        if kind == "extract":
+            with_retries(training, parent, lambda: extract_features(recipe, parent))
+            yield Outcome(TrialState.FINISHED)
+            return
         for step in (*training.rungs, None):
-            result = train_with_retries(training, parent, step)
-            outcome = replace(outcome_of(training.recipe, result, step), branched_from=origin)
+            run = partial(train, recipe, kind=kind, parent=parent, tags=tags, until_step=step)
+            result = with_retries(training, parent, run)
+            outcome = replace(outcome_of(recipe, result, step), branched_from=origin)
             yield outcome
             if outcome.is_over:
                 return
@@ -157,23 +167,22 @@ def outcome_of(recipe: Recipe, result: RunResult, step: int | None) -> Outcome:
     )
 
 
-def train_with_retries(training: Training, parent: ParentRun, until_step: int | None) -> RunResult:
-    """Train; after a failure again from the newest checkpoint, unless the training has diverged.
+def with_retries(training: Training, parent: ParentRun, run: Callable[[], T]) -> T:
+    """What `run` returns; after a failure it is called again, unless the training has diverged.
 
     Raises:
         RunDivergedError: it has diverged, which it would do again.
         RunFailedError: it has failed once more than `retries`.
-        ValueError: as `train`.
+        Exception: what else it raises.
     """
-    recipe, kind, tags = training.recipe, training.kind, dict(training.tags)
     for left in range(training.retries, -1, -1):
         try:
-            return train(recipe, kind=kind, parent=parent, tags=tags, until_step=until_step)
+            return run()
         except RunFailedError as error:
             if left == 0 or isinstance(error, RunDivergedError):
                 raise
-            text = f"{recipe.name}: {error}; it is started again from its newest checkpoint"
-            parent.run.record.event(training.retried, text, 0)
+            text = f"{training.recipe.name}: {error}; it goes on from what it has saved"
+            parent.run.record.event(EventKind.RETRIED, text, 0)
     raise AssertionError
 
 

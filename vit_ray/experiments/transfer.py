@@ -20,7 +20,6 @@ from vit_ray.experiments.study_cells import Cell, leaves, training_of
 from vit_ray.experiments.sweep import open_sweep, plan_sweep, recorded_sweep
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.record.run_metadata import SIZES
-from vit_ray.outcomes import EventKind
 
 _OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
 """Sections and keys of a task's recipe that are as the cell has them."""
@@ -111,8 +110,7 @@ def transfer(
             swept = yield from recorded_sweep(plan, own, tags)
             own.run.is_complete = True
         return {key: swept.mean, f"{key}_std": swept.deviation}
-    of_its_own = {"tags": tags, "retries": retries, "retried": EventKind.TRANSFER_RETRIED}
-    (outcome,) = yield [Work(parent.training(recipe, "finetune", **of_its_own))]
+    (outcome,) = yield [Work(parent.training(recipe, "finetune", tags=tags, retries=retries))]
     if outcome.top1 is None:
         told = "it has no accuracy; give data.eval in the task's changes"
         raise RunFailedError(outcome.error or told)

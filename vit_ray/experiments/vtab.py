@@ -116,7 +116,7 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         ValueError: no task has data, or the recipe cannot work; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    tasks = vtab_of(recipe).tasks
+    tasks, retries = vtab_of(recipe).tasks, vtab_of(recipe).retries
     recipes = {task.name: task_recipe(recipe, task) for task in tasks}
     has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
     plans = {name: _plan(one) for name, one in recipes.items() if _has_data(one)}
@@ -142,7 +142,8 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
 
         def tasks_run() -> Flow[list[TaskResult]]:
             rows: list[TaskResult] = yield [
-                _task(task, recipes[task.name], plans.get(task.name), parent) for task in tasks
+                _task(task, recipes[task.name], plans.get(task.name), parent, retries)
+                for task in tasks
             ]
             return rows
 
@@ -174,7 +175,11 @@ def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
 
 
 def _task(
-    task: VtabTask, recipe: Recipe, plan: ResolvedRun | SweepPlan | None, parent: OpenParent
+    task: VtabTask,
+    recipe: Recipe,
+    plan: ResolvedRun | SweepPlan | None,
+    parent: OpenParent,
+    retries: int,
 ) -> Flow[TaskResult]:
     """A task that fails does not end the others."""
     if plan is None:
@@ -186,7 +191,8 @@ def _task(
         if isinstance(plan, SweepPlan):
             row = yield from _sweep_task(row, plan, parent, tags)
         else:
-            (outcome,) = yield [Work(parent.training(recipe, "finetune", tags=tags))]
+            training = parent.training(recipe, "finetune", tags=tags, retries=retries)
+            (outcome,) = yield [Work(training)]
             if outcome.top1 is None:
                 raise RunFailedError(outcome.error or "its evaluation has no accuracy")
             row = replace(row, top1=outcome.top1, run_id=outcome.run_id)

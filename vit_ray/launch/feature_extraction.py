@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vit_ray.config import Recipe, require
@@ -12,7 +12,7 @@ from vit_ray.evaluate.feature_files import FACTS_FILE, read_facts, whole_parts, 
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights, errors_of_weights
-from vit_ray.launch.run import run_prepared
+from vit_ray.launch.run import ParentRun, run_prepared
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.storage import Location, locate
 from vit_ray.worker.job import Extraction
@@ -23,7 +23,41 @@ _OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
 """Keys of `model` that features do not depend on."""
 
 
-def extract_features(recipe: Recipe) -> Location:
+@dataclass(frozen=True)
+class Features:
+    """The features that an extraction writes, or has written."""
+
+    folder: Location
+    prepared: PreparedRun
+    facts: dict[str, Any]
+    """What decides their values."""
+
+    def are_whole(self) -> bool:
+        """Whether all are there.
+
+        Raises:
+            ValueError: those that are there are of something else.
+        """
+        folder, before = self.folder, read_facts(self.folder)
+        if before is None:
+            if whole_parts(folder)[:2] != ([], []):
+                raise ValueError(
+                    f"extract.path: {folder.uri} holds features without {FACTS_FILE}, which says "
+                    "what they are of; choose another folder"
+                )
+            return False
+        if changed := [key for key, value in self.facts.items() if before.get(key) != value]:
+            both = "; ".join(
+                f"{key}: {before.get(key)} there, {self.facts[key]} here" for key in changed
+            )
+            raise ValueError(
+                f"extract.path: {folder.uri} holds features of something else ({both}); choose "
+                "another folder"
+            )
+        return bool(before.get("is_complete"))
+
+
+def extract_features(recipe: Recipe, parent: ParentRun | None = None) -> Location:
     """Write features of `extract.data` with the weights of `init_from`; returns their folder.
 
     An extraction that was interrupted continues behind what it has written, and one that has ended
@@ -34,20 +68,14 @@ def extract_features(recipe: Recipe) -> Location:
             process writes features there; nothing was started.
         RunStoppedError: it was stopped on request; the same command continues it.
     """
-    recipe = recipe.with_absolute_paths()
-    hint = "extract.data and extract.path, such as extract='{data: data/train, path: features/}'"
-    config = require(recipe.extract, "extract", hint)
-    require(recipe.init_from, "init_from", "the run, checkpoint or file whose features to take")
-    folder = locate(config.path)
-    folder.refuse_file_in_its_place("extract.path")
-    prepared = _prepare(recipe, config)
-    facts = _facts(prepared)
-    if _is_complete(folder, facts):
+    features = plan_extraction(recipe)
+    folder, facts = features.folder, features.facts
+    if features.are_whole():
         return folder
     with lock_run(folder, what=f"extract.path: {folder.uri}"):
-        if not _is_complete(folder, facts):  # another process may have ended it before the lock
+        if not features.are_whole():  # another process may have ended it before the lock
             write_facts(folder, facts)
-            run_prepared(prepared)
+            run_prepared(features.prepared, parent=parent)
             files, _, end = whole_parts(folder)
             if end < facts["num_images"]:
                 raise RunFailedError(
@@ -56,6 +84,22 @@ def extract_features(recipe: Recipe) -> Location:
                 )
             write_facts(folder, {**facts, "is_complete": True, "files": files})
     return folder
+
+
+def plan_extraction(recipe: Recipe) -> Features:
+    """Check an extraction, but for what its folder holds; starts nothing.
+
+    Raises:
+        ValueError: the recipe cannot work.
+    """
+    recipe = recipe.with_absolute_paths()
+    hint = "extract.data and extract.path, such as extract='{data: data/train, path: features/}'"
+    config = require(recipe.extract, "extract", hint)
+    require(recipe.init_from, "init_from", "the run, checkpoint or file whose features to take")
+    folder = locate(config.path)
+    folder.refuse_file_in_its_place("extract.path")
+    prepared = _prepare(recipe, config)
+    return Features(folder, prepared, _facts(prepared))
 
 
 def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
@@ -106,27 +150,3 @@ def _facts(prepared: PreparedRun) -> dict[str, Any]:
         "precision": recipe.train.precision,
         "with_logits": extraction.with_logits,
     }
-
-
-def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
-    """Whether all features are there.
-
-    Raises:
-        ValueError: those that are there are of something else.
-    """
-    before = read_facts(folder)
-    if before is None:
-        if whole_parts(folder)[:2] != ([], []):
-            raise ValueError(
-                f"extract.path: {folder.uri} holds features without {FACTS_FILE}, which says what "
-                "they are of; choose another folder"
-            )
-        return False
-    changed = [key for key, value in facts.items() if before.get(key) != value]
-    if changed:
-        both = "; ".join(f"{key}: {before.get(key)} there, {facts[key]} here" for key in changed)
-        raise ValueError(
-            f"extract.path: {folder.uri} holds features of something else ({both}); choose another "
-            "folder"
-        )
-    return bool(before.get("is_complete"))

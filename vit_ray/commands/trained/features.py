@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from vit_ray.config import Recipe
 from vit_ray.evaluate.feature_files import read_facts
-from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot, table_csv
+from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
 from vit_ray.launch.feature_extraction import extract_features
-from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
-from vit_ray.tracking.tracker import Tracker
 
 
 def run_extract(recipe: Recipe) -> int:
@@ -33,25 +29,12 @@ def run_extract(recipe: Recipe) -> int:
 
 def run_few_shot_job(recipe: Recipe) -> int:
     """Measure, print and record; exit code 3 if it was stopped on request."""
-    try:
-        rows = run_few_shot(recipe)
-    except RunStoppedError:
+    result = run_few_shot(recipe)
+    if result is None:
         print("stopped on request; the same command continues after the features that are whole")
         return 3
-    print_few_shot(rows)
-    name = f"{recipe.name}-few-shot"
-    log = metrics_log_path(recipe.with_changes(name=name).run_folder)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    tags = {"vit_ray.kind": "few_shot", "init_from": str(recipe.init_from)}
-    params = trained_params(recipe)
-    tracker = Tracker.start(RunOpening(recipe.tracking, name, log, params=params, tags=tags))
-    for row in rows:
-        tracker.log.metrics(0, row.metrics())
-    file = Path(log).with_name("few_shot.csv")
-    file.write_text(table_csv(rows))
-    tracker.log.artifact(file)
-    tracker.finish()
-    print(f"MLflow page: {tracker.hint}")
+    print_few_shot(result.rows)
+    print(f"MLflow page: {result.hint}")
     return 0
 
 

@@ -1,0 +1,110 @@
+"""Drivers of experiments are stopped and killed, and the same command continues."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Digits, Head
+from tests.end_to_end.runs import Driver, checkpoint_steps, runs_of, wait_until, write_recipe
+from tests.faults.runs import actors_of, long_recipe, wait_until_nothing_is_left, worker_pids
+from tests.recipes import small_recipe
+from vit_ray.config import Recipe
+from vit_ray.evaluate.feature_files import FACTS_FILE
+from vit_ray.experiments.vtab import task_recipe
+from vit_ray.launch.run import train
+
+
+def metrics_of(recipe: Recipe, kind: str, group: str) -> dict[str, float]:
+    """Of the one run of this kind and of the recipe's name, all that begin so."""
+    (run,) = [
+        one
+        for one in runs_of(recipe)
+        if one.data.tags["vit_ray.kind"] == kind and one.info.run_name.startswith(recipe.name)
+    ]
+    assert run.info.status == "FINISHED"
+    return {key: value for key, value in run.data.metrics.items() if key.startswith(group)}
+
+
+@pytest.fixture(scope="module")
+def pretrained(digits: Digits, folder: Path) -> Recipe:
+    recipe = small_recipe("pretrained-for-experiments", digits, folder, optim={"steps": 8})
+    train(recipe)
+    return recipe
+
+
+def vtab_recipe(digits: Digits, folder: Path, pretrained: Recipe) -> Recipe:
+    for task in ("one", "other"):
+        (folder / "vtab" / task).mkdir(parents=True)
+        for part, path in (("train", digits.train), ("test", digits.test)):
+            (folder / "vtab" / task / part).symlink_to(path)
+    return long_recipe("vtab", digits, folder).with_changes(
+        init_from=pretrained.run_folder,
+        workers={"num_workers": 1},
+        vtab={
+            "data": str(folder / "vtab"),
+            "tasks": [
+                {"name": "one", "group": "natural"},
+                {"name": "other", "group": "specialized"},
+            ],
+        },
+    )
+
+
+def test_a_vtab_job_that_is_stopped_and_then_killed_continues(
+    ray_cluster: Head, digits: Digits, folder: Path, pretrained: Recipe
+) -> None:
+    recipe = vtab_recipe(digits, folder, pretrained)
+    assert recipe.vtab is not None
+    tasks = [task_recipe(recipe, task) for task in recipe.vtab.tasks]
+    disturb(ray_cluster, "vtab", recipe, folder, lambda: any(map(checkpoint_steps, tasks)))
+    found = metrics_of(recipe, "vtab", "vtab/")
+    assert found["vtab/tasks"] == 2
+    # Both tasks are the same training.
+    assert found["vtab/one_top1"] == found["vtab/other_top1"] > 0.5
+    runs = {one.info.run_name: one for one in runs_of(recipe)}
+    for task in tasks:
+        assert runs[task.name].info.status == "FINISHED"
+        assert int(runs[task.name].data.tags["vit_ray.events.resumed"]) >= 1
+
+
+def test_a_few_shot_job_that_is_stopped_and_then_killed_has_the_figures_of_an_undisturbed_one(
+    ray_cluster: Head, digits: Digits, folder: Path, pretrained: Recipe
+) -> None:
+    def recipe(name: str, batch_size: int) -> Recipe:
+        sets = {"few_shot_train": digits.train, "few_shot_test": digits.test}
+        evaluate = {"shots": [1, 5], **sets, "batch_size": batch_size}
+        changed = small_recipe(name, digits, folder, evaluate=evaluate)
+        return changed.with_changes(init_from=pretrained.run_folder)
+
+    plain, slow = recipe("plain-few-shot", 50), recipe("disturbed-few-shot", 1)
+    code, output = Driver(ray_cluster, "few_shot", str(write_recipe(plain, folder))).wait()
+    assert code == 0, output
+    features = Path(f"{slow.run_folder}-features")
+    disturb(ray_cluster, "few_shot", slow, folder, lambda: any(features.rglob(FACTS_FILE)))
+    expected = metrics_of(plain, "few_shot", "few_shot/")
+    assert len(expected) == 4
+    assert metrics_of(slow, "few_shot", "few_shot/") == pytest.approx(expected, abs=1e-6)
+
+
+def disturb(
+    head: Head, job: str, recipe: Recipe, folder: Path, has_begun: Callable[[], bool]
+) -> None:
+    """Three drivers: one is stopped, one is killed, and the last comes to the end."""
+    arguments = str(write_recipe(recipe, folder))
+    before = actors_of(head)
+    driver = Driver(head, job, arguments)
+    wait_until(has_begun, driver)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    wait_until_nothing_is_left(head, before)
+    driver = Driver(head, job, arguments)
+    wait_until(lambda: bool(worker_pids(head)), driver)
+    driver.process.kill()
+    driver.wait()
+    wait_until_nothing_is_left(head, before)
+    code, output = Driver(head, job, arguments).wait()
+    assert code == 0, output
+    wait_until_nothing_is_left(head, before)

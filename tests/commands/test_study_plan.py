@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.experiments.flows import Parent
 from tests.experiments.studies import study_row, study_tree
 from vit_ray.commands.experiments import study
-from vit_ray.commands.plans.study_plan import describe_study, plan_study
+from vit_ray.commands.plans.study_plan import StudyPlan, describe_study, plan_study
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.experiments import study as study_module
+from vit_ray.experiments import sweep, transfer
+from vit_ray.experiments.room import Room
+from vit_ray.experiments.runner import Runner, Work
+from vit_ray.experiments.search_space import points_of
+from vit_ray.experiments.study import StudyRun
+from vit_ray.experiments.study_cells import study_of
+from vit_ray.experiments.sweep import SweepPlan, trial_recipe
+from vit_ray.experiments.training import Outcome, Training
+from vit_ray.launch.run import RunResult
 from vit_ray.measure.devices import find_device
 from vit_ray.models.flops import training_exaflops
+from vit_ray.outcomes import TrialState
+from vit_ray.report.tables import Table
 
 
 def paper_study(plan: dict[str, Any] | None = None, **axes: Any) -> Recipe:
@@ -110,3 +127,95 @@ def test_transfers_are_part_of_what_a_cell_costs() -> None:
     assert single.transfer_hours == pytest.approx(0.2061, rel=1e-3)
     assert swept.transfer_hours == pytest.approx(7 * 0.2061, rel=1e-3)
     assert swept.gpu_hours == swept.training_hours + swept.transfer_hours
+
+
+ROWS = {"wide": 4, "middle": 2, "small": 1, "one": 1}
+"""Workers of each."""
+
+
+def branching_study(*, branch: bool, **study: Any) -> Recipe:
+    """Rows of several widths and lengths; each cell is fine-tuned at one rate and over a sweep."""
+    rows = [
+        {
+            **study_row(label, width=16 * count, depth=len(label)),
+            "changes": {"workers.num_workers": count},
+        }
+        for label, count in ROWS.items()
+    ]
+    rows[1]["steps"] = [400]
+    pets = {"name": "pets", "recipe": "finetune/pets", "changes": {"data.eval": "/x/pets"}}
+    tasks = [pets, {**pets, "name": "fixed", "changes": {"sweep": None, "optim.steps": 140}}]
+    lengths = {"epochs": None, "steps": [100, 300], "transfer": tasks, "branch": branch}
+    tree = study_tree("/x", rows, train="s3://BUCKET/d", **lengths, **study)
+    tree["optim"]["schedule"], tree["workers"]["use_gpu"] = "cooldown", True
+    tree["plan"] = {"num_images": 6400, "num_classes": 10, "num_gpus": 5}
+    return recipe_from_dict(tree, "test")
+
+
+def swept_without_data(recipe: Recipe) -> SweepPlan:
+    assert recipe.sweep is not None
+    points = points_of(recipe, recipe.sweep)
+    trials = [trial_recipe(recipe, point) for point in points]
+    of_itself: Any = SimpleNamespace(total_steps=1)
+    return SweepPlan(recipe, of_itself, points, trials, [1] * len(points))
+
+
+def studied_hours(monkeypatch: pytest.MonkeyPatch, plan: StudyPlan, room: Room) -> float:
+    """How long the study itself takes, whose trainings take what the plan says of each."""
+    recipe = plan.recipe
+    by_name = {one.cell.name: one for one in plan.cells}
+    clock_hours, ends, number = 0.0, list[tuple[float, int, Work]](), itertools.count()
+
+    def hours_of(training: Training) -> float:
+        if training.kind == "study_cell":
+            cell = by_name[training.recipe.name]
+            return cell.training_hours / cell.num_gpus
+        cell = by_name[training.tags["vit_ray.study_cell"]]
+        names = [task.name for task in study_of(recipe).transfer]
+        task = cell.tasks[names.index(training.tags["vit_ray.transfer_task"])]
+        return task.gpu_hours / cell.num_gpus
+
+    def run_flow(flow: Any, *_: Any) -> Any:
+        nonlocal clock_hours
+        runner = Runner(flow, lambda: room)
+        while not runner.is_over:
+            while (work := runner.next()) is not None:
+                ends.append((clock_hours + hours_of(work.training), next(number), work))
+            ends.sort()
+            clock_hours, _, ended = ends.pop(0)
+            result = RunResult(None, "one", 1, 1, {"eval/top1": 0.5}, "folder")
+            runner.end(ended, Outcome(TrialState.FINISHED, result, top1=0.5))
+        assert runner.error is None
+        return runner.result
+
+    parent = Parent(recipe)
+    parent.__dict__["run_flow"] = run_flow
+    monkeypatch.setattr(study_module, "cluster_room", lambda *_: room)
+    monkeypatch.setattr(transfer, "plan_sweep", swept_without_data)
+    monkeypatch.setattr(sweep, "sweep_table", lambda *_: Table("", [], []))
+    monkeypatch.setattr(transfer, "open_sweep", lambda *_: contextlib.nullcontext(parent))
+    resolved_runs: list[Any] = [
+        SimpleNamespace(
+            total_steps=one.facts.total_steps,
+            num_images=one.facts.num_images,
+            manifest=SimpleNamespace(num_classes=one.facts.num_classes),
+        )
+        for one in plan.cells
+    ]
+    cells = [one.cell for one in plan.cells]
+    results = StudyRun(study_of(recipe), cells, resolved_runs, {}, parent).run()
+    assert [one.error for one in results] == [""] * len(cells)
+    return clock_hours
+
+
+@pytest.mark.parametrize("most", [None, 1, 3])
+@pytest.mark.parametrize("branch", [False, True])
+def test_a_dry_run_tells_the_hours_that_the_studys_own_runner_takes(
+    branch: bool, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_study(branching_study(branch=branch, max_concurrent=most))
+    room = Room(plan.num_gpus, 999.0, most or math.inf)
+    assert studied_hours(monkeypatch, plan, room) == pytest.approx(plan.hours, rel=1e-12)
+    anything = studied_hours(monkeypatch, plan, Room(math.inf, math.inf))
+    assert anything == pytest.approx(plan.critical_path[0], rel=1e-12)
+    assert plan.critical_path[0] < plan.hours

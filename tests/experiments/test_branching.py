@@ -14,14 +14,9 @@ from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, newest_verified_checkpoint
 from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments.branching import (
-    NOTE,
-    begin_branch,
-    branch_step,
-    in_groups,
-    with_kept_steps,
-)
+from vit_ray.experiments.branching import NOTE, begin_branch, branch_step, with_kept_steps
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of
+from vit_ray.experiments.study_flow import in_groups
 from vit_ray.storage import locate
 
 

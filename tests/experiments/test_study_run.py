@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from vit_ray.experiments.room import Room
 from vit_ray.experiments.runner import Flow
 from vit_ray.experiments.study import StudyRun
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
+from vit_ray.experiments.study_flow import in_order
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
 
@@ -194,14 +195,19 @@ def test_a_study_uses_what_its_cluster_has_now(
     assert "trainings start as before: the head is away" in caplog.text
 
 
-def test_the_largest_goes_first_wherever_two_cells_fit_together(cells: list[Cell]) -> None:
-    wide = cells[0].recipe.with_changes(workers={"num_workers": 8})
-    groups = [
-        [(replace(cells[0], recipe=wide), resolved())],
-        *([(c, resolved())] for c in cells[1:]),
-    ]
-    ordered = study._in_order(groups, Room(0, 8.7))  # the widest beside none, the others together
-    assert [group[0][0].label for group in ordered] == ["large", "broken", "small"]
+def test_the_largest_goes_first_wherever_two_cells_fit_together() -> None:
+    cells = {"wide": (8, 1.0), "broken": (1, 2.0), "large": (1, 3.0)}  # GPUs, exaFLOPs
+
+    def need(cell: str) -> Room:
+        return Room(cells[cell][0], 0.0)
+
+    def ordered(gpus: int) -> list[str]:
+        groups: list[Sequence[str]] = [[name] for name in cells]
+        found = in_order(groups, Room(gpus, 0.0), need, lambda one: cells[one][1])
+        return [group[0] for group in found]
+
+    assert ordered(8) == ["large", "broken", "wide"]  # the widest beside none
+    assert ordered(1) == list(cells)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ cool-down is left to train of it, and its weights are those that a run of its ow
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
 from vit_ray.checkpoints.checkpoint_format import (
@@ -20,7 +19,6 @@ from vit_ray.checkpoints.checkpoint_format import (
 )
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_without_checkpoint, newest_checkpoint
 from vit_ray.config.branch_origin import origin_of
-from vit_ray.config.command_sections import StudyConfig
 from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.storage import locate
@@ -30,20 +28,6 @@ logger = logging.getLogger(__name__)
 
 NOTE: Final = "branched_from.txt"
 """Beside a branch's checkpoints: whose the first of them was."""
-
-
-def in_groups(study: StudyConfig, cells: list[Cell], steps: list[int]) -> list[list[int]]:
-    """Indices of cells that are trained one after another, the longest of a branching row first.
-
-    Args:
-        steps: of each cell.
-    """
-    if not study.branch:
-        return [[index] for index in range(len(cells))]
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for index, cell in enumerate(cells):
-        groups[cell.label, cell.fraction, cell.recipe.seed].append(index)
-    return [sorted(group, key=lambda one: -steps[one]) for group in groups.values()]
 
 
 def branch_step(cell: Cell, total_steps: int) -> int:

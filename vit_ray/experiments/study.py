@@ -7,7 +7,7 @@ cell that fails is started again from its newest checkpoint, and then is a row l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,15 @@ from pathlib import Path
 from vit_ray.config import Recipe, require
 from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
-from vit_ray.experiments.branching import (
-    begin_branch,
-    branch_step,
-    in_groups,
-    with_kept_steps,
-)
+from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.remembered import grace_steps
-from vit_ray.experiments.room import Room, cluster_room, room_of
+from vit_ray.experiments.room import cluster_room, room_of
 from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
+from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
 from vit_ray.experiments.training import deciding_metric
 from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
 from vit_ray.experiments.write_page import page_meanwhile, page_of
@@ -39,8 +35,7 @@ from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.past_runs import add_to_finished
 
-Group = list[tuple[Cell, ResolvedRun]]
-"""Cells that are trained one after another: one, or the lengths of a row that branches."""
+Planned = tuple[Cell, ResolvedRun]
 
 
 @dataclass(frozen=True)
@@ -168,17 +163,22 @@ class StudyRun:
         parent.run.control.begin_stage("cell", len(self.cells))
         pairs = list(zip(self.cells, self.resolved_runs, strict=True))
         steps = [one.total_steps for one in self.resolved_runs]
-        groups = [
-            [pairs[index] for index in group] for group in in_groups(study, self.cells, steps)
+        groups: list[Sequence[Planned]] = [
+            [pairs[k] for k in group] for group in in_groups(study, self.cells, steps)
         ]
         room = cluster_room(study.max_concurrent, study.max_gpus)
-        groups = _in_order([group for group in groups if not self._is_over(group)], room)
+        groups = in_order(
+            [group for group in groups if not self._is_over(group)],
+            room,
+            lambda one: room_of(one[0].recipe, room),
+            lambda one: training_cost(one[0].recipe, one[1], one[1].total_steps)["study/exaflops"],
+        )
         soon = (cell for group in groups for cell, _ in group if cell.name not in self.finished)
         parent.start_workers(first.recipe if (first := next(soon, None)) else None)
         parent.run_flow(self._flow(groups), study.max_concurrent, study.max_gpus)
         return [self.ended[cell.name] for cell in self.cells if cell.name in self.ended]
 
-    def _is_over(self, group: Group) -> bool:
+    def _is_over(self, group: Sequence[Planned]) -> bool:
         """Whether nothing is left to do of the group; notes the end of what is finished."""
         for cell, resolved in group:
             before = self.finished.get(cell.name)
@@ -186,33 +186,31 @@ class StudyRun:
                 self._note_end(before, resolved)
         return all(cell.name in self.ended for cell, _ in group)
 
-    def _flow(self, groups: list[Group]) -> Flow[None]:
-        yield [self._group(group) for group in groups]
-
-    def _group(self, group: Group) -> Flow[None]:
-        """A cell; or the longest of a branching row, and the others from its checkpoints."""
-        (longest, resolved), *others = group
-        steps = [branch_step(cell, its.total_steps) for cell, its in others]
-        kept = self.finished.get(longest.name) or (
-            yield from self._train(with_kept_steps(longest, steps))
-        )
+    def _flow(self, groups: Iterable[Sequence[Planned]]) -> Flow[None]:
         yield [
-            self._transfers(longest, resolved, kept),
-            *(self._branch(*both, longest, step) for both, step in zip(others, steps, strict=True)),
+            group_flow(group, partial(self._train, branches=group[1:]), self._transfers)
+            for group in groups
         ]
 
-    def _branch(self, cell: Cell, resolved: ResolvedRun, trunk: Cell, step: int) -> Flow[None]:
-        result = self.finished.get(cell.name)
-        if result is None:
-            result = yield from self._train(cell, partial(begin_branch, cell, trunk, step))
-        yield from self._transfers(cell, resolved, result)
-
     def _train(
-        self, cell: Cell, begin: Callable[[Callable[[str], None]], str] | None = None
+        self, planned: Planned, trunk: Planned | None, branches: Sequence[Planned]
     ) -> Flow[CellResult]:
-        """A cell that fails does not end the study."""
+        """A cell that fails does not end the study.
+
+        Args:
+            trunk: whose checkpoint a branch begins with.
+            branches: of the trunk.
+        """
+        cell, resolved = planned
+        if cell.name in self.finished:
+            return self.finished[cell.name]
+        kept, begin = cell, None
+        if trunk is None:
+            kept = with_kept_steps(cell, [branch_step(c, its.total_steps) for c, its in branches])
+        else:
+            begin = partial(begin_branch, cell, trunk[0], branch_step(cell, resolved.total_steps))
         training = self.parent.training(
-            cell.recipe,
+            kept.recipe,
             "study_cell",
             tags={"vit_ray.study_label": cell.label},
             retries=self.study.retries,
@@ -230,8 +228,9 @@ class StudyRun:
             missing=self.study.transfer,
         )
 
-    def _transfers(self, cell: Cell, resolved: ResolvedRun, result: CellResult) -> Flow[None]:
+    def _transfers(self, planned: Planned, result: CellResult) -> Flow[None]:
         """Add accuracies on the tasks to the cell's run. One that fails ends no other."""
+        cell, resolved = planned
         if cell.name in self.ended:
             return
         if not result.error:
@@ -245,7 +244,7 @@ class StudyRun:
                     add_to_finished(cell.recipe.tracking, result.run_id, values, tags)
                 metrics |= values
             result = replace(result, metrics=metrics, error="; ".join(errors), missing=())
-        self._note_end(replace(result, cell=cell), resolved)
+        self._note_end(result, resolved)
         if len(self.ended) < len(self.cells):
             self.renew_page()
 
@@ -269,22 +268,6 @@ class StudyRun:
 
 def _told(error: str) -> str:
     return error.splitlines()[0]
-
-
-def _in_order(groups: list[Group], room: Room) -> list[Group]:
-    """Largest first where some run side by side; one after another as the recipe has them."""
-    needs = sorted(
-        (room_of(group[0][0].recipe, room) for group in groups),
-        key=lambda need: (need.gpus, need.cpus),
-    )
-    if len(needs) < 2 or not room.holds(needs[0], [needs[1]]):
-        return groups
-
-    def exaflops(group: Group) -> float:
-        cell, resolved = group[0]
-        return training_cost(cell.recipe, resolved, resolved.total_steps)["study/exaflops"]
-
-    return sorted(groups, key=exaflops, reverse=True)
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:

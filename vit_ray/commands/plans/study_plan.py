@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vit_ray.commands.plans.plan import TrainingFacts, data_facts, planned_cluster
 from vit_ray.config import Recipe
-from vit_ray.experiments.branching import branch_step, in_groups
+from vit_ray.experiments.branching import branch_step
 from vit_ray.experiments.room import Room
 from vit_ray.experiments.runner import Flow, Work, makespan
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of
+from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
 from vit_ray.experiments.training import Training
 from vit_ray.experiments.transfer import task_recipe
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
@@ -81,11 +83,8 @@ class PlannedCell:
             hours=gpu_hours / self.num_gpus,
         )
 
-    def transfers(self) -> Flow[None]:
-        """Its tasks, as a study runs them."""
-        yield [self._task(task) for task in self.tasks]
-
-    def _task(self, task: PlannedTask) -> Flow[None]:
+    def planned(self, task: PlannedTask) -> Flow[None]:
+        """A task, as a study runs it."""
         yield [self.work(task.gpu_hours) for _ in range(task.num_trials)]
         yield [self.work(task.gpu_hours) for _ in range(task.num_finals)]
 
@@ -120,24 +119,25 @@ class StudyPlan:
         return min(told, study_of(self.recipe).max_gpus or told)
 
     @cached_property
-    def critical_path(self) -> tuple[float, list[PlannedCell]]:
+    def critical_path(self) -> tuple[float, Sequence[PlannedCell]]:
         """Hours of the cell, with its branches, that takes longest on however many GPUs."""
         anything = Room(math.inf, math.inf)
-        found = [(makespan(_trained(group), anything), group) for group in self._groups()]
+        found = [(makespan(_flow([group]), anything), group) for group in self._groups()]
         return max(found, key=lambda pair: pair[0])
 
     @cached_property
     def hours(self) -> float:
         """From the start of the first cell to the end of the last, side by side on the cluster."""
-        groups = sorted(self._groups(), key=lambda group: group[0].facts.exaflops, reverse=True)
-        most = study_of(self.recipe).max_concurrent or math.inf
+        room = Room(self.num_gpus, 0.0, study_of(self.recipe).max_concurrent or math.inf)
+        groups = in_order(
+            self._groups(),
+            room,
+            lambda one: Room(one.num_gpus, 0.0),
+            lambda one: one.facts.exaflops,
+        )
+        return makespan(_flow(groups), room)
 
-        def cells() -> Flow[None]:
-            yield [_trained(group) for group in groups]
-
-        return makespan(cells(), Room(self.num_gpus, 0.0, most))
-
-    def _groups(self) -> list[list[PlannedCell]]:
+    def _groups(self) -> list[Sequence[PlannedCell]]:
         """Cells that are trained one after another."""
         steps = [one.facts.total_steps for one in self.cells]
         cells = [one.cell for one in self.cells]
@@ -161,16 +161,16 @@ class StudyPlan:
             )
 
 
-def _trained(group: list[PlannedCell]) -> Flow[None]:
-    """A cell and its branches, as a study runs them."""
-    longest, *branches = group
-    yield [longest.work(longest.training_hours)]
-    yield [longest.transfers(), *map(_branch, branches)]
+def _flow(groups: Iterable[Sequence[PlannedCell]]) -> Flow[None]:
+    """Groups of cells, as a study runs them."""
 
+    def train(cell: PlannedCell, _: PlannedCell | None) -> Flow[None]:
+        yield [cell.work(cell.training_hours)]
 
-def _branch(cell: PlannedCell) -> Flow[None]:
-    yield [cell.work(cell.training_hours)]
-    yield [cell.transfers()]
+    def transfer(cell: PlannedCell, _: None) -> Flow[None]:
+        yield [cell.planned(task) for task in cell.tasks]
+
+    yield [group_flow(group, train, transfer) for group in groups]
 
 
 def plan_study(recipe: Recipe) -> StudyPlan:

@@ -230,7 +230,7 @@ def test_where_nothing_is_known_of_an_autoscaler_the_recipes_limits_are_asked_fo
     now = ClusterShape(1, 4.0, 1.0, 0.0, growth=Growth(None))
     monkeypatch.setattr(room, "shape", lambda _: now)
     assert cluster_room() == Room(1.0, 4.0)
-    assert cluster_room(max_runs=8) == Room(math.inf, math.inf, 8)
+    assert cluster_room(max_runs=8) == Room(1.0, 4.0, 8)
     assert cluster_room(max_gpus=64) == Room(64, math.inf)
 
 

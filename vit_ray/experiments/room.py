@@ -41,15 +41,15 @@ def room_of(recipe: Recipe, cluster: Room) -> Room:
 def cluster_room(max_runs: int | None = None, max_gpus: int | None = None) -> Room:
     """What trainings may take together, of the cluster as it is now or may become.
 
-    Where it is not known what it may become, the recipe's limits say how much is asked for; without
-    any that is what is up.
+    Where it is not known what it may become, that is what is up, or as many GPUs as the recipe
+    allows: a limit of trainings alone does not say that there are places for them.
 
     Args:
         max_runs, max_gpus: the recipe's limits; None: there is none.
     """
     now = shape(time.time())
     gpus, cpus = now.most_gpus, now.most_cpus
-    if max_runs is None and max_gpus is None:
+    if max_gpus is None:
         gpus = now.num_gpus if math.isinf(gpus) else gpus
         cpus = now.num_cpus if math.isinf(cpus) else cpus
     return Room(min(gpus, max_gpus or math.inf), cpus, max_runs or math.inf)

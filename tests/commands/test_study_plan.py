@@ -19,8 +19,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study as study_module
 from vit_ray.experiments import sweep, transfer
-from vit_ray.experiments.room import Room
-from vit_ray.experiments.runner import Runner, Work
+from vit_ray.experiments.runner import Room, Runner, Work
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.study import StudyRun
 from vit_ray.experiments.study_cells import study_of

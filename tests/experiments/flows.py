@@ -12,8 +12,7 @@ from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.experiments import parent_run, training
 from vit_ray.experiments.parent_run import OpenParent
-from vit_ray.experiments.room import Room
-from vit_ray.experiments.runner import Runner, Work
+from vit_ray.experiments.runner import Room, Runner, Work
 from vit_ray.experiments.training import Outcome, outcomes
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult

@@ -23,7 +23,7 @@ from vit_ray.experiments.remembered import (
     rung_steps,
     trial_key,
 )
-from vit_ray.experiments.room import Room
+from vit_ray.experiments.runner import Room
 from vit_ray.experiments.sweep import Trials
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError

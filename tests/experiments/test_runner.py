@@ -11,8 +11,7 @@ import pytest
 
 from tests.recipes import recipe_with
 from vit_ray.experiments import runner
-from vit_ray.experiments.room import Room, room_of
-from vit_ray.experiments.runner import Flow, Runner, Work, makespan
+from vit_ray.experiments.runner import Flow, Room, Runner, Work, makespan, room_of
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.stopping import RunStoppedError

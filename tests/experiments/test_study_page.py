@@ -16,7 +16,7 @@ from tests.experiments.studies import resolved, study_recipe, study_row, study_t
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study
 from vit_ray.experiments import write_page as page
-from vit_ray.experiments.room import Room
+from vit_ray.experiments.runner import Room
 from vit_ray.experiments.study import StudyRun
 from vit_ray.experiments.study_cells import CellResult, study_cells, study_of
 from vit_ray.experiments.write_page import page_meanwhile

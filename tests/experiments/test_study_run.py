@@ -18,8 +18,7 @@ from vit_ray.commands.tables.study_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import runner, study
-from vit_ray.experiments.room import Room
-from vit_ray.experiments.runner import Flow
+from vit_ray.experiments.runner import Flow, Room
 from vit_ray.experiments.study import StudyRun
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.study_flow import in_order

@@ -18,9 +18,9 @@ from tests.recipes import recipe_with
 from vit_ray.commands.tables.printed_tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments import room, sweep
+from vit_ray.experiments import runner, sweep
 from vit_ray.experiments.parent_run import _check_trainings
-from vit_ray.experiments.room import Room, cluster_room, room_of
+from vit_ray.experiments.runner import Room, cluster_room, room_of
 from vit_ray.experiments.search_space import RATE, with_point
 from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, trial_recipe
 from vit_ray.experiments.sweep_tables import sweep_files
@@ -212,7 +212,7 @@ def test_trials_run_side_by_side_as_the_cluster_holds_them(
     use_gpu: Any, cluster: dict[str, float], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
-    monkeypatch.setattr(room, "shape", lambda _: now)
+    monkeypatch.setattr(runner, "shape", lambda _: now)
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
     chosen = averaging_recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
     whole, taken = cluster_room(), list[Room]()
@@ -228,7 +228,7 @@ def test_where_nothing_is_known_of_an_autoscaler_the_recipes_limits_are_asked_fo
 ) -> None:
     """KubeRay's autoscaler keeps what it may start to itself."""
     now = ClusterShape(1, 4.0, 1.0, 0.0, growth=Growth(None))
-    monkeypatch.setattr(room, "shape", lambda _: now)
+    monkeypatch.setattr(runner, "shape", lambda _: now)
     assert cluster_room() == Room(1.0, 4.0)
     assert cluster_room(max_runs=8) == Room(1.0, 4.0, 8)
     assert cluster_room(max_gpus=64) == Room(64, math.inf)

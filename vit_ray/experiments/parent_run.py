@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.experiments.room import cluster_room
-from vit_ray.experiments.runner import Flow, run_flow
+from vit_ray.experiments.runner import Flow, cluster_room, run_flow
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect, refuse_client

@@ -19,8 +19,7 @@ from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_s
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.remembered import grace_steps
-from vit_ray.experiments.room import cluster_room, room_of
-from vit_ray.experiments.runner import Flow, Work
+from vit_ray.experiments.runner import Flow, Work, cluster_room, room_of
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.study_flow import group_flow, in_groups, in_order

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from vit_ray.config.command_sections import StudyConfig
-from vit_ray.experiments.room import Room
-from vit_ray.experiments.runner import Flow
+from vit_ray.experiments.runner import Flow, Room
 from vit_ray.experiments.study_cells import Cell
 
 C = TypeVar("C")

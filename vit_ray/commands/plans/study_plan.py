@@ -10,8 +10,7 @@ from functools import cached_property
 from vit_ray.commands.plans.plan import TrainingFacts, data_facts, planned_cluster
 from vit_ray.config import Recipe
 from vit_ray.experiments.branching import branch_step
-from vit_ray.experiments.room import Room
-from vit_ray.experiments.runner import Flow, Work, makespan
+from vit_ray.experiments.runner import Flow, Room, Work, makespan
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of
 from vit_ray.experiments.study_flow import group_flow, in_groups, in_order

@@ -10,7 +10,7 @@ import yaml
 
 from tests import hosts
 from tests.conftest import ROOT, Digits
-from tests.end_to_end.runs import write_recipe
+from tests.end_to_end.runs import runs_of, write_recipe
 from tests.hosts import Host
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
@@ -50,8 +50,8 @@ def head(tmp_path: Path) -> Iterator[Host]:
         yield host
 
 
-def pretrain(host: Host, recipe: Recipe, folder: Path) -> tuple[int, str]:
-    job = str(ROOT / "jobs" / "pretrain.py")
+def run_job(host: Host, job: str, recipe: Recipe, folder: Path) -> tuple[int, str]:
+    job = str(ROOT / "jobs" / f"{job}.py")
     path = str(write_recipe(recipe, folder))
     environment = {"RAY_ADDRESS": f"{host.address}:{hosts.PORT}", "PYTHONPATH": str(ROOT)}
     return host.run(sys.executable, job, path, environment=environment, timeout_s=400)
@@ -69,9 +69,30 @@ def test_a_job_starts_the_nodes_that_it_needs_and_no_job_waits_for_what_cannot_c
             train={"global_batch_size": 12, "micro_batch_size": "auto"},
         )  # fmt: skip
 
-    code, output = pretrain(head, recipe("greedy", 3), tmp_path)
+    code, output = run_job(head, "pretrain", recipe("greedy", 3), tmp_path)
     assert code == 2, output
     assert "it may start 2 of cpu (4 CPU each), 2 nodes in all" in output
-    code, output = pretrain(head, recipe("fits", 2), tmp_path)
+    code, output = run_job(head, "pretrain", recipe("fits", 2), tmp_path)
     assert code == 0, output
     hosts.wait_for_nodes(head, 3)
+
+
+@pytest.mark.slow
+def test_a_study_starts_a_node_for_each_cell_that_may_run(
+    head: Host, digits: Digits, tmp_path: Path
+) -> None:
+    recipe = small_recipe(
+        "grows", digits, tmp_path, optim={"steps": 40}, train={"global_batch_size": 16},
+        # One worker for each node of 4 CPUs.
+        workers={"num_workers": 1, "cpus_per_worker": 3.0},
+        study={"models": [{"label": "A"}, {"label": "B", "changes": {"model": {"depth": 2}}}]},
+    )  # fmt: skip
+    code, output = run_job(head, "scaling_study", recipe, tmp_path)
+    assert code == 0, output
+    hosts.wait_for_nodes(head, 3)
+    cells = [run for run in runs_of(recipe) if run.data.tags["vit_ray.kind"] == "study_cell"]
+    assert {run.info.status for run in cells} == {"FINISHED"}
+    first, second = cells
+    assert max(first.info.start_time, second.info.start_time) < min(
+        first.info.end_time, second.info.end_time
+    )

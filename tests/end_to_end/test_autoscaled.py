@@ -35,6 +35,8 @@ ENVIRONMENT = {
     "RAY_FAKE_CLUSTER": "1",
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": "f" * 51 + "00000",
     "AUTOSCALER_UPDATE_INTERVAL_S": "2",
+    # The provider's nodes have no heartbeat under their own address, and cannot be reached by ssh.
+    "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "3600",
 }
 
 
@@ -85,7 +87,10 @@ def test_a_study_starts_a_node_for_each_cell_that_may_run(
         "grows", digits, tmp_path, optim={"steps": 40}, train={"global_batch_size": 16},
         # One worker for each node of 4 CPUs.
         workers={"num_workers": 1, "cpus_per_worker": 3.0},
-        study={"models": [{"label": "A"}, {"label": "B", "changes": {"model": {"depth": 2}}}]},
+        study={
+            "steps": [40],
+            "models": [{"label": "A"}, {"label": "B", "changes": {"model": {"depth": 2}}}],
+        },
     )  # fmt: skip
     code, output = run_job(head, "scaling_study", recipe, tmp_path)
     assert code == 0, output

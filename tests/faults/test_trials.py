@@ -23,8 +23,9 @@ from tests.faults.runs import (
 )
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
+from vit_ray.experiments import parent_run
 from vit_ray.experiments.parent_run import OpenParent, open_parent
-from vit_ray.experiments.runner import Flow, Work
+from vit_ray.experiments.runner import Flow, Room, Work
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.pool.pool_keeper import keeper
@@ -172,3 +173,31 @@ def test_a_rung_stops_a_trial_and_its_process_and_pool_train_the_next_bit_equal_
     cold = recipe.with_changes(name="cold")
     train(cold)
     assert same_weights(weights_of(recipe.with_changes(name="rungs-b")), weights_of(cold))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_trial_whose_workers_find_no_place_gets_that_of_one_that_has_ended(
+    alike: bool, ray_cluster: Head, digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an autoscaler cannot start the nodes that it may start."""
+    monkeypatch.setattr(parent_run, "cluster_room", lambda *_: Room(0, 100))
+    recipe = small_recipe("crowded", digits, tmp_path, optim={"steps": 8})
+    shapes = [
+        {"num_workers": count, "cpus_per_worker": 3.0 / count, "place_timeout_minutes": 1.0}
+        for count in (1, 1 if alike else 2)
+    ]
+    num_started: list[int] = []
+
+    def note(*_: Any) -> None:
+        num_started.append(ray.get(keeper().num_started.remote(), timeout=60))
+
+    def works(parent: OpenParent) -> list[Work]:
+        names = [f"crowded-{number}" for number in range(2)]
+        recipes = [
+            recipe.with_changes(name=n, workers=s) for n, s in zip(names, shapes, strict=True)
+        ]
+        return [Work(parent.training(one, "pretrain"), on_end=note) for one in recipes]
+
+    outcomes = run_works(recipe.with_changes(workers=shapes[0]), works)
+    assert [one.error for one in outcomes] == ["", ""]
+    assert num_started == [2, 2]  # both at the start: the second was waiting

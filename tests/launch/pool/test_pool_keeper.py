@@ -92,6 +92,24 @@ def test_a_pool_whose_borrower_has_not_waited_for_it_is_lent_to_the_next(
     assert keeper.lend("next", shape, True, None) == "server 0"
 
 
+def test_workers_that_wait_for_their_place_get_that_of_idle_pools(keeper: PoolKeeper) -> None:
+    shape, other = object(), object()
+    kinds: Any = (shape, other)
+    keeper.lend("waits", kinds[0], True, None)
+    keeper.lend("busy", kinds[1], True, None)
+    assert not keeper.make_place(kinds[0])
+    assert is_open() == [shape, other]  # one that trains keeps its place
+    keeper.take_back("busy", "keep")
+    assert not keeper.make_place(kinds[0])
+    assert is_open() == [shape]
+    keeper.lend("of its shape", kinds[0], True, None)
+    keeper.take_back("of its shape", "keep")
+    assert keeper.make_place(kinds[0])
+    assert is_open() == [shape, shape]
+    opened[-1].is_open = False
+    assert not keeper.make_place(kinds[0])
+
+
 def test_pools_are_closed_at_the_same_time(
     keeper: PoolKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,11 @@ class PlacementWait:
         self._job, self._missing, self._clock = job, missing, clock
         self._since_s = self._told_s = clock()
 
+    @property
+    def waited_s(self) -> float:
+        """Since the group was last seen in its place, or the run began."""
+        return self._clock() - self._since_s
+
     def check(self, *, is_placed: bool) -> None:
         """Note whether the group has its place; tell, once a minute, what it lacks.
 
@@ -73,8 +78,9 @@ def describe_missing(
         f"{free.get(key, 0):g} of them free"
         for key, count in each.items()
     )
+    who = "1 worker needs" if num_workers == 1 else f"{num_workers} workers need"
     return (
-        f"{num_workers} workers need {held}. Start nodes, wait for or end what else runs there, or "
+        f"{who} {held}. Start nodes, wait for or end what else runs there, or "
         "lower workers.num_workers"
     )
 

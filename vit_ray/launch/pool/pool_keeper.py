@@ -27,6 +27,7 @@ from vit_ray.launch.pool.placement_wait import NoPlaceError
 from vit_ray.launch.pool.worker_pool import (
     ABANDON_S,
     CLOSE_S,
+    KEEPER_NAME,
     BorrowedPool,
     PoolLostError,
     PoolShape,
@@ -44,7 +45,6 @@ LOOK_S: Final = 1.0
 """How often it is asked whether borrowers are alive."""
 LEND_S: Final = 2 * (CLOSE_S + ABANDON_S)
 """Longest time to end pools of other shapes, in whose place a new one starts."""
-_WHOSE: Final = "the keeper of the worker pools"
 
 
 @dataclass
@@ -124,6 +124,18 @@ class PoolKeeper:
                 self._idle.append(ended.pool)
                 return
         ended.pool.abandon() if ending == "abandon" else ended.pool.close()
+
+    def make_place(self, shape: PoolShape) -> bool:
+        """For workers that wait for their place: whether an idle pool of their shape has one.
+
+        Where none has, idle pools of other shapes give up theirs.
+        """
+        with self._changed:
+            if any(pool.shape == shape and pool.is_open for pool in self._idle):
+                return True
+            others, self._idle = self._idle, []
+        _close(others)
+        return False
 
     def num_started(self) -> int:
         """Pools that it has started so far."""
@@ -254,6 +266,7 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
     """
     kept, ending = _KEPT.get(), "close"
     own: WorkerPool | None = None
+    keeper: Any = None
     loan = uuid.uuid4().hex
     if kept is None:
         own = WorkerPool(shape, is_private=is_private)
@@ -264,14 +277,14 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
         keeper = kept.keeper()
         lent = keeper.lend.remote(loan, shape, is_private, borrower)
         try:
-            server = answer(lent, _WHOSE, LEND_S)
+            server = answer(lent, KEEPER_NAME, LEND_S)
         except PROCESS_DIED as error:
             raise PoolLostError("the process of the keeper of the pools has died") from error
         except RuntimeError:
             keeper.take_back.remote(loan, "close")  # no limit: it has not answered before
             raise
     try:
-        yield BorrowedPool(shape, server)
+        yield BorrowedPool(shape, server, keeper)
         ending = "keep"
     except NoPlaceError:
         ending = "abandon"
@@ -281,4 +294,4 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
             own.abandon() if ending == "abandon" else own.close()
         else:
             with contextlib.suppress(*PROCESS_DIED):
-                answer(keeper.take_back.remote(loan, ending), _WHOSE, LEND_S)
+                answer(keeper.take_back.remote(loan, ending), KEEPER_NAME, LEND_S)

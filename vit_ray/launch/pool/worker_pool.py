@@ -34,7 +34,7 @@ from vit_ray.launch.pool.group_callbacks import (
     SaveBeforeResize,
     remove_groups,
 )
-from vit_ray.launch.pool.placement_wait import PlacementWait, missing_now
+from vit_ray.launch.pool.placement_wait import NoPlaceError, PlacementWait, missing_now
 from vit_ray.launch.pool.pool_server import PoolServer
 from vit_ray.launch.pool.ray_policies import (
     ConsecutiveFailurePolicy,
@@ -50,6 +50,9 @@ CLOSE_S: Final = 60.0
 """Longest time for the workers of a pool to end."""
 ABANDON_S: Final = 30.0
 """Longest time for a controller to end whose group has lost its places, or never had any."""
+MAKE_PLACE_S: Final = 10.0
+"""After so long without a place, workers ask for that of a pool that is idle."""
+KEEPER_NAME: Final = "the keeper of the worker pools"
 
 
 class PoolEndedError(RuntimeError):
@@ -58,6 +61,10 @@ class PoolEndedError(RuntimeError):
 
 class PoolLostError(PoolEndedError):
     """A process between driver and workers has died; another pool may take the training."""
+
+
+class OtherPoolError(NoPlaceError):
+    """Workers wait for their place, and a pool of the same shape that has one is free."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,8 @@ class BorrowedPool:
     shape: PoolShape
     server: Any
     """Handle of its `PoolServer`."""
+    keeper: Any = None
+    """Handle of the `PoolKeeper` whose pool it is; None of one that is this training's alone."""
 
     def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
         """Train, until all workers are done, through failures and resizes.
@@ -152,6 +161,7 @@ class BorrowedPool:
             PoolEndedError: the group has ended, and the pool with it.
             PoolLostError: through no fault of the training.
             NoPlaceError: there is no place for the group, or a stop came while there was none.
+            OtherPoolError: there is none, and another training has left a pool of the same shape.
         """
         shape = self.shape
         watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
@@ -165,6 +175,12 @@ class BorrowedPool:
                     raise PoolLostError(text) from error
                 raise PoolEndedError(str(error)) from error
             watch.check(is_placed=self._ask("is_placed"))
+            # What the cluster may become it need not become: then trainings wait for each other.
+            if self.keeper is not None and watch.waited_s > MAKE_PLACE_S:
+                makes_place = self.keeper.make_place.remote(shape)
+                with contextlib.suppress(*PROCESS_DIED):
+                    if answer(makes_place, KEEPER_NAME, 2 * (CLOSE_S + ABANDON_S)):
+                        raise OtherPoolError("a pool of another training is free")
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The answer of a method of the pool's server."""

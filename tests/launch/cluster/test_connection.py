@@ -197,3 +197,19 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(
     assert told in output
     assert "Failed to get cluster ID" not in output  # Ray's own attempts have not begun
     assert ("copy ~/.ray/auth_token of its head" in output) == (done.returncode != 0)
+
+
+def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handler prints a stack, and ends the process with exit code 15."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "init", init)
+        monkeypatch.setattr(connection, "shape", lambda _: "shape")
+        assert connect(load_recipe("digits")) == "shape"
+    assert signal.getsignal(signal.SIGTERM) is before

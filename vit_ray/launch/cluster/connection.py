@@ -10,9 +10,11 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -98,6 +100,12 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
     _quiet()
     if ray.is_initialized():
         return shape(time.time())
+    with _sigterm_as_before():
+        _connect(recipe, *others)
+    return shape(time.time())
+
+
+def _connect(*recipes: Recipe) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         # Ray 2.60 turns token authentication on by itself for local clusters, but not for an
         # address. A cluster that was started on a machine with a token demands it; one without
@@ -108,11 +116,25 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
         check_reachable(address)
         _join(address)
     else:
-        num_cpus = max(os.cpu_count() or 1, *map(local_cpus, (recipe, *others)))
+        num_cpus = max(os.cpu_count() or 1, *map(local_cpus, recipes))
         os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
         _start(num_cpus)
         mark_private()
-    return shape(time.time())
+
+
+@contextlib.contextmanager
+def _sigterm_as_before() -> Iterator[None]:
+    """After the block SIGTERM does what it did before.
+
+    By `ray.init` it would print a stack and end this process with exit code 15, until the run has a
+    handler of its own.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def mark_private() -> None:

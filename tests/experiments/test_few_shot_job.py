@@ -133,6 +133,7 @@ class Extractions:
         monkeypatch.setattr(training, "extract_features", self)
         monkeypatch.setattr(few_shot_job, "open_parent", self.open_parent)
         monkeypatch.setattr(few_shot_job, "earlier_run", lambda one, kind: f"{kind} of {one.name}")
+        monkeypatch.setattr(few_shot_job, "is_finished", lambda *_: self.parent.run.is_complete)
 
     @contextmanager
     def open_parent(self, *arguments: Any, **_: Any) -> Iterator[Parent]:

@@ -17,6 +17,7 @@ from vit_ray.measure.goodput import TimeClass
 STEPS = 600
 EVERY = 40
 END_S = 60
+MOST = 10_000
 
 
 def long_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
@@ -58,13 +59,13 @@ def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:
 
 def wait_until_nothing_is_left(head: Head, but_for: set[str]) -> None:
     """Of a driver that was killed: no process, and no place that is kept or waited for."""
-    alive = [("state", "=", "ALIVE")]
+    alive, present = [("state", "=", "ALIVE")], [("state", "!=", "REMOVED")]
     left: list[str] = []
     for _ in range(2 * END_S):
-        actors = list_actors(head.dashboard, filters=alive, detail=True)
-        groups = list_placement_groups(head.dashboard)
+        actors = list_actors(head.dashboard, filters=alive, detail=True, limit=MOST)
+        groups = list_placement_groups(head.dashboard, filters=present, limit=MOST)
         left = [f"{one.class_name} {one.pid}" for one in actors if one.actor_id not in but_for]
-        left += [f"group {one.name}" for one in groups if one.state != "REMOVED"]
+        left += [f"group {one.name}" for one in groups]
         if not left:
             return
         time.sleep(0.5)

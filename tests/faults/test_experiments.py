@@ -17,7 +17,7 @@ from vit_ray.launch.run import train
 
 
 def metrics_of(recipe: Recipe, kind: str, group: str) -> dict[str, float]:
-    """Of the one run of this kind and of the recipe's name, all that begin so."""
+    """Metrics of a group, of the one run of this kind whose name begins with the recipe's."""
     (run,) = [
         one
         for one in runs_of(recipe)
@@ -58,7 +58,7 @@ def test_a_vtab_job_that_is_stopped_and_then_killed_continues(
     recipe = vtab_recipe(digits, folder, pretrained)
     assert recipe.vtab is not None
     tasks = [task_recipe(recipe, task) for task in recipe.vtab.tasks]
-    disturb(ray_cluster, "vtab", recipe, folder, lambda: any(map(checkpoint_steps, tasks)))
+    disturb(ray_cluster, "vtab", recipe, folder, lambda: all(map(checkpoint_steps, tasks)))
     found = metrics_of(recipe, "vtab", "vtab/")
     assert found["vtab/tasks"] == 2
     # Both tasks are the same training.

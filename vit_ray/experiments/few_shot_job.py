@@ -16,7 +16,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.evaluate.feature_files import read_facts, read_features
+from vit_ray.evaluate.feature_files import read_features
 from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
 from vit_ray.experiments.parent_run import earlier_run, open_parent
 from vit_ray.experiments.runner import Flow, Work
@@ -24,6 +24,7 @@ from vit_ray.experiments.training import Outcome
 from vit_ray.launch.feature_extraction import plan_extraction
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.storage import Location
+from vit_ray.tracking.past_runs import is_finished
 
 Features = NDArray[np.float32]
 
@@ -80,7 +81,6 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
     recipes = [_extraction(recipe, part) for part in ("train", "test")]
     planned = [plan_extraction(one) for one in recipes]
     missing = [k for k, features in enumerate(planned) if not features.are_whole()]
-    has_begun = any(read_facts(planned[k].folder) for k in missing)
     first, last = (features.prepared.resolved for features in planned)
     parts = {"train": first, "few_shot_train": first, "few_shot_test": last}
     streams = {name: resolved.streams["eval"] for name, resolved in parts.items()}
@@ -90,7 +90,7 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         "few_shot",
         replace(first, streams=streams),
         0,
-        earlier_run(own, "few_shot") if has_begun else None,
+        _unfinished_run(own),
         trainings=recipes,
         tags={"init_from": str(recipe.init_from)},
     ) as parent:
@@ -105,7 +105,7 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         if outcomes is None:
             return None
         if failed := [one.error for one in outcomes if one.error]:
-            raise RunFailedError(failed[0])
+            raise RunFailedError("; ".join(dict.fromkeys(failed)))
         examples_at, tests_at = (features.folder for features in planned)
         rows = measure(recipe, examples_at, tests_at, labels, pool.num_classes)
         record = parent.run.record
@@ -113,6 +113,11 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         record.text("few_shot.csv", table_csv(rows))
         parent.run.is_complete = True
         return FewShotResult(rows, record.hint())
+
+
+def _unfinished_run(own: Recipe) -> str | None:
+    run_id = earlier_run(own, "few_shot")
+    return None if run_id is None or is_finished(own.tracking, run_id) else run_id
 
 
 def _set_of(recipe: Recipe, part: str) -> Manifest:

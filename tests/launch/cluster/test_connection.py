@@ -199,9 +199,13 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(
     assert ("copy ~/.ray/auth_token of its head" in output) == (done.returncode != 0)
 
 
-def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_own", [True, False])
+def test_sigterm_does_what_it_did_once_ray_is_joined(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray's own handler prints a stack, and ends the process with exit code 15."""
-    before = signal.getsignal(signal.SIGTERM)
+    earlier = signal.getsignal(signal.SIGTERM)
+    before: Any = (lambda *_: None) if is_own else signal.SIG_DFL
 
     def init(**_: Any) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -210,6 +214,16 @@ def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         monkeypatch.setattr(ray, "init", init)
+        monkeypatch.setattr(connection, "token_problem", lambda *_: None)
         monkeypatch.setattr(connection, "shape", lambda _: "shape")
-        assert connect(load_recipe("digits")) == "shape"
-    assert signal.getsignal(signal.SIGTERM) is before
+        signal.signal(signal.SIGTERM, before)
+        try:
+            assert connect(load_recipe("digits")) == "shape"
+            if is_own:
+                assert signal.getsignal(signal.SIGTERM) is before
+            else:
+                with pytest.raises(SystemExit, match="143"):  # what is open is closed
+                    signal.raise_signal(signal.SIGTERM)
+                assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        finally:
+            signal.signal(signal.SIGTERM, earlier)

@@ -26,12 +26,12 @@ class Watched:
         job = replace(job, record=record, control=control)
         self.watch = PlacementWait(job, lambda: "needs a GPU", clock=lambda: self.now_s)
 
-    def after(self, seconds: float, *, is_placed: bool = False) -> list[Any]:
+    def after(self, seconds: float, **states: bool) -> list[Any]:
         """What has been told until then, asked each 5 s."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 5.0
-            self.watch.check(is_placed=is_placed)
+            self.watch.check(**{"is_placed": False, **states})
         return self.told
 
 
@@ -54,6 +54,15 @@ def test_the_wait_has_an_end_that_names_its_knob(tmp_path: Path) -> None:
     watched = Watched(tmp_path, minutes=3.0)
     watched.after(180)
     with pytest.raises(NoPlaceError, match=r"needs a GPU \(workers.place_timeout_minutes=3\)"):
+        watched.after(60)
+
+
+def test_the_limit_counts_from_when_no_other_training_runs(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, minutes=3.0)
+    assert len(watched.after(600, is_in_turn=True)) == 10  # it is told all the same
+    assert watched.watch.waited_s == 600
+    watched.after(180)
+    with pytest.raises(NoPlaceError, match="no workers for 840 s"):
         watched.after(60)
 
 

@@ -95,19 +95,41 @@ def test_a_pool_whose_borrower_has_not_waited_for_it_is_lent_to_the_next(
 def test_workers_that_wait_for_their_place_get_that_of_idle_pools(keeper: PoolKeeper) -> None:
     shape, other = object(), object()
     kinds: Any = (shape, other)
-    keeper.lend("waits", kinds[0], True, None)
+    assert keeper.lend("waits", kinds[0], True, None) == "server 0"
     keeper.lend("busy", kinds[1], True, None)
-    assert not keeper.make_place(kinds[0])
+    assert keeper.free_place("waits") == (None, True)
     assert is_open() == [shape, other]  # one that trains keeps its place
     keeper.take_back("busy", "keep")
-    assert not keeper.make_place(kinds[0])
-    assert is_open() == [shape]
+    assert keeper.free_place("waits") == (None, False)
+    until(lambda: is_open() == [shape])
     keeper.lend("of its shape", kinds[0], True, None)
+    assert keeper.free_place("waits") == (None, True)
     keeper.take_back("of its shape", "keep")
-    assert keeper.make_place(kinds[0])
-    assert is_open() == [shape, shape]
-    opened[-1].is_open = False
-    assert not keeper.make_place(kinds[0])
+    assert keeper.lend("later", kinds[0], True, None) == "server 3"  # 2 is kept for who waits
+    assert keeper.free_place("waits") == ("server 2", True)
+    until(lambda: opened[0].ended == "abandon")
+    assert keeper.lend("last", kinds[0], True, None) == "server 4"  # nobody waits, none is idle
+    keeper.take_back("waits", "keep")
+    assert keeper.lend("next", kinds[0], True, None) == "server 2"
+
+
+def test_two_that_wait_get_a_pool_each_and_none_that_has_not_trained(keeper: PoolKeeper) -> None:
+    shape: Any = "shape"
+    for loan in ("first", "second", "trains"):
+        keeper.lend(loan, shape, True, None)
+    keeper.take_back("given up", "close")
+    keeper.lend("given up", shape, True, None)  # nobody's, and perhaps without a place
+    assert keeper.free_place("first") == keeper.free_place("second") == (None, True)
+    keeper.take_back("trains", "keep")
+    assert [keeper.free_place(loan)[0] for loan in ("second", "first")] == ["server 2", None]
+    assert keeper.free_place("unknown") == (None, False)
+
+
+def test_what_is_lent_by_a_keeper_that_has_closed_ends(keeper: PoolKeeper) -> None:
+    shape: Any = "shape"
+    keeper.close()
+    keeper.lend("late", shape, True, None)
+    assert opened[0].ended == "abandon"
 
 
 def test_pools_are_closed_at_the_same_time(

@@ -124,17 +124,22 @@ def _connect(*recipes: Recipe) -> None:
 
 @contextlib.contextmanager
 def _sigterm_as_before() -> Iterator[None]:
-    """After the block SIGTERM does what it did before.
+    """After the block SIGTERM does what it did before, or else ends this process as it unwinds.
 
-    By `ray.init` it would print a stack and end this process with exit code 15, until the run has a
-    handler of its own.
+    By `ray.init` it would print a stack, and exit with code 15.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            is_own = callable(before) or before is signal.SIG_IGN
+            signal.signal(signal.SIGTERM, before if is_own else _exit_by_signal)
+
+
+def _exit_by_signal(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+    sys.exit(128 + number)
 
 
 def mark_private() -> None:

@@ -63,6 +63,14 @@ def placement_wait_s(pool_name: str) -> float:
     return float(waits[max(waits)]) / 1e3 if waits else 0.0
 
 
+def has_place(pool_name: str) -> bool:
+    """Whether a worker group of a pool has its place; it may still be starting its processes."""
+    return any(
+        group["state"] == "CREATED" and group["name"].startswith(f"{pool_name}-")
+        for group in placement_group_table().values()
+    )
+
+
 class OwnEnvironment(ControllerCallback):
     """Sets variables in the controller's process, before it makes a worker group.
 

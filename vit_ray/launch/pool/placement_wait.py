@@ -36,15 +36,19 @@ class PlacementWait:
     ) -> None:
         """`missing`: says what the group needs and what there is."""
         self._job, self._missing, self._clock = job, missing, clock
-        self._since_s = self._told_s = clock()
+        self._since_s = self._told_s = self._alone_s = clock()
 
     @property
     def waited_s(self) -> float:
-        """Since the group was last seen in its place, or the run began."""
+        """Since the workers were last seen running, or the run began."""
         return self._clock() - self._since_s
 
-    def check(self, *, is_placed: bool) -> None:
+    def check(self, *, is_placed: bool, is_in_turn: bool = False) -> None:
         """Note whether the group has its place; tell, once a minute, what it lacks.
+
+        Args:
+            is_in_turn: other trainings run, one of whose places it will get: no limit is set to
+                that.
 
         Raises:
             NoPlaceError: it has had none for `workers.place_timeout_minutes`.
@@ -54,6 +58,8 @@ class PlacementWait:
         if is_placed:
             self._since_s = self._told_s = now_s
             return
+        if is_in_turn:
+            self._alone_s = now_s
         if reason := self._job.control.stop_reason():
             raise StoppedWaitingError(reason)
         if now_s - self._told_s < TELL_S:
@@ -61,7 +67,7 @@ class PlacementWait:
         self._told_s = now_s
         text = f"no workers for {now_s - self._since_s:.0f} s: {self._missing()}"
         limit_minutes = self._job.recipe.workers.place_timeout_minutes
-        if now_s - self._since_s > 60 * limit_minutes:
+        if now_s - max(self._since_s, self._alone_s) > 60 * limit_minutes:
             raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")
         self._job.record.event(EventKind.NO_PLACE, text, 0)
 

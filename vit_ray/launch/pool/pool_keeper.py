@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +27,8 @@ from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.pool.group_callbacks import remove_groups
 from vit_ray.launch.pool.placement_wait import NoPlaceError
 from vit_ray.launch.pool.worker_pool import (
-    ABANDON_S,
-    CLOSE_S,
     KEEPER_NAME,
+    LEND_S,
     BorrowedPool,
     PoolLostError,
     PoolShape,
@@ -43,8 +44,8 @@ are not waited for."""
 
 LOOK_S: Final = 1.0
 """How often it is asked whether borrowers are alive."""
-LEND_S: Final = 2 * (CLOSE_S + ABANDON_S)
-"""Longest time to end pools of other shapes, in whose place a new one starts."""
+WAITS_S: Final = 60.0
+"""A loan that has asked for another pool within this time waits for its place."""
 
 
 @dataclass
@@ -54,6 +55,13 @@ class _Loan:
     """Handle of the actor whose loan it is; None for the driver, with which this process ends."""
     asked: Any = None
     """A call of the borrower, which fails when its process dies."""
+    asked_s: float = -math.inf
+    """When it last asked for the place of another pool."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether its workers wait for their place."""
+        return time.monotonic() - self.asked_s < WAITS_S
 
     def is_over(self) -> bool:
         """Whether the borrower's process has died."""
@@ -83,6 +91,11 @@ class PoolKeeper:
                 # What the keeper before had placed; Ray would keep it until the driver's end.
                 remove_groups(pools_of_job(context.get_job_id()))
         self._idle: list[WorkerPool] = []
+        """Have trained, and so have their places."""
+        self._started: list[WorkerPool] = []
+        """Wait for their first training, and perhaps for their places."""
+        self._endings = ThreadPoolExecutor(8)
+        """Ends pools for which nobody waits."""
         self._loans: dict[str, _Loan] = {}
         self._given_up: set[str] = set()
         """Loans whose borrower has not waited until there was a pool."""
@@ -101,17 +114,21 @@ class PoolKeeper:
         """
         pool = self._idle_or_new(shape, is_private)
         with self._changed:
+            is_closed = self._is_closed
             if loan in self._given_up:
-                self._idle.append(pool)
+                self._given_up.discard(loan)
+                self._started.append(pool)
             else:
                 self._loans[loan] = _Loan(pool, borrower)
+        if is_closed:
+            pool.abandon()
         return pool.server
 
     def start(self, shape: PoolShape, is_private: bool) -> None:
         """Start one of the shape if none is idle, before its training is ready."""
         pool = self._idle_or_new(shape, is_private)
         with self._changed:
-            self._idle.append(pool)
+            self._started.append(pool)
 
     def take_back(self, loan: str, ending: Ending) -> None:
         """The loan has ended, or will not be used."""
@@ -125,17 +142,32 @@ class PoolKeeper:
                 return
         ended.pool.abandon() if ending == "abandon" else ended.pool.close()
 
-    def make_place(self, shape: PoolShape) -> bool:
-        """For workers that wait for their place: whether an idle pool of their shape has one.
+    def free_place(self, loan: str) -> tuple[Any, bool]:
+        """For a loan whose workers wait for their place, and that asks again and again.
 
-        Where none has, idle pools of other shapes give up theirs.
+        Idle pools of other shapes give up their places; one of its shape is kept for it from now
+        on, whoever else asks for one.
+
+        Returns:
+            The server of an idle pool that is the loan's now, in place of its own; None where there
+            is none. And whether other trainings run.
         """
         with self._changed:
-            if any(pool.shape == shape and pool.is_open for pool in self._idle):
-                return True
-            others, self._idle = self._idle, []
-        _close(others)
-        return False
+            its = self._loans.get(loan)
+            if its is None:
+                return None, False
+            its.asked_s = time.monotonic()
+            fitting = self._fitting(its.pool.shape)
+            if fitting:
+                self._idle.remove(fitting[0])
+                self._endings.submit(its.pool.abandon)
+                its.pool, its.asked_s = fitting[0], -math.inf
+                return its.pool.server, True
+            others = [pool for pool in self._idle if pool.shape != its.pool.shape]
+            self._idle = [pool for pool in self._idle if pool.shape == its.pool.shape]
+            for pool in others:
+                self._endings.submit(pool.close)
+            return None, any(not one.waits for one in self._loans.values())
 
     def num_started(self) -> int:
         """Pools that it has started so far."""
@@ -144,21 +176,31 @@ class PoolKeeper:
     def close(self) -> None:
         """End all pools."""
         with self._changed:
-            pools = [*self._idle, *(loan.pool for loan in self._loans.values())]
-            self._idle, self._loans, self._is_closed = [], {}, True
+            loans = [loan.pool for loan in self._loans.values()]
+            pools = [*self._idle, *self._started, *loans]
+            self._idle, self._started, self._loans, self._is_closed = [], [], {}, True
             self._changed.notify_all()
-        _close(pools)
+        for pool in pools:
+            self._endings.submit(pool.close)
+        self._endings.shutdown()
 
     def _idle_or_new(self, shape: PoolShape, is_private: bool) -> WorkerPool:
         with self._changed:
-            fitting = [pool for pool in self._idle if pool.shape == shape and pool.is_open]
-            if fitting:
-                self._idle.remove(fitting[0])
-                return fitting[0]
-            others, self._idle = self._idle, []
+            fitting = self._fitting(shape)
+            waiting = [one for one in self._loans.values() if one.waits and one.pool.shape == shape]
+            for pool in (*fitting[len(waiting) :], *self._fitting(shape, self._started)):
+                (self._idle if pool in self._idle else self._started).remove(pool)
+                return pool
+            others = [pool for pool in (*self._idle, *self._started) if pool not in fitting]
+            self._idle, self._started = fitting, []
             self._num_started += 1
         _close(others)
         return WorkerPool(shape, is_private=is_private)
+
+    def _fitting(self, shape: PoolShape, pools: list[WorkerPool] | None = None) -> list[WorkerPool]:
+        """Idle pools of a shape, or those of `pools`."""
+        known = self._idle if pools is None else pools
+        return [pool for pool in known if pool.shape == shape and pool.is_open]
 
     def _watch(self) -> None:
         while True:
@@ -284,7 +326,7 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
             keeper.take_back.remote(loan, "close")  # no limit: it has not answered before
             raise
     try:
-        yield BorrowedPool(shape, server, keeper)
+        yield BorrowedPool(shape, server, keeper, loan)
         ending = "keep"
     except NoPlaceError:
         ending = "abandon"

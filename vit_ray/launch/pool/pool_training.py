@@ -13,12 +13,7 @@ from vit_ray.launch.pool.failure_causes import cause
 from vit_ray.launch.pool.group_callbacks import newest_step
 from vit_ray.launch.pool.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.pool.pool_keeper import borrowed_pool
-from vit_ray.launch.pool.worker_pool import (
-    OtherPoolError,
-    PoolEndedError,
-    PoolLostError,
-    PoolShape,
-)
+from vit_ray.launch.pool.worker_pool import PoolEndedError, PoolLostError, PoolShape
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.worker.job import TrainJob
 
@@ -96,8 +91,6 @@ def _run_in_pool(
                     job.recipe.run_folder,
                 )
             pool.run(job, streams)
-    except OtherPoolError:
-        return _run_in_pool(shape, job, streams, cluster)  # in that pool
     except (PoolEndedError, NoPlaceError) as ended:
         return ended
     return None

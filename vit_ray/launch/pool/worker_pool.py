@@ -32,9 +32,10 @@ from vit_ray.launch.pool.group_callbacks import (
     NotePlacement,
     OwnEnvironment,
     SaveBeforeResize,
+    has_place,
     remove_groups,
 )
-from vit_ray.launch.pool.placement_wait import NoPlaceError, PlacementWait, missing_now
+from vit_ray.launch.pool.placement_wait import PlacementWait, missing_now
 from vit_ray.launch.pool.pool_server import PoolServer
 from vit_ray.launch.pool.ray_policies import (
     ConsecutiveFailurePolicy,
@@ -50,8 +51,12 @@ CLOSE_S: Final = 60.0
 """Longest time for the workers of a pool to end."""
 ABANDON_S: Final = 30.0
 """Longest time for a controller to end whose group has lost its places, or never had any."""
-MAKE_PLACE_S: Final = 10.0
-"""After so long without a place, workers ask for that of a pool that is idle."""
+LEND_S: Final = 2 * (CLOSE_S + ABANDON_S)
+"""Longest time to end pools of other shapes, in whose place a new one starts."""
+ASK_FOR_PLACE_S: Final = 10.0
+"""After so long a training whose workers have no place asks for that of an idle pool."""
+ANSWER_S: Final = 30.0
+"""Of the keeper, for such a question."""
 KEEPER_NAME: Final = "the keeper of the worker pools"
 
 
@@ -61,10 +66,6 @@ class PoolEndedError(RuntimeError):
 
 class PoolLostError(PoolEndedError):
     """A process between driver and workers has died; another pool may take the training."""
-
-
-class OtherPoolError(NoPlaceError):
-    """Workers wait for their place, and a pool of the same shape that has one is free."""
 
 
 @dataclass(frozen=True)
@@ -152,43 +153,59 @@ class BorrowedPool:
     server: Any
     """Handle of its `PoolServer`."""
     keeper: Any = None
-    """Handle of the `PoolKeeper` whose pool it is; None of one that is this training's alone."""
+    """Handle of the `PoolKeeper` that lends it; None of a pool that is this training's alone."""
+    loan: str = ""
+    """Its name at the keeper."""
 
     def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
         """Train, until all workers are done, through failures and resizes.
+
+        While its workers have no place, and another training leaves a pool of the same shape, it
+        trains in that one.
 
         Raises:
             PoolEndedError: the group has ended, and the pool with it.
             PoolLostError: through no fault of the training.
             NoPlaceError: there is no place for the group, or a stop came while there was none.
-            OtherPoolError: there is none, and another training has left a pool of the same shape.
         """
-        shape = self.shape
+        shape, server, held = self.shape, self.server, ray.put(streams)
         watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
-        source = StreamSource(self.server, ray.put(streams))
-        self._ask("assign", job, shape.use_gpu, source)
-        while not self._ask("wait_until_ended"):
-            is_closed, error = self._ask("closed")
+        _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held))
+        while not _ask(server, "wait_until_ended"):
+            is_closed, error = _ask(server, "closed")
             if is_closed:
                 if isinstance(error, PROCESS_DIED):
                     text = "the process of Ray Train's controller, on the driver's host, has died"
                     raise PoolLostError(text) from error
                 raise PoolEndedError(str(error)) from error
-            watch.check(is_placed=self._ask("is_placed"))
-            # What the cluster may become it need not become: then trainings wait for each other.
-            if self.keeper is not None and watch.waited_s > MAKE_PLACE_S:
-                makes_place = self.keeper.make_place.remote(shape)
-                with contextlib.suppress(*PROCESS_DIED):
-                    if answer(makes_place, KEEPER_NAME, 2 * (CLOSE_S + ABANDON_S)):
-                        raise OtherPoolError("a pool of another training is free")
+            is_placed, is_in_turn = _ask(server, "is_placed"), False
+            if not is_placed and watch.waited_s > ASK_FOR_PLACE_S:
+                other, is_in_turn = self._free_place(server)
+                if other is not None:
+                    server = other
+                    _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held))
+            watch.check(is_placed=is_placed, is_in_turn=is_in_turn)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method of the pool's server."""
+    def _free_place(self, server: Any) -> tuple[Any, bool]:
+        """As `PoolKeeper.free_place`, of workers that have not even a place reserved."""
+        if self.keeper is None or has_place(pool_name(server)):
+            return None, False
         try:
-            return answer(getattr(self.server, method).remote(*arguments), _SERVER)
-        except PROCESS_DIED as error:
-            text = "the process of the pool's server, on the driver's host, has died"
-            raise PoolLostError(text) from error
+            found: tuple[Any, bool] = answer(
+                self.keeper.free_place.remote(self.loan), KEEPER_NAME, ANSWER_S
+            )
+        except (RuntimeError, ray.exceptions.RayError):
+            return None, False  # it is asked again
+        return found
+
+
+def _ask(server: Any, method: str, *arguments: Any) -> Any:
+    """The answer of a method of a pool's server."""
+    try:
+        return answer(getattr(server, method).remote(*arguments), _SERVER)
+    except PROCESS_DIED as error:
+        text = "the process of the pool's server, on the driver's host, has died"
+        raise PoolLostError(text) from error
 
 
 class WorkerPool:

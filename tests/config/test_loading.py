@@ -306,6 +306,12 @@ def test_paths_become_absolute_and_addresses_stay(path: Path) -> None:
     assert absolute.data.eval == "s3://bucket/set"
     assert absolute.tracking.uri == f"sqlite:///{Path.cwd()}/mlflow.db"
     assert absolute.with_absolute_paths() == absolute
+    tasks = [{"name": "one", "group": "natural"}]
+    vtab = (
+        recipe.with_changes(vtab={"data": "some/vtab", "tasks": tasks}).with_absolute_paths().vtab
+    )
+    assert vtab is not None
+    assert vtab.data == str(Path("some/vtab").absolute())
 
 
 @pytest.mark.parametrize(

@@ -239,3 +239,12 @@ def test_a_sweep_of_failed_trials_says_why() -> None:
     for rows in ([stopped, FAILED], [FAILED]):
         with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
             best_row(rows)
+
+
+def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own() -> None:
+    recipe = recipe_with("s", data={"eval": "y"}, sweep={"learning_rates": [0.1]})
+    for found in (
+        trial_recipe(recipe, {"init_from": "runs/a"}),
+        sweep.final_recipe(recipe, {"init_from": "runs/a"}, 0),
+    ):
+        assert found.init_from == str(Path("runs/a").absolute())

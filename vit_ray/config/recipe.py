@@ -230,7 +230,7 @@ def _identity(value: Any) -> Any:
 # The keys whose values are places; `tracking.uri`, an address, is treated by itself.
 _PLACES = (
     "output", "init_from", "data.train", "data.eval", "data.cache_dir", "evaluate.few_shot_train",
-    "evaluate.few_shot_test", "extract.data", "extract.path",
+    "evaluate.few_shot_test", "extract.data", "extract.path", "vtab.data",
 )  # fmt: skip
 
 

@@ -62,7 +62,8 @@ def run_study(recipe: Recipe) -> StudyResult:
         ValueError: a cell cannot work, or is finished with another recipe; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    cells = study_cells(recipe)
+    # Those that a row gives, too: a trial's process runs in a folder of its own.
+    cells = [replace(c, recipe=c.recipe.with_absolute_paths()) for c in study_cells(recipe)]
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
     parent_id = earlier_run(recipe, "study")

@@ -120,13 +120,13 @@ def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = N
     if split is not None:
         data = {"train": split[0], "eval": split[1], "held_out_fraction": 0.0}
     name = f"{recipe.name}-{point_name(point)}"
-    return with_point(recipe, point, name=name, data=data, sweep=None)
+    return with_point(recipe, point, name=name, data=data, sweep=None).with_absolute_paths()
 
 
 def final_recipe(recipe: Recipe, point: Point, seed: int) -> Recipe:
     """Fine-tune at the chosen point on all of the training set, measured on the test set."""
     name = f"{recipe.name}-final-{point_name(point)}-seed{seed}"
-    return with_point(recipe, point, name=name, seed=seed, sweep=None)
+    return with_point(recipe, point, name=name, seed=seed, sweep=None).with_absolute_paths()
 
 
 @dataclass(frozen=True)

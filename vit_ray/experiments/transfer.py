@@ -102,10 +102,11 @@ def transfer(
         ValueError: the recipe cannot work, or the weights are not there.
     """
     recipe = task_recipe(cell, task).with_changes(tracking={"parent_run_id": parent.run_id})
+    recipe = recipe.with_absolute_paths()
     tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
     key = top1_key(task)
     if recipe.sweep is not None:
-        plan = plan_sweep(recipe.with_absolute_paths())
+        plan = plan_sweep(recipe)
         with open_sweep(plan, parent, tags) as own:
             swept = yield from recorded_sweep(plan, own, tags)
             own.run.is_complete = True

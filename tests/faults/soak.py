@@ -4,16 +4,14 @@
 
 It ends with the weights of a run without faults, bit for bit; then the exit code is 0. Given again
 with the same words, it continues where it was. What each fault did is a line of
-`FOLDER/faults.jsonl`. The hosts are namespaces of this machine (`tests/hosts.py`): one has Ray's
-head and the driver, one serves S3 (rclone), and three have room for a worker each, of whom the run
-takes two.
+`FOLDER/faults.jsonl`. The hosts are those of `host_cluster.py`; the run takes two of the three
+workers that they have room for.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import sqlite3
@@ -27,13 +25,12 @@ from typing import Final
 
 from tests import hosts
 from tests.conftest import ROOT, Digits
-from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, rclone_binary, s3_environment
 from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of
+from tests.faults.host_cluster import WORKERS, HostCluster, converted_digits
 from tests.hosts import Network
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
-from vit_ray.data.prepare.digits import write_digits
 
 STEPS_PER_FAULT: Final = 60
 EVERY: Final = 10
@@ -44,8 +41,6 @@ STOPPED: Final = 3
 """Exit code of a driver that was stopped on request."""
 SLOW: Final = "endpoint URL"
 """Said at the end of a driver that could not start because S3 did not answer in time."""
-S3_PORT: Final = 9000
-WORKERS: Final = ("first", "second", "third")
 _DRAIN: Final = """
 import sys, time
 from ray._raylet import GcsClient
@@ -61,55 +56,22 @@ if node:
 """
 
 
-class Soak:
+class Soak(HostCluster):
     """The disturbed run: its hosts, its driver if one lives, and what the faults need to know."""
 
     def __init__(self, recipe: Recipe, folder: Path, rng: random.Random, net: Network) -> None:
         """Start the hosts; `recipe` has its output in S3."""
-        self.recipe, self.folder, self.rng = recipe, folder, rng
-        buckets = str(folder / "buckets")
-        self.on_disk = recipe.with_changes(output=f"{buckets}/runs")
+        super().__init__(net, folder, VIT_RAY_S3_TIMEOUT_S="20.0")
+        self.recipe, self.rng = recipe, rng
+        self.on_disk = recipe.with_changes(output=str(self.buckets / "runs"))
         """The same run as the server of S3 has it."""
         self.driver: subprocess.Popen[bytes] | None = None
-        self.hosts = {name: net.join(name) for name in ("head", "storage", *WORKERS)}
-        self.net, storage = net, self.hosts["storage"]
-        address = f"http://{storage.address}:{S3_PORT}"
-        self.environment = {
-            **s3_environment(S3_PORT),
-            "AWS_ENDPOINT_URL": address,
-            "VIT_RAY_S3_TIMEOUT_S": "20.0",
-            "HOME": str(folder / "home"),
-            "PYTHONPATH": str(ROOT),
-            "RAY_ADDRESS": f"{self.hosts['head'].address}:{hosts.PORT}",
-        }
-        (folder / "home").mkdir(exist_ok=True)
-        (folder / "buckets" / "runs").mkdir(parents=True, exist_ok=True)
-        command = [rclone_binary(), "serve", "s3", buckets, "--addr", f"0.0.0.0:{S3_PORT}"]
-        command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off", "-q"]
-        command += ["--dir-cache-time", "0s"]  # faults change files behind it
-        storage.serve("s3.log", *command, environment={"RCLONE_CONFIG": os.devnull})
-        hosts.start_head(self.hosts["head"], **self.environment)
-        for name in WORKERS:
-            self.start_raylet(name)
-        hosts.wait_for_nodes(self.hosts["head"], 1 + len(WORKERS))
-
-    def start_raylet(self, name: str) -> None:
-        """On a host that has none."""
-        hosts.start_raylet(self.hosts[name], self.hosts["head"], 2, **self.environment)
-
-    def start(self) -> subprocess.Popen[bytes]:
-        """A driver on the head's host."""
-        path = self.folder / f"{self.recipe.name}.json"
-        path.write_text(self.recipe.model_dump_json())
-        command = [sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(path)]
-        log = str(self.folder / f"{self.recipe.name}.log")
-        return self.hosts["head"].serve(log, *command, environment=self.environment)
 
     def wait_for_checkpoint(self) -> bool:
         """Until there is a new one; drivers are started as needed. False if the run is complete."""
         newest, deadline_s = self.newest_step(), time.monotonic() + PATIENCE_S
         while self.newest_step() <= newest:
-            self.driver = self.driver or self.start()
+            self.driver = self.driver or self.start_driver(self.recipe)
             code = self.driver.poll()
             if code == 0:
                 return False
@@ -257,7 +219,7 @@ def delete_marker(soak: Soak) -> None:
 
 def start_second_driver(soak: Soak) -> None:
     """It is refused, and the first continues."""
-    code = soak.start().wait(PATIENCE_S)
+    code = soak.start_driver(soak.recipe).wait(PATIENCE_S)
     if code != 2 and soak.driver is not None and soak.driver.poll() is None:
         raise SystemExit(f"a second driver was not refused but ended with {code}")
 
@@ -278,10 +240,8 @@ FAULTS: Final[tuple[Callable[[Soak], None], ...]] = (
 )  # fmt: skip
 
 
-def soak_recipe(name: str, folder: Path, num_faults: int) -> Recipe:
+def soak_recipe(name: str, digits: Digits, folder: Path, num_faults: int) -> Recipe:
     """Two workers and a tiny model; three checkpoints stay, so that one may be damaged."""
-    data = folder / "data"
-    digits = Digits(data / "images", str(data / "train"), str(data / "test"))
     steps = STEPS_PER_FAULT * num_faults
     return small_recipe(
         name,
@@ -297,12 +257,12 @@ def soak_recipe(name: str, folder: Path, num_faults: int) -> Recipe:
 def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
     """Whether the weights after all faults are those without any."""
     folder.mkdir(parents=True, exist_ok=True)
-    _convert_digits(folder / "data")
-    quiet = soak_recipe("quiet", folder, num_faults)
+    digits = converted_digits(folder / "data")
+    quiet = soak_recipe("quiet", digits, folder, num_faults)
     _train_quietly(quiet, folder)
     log = folder / "faults.jsonl"
     done = log.read_text().splitlines() if log.exists() else []
-    recipe = soak_recipe("disturbed", folder, num_faults).with_changes(
+    recipe = soak_recipe("disturbed", digits, folder, num_faults).with_changes(
         output="s3://runs", workers={"cpus_per_worker": 1.5}
     )
     with hosts.network() as net:
@@ -334,19 +294,6 @@ def _train_quietly(recipe: Recipe, folder: Path) -> None:
     with open(folder / "quiet.log", "ab") as log:
         if subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode != 0:
             raise SystemExit(f"the run without faults failed: {log.name}")
-
-
-def _convert_digits(folder: Path) -> None:
-    if (folder / "done").exists():
-        return
-    write_digits(folder / "images")
-    for split in ("train", "test"):
-        part = {"source": str(folder / "images" / split), "destination": str(folder / split)}
-        recipe = folder / f"{split}.json"
-        recipe.write_text(json.dumps({"name": split, "convert": part}))
-        command = [sys.executable, str(ROOT / "jobs" / "convert.py"), str(recipe)]
-        subprocess.run(command, cwd=ROOT, check=True)
-    (folder / "done").touch()
 
 
 def _newest(soak: Soak) -> Path:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -178,7 +179,7 @@ class CutRun:
             at_s = noticed[0]["time_ms"] / 1e3
             done = max(step for at, step in self.steps() if at <= at_s)
             noticed_s = at_s - start_s
-            further_s = next(at for at, step in self.steps(at_s) if step > done) - start_s
+            further_s = next((at for at, s in self.steps(at_s) if s > done), math.inf) - start_s
         repeated, highest = 0, max(step for at, step in self.steps() if at < start_s)
         for one in self.records(start_s):
             if one.get("event") == EventKind.RESUMED:

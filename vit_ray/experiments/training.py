@@ -181,7 +181,7 @@ def with_retries(training: Training, parent: ParentRun, run: Callable[[], T]) ->
         except RunFailedError as error:
             if left == 0 or isinstance(error, RunDivergedError):
                 raise
-            text = f"{training.recipe.name}: {error}; it goes on from what it has saved"
+            text = f"{training.recipe.name}: {error}; it continues from what it has written"
             parent.run.record.event(EventKind.RETRIED, text, 0)
     raise AssertionError
 

@@ -6,18 +6,15 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from vit_ray.config.resume_compatibility import LENGTH
 from vit_ray.report.figures.chart_list import length_of
-from vit_ray.report.runs import RecordedRun
+from vit_ray.report.runs import IMAGES_KEY, RecordedRun
 from vit_ray.report.statistics.accuracies import BASELINE, accuracies_of, by_sets, title_of
 from vit_ray.report.statistics.groups import TRAINING_IMAGES, Group, differences
 from vit_ray.report.statistics.intervals import of_difference
 from vit_ray.report.statistics.seeds import by_group
 from vit_ray.report.tables import percent
-
-IMAGES: Final = "study/train_images"
 
 
 def gain_sentences(runs: Sequence[RecordedRun]) -> list[str]:
@@ -39,12 +36,12 @@ def _of_one_accuracy(runs: Sequence[RecordedRun], key: str, name: str) -> list[s
     tested = [
         run
         for run in runs
-        if run.status == "FINISHED" and run.is_tested(key) and IMAGES in run.metrics
+        if run.status == "FINISHED" and run.is_tested(key) and IMAGES_KEY in run.metrics
     ]
     lines: dict[Group, dict[float, list[RecordedRun]]] = {}
     for group, members in by_group(tested).items():
         amounts = lines.setdefault(group.without("data.fraction", TRAINING_IMAGES), {})
-        amounts[members[0].metrics[IMAGES]] = members
+        amounts[members[0].metrics[IMAGES_KEY]] = members
     found: dict[tuple[Group, float, float], list[_Gains]] = {}
     for group, amounts in lines.items():
         few, most = min(amounts), max(amounts)

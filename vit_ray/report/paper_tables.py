@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from vit_ray.report import paper
-from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun
+from vit_ray.report.runs import IMAGES_KEY, MEAN_TRANSFER, TRANSFER, RecordedRun
 from vit_ray.report.statistics.accuracies import (
     accuracies_of,
     accuracy_name,
@@ -75,7 +75,7 @@ class Transfer:
         """Images and epochs of the pre-training; 0 where it is not among the runs."""
         if self.origin is None:
             return 0.0, 0.0
-        return self.origin.metrics.get("study/train_images", 0.0), epochs_of(self.origin) or 0.0
+        return self.origin.metrics.get(IMAGES_KEY, 0.0), epochs_of(self.origin) or 0.0
 
 
 def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
@@ -275,7 +275,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
         row = theirs.get((mine[0].params.get("model.name", ""), epochs or 0.0))
         tested = [_tested(mine, key) for key in keys]
         rows.append([
-            mine[0].label, mine[0].metrics.get("study/train_images"), epochs, rest[group],
+            mine[0].label, mine[0].metrics.get(IMAGES_KEY), epochs, rest[group],
             float(len(mine)),
             *(None if mean is None else str(mean) for mean in tested),
             *(means(tuned.get(group, {}).get(task, [])) for task in tasks),
@@ -290,7 +290,7 @@ def _differences_in_table(groups: dict[Group, list[RecordedRun]]) -> dict[Group,
     """In what rows of one label, data size and length differ, and sets in which any rows do."""
     rows: dict[tuple[str, ...], list[Group]] = {}
     for group, (run, *_) in groups.items():
-        shown = (run.metrics.get("study/train_images"), epochs_of(run))
+        shown = (run.metrics.get(IMAGES_KEY), epochs_of(run))
         texts = ("" if one is None else number(one) for one in shown)
         rows.setdefault((run.label, *texts), []).append(group)
     varied = {TRAINING_SET, TEST_SET} & {*differing_keys(groups)}

@@ -39,6 +39,8 @@ TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
 """Kinds of runs that train; those of other programs have none."""
 RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag of the folder of a run's checkpoints."""
+IMAGES_KEY: Final = "study/train_images"
+"""Metric of how many different images a training had."""
 _COMMIT: Final = 10
 """Digits of a git commit that people are shown."""
 _DIGEST: Final = 32
@@ -227,7 +229,7 @@ class RecordedRun:
             values[key] = " ".join(fingerprints) or path
             if path != "None":
                 names[values[key]] = " + ".join(map(set_name, paths_of(path)))
-        images = self.recorded.get("study/train_images")
+        images = self.recorded.get(IMAGES_KEY)
         values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
         if all(flat.get(key, "None") == "None" for key in LENGTH):
             values[EXAFLOPS] = f"{self.recorded.get('study/exaflops')}"

@@ -173,7 +173,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE is disabled now"),
         ({"RAY_AUTH_MODE": "token"}, "Authentication token is missing or incorrect"),
@@ -182,7 +182,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ],
 )
 def test_a_cluster_that_refuses_the_token_is_told_at_once(
-    environment: dict[str, str], told: str, guarded: str, tmp_path: Path
+    environment: dict[str, str], message: str, guarded: str, tmp_path: Path
 ) -> None:
     """Ray itself tries for 20 s, and says that it failed to connect."""
     code = (
@@ -194,7 +194,7 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(
         [sys.executable, "-c", code], env=whole, capture_output=True, text=True, timeout=120
     )
     output = done.stdout + done.stderr
-    assert told in output
+    assert message in output
     assert "Failed to get cluster ID" not in output  # Ray's own attempts have not begun
     assert ("copy ~/.ray/auth_token of its head" in output) == (done.returncode != 0)
 

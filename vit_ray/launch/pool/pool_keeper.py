@@ -157,7 +157,7 @@ class PoolKeeper:
             if its is None:
                 return None, False
             its.asked_s = time.monotonic()
-            fitting = self._fitting(its.pool.shape)
+            fitting = _fitting(self._idle, its.pool.shape)
             if fitting:
                 self._idle.remove(fitting[0])
                 self._endings.submit(its.pool.abandon)
@@ -186,9 +186,9 @@ class PoolKeeper:
 
     def _idle_or_new(self, shape: PoolShape, is_private: bool) -> WorkerPool:
         with self._changed:
-            fitting = self._fitting(shape)
+            fitting = _fitting(self._idle, shape)
             waiting = [one for one in self._loans.values() if one.waits and one.pool.shape == shape]
-            for pool in (*fitting[len(waiting) :], *self._fitting(shape, self._started)):
+            for pool in (*fitting[len(waiting) :], *_fitting(self._started, shape)):
                 (self._idle if pool in self._idle else self._started).remove(pool)
                 return pool
             others = [pool for pool in (*self._idle, *self._started) if pool not in fitting]
@@ -196,11 +196,6 @@ class PoolKeeper:
             self._num_started += 1
         _close(others)
         return WorkerPool(shape, is_private=is_private)
-
-    def _fitting(self, shape: PoolShape, pools: list[WorkerPool] | None = None) -> list[WorkerPool]:
-        """Idle pools of a shape, or those of `pools`."""
-        known = self._idle if pools is None else pools
-        return [pool for pool in known if pool.shape == shape and pool.is_open]
 
     def _watch(self) -> None:
         while True:
@@ -215,6 +210,10 @@ class PoolKeeper:
                         self.take_back(name, "abandon")
                     except Exception:  # the next loans must be watched, too
                         logger.exception("a pool could not be taken back")
+
+
+def _fitting(pools: Sequence[WorkerPool], shape: PoolShape) -> list[WorkerPool]:
+    return [pool for pool in pools if pool.shape == shape and pool.is_open]
 
 
 def _close(pools: Sequence[WorkerPool]) -> None:

@@ -12,7 +12,7 @@ from vit_ray.config import branch_origin
 from vit_ray.config.resume_compatibility import LENGTH
 from vit_ray.report.figures.charts import FAMILIES, Axis, Chart, Point, Series
 from vit_ray.report.paper import TABLE_6
-from vit_ray.report.runs import DEV, MEAN_TRANSFER, Archive, RecordedRun
+from vit_ray.report.runs import DEV, IMAGES_KEY, MEAN_TRANSFER, Archive, RecordedRun
 from vit_ray.report.statistics.accuracies import (
     accuracies_of,
     accuracy_name,
@@ -29,7 +29,6 @@ from vit_ray.report.tables import Column, Table, Value, duration, number, percen
 PAPER: Final = "The paper's Table 6: ImageNet top-1 after JFT-300M against compute"
 EXAFLOPS: Final = Axis("training compute (exaFLOPs, log scale)", is_log=True)
 IMAGES: Final = Axis("different training images (log scale)", is_log=True)
-_IMAGES_KEY: Final = "study/train_images"
 Measure = Callable[[RecordedRun], float | None]
 MARKED_POINTS: Final = 30
 """A line of more points is drawn without markers."""
@@ -159,11 +158,11 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
 
     No chart where no line has two amounts.
     """
-    held = [run for run in runs if {_IMAGES_KEY, key} <= run.metrics.keys()]
+    held = [run for run in runs if {IMAGES_KEY, key} <= run.metrics.keys()]
     lines: dict[Group, Line] = {}
     for group, members in by_group(held).items():
         line = lines.setdefault(group.without("data.fraction", TRAINING_IMAGES), [])
-        line.append((members[0].metrics[_IMAGES_KEY], members))
+        line.append((members[0].metrics[IMAGES_KEY], members))
     if not any(len({at for at, _ in line}) > 1 for line in lines.values()):
         return []
     names = _line_names({group: line[0][1][0] for group, line in lines.items()})
@@ -319,7 +318,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
         numbers("top-1 % averaged", "eval/averaged_top1", percent),
         numbers("top-5 %", "eval/top5", percent),
         numbers("eval loss", "eval/loss"),
-        numbers("training images", _IMAGES_KEY),
+        numbers("training images", IMAGES_KEY),
         numbers("images seen", "study/images_seen"),
         numbers("learning rate", "optim.learning_rate"),
         numbers("seed", "seed"),

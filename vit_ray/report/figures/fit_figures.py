@@ -20,7 +20,7 @@ import numpy as np
 from vit_ray.config.resume_compatibility import LENGTH
 from vit_ray.report.figures.chart_list import EXAFLOPS
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series
-from vit_ray.report.runs import RecordedRun
+from vit_ray.report.runs import IMAGES_KEY, RecordedRun
 from vit_ray.report.statistics.accuracies import (
     BASELINE,
     accuracies_of,
@@ -45,7 +45,6 @@ from vit_ray.report.statistics.seeds import by_group
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 _CURVE_POINTS: Final = 60
-_IMAGES: Final = "study/train_images"
 MIN_AMOUNTS: Final = 3
 """Different amounts of compute from which on a reader may expect laws: not of a sweep's trials."""
 UNKNOWN: Final = "not known"
@@ -202,8 +201,8 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
 def _laws(runs: Sequence[RecordedRun], key: str, whose: str) -> FamilyLaws:
     known = [run for run in runs if cost_of(run, key) is not None]
     whole = [run for run in known if run.status == "FINISHED" and run.is_tested(key)]
-    most = max((run.metrics.get(_IMAGES, 0.0) for run in whole), default=0.0)
-    held = [run for run in whole if run.metrics.get(_IMAGES, 0.0) == most]
+    most = max((run.metrics.get(IMAGES_KEY, 0.0) for run in whole), default=0.0)
+    held = [run for run in whole if run.metrics.get(IMAGES_KEY, 0.0) == most]
     members, points, fits, unfitted = {}, {}, {}, {}
     for law, groups in _by_law(held).items():
         members[law] = [run for one in groups for run in one]

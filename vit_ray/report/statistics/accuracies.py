@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from vit_ray.report.runs import MEAN_TRANSFER, TRAININGS, TRANSFER, RecordedRun
+from vit_ray.report.runs import IMAGES_KEY, MEAN_TRANSFER, TRAININGS, TRANSFER, RecordedRun
 from vit_ray.report.statistics.groups import (
     FEW_SHOT_SETS,
     TEST_SET,
@@ -160,5 +160,5 @@ def epochs_of(run: RecordedRun) -> float | None:
     """Length of a training; one in steps or images counts in epochs, too."""
     if (epochs := run.number("optim.epochs")) is not None:
         return epochs
-    images, seen = run.metrics.get("study/train_images"), run.metrics.get("study/images_seen")
+    images, seen = run.metrics.get(IMAGES_KEY), run.metrics.get("study/images_seen")
     return seen / images if seen and images else None

@@ -11,7 +11,14 @@ from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
 EVERYONE = {"config", "storage", "retry", "s3", "lock", "file_lock", "outcomes", "optional_imports"}
-EVERYONE |= {"own_parts", "model_aliases", "internals", "ray_internals", "mlflow_internals"}
+EVERYONE |= {
+    "own_parts",
+    "model_aliases",
+    "metric_names",
+    "internals",
+    "ray_internals",
+    "mlflow_internals",
+}
 BELOW = {
     "worker",
     "train",
@@ -49,6 +56,7 @@ ALLOWED = {
     "optional_imports": set(),
     "model_aliases": set(),
     "own_parts": set(),
+    "metric_names": set(),
     "outcomes": set(),
     "lock": set(),
     "file_lock": set(),

@@ -23,8 +23,9 @@ from tests.worker.fakes import (
 )
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
-from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, with_best
+from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute
+from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP
 from vit_ray.train.loop import Ending, RankContext, StepResult, run_training
 
 
@@ -298,8 +299,8 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
 ) -> None:
     hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
     run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}, **kept), progress)
-    assert progress.metrics[STEP] == 8
-    assert progress.metrics[EVALUATIONS] == 3
+    assert progress.metrics[RESULT_STEP] == 8
+    assert progress.metrics[RESULT_EVALUATIONS] == 3
     found = with_best(progress.metrics)
     assert (found["eval/loss"], found["eval/last_loss"]) == (2.0, 2.5)
     assert found["train/loss"] == progress.metrics["train/loss"]
@@ -313,18 +314,20 @@ def test_without_a_best_that_is_kept_the_last_evaluation_is_the_result() -> None
     run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}), progress)
     assert with_best(progress.metrics) == progress.metrics
     assert progress.metrics["eval/loss"] == 2.5
-    assert STEP not in progress.metrics
+    assert RESULT_STEP not in progress.metrics
 
 
 def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
-    progress = Progress(metrics={"eval/best_loss": 0.1, STEP: 1.0, EVALUATIONS: 2.0, "a/b": 1.0})
+    progress = Progress(
+        metrics={"eval/best_loss": 0.1, RESULT_STEP: 1.0, RESULT_EVALUATIONS: 2.0, "a/b": 1.0}
+    )
     run(
         FakeEngine(),
         FakeHooks(losses=[3.0]),
         short_recipe(evaluate={"every_steps": TOTAL}),
         progress,
     )
-    assert not {"eval/best_loss", STEP, EVALUATIONS} & progress.metrics.keys()
+    assert not {"eval/best_loss", RESULT_STEP, RESULT_EVALUATIONS} & progress.metrics.keys()
     assert progress.metrics["a/b"] == 1.0
 
 
@@ -333,7 +336,7 @@ def test_of_evaluations_by_earlier_code_none_is_called_the_best() -> None:
     progress = Progress(best_eval_loss=0.1, evals_without_best=1)
     chosen = short_recipe(evaluate={"every_steps": 5}, checkpoint={"keep_best": True})
     run(FakeEngine(), FakeHooks(losses=[3.0, 2.0]), chosen, progress)
-    assert not {STEP, EVALUATIONS} & progress.metrics.keys()
+    assert not {RESULT_STEP, RESULT_EVALUATIONS} & progress.metrics.keys()
     assert with_best(progress.metrics)["eval/loss"] == 2.0
 
 
@@ -350,7 +353,7 @@ def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test
     chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
     run(FakeEngine(), hooks, chosen, progress)
     found = with_best(progress.metrics)
-    assert (progress.metrics[STEP], progress.best_loss_key) == (8, "dev/loss")
+    assert (progress.metrics[RESULT_STEP], progress.best_loss_key) == (8, "dev/loss")
     assert (found["dev/top1"], found["eval/top1"]) == (1.0, 0.1)
     assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
 

@@ -18,7 +18,8 @@ from vit_ray import trust_modules
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
 from vit_ray.evaluate.ground_truth import Answers
-from vit_ray.measure.best_evaluation import best_key, with_best
+from vit_ray.measure.best_evaluation import with_best
+from vit_ray.metric_names import best_key
 from vit_ray.train.loop import EvaluationCutError
 from vit_ray.worker import evaluation
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot

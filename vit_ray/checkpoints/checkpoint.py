@@ -28,6 +28,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     verify_shard,
     write_part,
 )
+from vit_ray.metric_names import DEV_LOSS, EVAL_LOSS, averaged_key
 from vit_ray.retry import read_again
 from vit_ray.storage import Location
 
@@ -51,7 +52,7 @@ class Progress:
     step: int = 0
     """Steps completed."""
     best_eval_loss: float | None = None
-    best_loss_key: str = "eval/loss"
+    best_loss_key: str = EVAL_LOSS
     """Metric that `best_eval_loss` is of."""
     evals_without_best: int = 0
     num_evals: int = 0
@@ -77,9 +78,8 @@ class Progress:
 
         And of the averaged weights, if there are any.
         """
-        images = "dev" if "dev/loss" in self.metrics else "eval"
-        averaged = f"{images}/averaged_loss"
-        return averaged if averaged in self.metrics else f"{images}/loss"
+        key = DEV_LOSS if DEV_LOSS in self.metrics else EVAL_LOSS
+        return averaged_key(key) if averaged_key(key) in self.metrics else key
 
     def is_over(self, total_steps: int) -> bool:
         """Whether nothing is left to do of a run of so many steps."""

@@ -28,7 +28,7 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, note_newest, p
 from vit_ray.config.cadence import Cadence
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock
-from vit_ray.measure.best_evaluation import STEP
+from vit_ray.metric_names import RESULT_STEP
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 
@@ -169,7 +169,7 @@ class CheckpointWriter:
                 measured.append(self._progress[step])
             else:  # it may be the best: `prune` judges whether it is damaged
                 unknown.add(step)
-        if not self._keep.keep_best and not any(STEP in p.metrics for p in measured):
+        if not self._keep.keep_best and not any(RESULT_STEP in p.metrics for p in measured):
             return set()
         # Of losses of the last and of averaged weights each has a best: they are not compared.
         best: dict[str, tuple[float, int]] = {}

@@ -30,7 +30,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     never_was_whole,
     read_marker,
 )
-from vit_ray.measure.best_evaluation import STEP
+from vit_ray.metric_names import RESULT_STEP
 from vit_ray.retry import read_again
 from vit_ray.storage import Location, locate
 
@@ -307,7 +307,7 @@ def result_checkpoint(run_folder: Location, newest: Checkpoint) -> Checkpoint:
     Raises:
         ValueError: the best one cannot be used.
     """
-    step = newest.position.progress.metrics.get(STEP)
+    step = newest.position.progress.metrics.get(RESULT_STEP)
     if step is None or step == newest.position.step:
         return newest
     folder = run_folder.child(folder_name(int(step)))

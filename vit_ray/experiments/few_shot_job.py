@@ -23,6 +23,7 @@ from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.feature_extraction import plan_extraction
 from vit_ray.launch.pool.pool_training import RunFailedError
+from vit_ray.metric_names import FEW_SHOT, KNN, few_shot_top1
 from vit_ray.storage import Location
 from vit_ray.tracking.past_runs import is_finished
 
@@ -40,8 +41,8 @@ class FewShotRow:
     def metrics(self) -> dict[str, float]:
         """Mean and deviation over seeds, as MLflow has them."""
         found = {}
-        for group, values in (("few_shot", self.linear), ("knn", self.neighbors)):
-            key = f"{group}/{self.shots}_shot_top1"
+        for group, values in ((FEW_SHOT, self.linear), (KNN, self.neighbors)):
+            key = few_shot_top1(self.shots, group)
             found[key] = statistics.fmean(values)
             if len(values) > 1:
                 found[f"{key}_std"] = statistics.stdev(values)

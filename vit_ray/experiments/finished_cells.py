@@ -11,6 +11,7 @@ from vit_ray.experiments.transfer import task_tags, top1_key
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.record.run_metadata import data_inputs
 from vit_ray.measure.best_evaluation import with_best
+from vit_ray.metric_names import STUDY_EXAFLOPS
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children
 
@@ -29,7 +30,7 @@ def finished_cells(
     found = {}
     for cell, resolved in zip(cells, resolved_runs, strict=True):
         run = runs.get(cell.name)
-        if run is not None and "study/exaflops" in run.data.metrics:
+        if run is not None and STUDY_EXAFLOPS in run.data.metrics:
             check_same_cell(cell, resolved, run)
             found[cell.name] = CellResult(
                 cell,

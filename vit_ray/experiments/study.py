@@ -31,6 +31,13 @@ from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.launch.record.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.metric_names import (
+    STUDY_CELLS,
+    STUDY_EXAFLOPS,
+    STUDY_EXAFLOPS_TOTAL,
+    STUDY_FAILED_CELLS,
+    STUDY_IMAGES_SEEN,
+)
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.past_runs import add_to_finished
 
@@ -171,7 +178,7 @@ class StudyRun:
             [group for group in groups if not self._is_over(group)],
             room,
             lambda one: room_of(one[0].recipe, room),
-            lambda one: training_cost(one[0].recipe, one[1], one[1].total_steps)["study/exaflops"],
+            lambda one: training_cost(one[0].recipe, one[1], one[1].total_steps)[STUDY_EXAFLOPS],
         )
         soon = (cell for group in groups for cell, _ in group if cell.name not in self.finished)
         parent.start_workers(first.recipe if (first := next(soon, None)) else None)
@@ -273,9 +280,9 @@ def _told(error: str) -> str:
 def _totals(results: list[CellResult]) -> dict[str, float]:
     failed = sum(bool(result.error) for result in results)
     return {
-        "study/cells": float(len(results) - failed),
-        "study/failed_cells": float(failed),
-        "study/exaflops_total": sum(map(_exaflops_computed, results)),
+        STUDY_CELLS: float(len(results) - failed),
+        STUDY_FAILED_CELLS: float(failed),
+        STUDY_EXAFLOPS_TOTAL: sum(map(_exaflops_computed, results)),
     }
 
 
@@ -283,5 +290,5 @@ def _exaflops_computed(result: CellResult) -> float:
     """Of a branch those of its cool-down alone: its trunk has computed the rest."""
     found = result.metrics
     batch = result.cell.recipe.train.global_batch_size
-    share = own_share(result.branched_from, batch, found.get("study/images_seen"))
-    return found.get("study/exaflops", 0.0) * share
+    share = own_share(result.branched_from, batch, found.get(STUDY_IMAGES_SEEN))
+    return found.get(STUDY_EXAFLOPS, 0.0) * share

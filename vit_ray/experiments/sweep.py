@@ -55,6 +55,7 @@ from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import tag_ended_run
+from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
@@ -502,14 +503,14 @@ def best_row(rows: list[Outcome]) -> Outcome:
 
 def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
     """What the sweep's own run records, each accuracy under the name that it has in its runs."""
-    mine = "eval/averaged_top1" if outcome.last_test_top1 else "eval/top1"
+    mine = EVAL_AVERAGED_TOP1 if outcome.last_test_top1 else EVAL_TOP1
     chosen = {
-        f"sweep/{key.rpartition('.')[2]}": float(value)
+        f"{SWEEP}{key.rpartition('.')[2]}": float(value)
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
     metrics = {**chosen, mine: outcome.mean}
     metrics[f"{mine}_std"] = outcome.deviation
     if outcome.last_test_top1:
-        metrics["eval/top1"] = statistics.fmean(outcome.last_test_top1)
+        metrics[EVAL_TOP1] = statistics.fmean(outcome.last_test_top1)
     return metrics

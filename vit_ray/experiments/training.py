@@ -28,6 +28,7 @@ from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.record.open_record import OpenRun
 from vit_ray.launch.run import ParentRun, RunResult, train
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.tracking.metrics_log import RunOpening
 
@@ -113,7 +114,7 @@ class Outcome:
 
 def deciding_metric(recipe: Recipe) -> str:
     """The accuracy that chooses a point and is the result."""
-    return "eval/averaged_top1" if recipe.train.averaging else "eval/top1"
+    return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
 
 
 def outcomes(training: Training) -> Iterator[Outcome]:
@@ -163,7 +164,7 @@ def outcome_of(recipe: Recipe, result: RunResult, step: int | None) -> Outcome:
         TrialState.FINISHED if result.is_complete else TrialState.STOPPED_EARLY,
         result,
         top1=result.metrics.get(deciding_metric(recipe)),
-        last_top1=result.metrics.get("eval/top1") if recipe.train.averaging else None,
+        last_top1=result.metrics.get(EVAL_TOP1) if recipe.train.averaging else None,
     )
 
 

@@ -16,6 +16,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import PaperConfig
 from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
+from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.report.paper import PRETRAINING, SOURCE, TEST_SETS, table_2, table_5
 from vit_ray.report.tables import Column, Table, Value, percent
 
@@ -41,7 +42,7 @@ class OurResult:
 
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | None:
     """The result of an evaluation and the paper's; None where it has no accuracy."""
-    top1 = metrics.get("eval/top1")
+    top1 = metrics.get(EVAL_TOP1)
     if top1 is None or recipe.data.test_set is None:
         return None
     return _table(recipe, [top1], recipe.benchmark.kind)

@@ -15,6 +15,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from vit_ray.config.secrets import redact
 from vit_ray.launch.record.control import RunStatus
 from vit_ray.launch.record.run_host import RunControl
+from vit_ray.metric_names import (
+    DATA_WAIT_FRACTION,
+    EVAL_AVERAGED_TOP1,
+    EVAL_TOP1,
+    PERF_HFU,
+    PERF_MEMORY_GIB,
+    PERF_MFU,
+    PERF_MODEL_TFLOPS_PER_GPU,
+    PERF_OWN_MS_MAX,
+    PERF_OWN_MS_MEDIAN,
+    PERF_SLOWEST_RANK,
+    PERF_STEP_MS_MEDIAN,
+    TRAIN_GRAD_NORM,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+    TRAIN_LR,
+)
 
 Show = Callable[[RunStatus, str, bool], None]
 """Takes where the run is, what `Pace` says of it, and whether it has ended."""
@@ -26,30 +43,30 @@ NO_STEP_S, NO_STEP_TIMES = 15.0, 5.0
 """A step that takes longer, and so many times as long as the others, is waited for."""
 
 _TOP1 = (
-    ("eval/top1", "top-1 {:.2%}"),
-    ("eval/averaged_top1", "of averaged weights {:.2%}"),
+    (EVAL_TOP1, "top-1 {:.2%}"),
+    (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),
 )
 _IN_THE_BAR = (
-    ("train/loss", "loss {:.3f}"),
-    ("train/images_per_s", "{:.0f} images/s"),
-    ("data/wait_fraction", "data wait {:.0%}"),
-    ("perf/mfu", "MFU {:.1%}"),
+    (TRAIN_LOSS, "loss {:.3f}"),
+    (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
+    (DATA_WAIT_FRACTION, "data wait {:.0%}"),
+    (PERF_MFU, "MFU {:.1%}"),
     *_TOP1,
 )
 _IN_A_LINE = (
-    ("train/loss", "loss {:.3f}"),
-    ("train/lr", "lr {:.2e}"),
-    ("train/grad_norm", "gradient {:.2f}"),
-    ("train/images_per_s", "{:.0f} images/s"),
-    ("perf/model_tflops_per_gpu", "{:.3g} TFLOP/s per worker"),
-    ("perf/mfu", "MFU {:.1%}"),
-    ("perf/hfu", "HFU {:.1%}"),
-    ("data/wait_fraction", "data wait {:.0%}"),
-    ("perf/step_ms_median", "step {:.0f} ms"),
-    ("perf/own_ms_median", "own work {:.0f} ms"),
-    ("perf/own_ms_max", "at most {:.0f} ms"),
-    ("perf/slowest_rank", "of worker {:.0f}"),
-    ("perf/memory_gib", "{:.1f} GiB"),
+    (TRAIN_LOSS, "loss {:.3f}"),
+    (TRAIN_LR, "lr {:.2e}"),
+    (TRAIN_GRAD_NORM, "gradient {:.2f}"),
+    (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
+    (PERF_MODEL_TFLOPS_PER_GPU, "{:.3g} TFLOP/s per worker"),
+    (PERF_MFU, "MFU {:.1%}"),
+    (PERF_HFU, "HFU {:.1%}"),
+    (DATA_WAIT_FRACTION, "data wait {:.0%}"),
+    (PERF_STEP_MS_MEDIAN, "step {:.0f} ms"),
+    (PERF_OWN_MS_MEDIAN, "own work {:.0f} ms"),
+    (PERF_OWN_MS_MAX, "at most {:.0f} ms"),
+    (PERF_SLOWEST_RANK, "of worker {:.0f}"),
+    (PERF_MEMORY_GIB, "{:.1f} GiB"),
     *_TOP1,
 )
 

@@ -34,6 +34,7 @@ from vit_ray.launch.record.run_metadata import (
 )
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.measure.best_evaluation import with_best
+from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.worker.job import TrainJob
@@ -164,7 +165,7 @@ def run_prepared(
         training_id=prepared.training_id,
         parent=parent.run.opening if parent else None,
         measured_on="dev" if kind == "sweep_trial" or is_on_dev_split(recipe) else "eval",
-        awaited_metric="dev/top1" if kind == "sweep_trial" else None,
+        awaited_metric=DEV_TOP1 if kind == "sweep_trial" else None,
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
@@ -265,8 +266,8 @@ def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, fl
     """Record the cost of a training up to a step, and where its time went; return both."""
     cost, spent = training_cost(prepared.recipe, prepared.resolved, step), run.control.account()
     # A checkpoint has the days of drivers whose log is elsewhere, but not of steps done twice.
-    known_days = run.control.status().metrics.get("cost/core_days", 0.0)
-    cost |= {**spent.metrics(), "cost/core_days": max(known_days, spent.core_days)}
+    known_days = run.control.status().metrics.get(COST_CORE_DAYS, 0.0)
+    cost |= {**spent.metrics(), COST_CORE_DAYS: max(known_days, spent.core_days)}
     # Before the end, which comes next; days of a step that was logged before are replaced.
     run.record.metrics(step, cost, ANSWER_LIMIT_S, again=True)
     return cost

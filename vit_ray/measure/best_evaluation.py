@@ -7,24 +7,14 @@ and the number of evaluations that it is the best of.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
-STEP: Final = "result/step"
-"""Metric: step of the best evaluation."""
-EVALUATIONS: Final = "result/evaluations"
-"""Metric: evaluations so far."""
-BEST: Final = "/best_"
-"""In the name of every metric of a best evaluation."""
-
-
-def best_key(key: str) -> str:
-    """Of a metric of an evaluation, in the best one."""
-    return BEST.join(key.rsplit("/", 1))
+from vit_ray.metric_names import BEST, RESULT_EVALUATIONS, RESULT_STEP
 
 
 def without_best(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics without those of a best evaluation."""
-    return {k: v for k, v in metrics.items() if BEST not in k and k not in (STEP, EVALUATIONS)}
+    of_result = (RESULT_STEP, RESULT_EVALUATIONS)
+    return {k: v for k, v in metrics.items() if BEST not in k and k not in of_result}
 
 
 def with_best(metrics: Mapping[str, float]) -> dict[str, float]:

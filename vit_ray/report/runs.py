@@ -20,7 +20,8 @@ from vit_ray.config.model_family import model_family
 from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact
-from vit_ray.measure.best_evaluation import EVALUATIONS, with_best
+from vit_ray.measure.best_evaluation import with_best
+from vit_ray.metric_names import RESULT_EVALUATIONS
 from vit_ray.report.figures.histories import Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
@@ -233,7 +234,7 @@ class RecordedRun:
         values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
         if all(flat.get(key, "None") == "None" for key in LENGTH):
             values[EXAFLOPS] = f"{self.recorded.get('study/exaflops')}"
-        if EVALUATIONS in self.recorded:
+        if RESULT_EVALUATIONS in self.recorded:
             values["result"] = "best evaluation"
             values["evaluate.every_steps"] = flat["evaluate.every_steps"]
         if self._is_measured_on_dev:
@@ -264,7 +265,7 @@ class RecordedRun:
 
         The last evaluation is not chosen, nor is one by images held out of the training set.
         """
-        count = self.recorded.get(EVALUATIONS)
+        count = self.recorded.get(RESULT_EVALUATIONS)
         if count is None or "dev/loss" in self.recorded or self._is_measured_on_dev:
             return None
         return int(count)

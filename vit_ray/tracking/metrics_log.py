@@ -35,8 +35,6 @@ RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag of the folder that has the run's checkpoints: two outputs may have runs of one name."""
 STARTED_OVER: Final = "vit_ray.started_over_from"
 """Tag of a run that began at step 0 in the place of an earlier one, whose id it is."""
-STARTUP: Final = "startup/first_step_s"
-"""Metric that counts once in each opening: later attempts do not start the run."""
 FILES: Final = ("text", "artifact", "model", "event")
 """Kinds of records that become files of the run; its events are one together."""
 FAILURE: Final = "vit_ray.failure"

@@ -20,8 +20,9 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from vit_ray.config.recorded_recipe import CHANGED_PARAMS
+from vit_ray.metric_names import EVAL, STARTUP_FIRST_STEP_S, SYSTEM
 from vit_ray.mlflow_internals import latest_points
-from vit_ray.tracking.metrics_log import FAILURE, STARTUP, Record
+from vit_ray.tracking.metrics_log import FAILURE, Record
 from vit_ray.tracking.mlflow_api import (
     Dataset,
     DatasetInput,
@@ -215,7 +216,7 @@ class RunWriter:
         """
         found: dict[str, SeenSteps] = {}
         for latest in latest_points(run):
-            if latest.key.startswith("system/"):  # of MLflow's own sampler
+            if latest.key.startswith(SYSTEM):  # of MLflow's own sampler
                 continue
             if latest.key.endswith(NONFINITE):
                 self._num_nonfinite[latest.key] = latest.value
@@ -238,15 +239,15 @@ class RunWriter:
         for record in records:
             step, time_ms = record["step"], record["time_ms"]
             for key, value in record["values"].items():
-                if key.startswith("eval/"):
-                    key = group + key.removeprefix("eval/")
+                if key.startswith(EVAL):
+                    key = group + key.removeprefix(EVAL)
                 # MLflow would store inf as 1.8e308, which ruins every chart; a count is honest.
                 is_finite = math.isfinite(value)
                 key = key if is_finite else key + NONFINITE
                 latest_ms = self._latest_ms.get(key, 0)
                 is_newer = record.get("again") and time_ms > latest_ms
                 is_known = step in new.get(key, ()) or step in self._seen.get(key, ())
-                if key == STARTUP:
+                if key == STARTUP_FIRST_STEP_S:  # of the first attempt
                     is_known |= key in new or latest_ms >= self.opening["time_ms"]
                 if is_known and not is_newer:
                     continue

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, best_key, without_best
+from vit_ray.measure.best_evaluation import without_best
+from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP, best_key
 
 
 def judge_evaluation(
@@ -33,12 +34,12 @@ def judge_evaluation(
     of_best: dict[str, float] = {}
     if not keeps_best:
         progress.metrics = without_best(progress.metrics)
-    elif is_best or STEP in progress.metrics:
-        of_best[EVALUATIONS] = progress.num_evals
+    elif is_best or RESULT_STEP in progress.metrics:
+        of_best[RESULT_EVALUATIONS] = progress.num_evals
         if is_best:
             progress.metrics = without_best(progress.metrics)
             of_best |= {best_key(key): value for key, value in metrics.items()}
-            of_best[STEP] = progress.step
+            of_best[RESULT_STEP] = progress.step
         progress.metrics |= of_best
     if is_best:
         progress.best_eval_loss, progress.evals_without_best = loss, 0

@@ -23,8 +23,23 @@ from torch import Tensor
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
 from vit_ray.config.cadence import Cadence
-from vit_ray.measure.best_evaluation import BEST
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
+from vit_ray.metric_names import (
+    AVERAGED,
+    BEST,
+    COST_CORE_DAYS,
+    DATA_WAIT_FRACTION,
+    DEV,
+    PERF_MEMORY_GIB,
+    PERF_OWN_MS_MAX,
+    PERF_OWN_MS_MEDIAN,
+    PERF_SLOWEST_RANK,
+    PERF_STEP_MS_MEDIAN,
+    TRAIN_GRAD_NORM,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+    TRAIN_LR,
+)
 from vit_ray.train.early_stopping import judge_evaluation
 from vit_ray.train.optim.schedule import lr_at
 
@@ -257,17 +272,17 @@ class _Training:
         # Whole steps take equally long on all ranks, who wait for the slowest in each.
         images_per_s = self._recipe.train.global_batch_size / statistics.fmean(seconds)
         metrics = {
-            "train/loss": step.loss,
-            "train/lr": step.learning_rate,
-            "train/grad_norm": step.grad_norm,
-            "cost/core_days": progress.worker_seconds / 86_400,
-            "train/images_per_s": images_per_s,
-            "data/wait_fraction": statistics.fmean(waits),
-            "perf/step_ms_median": times.median_s * 1e3,
-            "perf/own_ms_median": statistics.median(own_s) * 1e3,
-            "perf/own_ms_max": max(own_s) * 1e3,
-            "perf/slowest_rank": float(own_s.index(max(own_s))),
-            "perf/memory_gib": max(memory_gib),
+            TRAIN_LOSS: step.loss,
+            TRAIN_LR: step.learning_rate,
+            TRAIN_GRAD_NORM: step.grad_norm,
+            COST_CORE_DAYS: progress.worker_seconds / 86_400,
+            TRAIN_IMAGES_PER_S: images_per_s,
+            DATA_WAIT_FRACTION: statistics.fmean(waits),
+            PERF_STEP_MS_MEDIAN: times.median_s * 1e3,
+            PERF_OWN_MS_MEDIAN: statistics.median(own_s) * 1e3,
+            PERF_OWN_MS_MAX: max(own_s) * 1e3,
+            PERF_SLOWEST_RANK: float(own_s.index(max(own_s))),
+            PERF_MEMORY_GIB: max(memory_gib),
             **self._compute.rates(images_per_s / context.world_size),
         }
         progress.metrics |= metrics
@@ -287,7 +302,7 @@ class _Training:
         others = {
             key: value
             for key, value in progress.metrics.items()
-            if BEST in key or not ("/averaged_" in key or key.startswith("dev/"))
+            if BEST in key or not (AVERAGED in key or key.startswith(DEV))
         }
         progress.metrics = others | metrics
         self._hooks.log(progress.step, metrics)

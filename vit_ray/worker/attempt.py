@@ -12,6 +12,12 @@ from typing import Any
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
+from vit_ray.metric_names import (
+    CHECKPOINT_STALL_S,
+    PERF_COMPILED,
+    STARTUP_COMPILE_S,
+    STARTUP_FIRST_STEP_S,
+)
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import Callback, own_part
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
@@ -180,12 +186,12 @@ class Attempt:
         since_ray_s = time.time() - self.job.ray_ready_s
         compiled_s, failure = self.engine.compile_s(), self.engine.compile_failure()
         metrics = {
-            "startup/first_step_s": since_ray_s,
-            "perf/compiled": float(compiled_s > 0 and failure is None),
+            STARTUP_FIRST_STEP_S: since_ray_s,
+            PERF_COMPILED: float(compiled_s > 0 and failure is None),
         }
         text = f"{since_ray_s:.1f} s after Ray was up"
         if compiled_s:
-            metrics["startup/compile_s"] = compiled_s
+            metrics[STARTUP_COMPILE_S] = compiled_s
             text += f", {compiled_s:.1f} s of them torch.compile's"
         if failure is not None:
             self.link.note(EventKind.NOT_COMPILED, f"the model runs eagerly: {failure}", step)
@@ -211,8 +217,8 @@ class Attempt:
         """Start writing a checkpoint, and log for how long training stood still."""
         with self.link.clock.within(TimeClass.CHECKPOINT):
             stall_s = self.saver.save(progress)
-        progress.metrics["checkpoint/stall_s"] = stall_s
-        self.link.log(progress.step, {"checkpoint/stall_s": stall_s})
+        progress.metrics[CHECKPOINT_STALL_S] = stall_s
+        self.link.log(progress.step, {CHECKPOINT_STALL_S: stall_s})
 
     def wait_until_saved(self) -> None:
         """This rank's part."""

@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from vit_ray.metric_names import CHECKPOINT_STALL_S, STARTUP_FIRST_STEP_S
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
-from vit_ray.tracking.metrics_log import STARTUP, Record
+from vit_ray.tracking.metrics_log import Record
 from vit_ray.worker.run_link import Orders, beats_between
 
 SILENT_BEATS: Final = 5
@@ -19,8 +20,6 @@ SILENT_BEATS: Final = 5
 ONE_HANG_S: Final = 120.0
 """Reports within this time are of one hang."""
 _MOST_NAMED: Final = 4
-CHECKPOINT_STALL: Final = "checkpoint/stall_s"
-"""Metric that is recorded when a checkpoint is begun."""
 
 
 @dataclass
@@ -60,7 +59,7 @@ class RunStatus:
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Last value of each; of several attempts the first one's `STARTUP`."""
+    """Last value of each; of several attempts the first one's start-up time."""
     events: list[Event] = field(default_factory=list)
     stage: str = ""
     """The current one of the runs under this one; empty for a run without any."""
@@ -102,9 +101,11 @@ class ControlState:
         match record["kind"]:
             case "metrics":
                 known, values = self._now.metrics, record["values"]
-                known.update({k: v for k, v in values.items() if k != STARTUP or k not in known})
+                known.update(
+                    {k: v for k, v in values.items() if k != STARTUP_FIRST_STEP_S or k not in known}
+                )
                 self._now.step = max(self._now.step, record["step"])
-                if CHECKPOINT_STALL in values:
+                if CHECKPOINT_STALL_S in values:
                     last = self._now.checkpoints_s[-1:]
                     self._now.checkpoints_s = [*last, record["time_ms"] / 1000]
             case "event":

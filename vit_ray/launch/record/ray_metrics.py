@@ -14,16 +14,24 @@ from typing import Final
 from ray.util.metrics import Gauge
 
 from vit_ray.launch.record.control import RunStatus
+from vit_ray.metric_names import (
+    DATA_WAIT_FRACTION,
+    PERF_MFU,
+    PERF_SLOWEST_RANK,
+    RUN_GOODPUT,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+)
 from vit_ray.outcomes import EventKind
 
 _TAGS: Final = ("run",)
 _COPIED: Final = {
-    "vit_ray_images_per_s": ("train/images_per_s", "Images trained in a second"),
-    "vit_ray_loss": ("train/loss", "Training loss"),
-    "vit_ray_data_wait_fraction": ("data/wait_fraction", "Share of time waiting for data"),
-    "vit_ray_mfu": ("perf/mfu", "Share of the devices' peak that model FLOPs reach"),
-    "vit_ray_slowest_rank": ("perf/slowest_rank", "Worker with the longest step"),
-    "vit_ray_goodput": ("run/goodput", "Share of the wall clock that trained something new"),
+    "vit_ray_images_per_s": (TRAIN_IMAGES_PER_S, "Images trained in a second"),
+    "vit_ray_loss": (TRAIN_LOSS, "Training loss"),
+    "vit_ray_data_wait_fraction": (DATA_WAIT_FRACTION, "Share of time waiting for data"),
+    "vit_ray_mfu": (PERF_MFU, "Share of the devices' peak that model FLOPs reach"),
+    "vit_ray_slowest_rank": (PERF_SLOWEST_RANK, "Worker with the longest step"),
+    "vit_ray_goodput": (RUN_GOODPUT, "Share of the wall clock that trained something new"),
 }
 """Names of gauges to those of recorded metrics, and what they are."""
 _OWN: Final = {

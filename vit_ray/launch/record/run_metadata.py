@@ -24,6 +24,12 @@ from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.metric_names import (
+    STUDY_EXAFLOPS,
+    STUDY_FORWARD_GMACS,
+    STUDY_IMAGES_SEEN,
+    STUDY_TRAIN_IMAGES,
+)
 from vit_ray.tracking.metrics_log import RUN_FOLDER, RunOpening
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
@@ -133,10 +139,10 @@ def training_cost(recipe: Recipe, resolved: ResolvedRun, steps: int) -> dict[str
     )
     images_seen = steps * recipe.train.global_batch_size
     return {
-        "study/exaflops": count_exaflops(macs, images_seen),
-        "study/forward_gmacs": macs / 1e9,
-        "study/images_seen": float(images_seen),
-        "study/train_images": float(resolved.num_images),
+        STUDY_EXAFLOPS: count_exaflops(macs, images_seen),
+        STUDY_FORWARD_GMACS: macs / 1e9,
+        STUDY_IMAGES_SEEN: float(images_seen),
+        STUDY_TRAIN_IMAGES: float(resolved.num_images),
     }
 
 

@@ -1,0 +1,90 @@
+"""The names of all metrics that runs record: `group/name_unit`.
+
+A name that holds a number of shots, a data set or a task is made of a group below.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Of training, at each logged step.
+TRAIN_LOSS: Final = "train/loss"
+TRAIN_LR: Final = "train/lr"
+TRAIN_GRAD_NORM: Final = "train/grad_norm"
+TRAIN_IMAGES_PER_S: Final = "train/images_per_s"
+DATA_WAIT_FRACTION: Final = "data/wait_fraction"
+PERF_MODEL_TFLOPS_PER_GPU: Final = "perf/model_tflops_per_gpu"
+PERF_MFU: Final = "perf/mfu"
+PERF_HFU: Final = "perf/hfu"
+PERF_STEP_MS_MEDIAN: Final = "perf/step_ms_median"
+PERF_OWN_MS_MEDIAN: Final = "perf/own_ms_median"
+PERF_OWN_MS_MAX: Final = "perf/own_ms_max"
+PERF_SLOWEST_RANK: Final = "perf/slowest_rank"
+PERF_MEMORY_GIB: Final = "perf/memory_gib"
+
+# Of an attempt's start and of its checkpoints.
+STARTUP_FIRST_STEP_S: Final = "startup/first_step_s"
+STARTUP_COMPILE_S: Final = "startup/compile_s"
+PERF_COMPILED: Final = "perf/compiled"
+CHECKPOINT_STALL_S: Final = "checkpoint/stall_s"
+
+# Of an evaluation. `eval/` and `dev/` (training images that are held out) have the same names.
+EVAL: Final = "eval/"
+DEV: Final = "dev/"
+EVAL_TOP1: Final = "eval/top1"
+EVAL_TOP5: Final = "eval/top5"
+EVAL_LOSS: Final = "eval/loss"
+EVAL_LAST_TOP1: Final = "eval/last_top1"
+EVAL_AVERAGED_TOP1: Final = "eval/averaged_top1"
+DEV_TOP1: Final = "dev/top1"
+DEV_LOSS: Final = "dev/loss"
+DEV_AVERAGED_TOP1: Final = "dev/averaged_top1"
+FEW_SHOT: Final = "few_shot/"
+KNN: Final = "knn/"
+EXTRACT_IMAGES: Final = "extract/images"
+
+AVERAGED: Final = "/averaged_"
+"""In the name of every metric of the averaged weights."""
+
+# Of a run that keeps its best evaluation.
+BEST: Final = "/best_"
+"""In the name of every metric of it."""
+RESULT_STEP: Final = "result/step"
+RESULT_EVALUATIONS: Final = "result/evaluations"
+"""Evaluations so far, of which it is the best."""
+
+# Of a whole run.
+RUN: Final = "run/"
+RUN_GOODPUT: Final = "run/goodput"
+RUN_WALL_S: Final = "run/wall_s"
+COST_CORE_DAYS: Final = "cost/core_days"
+STUDY_EXAFLOPS: Final = "study/exaflops"
+STUDY_FORWARD_GMACS: Final = "study/forward_gmacs"
+STUDY_IMAGES_SEEN: Final = "study/images_seen"
+STUDY_TRAIN_IMAGES: Final = "study/train_images"
+
+# Of many runs, by their parent.
+STUDY_CELLS: Final = "study/cells"
+STUDY_FAILED_CELLS: Final = "study/failed_cells"
+STUDY_EXAFLOPS_TOTAL: Final = "study/exaflops_total"
+SWEEP: Final = "sweep/"
+VTAB: Final = "vtab/"
+VTAB_NUM_TASKS: Final = "vtab/tasks"
+
+SYSTEM: Final = "system/"
+"""Of MLflow's own sampler of the machines."""
+
+
+def few_shot_top1(shots: int, group: str = FEW_SHOT) -> str:
+    """Accuracy with so many images of each class, by least squares or (`KNN`) neighbours."""
+    return f"{group}{shots}_shot_top1"
+
+
+def best_key(key: str) -> str:
+    """Of a metric of an evaluation, in the best one."""
+    return BEST.join(key.rsplit("/", 1))
+
+
+def averaged_key(key: str) -> str:
+    """The same metric, of the averaged weights."""
+    return key.replace("/", AVERAGED, 1)

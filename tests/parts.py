@@ -1,10 +1,13 @@
 """Parts as a user would write them, for tests of `own_parts`."""
 
 import sys
+import time
 from typing import Any
 
+import ray
 import torch
 import torch.nn.functional as F
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from torch import nn
 
 from vit_ray import build_model
@@ -196,6 +199,17 @@ def meddle(step: int, metrics: dict[str, float]) -> None:
     torch.rand(3)
     metrics.clear()
     metrics["train/loss"] = -1.0
+
+
+def wait_for_two_groups(step: int, metrics: dict[str, float]) -> None:
+    """Until the workers of two trainings hold 3 CPUs each of two nodes of 4, once in a cluster."""
+    deadline = time.monotonic() + 180
+    while not _internal_kv_get("two groups"):
+        assert time.monotonic() < deadline, ray.available_resources()
+        free = ray.available_resources().get("CPU", 0.0)
+        if ray.cluster_resources().get("CPU", 0.0) == 8 and free <= 2:
+            _internal_kv_put("two groups", "held")
+        time.sleep(0.5)
 
 
 def fail(step: int, metrics: dict[str, float]) -> None:

@@ -19,7 +19,11 @@ CONFIG = {
     "cluster_name": "fake",
     "max_workers": 2,
     "idle_timeout_minutes": 1,
-    "provider": {"type": "fake_multinode", "launch_multiple": True},
+    "provider": {
+        "type": "fake_multinode", "launch_multiple": True,
+        # Its nodes have no heartbeat under their own address, and cannot be reached by ssh.
+        "disable_node_updaters": True, "worker_liveness_check": False,
+    },
     # The provider's own name for the head, and its number for the head's node.
     "head_node_type": "ray.head.default",
     "available_node_types": {
@@ -35,8 +39,6 @@ ENVIRONMENT = {
     "RAY_FAKE_CLUSTER": "1",
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": "f" * 51 + "00000",
     "AUTOSCALER_UPDATE_INTERVAL_S": "2",
-    # The provider's nodes have no heartbeat under their own address, and cannot be reached by ssh.
-    "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "3600",
 }
 
 
@@ -84,7 +86,9 @@ def test_a_study_starts_a_node_for_each_cell_that_may_run(
     head: Host, digits: Digits, tmp_path: Path
 ) -> None:
     recipe = small_recipe(
-        "grows", digits, tmp_path, optim={"steps": 40}, train={"global_batch_size": 16},
+        "grows", digits, tmp_path, optim={"steps": 40},
+        # The first cell that trains goes on only once the other one has a node of its own.
+        train={"global_batch_size": 16, "callbacks": ["tests.parts.wait_for_two_groups"]},
         # One worker for each node of 4 CPUs.
         workers={"num_workers": 1, "cpus_per_worker": 3.0},
         study={

@@ -42,9 +42,15 @@ def random_words(keys: Tensor, count: int) -> Tensor:
 def random_uint16(keys: Tensor, count: int) -> Tensor:
     """`count` random numbers from -2^15 to 2^15 - 1 for each key: int16 (B, count).
 
-    Four to a word, which is a quarter of the work.
+    Four to a word, which is a quarter of the work. Compiled code shifts each out of its word
+    instead: inductor cannot fuse the view, would write all words to memory, and fails on the GPU
+    where a key has one word.
     """
-    return random_words(keys, -(-count // 4)).view(torch.int16)[:, :count]
+    words = random_words(keys, -(-count // 4))
+    if not torch.compiler.is_compiling():
+        return words.view(torch.int16)[:, :count]
+    shifts = torch.arange(0, 64, 16, device=keys.device)
+    return (words[:, :, None] >> shifts).to(torch.int16).flatten(1)[:, :count]
 
 
 def _signed(word: int) -> int:

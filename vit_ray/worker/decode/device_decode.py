@@ -3,9 +3,9 @@
 The crop's place was drawn with the sample's own random numbers before the image travelled, so it is
 the one that the host would have cut; the resize is bilinear and antialiased, as Pillow's.
 
-JPEG files go through nvImageCodec (`pip install 'vit-ray[device-decode]'`), which reads only the
-region: in hardware where the GPU has it, or by its CPU backend where there is no GPU. Without a GPU
-and without nvImageCodec, and for a file that it refuses, Pillow decodes.
+JPEG files go through nvImageCodec (`pip install 'vit-ray[device-decode]'`), in hardware where the
+GPU has it, or by its CPU backend where there is no GPU. Without a GPU and without nvImageCodec, and
+for a file that it refuses, Pillow decodes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels of the file; the last two exclusive."""
+
+# Of whole images that a GPU decodes together: 400 MB.
+MOST_PIXELS: Final = 1 << 27
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -60,7 +63,11 @@ def region_decoder(device: torch.device) -> RegionDecoder:
 
 
 class NvImageCodec:
-    """nvImageCodec on a GPU, or its CPU backend."""
+    """nvImageCodec on a GPU, or its CPU backend.
+
+    A GPU decodes whole images, and cuts the regions out: its JPEG units take no regions, and nvJPEG
+    below 13.2 leaves regions with smooth chroma to the CPU. A CPU decodes the regions alone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         # Here and not above: it is an optional package.
@@ -82,24 +89,54 @@ class NvImageCodec:
 
     def __call__(self, files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:
         """As `RegionDecoder`."""
-        regions = [self._region(file, box) for file, box in zip(files, boxes, strict=True)]
-        known = [region for region in regions if region is not None]
+        streams = [self._stream(file) for file in files]
+        found: list[Tensor | None] = [None] * len(files)
+        known = [i for i, stream in enumerate(streams) if stream is not None]
         if not known:
-            return [None] * len(files)
-        is_gpu = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
-        made = iter(self._decoder.decode(known, params=self._params, cuda_stream=stream))
-        images = [None if region is None else next(made) for region in regions]
-        if is_gpu:
-            return [None if image is None else from_dlpack(image) for image in images]
-        return [i if i is None else torch.from_numpy(np.asarray(i.cpu())) for i in images]
+            return found
+        if self._device.type == "cpu":
+            regions = [self._region(streams[i], boxes[i]) for i in known]
+            for i, image in zip(known, self._decoded(regions), strict=True):
+                found[i] = None if image is None else torch.from_numpy(np.asarray(image.cpu()))
+            return found
+        for some in _parts(known, [streams[i].height * streams[i].width for i in known]):
+            for i, image in zip(some, self._decoded([streams[i] for i in some]), strict=True):
+                if image is not None:
+                    top, left, bottom, right = boxes[i]
+                    # A copy, so that the rest of the image is free again.
+                    found[i] = from_dlpack(image)[top:bottom, left:right].clone()
+        return found
 
-    def _region(self, file: np.ndarray, box: Box) -> Any:
+    def _decoded(self, streams: list[Any]) -> list[Any]:
+        is_gpu = self._device.type == "cuda"
+        cuda_stream = torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
+        decoded = self._decoder.decode(streams, params=self._params, cuda_stream=cuda_stream)
+        return list(decoded)
+
+    def _stream(self, file: np.ndarray) -> Any:
         try:
             stream = self._codec.CodeStream(file)
-            return stream.get_sub_code_stream(region=self._codec.Region(*box))
+            stream.height  # noqa: B018  # of a broken header it is not known
+            return stream
         except RuntimeError:
             return None
+
+    def _region(self, stream: Any, box: Box) -> Any:
+        return stream.get_sub_code_stream(region=self._codec.Region(*box))
+
+
+def _parts(numbers: list[int], pixels: list[int]) -> Iterator[list[int]]:
+    """The numbers in groups of at most `MOST_PIXELS` together, or one alone."""
+    group: list[int] = []
+    held = 0
+    for number, count in zip(numbers, pixels, strict=True):
+        if group and held + count > MOST_PIXELS:
+            yield group
+            group, held = [], 0
+        group.append(number)
+        held += count
+    if group:
+        yield group
 
 
 def decode_with_pillow(files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:

@@ -18,7 +18,7 @@ BOTH := --numprocesses=2 --dist=loadgroup
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-slow test-all test-generic test-faults soak test-processors check check-docs test-browser newcomer screenshots clean
+.PHONY: env quickstart test test-slow test-all test-generic test-gpu test-faults soak test-processors check check-docs test-browser newcomer screenshots clean
 
 env: $(STAMP)
 
@@ -69,6 +69,10 @@ test-processors: env
 ifdef HAS_AVX2
 	$(AVX2) $(BIN)/python -m pytest --slow=also $(NUMERIC)
 endif
+
+# What only a GPU can show, on a machine that has one; two minutes.
+test-gpu: env
+	DS_ACCELERATOR=cuda $(BIN)/python -m pytest -o addopts=-q tests/gpu
 
 test-faults: env
 	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/faults

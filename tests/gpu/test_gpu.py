@@ -1,0 +1,216 @@
+"""What only a GPU can show: `make test-gpu`; skipped where there is none.
+
+One process and one GPU; the CPU, plain torch and Pillow are the oracles.
+"""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.checkpoints.written import write_snapshot
+from tests.data.pictures import jpeg
+from tests.models.small import small_model
+from tests.recipes import recipe_with
+from tests.train.engine_runs import OPTIM, batch, loss_of, position
+from vit_ray.checkpoints.checkpoint import folder_name
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.data.images.crop_boxes import draw_box
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.measure.devices import find_device
+from vit_ray.models.counter_random import sample_keys
+from vit_ray.models.dropout import keyed_dropout
+from vit_ray.storage import locate
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.train.loop import Batch
+from vit_ray.train.memory.largest_batch import try_micro_batches
+from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.train.optim.optimizers import build_optimizer
+from vit_ray.worker.decode.device_decode import NvImageCodec
+from vit_ray.worker.prefetch import device_batches
+from vit_ray.worker.setup import check_device
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+GPU = torch.device("cuda", 0)
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    torch.backends.cudnn.allow_tf32 = False  # the patch embedding's convolution
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    torch.distributed.init_process_group(
+        "nccl", store=store, rank=0, world_size=1, device_id=GPU
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        yield
+    torch.distributed.destroy_process_group()
+
+
+def engine_of(model: torch.nn.Module, loss: Any, **train: Any) -> DeepSpeedEngine:
+    config = TrainConfig.model_validate({"compile": False, **train})
+    return DeepSpeedEngine(
+        model, config, OPTIM, micro_batch_size=4, accumulation_steps=2, loss_function=loss
+    )
+
+
+def losses_of(engine: DeepSpeedEngine, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        images, labels = (part.to(GPU) for part in batch(step))
+        samples = torch.arange(8 * step, 8 * step + 8, device=GPU)
+        pieces = zip(images.split(4), labels.split(4), samples.split(4), strict=True)
+        losses.append(sum(float(engine.backward(*piece, step)) for piece in pieces) / 2)
+        engine.step(1e-2)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def cpu_losses() -> list[float]:
+    """Plain torch in fp32 on the CPU."""
+    model = small_model("ViT", image_size=8, patch_size=4)
+    optimizer = build_optimizer(model, OPTIM)
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        images, labels = batch(step)
+        loss = loss_of(TrainConfig(precision="fp32"))(model, images, labels, None)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stage_trains_as_plain_torch_on_the_cpu_and_resumes(
+    cpu_losses: list[float], tmp_path: Path, precision: str, stage: int
+) -> None:
+    train = TrainConfig.model_validate({"zero_stage": stage, "precision": precision})
+    options = train.model_dump(exclude_unset=True)
+
+    def engine() -> DeepSpeedEngine:
+        model = small_model("ViT", image_size=8, patch_size=4)
+        return engine_of(model, loss_of(train), **options)
+
+    straight = engine()
+    losses = losses_of(straight, 0, 2)
+    folder = locate(str(tmp_path))
+    write_snapshot(straight.state.snapshot(position(straight, 2)), folder.child(folder_name(2)))
+    losses += losses_of(straight, 2, STEPS)
+    straight.close()
+    assert losses == pytest.approx(cpu_losses, rel=1e-4 if precision == "fp32" else 3e-2)
+
+    again = engine()
+    checkpoint = newest_checkpoint(folder)
+    assert checkpoint is not None
+    again.restore(checkpoint)
+    found = losses_of(again, 2, STEPS)
+    again.close()
+    assert found == pytest.approx(losses[2:], rel=1e-5 if precision == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_masks_are_those_of_the_cpu(compiles: bool) -> None:
+    function = torch.compile(keyed_dropout) if compiles else keyed_dropout
+    x = torch.ones(5, 7, 33)
+    keys = sample_keys(torch.tensor([0, 1, 7, 2**40, 300_000_000]), 3, 4)
+    expected = keyed_dropout(x, keys, 0.3)
+    assert torch.equal(function(x.to(GPU), keys.to(GPU), 0.3).cpu(), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_compiled_blocks_train_as_eager_ones(precision: str, stage: int) -> None:
+    """With dropout, stochastic depth, recomputed activations, MixUp and CutMix."""
+    model = {
+        "name": "ViT", "image_size": 8, "depth": 3, "width": 192, "mlp_dim": 256, "num_heads": 3,
+        "patch_size": 4, "dropout": 0.1, "stochastic_depth": 0.2,
+    }  # fmt: skip
+    train = {
+        "precision": precision, "zero_stage": stage, "activation_checkpointing": 1, "mixup": 0.8,
+        "cutmix": 1.0,
+    }  # fmt: skip
+    found = {}
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        recipe = recipe_with(model=model, train={**train, "global_batch_size": 8})
+        torch.manual_seed(0)
+        model_and_loss = build_objective(recipe, 5), make_loss(recipe)
+        engine = engine_of(*model_and_loss, **train, compile=compiles)
+        found[compiles] = losses_of(engine, 0, 8)
+        assert engine.compile_failure() is None
+        assert (engine.compile_s() > 0) == compiles
+        engine.close()
+    # Rounding grows from step to step, in bf16 to 2 % within these.
+    assert found[True] == pytest.approx(found[False], rel=1e-3 if precision == "fp32" else 5e-2)
+
+
+def test_the_gpu_and_its_sums_are_sound() -> None:
+    assert check_device(GPU, 0, 1) == []
+    assert find_device(torch.cuda.get_device_name(GPU)) is not None
+
+
+def test_batches_arrive_whole_and_in_order() -> None:
+    def read() -> Iterator[Batch]:
+        for i in range(40):
+            yield {"image": np.full((64, 224, 224, 3), i, np.uint8), "sample": np.full(64, i)}
+
+    busy, found = torch.randn(2048, 2048, device=GPU), []
+    for got in device_batches(read(), GPU, 2, ("image", "sample")):
+        for _ in range(20):
+            busy = torch.tanh(busy @ busy)
+        image = got["image"]
+        assert image.device == GPU
+        found.append((int(image.min()), int(image.max()), int(got["sample"][0])))
+    assert found == [(i, i, i) for i in range(40)]
+
+
+@pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
+def test_regions_are_decoded_as_by_pillow(kind: Any) -> None:
+    pytest.importorskip("nvidia.nvimgcodec")
+    augmentation = Augmentation(kind, size=64, resize=72)
+    sizes = [(200 + i, 260 - i) for i in range(20)]
+    files = [jpeg(i, *size) for i, size in enumerate(sizes)]
+    boxes = [draw_box(size, augmentation, (7, 0, i)).bounds(size) for i, size in enumerate(sizes)]
+    decode = NvImageCodec(GPU)
+    found = decode([np.frombuffer(file, np.uint8) for file in files], boxes)
+    for file, (top, left, bottom, right), pixels in zip(files, boxes, found, strict=True):
+        assert pixels is not None
+        assert pixels.device == GPU
+        with Image.open(io.BytesIO(file)) as opened:
+            expected = np.asarray(opened.crop((left, top, right, bottom)), np.float64)
+        difference = np.abs(pixels.cpu().numpy() - expected)
+        assert difference.mean() < 1.0
+        assert difference.max() <= 8
+    assert decode([np.frombuffer(b"no image", np.uint8)], [(0, 0, 2, 2)]) == [None]
+
+
+def test_the_largest_batch_is_found_where_memory_ends() -> None:
+    recipe = recipe_with(
+        model={"name": "ViT-S/16"},
+        train={"global_batch_size": 1024, "precision": "bf16", "compile": False},
+    )
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(6 * 2**30 / total)
+    try:
+        small = try_micro_batches(recipe, 1000, 1, GPU, 1024)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    whole = try_micro_batches(recipe, 1000, 1, GPU, 64)
+    assert small is not None
+    assert 16 <= small < 1024
+    assert whole == 1024
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(GPU) < 2**30

@@ -51,19 +51,25 @@ def test_the_next_major_release_of_what_has_broken_things_is_not_taken() -> None
     assert not by_name["opencv-python-headless"].contains("6.0")
 
 
+@pytest.mark.parametrize("has_uv", [False, True])
 @pytest.mark.parametrize(
     ("goal", "installed"), [("quickstart", ["."]), ("env", [".", ".[dev]"]), ("newcomer", [])]
 )
 def test_the_quickstart_installs_what_runs_and_no_tools(
-    goal: str, installed: list[str], tmp_path: Path
+    goal: str, installed: list[str], has_uv: bool, tmp_path: Path
 ) -> None:
+    """By uv where it is on the path; make itself runs nothing here."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    uv = "/somewhere/uv" if has_uv else ""
     done = subprocess.run(
-        ["make", "--dry-run", goal], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    commands = [shlex.split(line) for line in done.stdout.splitlines() if " -m pip " in line]
-    ours = [words for words in commands if "--upgrade" not in words]
+        ["make", "--dry-run", f"UV={uv}", goal],
+        cwd=tmp_path, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if " pip install " in line]
+    ours = [words for words in map(shlex.split, lines) if "--upgrade" not in words]
+    begin = [uv, "pip"] if has_uv else [".venv/bin/python", "-m", "pip"]
+    assert all(words[: len(begin)] == begin for words in ours)
     assert [words[-1] for words in ours] == installed
     for words in ours:
         assert words[-4:-1] == ["--constraint", "constraints.txt", "--editable"]
@@ -88,7 +94,7 @@ def test_the_wheel_has_recipes_cluster_files_and_types_and_runs_by_itself(tmp_pa
     (entries,) = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")
     assert "vit-ray = vit_ray.commands.cli:main" in entries.read_text()
     done = subprocess.run(
-        [sys.executable, "-m", "vit_ray", "export", "digits_sweep", "--dry-run"],
+        [sys.executable, "-m", "vit_ray", "export", "digits_sweep", "--recipe"],
         cwd=tmp_path, capture_output=True, text=True,
         env={"PYTHONPATH": str(tmp_path / "installed"), "PATH": os.environ["PATH"]},
     )  # fmt: skip

@@ -42,6 +42,7 @@ DEV_AVERAGED_TOP1: Final = "dev/averaged_top1"
 FEW_SHOT: Final = "few_shot/"
 KNN: Final = "knn/"
 EXTRACT_IMAGES: Final = "extract/images"
+EXTRACT_IMAGES_PER_S: Final = "extract/images_per_s"
 
 AVERAGED: Final = "/averaged_"
 """In the name of every metric of the averaged weights."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.convert.conversion import check_conversion, convert
+from vit_ray.data.prepare.estimate import estimate_conversion, num_cores
+from vit_ray.data.prepare.progress import clock
 from vit_ray.launch.cluster.connection import connect
 
 
@@ -30,6 +34,37 @@ def run_convert(recipe: Recipe) -> int:
         f"{report.bytes / 2**20:.1f} MiB; {rejected_text(report)}"
     )
     return 0
+
+
+def describe_conversion(recipe: Recipe) -> str:
+    """Images, classes, splits, bytes, shards and time of a conversion, by a few of its images.
+
+    Raises:
+        ValueError: as `run_convert`, but for what only all images show.
+    """
+    config = convert_of(recipe)
+    check_conversion(config)
+    plan = estimate_conversion(config, recipe.seed)
+    about = "" if plan.num_counted == plan.num_parts else "about "
+    parts = f"{plan.num_counted:,} of {plan.num_parts:,} parts counted"
+    splits = ", ".join(split or "none named" for split in plan.splits)
+    made = f"{plan.written_bytes / 2**20:,.1f} MiB"
+    source = f"{plan.source_bytes / 2**20:,.1f} MiB" if plan.source_bytes else "unknown size"
+    shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
+    reason = f"; the first: {plan.reason}" if plan.reason else ""
+    cores, rate = num_cores(), plan.num_images / plan.seconds
+    return "\n".join(
+        [
+            f"images      {about}{plan.num_images:,} of {plan.num_classes:,} classes ({parts})",
+            f"splits      {splits} (convert.split={config.split or 'null'})",
+            f"source      {config.source}: {source}",
+            f"data set    {config.destination}: "
+            f"{'images read in place' if config.in_place else made}, {shards}",
+            f"rejected    {plan.num_rejected} of {plan.num_sampled} images that were tried{reason}",
+            f"time        about {clock(plan.seconds / cores)} on the {cores} cores of this machine "
+            f"({platform.node()}), at {rate:,.0f} images/s on each",
+        ]
+    )
 
 
 def rejected_text(report: ConvertReport) -> str:

@@ -13,21 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vit_ray.config.secrets import redact
+from vit_ray.data.prepare.progress import clock
 from vit_ray.launch.record.control import RunStatus
 from vit_ray.launch.record.run_host import RunControl
 from vit_ray.metric_names import (
     DATA_WAIT_FRACTION,
     EVAL_AVERAGED_TOP1,
     EVAL_TOP1,
-    PERF_HFU,
-    PERF_MEMORY_GIB,
+    EXTRACT_IMAGES_PER_S,
     PERF_MFU,
-    PERF_MODEL_TFLOPS_PER_GPU,
-    PERF_OWN_MS_MAX,
-    PERF_OWN_MS_MEDIAN,
-    PERF_SLOWEST_RANK,
-    PERF_STEP_MS_MEDIAN,
-    TRAIN_GRAD_NORM,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
     TRAIN_LR,
@@ -46,41 +40,29 @@ _TOP1 = (
     (EVAL_TOP1, "top-1 {:.2%}"),
     (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),
 )
-_IN_THE_BAR = (
+_FIGURES = (
     (TRAIN_LOSS, "loss {:.3f}"),
     (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
+    (EXTRACT_IMAGES_PER_S, "{:.0f} images/s"),
     (DATA_WAIT_FRACTION, "data wait {:.0%}"),
     (PERF_MFU, "MFU {:.1%}"),
     *_TOP1,
-)
-_IN_A_LINE = (
-    (TRAIN_LOSS, "loss {:.3f}"),
     (TRAIN_LR, "lr {:.2e}"),
-    (TRAIN_GRAD_NORM, "gradient {:.2f}"),
-    (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
-    (PERF_MODEL_TFLOPS_PER_GPU, "{:.3g} TFLOP/s per worker"),
-    (PERF_MFU, "MFU {:.1%}"),
-    (PERF_HFU, "HFU {:.1%}"),
-    (DATA_WAIT_FRACTION, "data wait {:.0%}"),
-    (PERF_STEP_MS_MEDIAN, "step {:.0f} ms"),
-    (PERF_OWN_MS_MEDIAN, "own work {:.0f} ms"),
-    (PERF_OWN_MS_MAX, "at most {:.0f} ms"),
-    (PERF_SLOWEST_RANK, "of worker {:.0f}"),
-    (PERF_MEMORY_GIB, "{:.1f} GiB"),
-    *_TOP1,
 )
+MOST_FIGURES = 5
+"""Of these, after the step and the time left; MLflow has all others."""
 
 
 @contextlib.contextmanager
 def shown_progress(
-    control: RunControl, name: str, total_steps: int, *, is_shown: bool = True
+    control: RunControl, name: str, total: int, unit: str = "step", *, is_shown: bool = True
 ) -> Iterator[None]:
-    """Show how far the run is while the block runs."""
+    """Show how far the run is while the block runs; `unit` is what its steps are."""
     if not is_shown:
         yield
         return
     ended, console = threading.Event(), Console(file=sys.stderr)
-    arguments = (control, name, total_steps, ended, console)
+    arguments = (control, name, total, unit, ended, console)
     thread = threading.Thread(target=_show, args=arguments, daemon=True)
     thread.start()
     try:
@@ -90,10 +72,10 @@ def shown_progress(
         thread.join(timeout=10)
 
 
-def describe(status: RunStatus, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
-    """Which run under this one it is at, and the figures that are known, in one text."""
+def describe(status: RunStatus) -> str:
+    """Which run under this one it is at, and the first figures that are known, in one text."""
     known = status.metrics
-    texts = [text.format(known[key]) for key, text in figures if key in known]
+    texts = [text.format(known[key]) for key, text in _FIGURES if key in known][:MOST_FIGURES]
     return ", ".join([status.stage, *texts] if status.stage else texts)
 
 
@@ -104,8 +86,8 @@ class Pace:
     Of a run with others under it, by all the time since the display began: each of them starts.
     """
 
-    def __init__(self, total_steps: int) -> None:
-        self._total, self._began_s = total_steps, time.monotonic()
+    def __init__(self, total: int, unit: str = "step") -> None:
+        self._total, self._unit, self._began_s = total, unit, time.monotonic()
         self._first: tuple[int, float] | None = None
         self._newest = (0, self._began_s)
 
@@ -122,29 +104,25 @@ class Pace:
         if status.step > step:
             usual_s = (self._newest[1] - since_s) / (status.step - step)
         if status.step and not status.stage and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s):
-            return f"no step for {_clock(waited_s)}"
+            return f"no {self._unit} for {clock(waited_s)}"
         return f"ETA {time_left(status.step, step, self._total, now_s - since_s)}"
 
 
 def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
     """Hours, minutes and seconds, at the pace of the steps since `start_step`."""
     done = step - start_step
-    return "--:--" if done <= 0 else _clock(elapsed_s / done * max(0, total - step))
-
-
-def _clock(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    return "--:--" if done <= 0 else clock(elapsed_s / done * max(0, total - step))
 
 
 def _show(
-    control: RunControl, name: str, total: int, ended: threading.Event, console: Console
+    control: RunControl, name: str, total: int, unit: str, ended: threading.Event, console: Console
 ) -> None:
     """Print events as they come, and the run's state, until it has ended."""
-    seen, pace, is_last = 0, Pace(total), False
-    with (
-        _bar(console, name, total) if console.is_terminal else _lines(console, name, total) as show
-    ):
+    seen, pace, is_last = 0, Pace(total, unit), False
+    lines = (
+        _bar(console, name, total) if console.is_terminal else _lines(console, name, total, unit)
+    )
+    with lines as show:
         while not is_last:
             is_last = ended.wait(POLL_S)
             try:
@@ -170,21 +148,21 @@ def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
         task = bar.add_task(name, total=total, figures="starting", pace="ETA --:--")
 
         def show(status: RunStatus, pace: str, is_last: bool) -> None:
-            figures = describe(status, _IN_THE_BAR) or "starting"
+            figures = describe(status) or "starting"
             bar.update(task, completed=min(status.step, total), figures=figures, pace=pace)
 
         yield show
 
 
 @contextlib.contextmanager
-def _lines(console: Console, name: str, total: int) -> Iterator[Show]:
+def _lines(console: Console, name: str, total: int, unit: str) -> Iterator[Show]:
     shown_s = 0.0
 
     def show(status: RunStatus, pace: str, is_last: bool) -> None:
         nonlocal shown_s
         if status.step and (is_last or time.monotonic() - shown_s > LINE_EVERY_S):
             shown_s = time.monotonic()
-            _print(console, f"{name}: step {status.step}/{total}, {pace}, {describe(status)}")
+            _print(console, f"{name}: {unit} {status.step}/{total}, {pace}, {describe(status)}")
 
     yield show
 

@@ -169,8 +169,11 @@ def run_prepared(
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
+        work = (resolved.total_steps, "step")
+        if prepared.extraction is not None:
+            work = (resolved.streams["eval"].num_images, "image")
         with (
-            shown_progress(run.control, recipe.name, resolved.total_steps, is_shown=parent is None),
+            shown_progress(run.control, recipe.name, *work, is_shown=parent is None),
             # A sweep or study passes it on to the runs under it.
             stopping_on_signals(run.control) if parent is None else contextlib.nullcontext(),
         ):

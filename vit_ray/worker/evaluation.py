@@ -5,9 +5,11 @@ Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
 from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.evaluate.ground_truth import Answers
-from vit_ray.metric_names import DEV, EVAL, EXTRACT_IMAGES, few_shot_top1
+from vit_ray.metric_names import DEV, EVAL, EXTRACT_IMAGES, EXTRACT_IMAGES_PER_S, few_shot_top1
 from vit_ray.outcomes import EventKind
 from vit_ray.own_parts import Metric, own_part
 from vit_ray.train.engine.collectives import all_rows, all_sum, all_sum_array, read_by_first
@@ -33,6 +35,8 @@ from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
+
+SHOWN_EVERY_S: Final = 5.0
 
 
 def has_accuracy(recipe: Recipe) -> bool:
@@ -153,11 +157,24 @@ class Evaluator:
         """Write features from where an earlier attempt ended; returns the number of images."""
         engine = self._engine
         start = read_by_first(partial(begin_extraction, extraction.folder), engine.device)
+        batch_size = self._job.recipe.evaluate.batch_size
+
+        def batches() -> Iterator[Batch]:
+            """The stream; says every few seconds at which image it is, for the display."""
+            began_s = shown_s = time.monotonic()
+            for number, batch in enumerate(self._watched("eval", start)):
+                seen, now_s = number * batch_size * engine.world_size, time.monotonic()
+                if now_s - shown_s > SHOWN_EVERY_S:
+                    shown_s = now_s
+                    values = {EXTRACT_IMAGES_PER_S: seen / (now_s - began_s)}
+                    self._link.log(start + seen, values)
+                yield batch
+
         count = write_features(
-            _predictions(engine, self._watched("eval", start)),
+            _predictions(engine, batches()),
             extraction,
             start=start,
-            batch_size=self._job.recipe.evaluate.batch_size,
+            batch_size=batch_size,
             rank=engine.rank,
             world_size=engine.world_size,
         )

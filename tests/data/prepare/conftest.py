@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from vit_ray.data import prepare
+from vit_ray.data.prepare.progress import Shown
 
 STEPS = ("convert.conversion", "convert.commit", "convert.make_shards", "plan")
 
 
 def one_by_one(
-    work: Callable[..., Any], items: Sequence[Any], num_cpus: float, *shared: Any
+    work: Callable[..., Any],
+    items: Sequence[Any],
+    num_cpus: float,
+    *shared: Any,
+    shown: Shown | None = None,
 ) -> list[Any]:
     return [work(item, *shared) for item in items]
 

@@ -356,7 +356,7 @@ def stuck(shard, *shared):
         module.checked = check
 
 run_tasks = module.run_tasks
-module.run_tasks = lambda work, *others: run_tasks(stuck, *others)
+module.run_tasks = lambda work, *others, **shown: run_tasks(stuck, *others, **shown)
 ray.init(address=sys.argv[1], log_to_driver=False)
 convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
 """
@@ -391,7 +391,7 @@ from tests.data.prepare.conftest import one_by_one
 from vit_ray.data.prepare.convert import make_shards
 from vit_ray.data.prepare.sources import source_index
 
-def and_wait(work, items, *others):
+def and_wait(work, items, *others, **shown):
     if items:
         print("begun", flush=True)
         sys.stdin.read()

@@ -1,5 +1,18 @@
-import pytest
+import io
+import time
+from contextvars import copy_context
 
+import pytest
+from rich.console import Console
+
+from vit_ray.data.prepare.progress import (
+    TASK,
+    Display,
+    Shown,
+    TaskCount,
+    report_done,
+    shown_progress,
+)
 from vit_ray.data.prepare.run_tasks import run_tasks
 
 
@@ -23,3 +36,67 @@ def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster: None) -> No
         run_tasks(square, [1, 7], 0.5)
     with pytest.raises(OSError, match=r"^the store is away; reading eight failed after 10 att"):
         run_tasks(square, [1, 8], 0.5)
+
+
+def half_done(item: int) -> int:
+    report_done(item, noted=1)
+    return item
+
+
+def test_tasks_report_what_they_have_done_while_others_work(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the last look of the display saw: all images of all tasks, and each one noted."""
+    seen: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(Display, "update", lambda _, *counts: seen.append(counts))
+    ended: list[int] = []
+    with shown_progress(Shown("working", 60), 3, lambda: len(ended)) as tally:
+        for number, images in enumerate((10, 20, 30)):
+            tally.put.remote(number, images, 1)
+            tally.put.remote(number, images, 1)  # a task that was tried again counts once
+        deadline_s = time.monotonic() + 30
+        while (0, 60, 3) not in seen and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    assert (0, 60, 3) in seen
+    assert sorted(run_tasks(half_done, [1, 2], 0.5, shown=Shown("working", 3))) == [1, 2]
+
+
+def test_a_task_says_at_most_once_a_second_and_at_its_end_what_it_has_done() -> None:
+    said: list[tuple[int, int]] = []
+
+    def work() -> None:
+        TASK.set(count := TaskCount(lambda *done: said.append(done)))
+        for images in range(1, 1001):
+            report_done(images, images // 100)
+        count.send()
+
+    copy_context().run(work)
+    assert said[0] == (1, 0)
+    assert said[-1] == (1000, 10)
+    assert len(said) < 10
+
+
+def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, written = [1000.0], io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shown = Shown("converting to data/train", 10_000, "rejected")
+    display = Display(shown, 4, Console(file=written, width=40))
+    for second in range(1, 62):  # 100 images/s
+        now[0] = 1000.0 + second
+        display.update(0, 100 * second, second // 10)
+    assert written.getvalue().splitlines() == [
+        "converting to data/train: 3,000 of 10,000 images, 100 images/s, 3 rejected, ETA 0:01:10",
+        "converting to data/train: 6,000 of 10,000 images, 100 images/s, 6 rejected, ETA 0:00:40",
+    ]
+
+
+def test_parts_are_counted_where_nobody_knows_how_many_images_there_are() -> None:
+    written = io.StringIO()
+    display = Display(Shown("indexing images"), 4, Console(file=written))
+    display.update(1, 12_345, 0)
+    (task,) = display.bar.tasks
+    assert (task.total, task.completed) == (4, 1)
+    assert task.fields["text"].startswith("1 of 4 parts, 12,345 images, ETA ")
+    assert written.getvalue() == ""

@@ -37,6 +37,7 @@ from vit_ray.data.images.perceptual_hash import (
     perceptual_hash,
 )
 from vit_ray.data.images.same_picture import SIDE, shows_the_same
+from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.subset import derive, refuse_existing
 from vit_ray.storage import locate
@@ -142,7 +143,10 @@ def deduplicate(
     refuse_taken(destination)
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)
-    results = run_tasks(_duplicates_in, _files_of(whole), num_cpus, whole, known, flips)
+    shown = Shown(f"comparing {source}", whole.num_images, "duplicates")
+    results = run_tasks(
+        _duplicates_in, _files_of(whole), num_cpus, whole, known, flips, shown=shown
+    )
     found = [row for rows, _ in results for row in rows]
     how = {"max_distance": MAX_DISTANCE, "flips": flips}
     leave_out(whole, found, destination, {"evaluation_sets": evaluation_sets, **how})
@@ -238,7 +242,9 @@ def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
     described: list[tuple[tuple[str, str], _Described]] = []
     for path in evaluation_sets:
         manifest = open_dataset(path)
-        for _, images in sorted(run_tasks(_described_in, _files_of(manifest), num_cpus, manifest)):
+        shown = Shown(f"reading {path}", manifest.num_images)
+        files = _files_of(manifest)
+        for _, images in sorted(run_tasks(_described_in, files, num_cpus, manifest, shown=shown)):
             described += [((path, key), image) for key, image in images]
     return known_from(described)
 
@@ -281,8 +287,11 @@ class _Described(NamedTuple):
 
 def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[str, _Described]]]:
     """The file's number, and what is kept of each of its images."""
-    images = _images(manifest, file_index)
-    return file_index, [(key, describe(image)) for _, _, key, image in images]
+    found = []
+    for number, (_, _, key, image) in enumerate(_images(manifest, file_index), 1):
+        found.append((key, describe(image)))
+        report_done(number)
+    return file_index, found
 
 
 def describe(image: bytes) -> _Described:
@@ -304,7 +313,7 @@ def _duplicates_in(
 ) -> tuple[list[Found], int]:
     """The duplicates of a file, and how many of its images cannot be decoded."""
     rows: list[Found] = []
-    undecodable = 0
+    undecodable = num_images = 0
     images = _images(manifest, file_index)
     while batch := list(islice(images, _ROWS_AT_A_TIME)):
         matches, unread = find(known, [image for *_, image in batch], MAX_DISTANCE, flips=flips)
@@ -312,6 +321,8 @@ def _duplicates_in(
         for (group, row, key, _), match in zip(batch, matches, strict=True):
             if match is not None:
                 rows.append((group, row, Duplicate(key, *known.names[match.image], *match[1:])))
+        num_images += len(batch)
+        report_done(num_images, len(rows))
     return rows, undecodable
 
 

@@ -11,6 +11,7 @@ import hashlib
 import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.prepare.progress import Shown
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import SourceUnit
 from vit_ray.data.prepare.sources.formats import class_names_in_file, fields_in_file
@@ -48,7 +49,8 @@ def index_in_place(config: ConvertConfig) -> SourceIndex:
         ValueError: a row group cannot be read in place, or what labels are is not clear.
     """
     units = units_of(config)
-    facts = dict(run_tasks(_facts, units, config.cpus_per_task))
+    shown = Shown(f"reading labels of {config.source}")
+    facts = dict(run_tasks(_facts, units, config.cpus_per_task, shown=shown))
     found: list[tuple[InPlace, list[str] | None, dict[str, str]]] = [facts[u.id] for u in units]
     declared = [(u.path, names) for u, (_, names, _) in zip(units, found, strict=True) if names]
     classes, are_indices = class_names(

@@ -199,5 +199,10 @@ def _num_shards(config: ConvertConfig, seed: int, index: SourceIndex) -> int:
         parts = [sample[at : at + _SAMPLED_PER_TASK] for at in range(0, count, _SAMPLED_PER_TASK)]
         sizes = run_tasks(written_bytes, parts, config.cpus_per_task, config)
         written = float(sum(sizes)) / count * index.num_images
-    groups = -(-index.num_images // config.rows_per_row_group)
-    return min(groups, max(1, round(written / (config.shard_mib * _MIB))))
+    return shards_for(written, index.num_images, config)
+
+
+def shards_for(written_bytes: float, num_images: int, config: ConvertConfig) -> int:
+    """How many shards hold so many bytes of images, each of one row group at least."""
+    groups = -(-num_images // config.rows_per_row_group)
+    return min(groups, max(1, round(written_bytes / (config.shard_mib * _MIB))))

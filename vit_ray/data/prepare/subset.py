@@ -18,6 +18,7 @@ from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.storage import locate
 
@@ -88,7 +89,8 @@ def _matching(
     elif where is not None:
         _rows_where(where, _facts_schema(whole), [])  # an error before any file is read
     files = [int(index) for index in np.unique(whole.file_index)]
-    results = run_tasks(_rejected_rows, files, num_cpus, whole, where, listed)
+    shown = Shown(f"reading {whole.path}", whole.num_images)
+    results = run_tasks(_rejected_rows, files, num_cpus, whole, where, listed, shown=shown)
     left_out = {group: rows for found, _ in results for group, rows in found.items()}
     taken = {key for _, found in results for key in found}
     if missing := sorted(listed - taken):
@@ -112,7 +114,7 @@ def _rejected_rows(
 ) -> tuple[dict[int, list[int]], list[str]]:
     """The stored rows of each row group that are not chosen, and which of the keys are there."""
     reader, schema = RowGroupReader(whole), _facts_schema(whole)
-    left_out, taken = {}, []
+    left_out, taken, num_images = {}, [], 0
     for group in np.flatnonzero(whole.file_index == file_index).tolist():
         stored = [whole.stored_row(group, row) for row in range(int(whole.rows[group]))]
         if where is None:
@@ -125,6 +127,8 @@ def _rejected_rows(
             kept = [[column[row] for row in stored] for column in others]
             chosen = _rows_where(where, schema, list(zip(kept[0], labels, *kept[1:], strict=True)))
         left_out[group] = [at for row, at in enumerate(stored) if row not in chosen]
+        num_images += len(stored)
+        report_done(num_images)
     return left_out, taken
 
 

@@ -22,6 +22,7 @@ from vit_ray.data.prepare.convert.compare_source import (
     checksum_of_pixels,
     compare_with_source,
 )
+from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.storage import locate
 
@@ -82,7 +83,8 @@ def verify(
     """
     manifest = open_dataset(path)
     used = [int(index) for index in np.unique(manifest.file_index)]
-    checks = run_tasks(check_file, used, num_cpus, manifest, decode_fraction)
+    shown = Shown(f"verifying {path}", manifest.num_images, "problems")
+    checks = run_tasks(check_file, used, num_cpus, manifest, decode_fraction, shown=shown)
     found = _joined(checks)
     problems = [*found.problems, *(Problem(*p) for p in problems_of_sidecars(locate(path)).items())]
     comparison = compare_with_source(manifest, found.rewritten if compares_source else [], num_cpus)
@@ -132,7 +134,14 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> F
         reader.check_footer(int(groups[0]))
     except ValueError as error:
         return FileCheck(problems=[Problem(entry.path, f"the footer cannot be read: {error}")])
-    return _joined([_check_group(manifest, reader, int(g), decode_fraction) for g in groups])
+    checks: list[FileCheck] = []
+    num_images = num_problems = 0
+    for group in groups.tolist():
+        checks.append(_check_group(manifest, reader, group, decode_fraction))
+        num_images += int(manifest.rows[group])
+        num_problems += len(checks[-1].problems)
+        report_done(num_images, num_problems)
+    return _joined(checks)
 
 
 def _check_group(

@@ -14,6 +14,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import REPORT_FILE, checksum
 from vit_ray.data.images.crops import UInt8Array, decode
 from vit_ray.data.prepare.convert.shard_images import orientation_of
+from vit_ray.data.prepare.progress import Shown
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceUnit
 from vit_ray.data.prepare.sources.formats import index_unit, key_prefix, list_units
@@ -68,7 +69,8 @@ def compare_with_source(
     units = [replace(unit, label_field=label, image_field=image) for unit in units]
     wanted = {r.key: r for r in rewritten if shrink_to is None or r.shorter_side < shrink_to}
     turns = bool(settings.get("apply_orientation"))
-    results = run_tasks(_compare_part, _parts(units, wanted), num_cpus, turns)
+    shown = Shown(f"comparing with {source}")
+    results = run_tasks(_compare_part, _parts(units, wanted), num_cpus, turns, shown=shown)
     equal = {key for found, _, _ in results for key in found}
     # A key may stand twice in a list or a tar, and its first image alone was converted.
     differing = {key for _, found, _ in results for key in found} - equal

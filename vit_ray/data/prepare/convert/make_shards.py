@@ -13,6 +13,7 @@ from vit_ray.data.prepare.convert.shard_images import checked, read_ahead
 from vit_ray.data.prepare.convert.shard_lists import list_of_shard
 from vit_ray.data.prepare.convert.staged_files import write_facts
 from vit_ray.data.prepare.plan import RESULT, Plan
+from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import SourceChangedError, printable, storable
 from vit_ray.data.prepare.sources.hub import (
@@ -59,7 +60,10 @@ def make_shards(plan: Plan, config: ConvertConfig) -> None:
     staging = locate(config.destination).child(STAGING_FOLDER)
     done = {info.base_name for info in staging.list_files()}
     missing = [shard for shard in range(plan.num_shards) if RESULT.format(shard) not in done]
-    run_tasks(make_shard, missing, config.cpus_per_task, plan, config)
+    # About: shards of files that are read in place differ in size.
+    num_images = round(plan.num_images * len(missing) / plan.num_shards)
+    shown = Shown(f"converting to {config.destination}", num_images, "rejected")
+    run_tasks(make_shard, missing, config.cpus_per_task, plan, config, shown=shown)
 
 
 def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
@@ -84,7 +88,8 @@ def written_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
         file, config.rows_per_row_group, config.columns, is_indexed=config.index_jpeg
     )
     with writer:
-        for entry, image in read_ahead(entries):
+        for number, (entry, image) in enumerate(read_ahead(entries), 1):
+            report_done(number, len(rejected))
             labels = tuple(label_of[text] for text in entry.labels)
             try:
                 row = checked(image, entry.key, labels, config, libjpeg)
@@ -126,7 +131,8 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     target = locate(config.destination).child(plan.name_of(shard))
     writer = ShardWriter(target, MOST_ROWS, config.columns)
     with writer:
-        for group, found, image in rows_of(unit):
+        for number, (group, found, image) in enumerate(rows_of(unit), 1):
+            report_done(number, len(rejected))
             entry = storable(found)
             if group == len(dropped):
                 writer.end_row_group()

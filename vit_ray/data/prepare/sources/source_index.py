@@ -23,6 +23,7 @@ from vit_ray.data.prepare.convert.staged_files import (
     read_row_groups,
     write_facts,
 )
+from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import (
     INDEX_SCHEMA,
@@ -259,7 +260,8 @@ def index_units(
     now = versions_of(known, config.cpus_per_task)
     same = {u.id for u, facts in zip(known, then, strict=True) if facts["version"] == now[u.id]}
     missing = [unit for unit in units if unit.id not in same]
-    run_tasks(_index, missing, config.cpus_per_task, staging.uri)
+    shown = Shown(f"indexing {config.source}")
+    run_tasks(_index, missing, config.cpus_per_task, staging.uri, shown=shown)
     found = [UnitFacts(**facts) for facts in read_many_facts(files[unit.id] for unit in units)]
     if config.keep_damaged_archives:
         return found
@@ -268,9 +270,9 @@ def index_units(
         if fact.damage:
             files[unit.id].delete()
     if damages:
-        shown = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
+        listed = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
         raise ValueError(
-            f"convert: {len(damages)} files of the source are damaged: {shown}. Replace them, or "
+            f"convert: {len(damages)} files of the source are damaged: {listed}. Replace them, or "
             "set convert.keep_damaged_archives=true to take what stands before the damage"
         )
     return found
@@ -282,7 +284,8 @@ def versions_of(units: list[SourceUnit], num_cpus: float) -> dict[str, str]:
     Args:
         units: with their columns and label field, as they are indexed.
     """
-    return dict(run_tasks(_id_and_version, units, num_cpus))
+    shown = Shown("comparing the source with what was converted")
+    return dict(run_tasks(_id_and_version, units, num_cpus, shown=shown))
 
 
 def _id_and_version(unit: SourceUnit) -> tuple[str, str]:
@@ -312,7 +315,7 @@ def _index(unit: SourceUnit, staging_uri: str) -> None:
 def _write_index(unit: SourceUnit, staging: Location) -> UnitFacts:
     facts = UnitFacts("" if unit.format in BY_CONTENT else _version_of(unit))
     version = facts.version.partition(" ")[0]
-    digest, content = hashlib.sha256(), 0
+    digest, content, num_images = hashlib.sha256(), 0, 0
 
     def entries() -> Iterator[IndexEntry]:
         try:
@@ -327,6 +330,8 @@ def _write_index(unit: SourceUnit, staging: Location) -> UnitFacts:
     with parquet_output(staging.child(f"{unit.staged}.parquet"), INDEX_SCHEMA) as writer:
         for piece in in_pieces(entries()):
             writer.write_table(entries_table(piece))
+            num_images += len(piece)
+            report_done(num_images)
             for entry in piece:
                 facts.add(unit, entry)
                 content += content_of(entry)

@@ -1,0 +1,176 @@
+"""How far tasks on images are: a bar on a terminal, a line every 30 s in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+LINE_EVERY_S: Final = 30.0
+"""In a log."""
+_POLL_S: Final = 0.5
+_SENT_EVERY_S: Final = 1.0
+"""By a task."""
+_ANSWER_S: Final = 10.0
+_SPEED_OVER_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the display says of some tasks.
+
+    Attributes:
+        title: what they do, such as `converting data/train`.
+        num_images: of all of them; None where that is not known, and parts are counted.
+        noted: what the second number of `report_done` counts, such as `rejected`.
+    """
+
+    title: str
+    num_images: int | None = None
+    noted: str = ""
+
+
+class Tally:
+    """An actor: images that each task has done, and how many of them it noted."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[int, int]] = {}
+
+    def put(self, task: int, images: int, noted: int) -> None:
+        """Of one task so far, in the place of what it said before."""
+        self._done[task] = images, noted
+
+    def sums(self) -> tuple[int, int]:
+        """Of all tasks."""
+        return sum(n for n, _ in self._done.values()), sum(n for _, n in self._done.values())
+
+
+@dataclass
+class TaskCount:
+    """What a task has done, which it sends once a second.
+
+    Attributes:
+        put: sends the images, and those noted; None where nobody looks.
+    """
+
+    put: Callable[[int, int], object] | None = None
+    done: tuple[int, int] = (0, 0)
+    sent_s: float = 0.0
+
+    def send(self) -> None:
+        """What has been done so far."""
+        if self.put is not None:
+            self.sent_s = time.monotonic()
+            self.put(*self.done)
+
+
+TASK: Final[ContextVar[TaskCount]] = ContextVar("task", default=TaskCount())  # noqa: B039
+
+
+def report_done(images: int, noted: int = 0) -> None:
+    """Say how many images this task has done so far, and how many of them were noted.
+
+    A task that is tried again counts from 0.
+    """
+    task = TASK.get()
+    task.done = images, noted
+    if time.monotonic() - task.sent_s > _SENT_EVERY_S:
+        task.send()
+
+
+@contextlib.contextmanager
+def shown_progress(
+    shown: Shown | None, num_parts: int, num_ended: Callable[[], int]
+) -> Iterator[Any]:
+    """Show what tasks have done while the block runs; yields the `Tally` that they report to.
+
+    Args:
+        shown: None shows nothing, and yields None.
+        num_parts: tasks.
+        num_ended: tasks that have ended, asked by another thread.
+    """
+    if shown is None:
+        yield None
+        return
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    tally = ray.remote(Tally).options(num_cpus=0, scheduling_strategy=here).remote()
+    ended = threading.Event()
+    arguments = (shown, num_parts, num_ended, tally, ended)
+    thread = threading.Thread(target=_show, args=arguments, daemon=True)
+    thread.start()
+    try:
+        yield tally
+    finally:
+        ended.set()
+        thread.join(timeout=_ANSWER_S)
+
+
+def _show(
+    shown: Shown, num_parts: int, num_ended: Callable[[], int], tally: Any, ended: threading.Event
+) -> None:
+    console = Console(file=sys.stderr)
+    display = Display(shown, num_parts, console)
+    with display.bar if console.is_terminal else contextlib.nullcontext():
+        while not ended.wait(_POLL_S):
+            with contextlib.suppress(ray.exceptions.RayError):  # busy or gone: no task ends by it
+                images, noted = ray.get(tally.sums.remote(), timeout=_ANSWER_S)
+                display.update(num_ended(), images, noted)
+
+
+class Display:
+    """The bar, and the lines of a log.
+
+    Attributes:
+        bar: shown by who enters it.
+    """
+
+    def __init__(self, shown: Shown, num_parts: int, console: Console) -> None:
+        self._shown, self._console, self._line_s = shown, console, time.monotonic()
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}")
+        self.bar = Progress(
+            *columns,
+            console=console,
+            transient=True,
+            get_time=time.monotonic,
+            speed_estimate_period=_SPEED_OVER_S,
+        )
+        total = num_parts if shown.num_images is None else shown.num_images
+        self.bar.add_task(shown.title, total=total, text="starting")
+        (self._task,) = self.bar.tasks
+
+    def update(self, ended: int, images: int, noted: int) -> None:
+        """Take over counts, and print a line where it is time for one."""
+        shown, task, now_s = self._shown, self._task, time.monotonic()
+        counts_images = shown.num_images is not None
+        self.bar.update(task.id, completed=images if counts_images else ended)
+        total = f"{task.total:,.0f}"
+        text = [f"{images:,} of {total} images" if counts_images else f"{ended:,} of {total} parts"]
+        if not counts_images and images:
+            text.append(f"{images:,} images")
+        if counts_images and task.speed:
+            text.append(f"{task.speed:,.0f} images/s")
+        if shown.noted:
+            text.append(f"{noted:,} {shown.noted}")
+        left_s = task.time_remaining
+        text.append(f"ETA {'--:--' if left_s is None else clock(left_s)}")
+        self.bar.update(task.id, text=", ".join(text))
+        if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
+            self._line_s = now_s
+            line = f"{shown.title}: {', '.join(text)}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,7 +19,7 @@ from click.shell_completion import ShellComplete
 from tests.commands.command_line import run_cli
 from vit_ray import own_parts
 from vit_ray.commands import cli
-from vit_ray.commands.help_pages import print_help, sections_below
+from vit_ray.commands.help_pages import FIRST_DAY, print_help, sections_below
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.help import describe_sections, key_names
@@ -83,12 +84,23 @@ def test_what_a_person_can_mend_is_told_in_one_line(
     assert told.endswith(f"{type(error).__name__}: {error}\n\n")
 
 
+def test_a_dry_run_without_a_plan_shows_the_keys_that_are_set() -> None:
+    """And the recipe, which has some hundred more, only where it is asked for."""
+    words = ("verify", "digits", "verify.path=data/x", "--dry-run")
+    done = run_cli(*words)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[2:] == [f"{'verify.path':<28} data/x"]
+    both = run_cli(*words, "--recipe").stdout
+    assert both.startswith(done.stdout.rstrip())
+    assert yaml.safe_load(both.partition("data/x\n")[2])["verify"]["path"] == "data/x"
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        ("digits", "--dry-run", "optim.learning_rate=0.5", "seed=3"),
-        ("optim.learning_rate=0.5", "digits", "seed=3", "--dry-run"),
-        ("--dry-run", "optim.learning_rate=0.5", "seed=3", "digits"),
+        ("digits", "--recipe", "optim.learning_rate=0.5", "seed=3"),
+        ("optim.learning_rate=0.5", "digits", "seed=3", "--recipe"),
+        ("--recipe", "optim.learning_rate=0.5", "seed=3", "digits"),
     ],
 )
 def test_overrides_stand_anywhere(words: tuple[str, ...]) -> None:
@@ -139,6 +151,16 @@ LIGHT = [
     ("pretrain", "digist"),
     ("export", "digits", "--dry-run"),
     ("replay", "--help"),
+    ("convert", "digits", "convert.source=nosuch", "convert.destination=x"),
+    ("verify", "digits", "verify.path=nosuch"),
+    ("subset", "digits", "subset.source=nosuch", "subset.destination=x", "subset.count=1"),
+    ("pretrain", "digits", "data.train=nosuch"),
+    ("sweep", "digits_sweep", "data.train=nosuch"),
+    ("scaling_study", "study_digits", "data.train=nosuch"),
+    ("finetune", "digits", "init_from=nosuch"),
+    ("evaluate", "digits", "init_from=nosuch"),
+    ("export", "digits", "init_from=nosuch", "export.path=x.npz"),
+    ("extract_features", "digits", "init_from=nosuch", "extract.data=x", "extract.path=y"),
 ]
 # Runs command lines one after the other, and says what each has imported by its end.
 RUN_EACH = """
@@ -191,6 +213,24 @@ def test_a_job_shows_the_keys_that_it_reads_and_no_others() -> None:
     assert "verify.path" in shown
     assert "optim.momentum" not in shown
     assert "optim.momentum" in run_cli("verify", "--help", "optim").stdout
+
+
+def test_help_shows_the_keys_of_a_first_day_and_the_others_on_request() -> None:
+    first = run_cli("pretrain", "--help").stdout
+    shown = [line.split()[0] for line in first.splitlines() if re.match(r"  [a-z_]+\S*  ", line)]
+    keys = [name for name in shown if name in key_names()]
+    assert keys == [name for name in key_names() if name in FIRST_DAY[:20]]
+    assert first.rstrip().endswith("more keys: --help all, or --help SECTION")
+    every = run_cli("pretrain", "--help", "all").stdout
+    assert "optim.momentum" in every
+    assert "optim.momentum" not in first
+    assert "more keys" not in every
+    assert "convert.index_jpeg" not in run_cli("convert", "--help").stdout
+
+
+def test_help_on_a_small_command_shows_all_that_it_reads() -> None:
+    shown = run_cli("subset", "--help").stdout
+    assert "subset.where" in shown
 
 
 def test_defaults_are_those_that_a_recipe_gets() -> None:

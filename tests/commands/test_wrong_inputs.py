@@ -95,6 +95,10 @@ MISTAKES = [
         "a' is to be a folder, but .*note.txt' is a file",
     ),
     ("verify digits", "verify is not set; give verify.path"),
+    (
+        "verify digits verify.path=nosuch sweep.seeds=2 optim.steps=3",
+        "note: verify does not read sweep.seeds, optim.steps\n.*no data set at 'nosuch'",
+    ),
     ("verify digits verify.path=nosuch", "no data set at 'nosuch': the folder does not exist"),
     ("verify digits verify.path=note.txt", "no data set at 'note.txt'"),
     ("verify digits verify.path=recipes", "no data set at 'recipes': .*no manifest.parquet; give"),

@@ -17,6 +17,7 @@ import click
 import yaml
 from click.shell_completion import CompletionItem
 
+from vit_ray.commands.early_checks import check_places, note_unread
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
 from vit_ray.config.help import key_names, require_keys
@@ -44,20 +45,25 @@ def run_recipe(
 ) -> int:
     """Load the recipe that the words name and run the command; returns its exit code.
 
-    A dry run prints the plan, or where a command has none, the recipe.
+    A dry run prints the plan, or where a command has none, the keys that it reads and that are set.
     """
 
     def run() -> int | None:
         if words and words[0] in command.verbs:
             return int(pkgutil.resolve_name(command.verbs[words[0]])(words[1:]))
-        recipe = load_recipe(*split_words(words))
+        path, overrides = split_words(words)
+        recipe = load_recipe(path, overrides)
+        note_unread(command, overrides)
         if not (is_dry or shows_recipe):
             example = command.example.removesuffix(" --dry-run")
             require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
+            check_places(command, recipe)
             return command.run(recipe)
         if is_dry and command.plan:
             print(command.describe(recipe))
-        if shows_recipe or not command.plan:
+        elif is_dry:
+            print(pkgutil.resolve_name("vit_ray.commands.help_pages:keys_set")(command, recipe))
+        if shows_recipe:
             print(yaml.safe_dump(recipe.recorded(), sort_keys=False))
         return 0
 
@@ -155,9 +161,11 @@ def _command(command: Command) -> click.Command:
 
 
 def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
-    """Help on the keys of a prefix or on all that the command reads, with a recipe's own values."""
+    """Help on the first keys, on those of a prefix, or on all, with a recipe's own values."""
     parts = [name.split(".") for name in key_names()]
-    known = {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)}
+    known = {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)} | {
+        "all"
+    }
     prefixes = [word for word in words if word in known]
     has_verb = bool(command.verbs.keys() & set(words))  # followed by no recipe
     others = tuple(word for word in words if word and word not in prefixes and not has_verb)

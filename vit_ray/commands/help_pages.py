@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -10,6 +13,21 @@ from rich.table import Table
 from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.config.help import KeyHelp, SectionHelp, describe_sections
+
+FIRST_DAY: Final = (
+    "name", "output", "init_from", "model.name", "model.image_size", "data.train", "data.eval",
+    "data.held_out_fraction", "optim.name", "optim.learning_rate", "optim.epochs", "optim.steps",
+    "train.global_batch_size", "train.precision", "train.zero_stage", "checkpoint.every_steps",
+    "workers.num_workers", "tracking.uri", "plan.device", "plan.num_gpus",
+    "convert.source", "convert.split", "convert.destination", "convert.format",
+    "convert.shrink_to", "convert.max_rejected_fraction",
+    "sweep.learning_rates", "sweep.space", "sweep.dev_fraction", "sweep.seeds",
+    "study.models", "study.data_fractions", "study.epochs", "study.seeds",
+    "vtab.data", "vtab.sweep_each",
+)  # fmt: skip
+"""Keys that help shows by itself, with those that a command needs."""
+ALL: Final = "all"
+"""Asks for the others, too."""
 
 
 def print_usage(command: Command, program: str) -> None:
@@ -20,15 +38,43 @@ def print_usage(command: Command, program: str) -> None:
 def print_help(
     command: Command, program: str, prefixes: list[str], recipe: Recipe | None = None
 ) -> None:
-    """The keys that a command reads, or those below the prefixes, with values of the recipe's."""
+    """The first keys that a command reads, all of them, or those below the prefixes.
+
+    Args:
+        prefixes: keys or sections; `all` for all that the command reads.
+        recipe: whose values to show.
+    """
     console = Console(highlight=False)
     if not prefixes:
         _print_usage(command, program, console)
     whose = f"values of {recipe.name}" if recipe else "defaults"
-    for section in sections_below(list(prefixes or command.reads), recipe):
+    sections = sections_below([p for p in prefixes if p != ALL] or list(command.reads), recipe)
+    num_keys = sum(len(section.keys) for section in sections)
+    if not prefixes:
+        needed = [n for n in command.needs if not any(_is_below(k, n) for k in FIRST_DAY)]
+        sections = [
+            replace(section, keys=keys)
+            for section in sections
+            if (keys := tuple(k for k in section.keys if _is_first(k.name, needed)))
+        ]
+    for section in sections:
         title = section.name or "recipe"
         console.print(f"\n[bold]{title}[/bold]: {escape(section.meaning)} [dim]({whose})[/dim]")
         console.print(Padding(_table(section.keys), (0, 0, 0, 2)))
+    if others := num_keys - sum(len(section.keys) for section in sections):
+        console.print(f"\n{others} more keys: --help {ALL}, or --help SECTION", highlight=False)
+
+
+def _is_first(name: str, needed: list[str]) -> bool:
+    return name in FIRST_DAY or any(_is_below(name, key) for key in needed)
+
+
+def keys_set(command: Command, recipe: Recipe) -> str:
+    """What a command does, and the keys that it reads and a recipe sets, with their values."""
+    defaults = {k.name: k.value for section in describe_sections() for k in section.keys}
+    keys = [k for section in sections_below(list(command.reads), recipe) for k in section.keys]
+    lines = [f"{k.name:<28} {k.value}" for k in keys if k.value != defaults[k.name]]
+    return "\n".join([command.what, "", *lines])
 
 
 def sections_below(prefixes: list[str], recipe: Recipe | None = None) -> list[SectionHelp]:
@@ -47,16 +93,17 @@ def _is_below(name: str, prefix: str) -> bool:
 
 def _print_usage(command: Command, program: str, console: Console) -> None:
     others = ", ".join(s.name for s in describe_sections() if s.name and "." not in s.name)
-    plan = "plan (--recipe adds the recipe)" if command.plan else "resolved recipe"
+    plan = "plan" if command.plan else "keys that are set"
     options = Table.grid(padding=(0, 2, 0, 0))
     options.add_column(no_wrap=True)
     for option, meaning in (
         ("RECIPE", "a YAML file, or the name of one that `vit-ray recipes` lists"),
         ("key=value", "changes, in any place, such as optim.learning_rate=3e-4"),
-        ("--dry-run", f"print the {plan}; start nothing"),
+        ("--dry-run", f"print the {plan}; start nothing (--recipe adds the recipe)"),
         ("--recipe", "print the resolved recipe; start nothing"),
         ("--module NAME", "a Python module that parts of a checkpoint may be imported from"),
-        ("--help", "the keys that this command reads; with a recipe, its own values"),
+        ("--help", "the keys of a first day; with a recipe, its own values"),
+        (f"--help {ALL}", "every key that this command reads"),
         ("--help KEY", f"a section or a key, of any command: {others}"),
     ):
         options.add_row(option, meaning)

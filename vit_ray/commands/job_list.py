@@ -18,6 +18,9 @@ _TRAINING = (
 )  # fmt: skip
 _WEIGHTS = ("init_from", "init_resize")
 _COUNTS = ("plan",)
+_SETS = (
+    "data.train", "data.eval", "evaluate.few_shot_train", "evaluate.few_shot_test",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Command:
     """`module:function`, which returns the text of `--dry-run`."""
     needs: tuple[str, ...] = ()
     """Keys that the recipe must set, checked before anything is imported."""
+    opens: tuple[str, ...] = ()
+    """Keys of the data sets, weights and sources that must be there before it starts."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """Word in the place of the recipe -> `module:function`, which takes the words behind it."""
 
@@ -56,7 +61,9 @@ _ALL = (
         "vit_ray.commands.convert:run_convert",
         ("convert", "seed"),
         "cifar10 convert.source=IMAGES/train",
+        "vit_ray.commands.convert:describe_conversion",
         needs=("convert",),
+        opens=("convert.source",),
     ),
     Command(
         "verify",
@@ -65,6 +72,7 @@ _ALL = (
         ("verify",),
         "cifar10 verify.path=data/cifar10/train",
         needs=("verify",),
+        opens=("verify.path",),
     ),
     Command(
         "subset",
@@ -74,6 +82,7 @@ _ALL = (
         "cifar10 subset.source=data/cifar10/train subset.destination=data/tenth "
         "subset.fraction=0.1",
         needs=("subset",),
+        opens=("subset.source",),
     ),
     Command(
         "deduplicate",
@@ -83,6 +92,7 @@ _ALL = (
         "cifar10 deduplicate.source=data/cifar10/train "
         "deduplicate.evaluation_sets=[data/cifar10/test] deduplicate.destination=data/clean",
         needs=("deduplicate",),
+        opens=("deduplicate.source", "deduplicate.evaluation_sets"),
     ),
     Command(
         "pretrain",
@@ -92,6 +102,7 @@ _ALL = (
         "digits optim.learning_rate=3e-4 --dry-run",
         "vit_ray.commands.plans.dry_run:describe_training",
         needs=("data.train",),
+        opens=("init_from", *_SETS),
     ),
     Command(
         "finetune",
@@ -101,6 +112,7 @@ _ALL = (
         "finetune/pets init_from=hf://google/vit-base-patch16-224-in21k data.train=data/pets/train",
         "vit_ray.commands.plans.dry_run:describe_training",
         needs=("init_from", "data.train"),
+        opens=("init_from", *_SETS),
     ),
     Command(
         "evaluate",
@@ -113,6 +125,7 @@ _ALL = (
         ),
         "cifar10 init_from=runs/cifar10-vit",
         needs=("init_from",),
+        opens=("init_from", "data.eval"),
     ),
     Command(
         "few_shot",
@@ -126,6 +139,7 @@ _ALL = (
         "cifar10 init_from=runs/cifar10-vit evaluate.few_shot_train=data/cifar10/train "
         "evaluate.few_shot_test=data/cifar10/test",
         needs=("init_from", "evaluate.few_shot_train", "evaluate.few_shot_test"),
+        opens=("init_from", "evaluate.few_shot_train", "evaluate.few_shot_test"),
     ),
     Command(
         "extract_features",
@@ -137,6 +151,7 @@ _ALL = (
         ),
         "cifar10 init_from=runs/cifar10-vit extract.data=data/cifar10/train extract.path=features",
         needs=("extract", "init_from"),
+        opens=("init_from", "extract.data"),
     ),
     Command(
         "sweep",
@@ -146,6 +161,7 @@ _ALL = (
         "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
         "vit_ray.commands.plans.dry_run:describe_sweep",
         needs=("sweep", "data.train", "data.eval"),
+        opens=("init_from", *_SETS),
     ),
     Command(
         "vtab",
@@ -154,6 +170,7 @@ _ALL = (
         ("vtab", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
         needs=("vtab", "init_from"),
+        opens=("init_from",),
     ),
     Command(
         "scaling_study",
@@ -164,6 +181,7 @@ _ALL = (
         "study_digits --dry-run",
         "vit_ray.commands.plans.study_plan:describe_study",
         needs=("study",),
+        opens=_SETS,
     ),
     Command(
         "report",
@@ -202,6 +220,7 @@ _ALL = (
         ("export", *_WEIGHTS, "model"),
         "cifar10 init_from=runs/cifar10-vit export.path=vit.npz",
         needs=("export", "init_from"),
+        opens=("init_from",),
     ),
     Command(
         "inspect_model",

@@ -147,6 +147,25 @@ class Recipe(Section):
             tree["tracking"]["uri"] = f"{sqlite}{Path(uri.removeprefix(sqlite)).absolute()}"
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
+    def check_shares(self) -> None:
+        """The global batch divides among the workers of every allowed group size.
+
+        Raises:
+            ValueError: with the arithmetic and the nearest valid value.
+        """
+        batch, fixed = self.train.global_batch_size, self.train.micro_batch_size
+        for world_size in self.group_sizes:
+            if batch % world_size:
+                # Whole passes of the recipe's own size, or the next check would refuse it.
+                unit = world_size * (self.train.least_pass if fixed == "auto" else fixed)
+                nearest = max(1, round(batch / unit)) * unit
+                raise ValueError(
+                    f"train.global_batch_size={batch} does not divide among {world_size} workers "
+                    f"(workers.num_workers={self.workers.num_workers}): {batch} = "
+                    f"{batch // world_size} x {world_size} + {batch % world_size}; the nearest "
+                    f"valid train.global_batch_size is {nearest}"
+                )
+
     def with_changes(self, **sections: Any) -> Recipe:
         """A checked copy; a dict changes the named keys of a section, anything else replaces it.
 
@@ -234,7 +253,7 @@ _PLACES = (
 )  # fmt: skip
 
 
-_MAPPINGS: Final = ("data.eval",)
+_MAPPINGS: Final = ("data.eval", "tracking.tags")
 """Keys whose value may be a mapping, which is no section."""
 
 

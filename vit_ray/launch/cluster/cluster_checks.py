@@ -16,18 +16,8 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
         ValueError: with the arithmetic and the nearest valid value.
     """
     batch = recipe.train.global_batch_size
+    recipe.check_shares()
     for world_size in recipe.group_sizes:
-        if batch % world_size:
-            # Whole passes of the recipe's own size, or the next check would refuse it.
-            fixed = recipe.train.micro_batch_size
-            unit = world_size * (recipe.train.least_pass if fixed == "auto" else fixed)
-            nearest = max(1, round(batch / unit)) * unit
-            raise ValueError(
-                f"train.global_batch_size={batch} does not divide among {world_size} workers "
-                f"(workers.num_workers={recipe.workers.num_workers}): {batch} = "
-                f"{batch // world_size} x {world_size} + {batch % world_size}; the nearest valid "
-                f"train.global_batch_size is {nearest}"
-            )
         micro_batch_size(recipe, world_size)
     if num_images < batch:
         raise ValueError(

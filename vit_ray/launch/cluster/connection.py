@@ -25,6 +25,7 @@ import ray
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.autoscaling import Growth, find_growth
+from vit_ray.launch.cluster.ray_address import HOST_PORT, host_and_port
 from vit_ray.ray_internals import (
     VERSION,
     has_auth_token,
@@ -48,7 +49,6 @@ _NUM_ACTORS: Final = 12
 
 _HEAD: Final = "node:__internal_head__"
 """A resource of the head alone."""
-_HOST_PORT: Final = r"\[?([^/\]]+)\]?:(\d+)"
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
@@ -73,7 +73,10 @@ class ClusterShape:
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         growth = "" if self.growth is None else f"; {self.growth}"
-        return f"{nodes}, {self.num_cpus:g} CPUs, {self.num_gpus:g} GPUs{growth}"
+        cpus = f"{self.num_cpus:g} CPUs"
+        if self.is_private:  # Ray's count of this machine may be larger
+            cpus = f"{os.cpu_count()} cores"
+        return f"{nodes}, {cpus}, {self.num_gpus:g} GPUs{growth}"
 
     @property
     def most_cpus(self) -> float:
@@ -211,7 +214,7 @@ def _join(address: str) -> None:
         ValueError: it takes only those that have its token, or runs another Ray or Python, with
             which nothing can be exchanged.
     """
-    if re.fullmatch(_HOST_PORT, address) and (problem := token_problem(address, REACH_S)):
+    if re.fullmatch(HOST_PORT, address) and (problem := token_problem(address, REACH_S)):
         raise ValueError(
             f"RAY_ADDRESS={address}: the cluster takes only those that have its token ({problem}); "
             f"copy ~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN, and set "
@@ -239,17 +242,12 @@ def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
     Raises:
         ValueError: nothing does, for all of the time; says what to look at.
     """
-    match = re.fullmatch(rf"(?:ray://)?{_HOST_PORT}", address)
-    if match is None and "://" not in address and address not in ("auto", "local"):
-        raise ValueError(
-            f"RAY_ADDRESS={address} is no address; give HOST:PORT as `ray start --head` printed "
-            "it, ray://HOST:PORT, or auto for the Ray of this machine; or unset RAY_ADDRESS"
-        )
+    place = host_and_port(address)
     deadline_s = time.monotonic() + timeout_s
-    while match:
+    while place:
         left_s = deadline_s - time.monotonic()
         try:
-            socket.create_connection((match[1], int(match[2])), max(left_s, 0.1)).close()
+            socket.create_connection(place, max(left_s, 0.1)).close()
             return
         except OSError as error:
             if left_s < 1.0:

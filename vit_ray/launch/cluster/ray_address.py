@@ -1,0 +1,24 @@
+"""The address of a Ray cluster, checked by its form alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+HOST_PORT: Final = r"\[?([^/\]]+)\]?:(\d+)"
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Of `HOST:PORT` and `ray://HOST:PORT`; None of a form that Ray checks itself.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    if match := re.fullmatch(rf"(?:ray://)?{HOST_PORT}", address):
+        return match[1], int(match[2])
+    if "://" not in address and address not in ("auto", "local"):
+        raise ValueError(
+            f"RAY_ADDRESS={address} is no address; give HOST:PORT as `ray start --head` printed "
+            "it, ray://HOST:PORT, or auto for the Ray of this machine; or unset RAY_ADDRESS"
+        )
+    return None

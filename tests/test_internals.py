@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import mlflow
 import pytest
 
 from tests.modules import MODULES, PACKAGE, imported
@@ -79,3 +80,12 @@ def test_private_names_of_deepspeed_and_mlflow_are_used_by_their_doors_alone(pat
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
         }
         assert not used & private_attributes()
+
+
+def test_mlflows_page_reads_the_view_that_is_kept_with_an_experiment() -> None:
+    """The page is a bundle of JavaScript, whose names no `Internal` can hold."""
+    bundle = Path(mlflow.__file__).parent / "server" / "js" / "build" / "static" / "js"
+    code = "".join(file.read_text() for file in bundle.glob("*.js"))
+    names = (mlflow_internals.VIEW_TAG, mlflow_internals.VIEW_PARAMETER)
+    for name in (*names, *mlflow_internals.VIEW_FIELDS, "metricSectionId", "isGenerated"):
+        assert name in code, name

@@ -8,6 +8,7 @@ it does not need.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,15 @@ ALL_STEPS: Final = (-(2**62), 2**62)
 """Without bounds SQLite takes the index of the primary key, and reads the points of every run."""
 BULK_HISTORY: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
 """What MLflow's own pages ask of a server."""
+VIEW_TAG: Final = "mlflow.sharedViewState."
+"""Of an experiment: what MLflow's page of it shows, under a key. The page of MLflow 3.17 reads the
+fields that `view_state` writes; a field that another version lacks is left out there."""
+VIEW_PARAMETER: Final = "viewStateShareKey"
+"""Of the page's address: the key."""
+VIEW_FIELDS: Final = (
+    "compareRunCharts", "compareRunSections", "isAccordionReordered", "selectedColumns",
+    "orderByKey", "orderByAsc",
+)  # fmt: skip
 _NO_SUCH_CALL: Final = (404, 405, 501)
 
 _SAMPLE: Final = "The client has no call for an even sample of many long histories."
@@ -109,6 +119,34 @@ def sample_of_server(
         )
         for one in held
     ]
+
+
+def view_state(section: str, metrics: Sequence[str], columns: Sequence[str], order_by: str) -> str:
+    """A view of an experiment, as a tag keeps it.
+
+    Runs stand in one list, with those under a parent; by default these are folded, and drawn in no
+    chart.
+
+    Args:
+        section: title of the first charts.
+        metrics: of these charts, in order; a bar where no step is above 0. Other metrics stand
+            below in sections of their own.
+        columns: of the list of runs: `metrics.`, `params.` or `attributes.` and a name.
+        order_by: the one of them that the list is sorted by, the greatest first.
+    """
+
+    def quoted(column: str) -> str:
+        kind, _, name = column.partition(".")
+        return f"{kind}.`{name}`"
+
+    place = {"metricSectionId": section, "isGenerated": True, "deleted": False}
+    bar = {"type": "BAR", "runsCountToCompare": 10}  # the page makes a line of it where it can
+    charts = [
+        {**bar, **place, "uuid": key, "metricKey": key, "displayName": key} for key in metrics
+    ]
+    first = {"uuid": section, "name": section, "display": True, "isReordered": True}
+    values = (charts, [first], True, [*map(quoted, columns)], quoted(order_by), False)
+    return json.dumps(dict(zip(VIEW_FIELDS, values, strict=True)))
 
 
 def latest_points(run: Run) -> Iterable[Metric]:

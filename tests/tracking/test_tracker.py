@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import BAD_REQUEST
+from mlflow.protos.databricks_pb2 import BAD_REQUEST, PERMISSION_DENIED
 from mlflow.tracking import MlflowClient
 
 from tests.commands.command_line import run_cli
@@ -35,6 +35,7 @@ from vit_ray.tracking.mlflow_client import (
     page_hint,
     redact_uri,
     safe_uri,
+    share_view,
 )
 from vit_ray.tracking.mlflow_run import RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
@@ -901,7 +902,32 @@ def test_the_hint_opens_the_runs(config, log_path):
     assert tracker.finish()
     run = _only_run(config.uri)
     page = f"#/experiments/{run.info.experiment_id}/runs?workflowType=machine_learning"
+    page += "&viewStateShareKey=vit_ray&compareRunsMode=CHART"
     assert tracker.hint == (
         f"mlflow ui --backend-store-uri {config.uri} and then http://127.0.0.1:5000/{page}"
     )
-    assert page_hint("http://u:pw@host/x/", "7").startswith("http://host/x/#/experiments/7/runs?")
+    assert page_hint("http://u:pw@host/x/", "7") == (
+        "http://host/x/#/experiments/7/runs?workflowType=machine_learning"
+    )
+
+
+def test_the_view_of_the_link_is_kept_with_the_experiment_once(config, log_path):
+    started(config, "first", log_path).finish()
+    client = MlflowClient(config.uri)
+    tags = client.get_experiment(_only_run(config.uri).info.experiment_id).tags
+    view = json.loads(tags["mlflow.sharedViewState.vit_ray"])
+    shown = [chart["metricKey"] for chart in view["compareRunCharts"]]
+    assert shown == ["train/loss", "dev/top1", "eval/top1", "train/images_per_s", "run/goodput"]
+    assert "metrics.`eval/top1`" in view["selectedColumns"]
+    assert tags["mlflow.note.content"].startswith("Trainings of vit_ray.")
+    assert share_view(client, _only_run(config.uri).info.experiment_id)
+
+
+def test_without_the_right_to_keep_a_view_the_link_is_the_plain_one(config, log_path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise MlflowException("no right", error_code=PERMISSION_DENIED)
+
+    monkeypatch.setattr(MlflowClient, "set_experiment_tag", refused)
+    tracker = started(config, "plain", log_path)
+    assert tracker.finish()
+    assert tracker.hint.endswith("/runs?workflowType=machine_learning")

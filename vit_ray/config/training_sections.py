@@ -609,6 +609,20 @@ class TrackingConfig(Section):
     copy."""
     register_as: Annotated[str, Field(pattern=r"^[^/:'\"]+$")] | None = None
     """Registered model that gets a new version; trials of a sweep are not registered."""
+    description: str | None = None
+    """Markdown at the top of the run's description in MLflow."""
+    tags: dict[str, str] = {}
+    """Tags of the run in MLflow, such as {team: vision}."""
+
+    @field_validator("tags")
+    @classmethod
+    def _are_own(cls, tags: dict[str, str]) -> dict[str, str]:
+        if taken := [name for name in tags if not name or name.startswith(("mlflow.", "vit_ray."))]:
+            raise ValueError(
+                f"the tag {taken[0]!r} is not free: names that begin with mlflow. or vit_ray. are "
+                "those programs'; choose another"
+            )
+        return tags
 
     @field_validator("uri")
     @classmethod

@@ -7,14 +7,42 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 from vit_ray.config.secrets import redact, userinfo
 from vit_ray.file_lock import lock_file
+from vit_ray.metric_names import (
+    DEV_TOP1,
+    EVAL_TOP1,
+    RUN_GOODPUT,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+)
+from vit_ray.mlflow_internals import VIEW_PARAMETER, VIEW_TAG, view_state
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
-_KIND = {"mlflow.experimentKind": "custom_model_development"}  # opens with its runs
+_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",  # opens with its runs
+    "mlflow.note.content": (
+        "Trainings of vit_ray. A sweep, study or VTAB is a run with its trainings below it; its "
+        "artifacts hold `report.html`, and every run's hold `recipe.yaml`, which runs again as it "
+        "is. Metrics are `group/name_unit`: `dev/` is of images held out of the training set, "
+        "`eval/` of the test set."
+    ),
+}
+VIEW: Final = "vit_ray"
+"""Key of the view that links open."""
+_VIEW_STATE: Final = view_state(
+    "results",
+    (TRAIN_LOSS, DEV_TOP1, EVAL_TOP1, TRAIN_IMAGES_PER_S, RUN_GOODPUT),
+    (
+        f"metrics.{EVAL_TOP1}", f"metrics.{DEV_TOP1}", f"metrics.{TRAIN_LOSS}",
+        f"metrics.{TRAIN_IMAGES_PER_S}", f"metrics.{RUN_GOODPUT}", "params.optim.learning_rate",
+    ),
+    f"metrics.{EVAL_TOP1}",
+)  # fmt: skip
 SHORTEST_PASSWORD = 8
 """Of those that are taken out of errors where they stand alone."""
 LOCK_S = 60.0
@@ -159,7 +187,7 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         path = _sqlite_path(absolute_uri(uri))
         place = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
         try:
-            client.create_experiment(name, artifact_location=place, tags=_KIND)
+            client.create_experiment(name, artifact_location=place, tags=_TAGS)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
                 raise
@@ -173,16 +201,29 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     return str(found.experiment_id)
 
 
-def page_hint(uri: str, experiment: str | None = None) -> str:
+def share_view(client: MlflowClient, experiment: str) -> bool:
+    """Keep the view that links open with an experiment; False where MLflow refuses it."""
+    tag = f"{VIEW_TAG}{VIEW}"
+    try:
+        if client.get_experiment(experiment).tags.get(tag) != _VIEW_STATE:
+            client.set_experiment_tag(experiment, tag, _VIEW_STATE)
+    except MlflowException:  # of who may write runs and nothing else
+        return False
+    return True
+
+
+def page_hint(uri: str, experiment: str | None = None, *, has_view: bool = False) -> str:
     """How to see the runs: a link, for a SQLite file with the command that serves it.
 
     Args:
         experiment: its id. MLflow's own start page is about traces, and there are none here.
+        has_view: the experiment has the view of `share_view`.
     """
     is_file = _sqlite_path(uri) is not None
     link = "http://127.0.0.1:5000" if is_file else safe_uri(uri).rstrip("/")
     if experiment:
         link += f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
+        link += f"&{VIEW_PARAMETER}={VIEW}&compareRunsMode=CHART" if has_view else ""
     command = f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
     return f"{command} and then {link}" if is_file else link
 

@@ -35,7 +35,7 @@ from vit_ray.tracking.mlflow_api import (
     Run,
     RunTag,
 )
-from vit_ray.tracking.mlflow_client import experiment_id, open_client
+from vit_ray.tracking.mlflow_client import experiment_id, open_client, share_view
 
 MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS: Final = 100
@@ -88,6 +88,7 @@ class RunWriter:
                 run_name=first["run_name"],
             )
         self.experiment_id = str(run.info.experiment_id)
+        self.has_view = share_view(self.client, self.experiment_id)
         self.run_id: str = run.info.run_id
 
     def _find(self, first: Record, run_id: str | None) -> Run | None:

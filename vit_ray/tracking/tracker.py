@@ -159,7 +159,9 @@ class Tracker:
     @property
     def hint(self) -> str:
         """The command or link that opens MLflow's page."""
-        return page_hint(self._uri, self._writer.experiment_id if self._writer else None)
+        if (writer := self._writer) is None:
+            return page_hint(self._uri)
+        return page_hint(self._uri, writer.experiment_id, has_view=writer.has_view)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False when it does not in time.

@@ -1,5 +1,8 @@
 """What a run's record says of it: what trains as parameters, the rest as tags and inputs."""
 
+import json
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,7 @@ from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.record.run_metadata import (
     data_inputs,
     git_commit,
+    machine_facts,
     recipe_yaml,
     run_facts,
     trained_params,
@@ -81,14 +85,31 @@ def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.M
     recipe = load_recipe("digits_sweep", TRIALS)
     tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     assert tags["vit_ray.family"] == "ViT"
-    assert tags["vit_ray.data"] == "digits/train"
-    assert tags["vit_ray.stage"] == "sweep_trial"
+    assert tags["vit_ray.kind"] == "sweep_trial"
     assert tags["data.eval"] == "a/test"
     assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
     assert tags["mlflow.user"]
     assert tags["mlflow.source.name"] == "vit-ray sweep digits_sweep tracking.uri=http://h"
     assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]
     assert "hunter2" not in str(tags)
+
+
+def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
+    about = {"description": "Baseline of *May*", "tags": {"team": "vision", "data.eval": "x"}}
+    recipe = load_recipe("digits_sweep", TRIALS).with_changes(tracking=about)
+    tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
+    assert (tags["team"], tags["data.eval"]) == ("vision", "a/test")
+    with pytest.raises(ValueError, match=r"tracking\.tags.*'vit_ray\.kind' is not free"):
+        recipe.with_changes(tracking={"tags": {"vit_ray.kind": "mine"}})
+
+
+def test_what_is_of_the_machine_is_a_file_and_its_cores_are_those_there_are():
+    mine = ClusterShape(1, 4, 0, 0.0, is_private=True)
+    assert str(mine) == f"1 node, {os.cpu_count()} cores, 0 GPUs"
+    assert str(ClusterShape(2, 8, 1, 0.0)) == "2 nodes, 8 CPUs, 1 GPUs"
+    facts = json.loads(machine_facts(mine))
+    assert (facts["driver"], facts["ray_cpus"]) == (platform.node(), 4)
 
 
 def test_inputs_are_the_data_sets_with_counts_and_use():

@@ -16,7 +16,13 @@ from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.record.run_host import HostedRun, RunControl, RunRecord, host_on, start_run
-from vit_ray.launch.record.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.record.run_metadata import (
+    data_inputs,
+    machine_facts,
+    recipe_yaml,
+    run_facts,
+    trained_params,
+)
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.tracking.metrics_log import (
     FAILURE,
@@ -109,6 +115,7 @@ def open_record(
         node_id,
     )
     run.record.text("recipe.yaml", recipe_yaml(recipe), wait_s=0.0)
+    run.record.text("machine.json", machine_facts(cluster), wait_s=0.0)
     status: Status = "FAILED"
     try:
         yield run

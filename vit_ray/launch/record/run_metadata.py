@@ -7,6 +7,7 @@ parameters that differ, draws what a sweep or a study varies.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import platform
 import shlex
@@ -71,33 +72,44 @@ def run_facts(
     """
     command = (parent.tags.get(SOURCE_NAME) if parent else None) or command_line()
     flat = recipe.flat()
-    data, num_classes = PurePosixPath(redact(resolved.manifest.path)), resolved.manifest.num_classes
+    num_classes, about = resolved.manifest.num_classes, recipe.tracking.description
+    about = f"{about}\n\n" if about else ""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
     return {
+        **recipe.tracking.tags,
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         "vit_ray.kind": kind,
-        "vit_ray.stage": kind,
-        "vit_ray.model": recipe.model.name,
         "vit_ray.family": model_family(recipe.model.name),
-        "vit_ray.data": "/".join(data.parts[-2:]),
         "vit_ray.git_commit": git_commit(),
         "vit_ray.data_fingerprint": resolved.manifest.fingerprint,
         "vit_ray.cluster": str(cluster),
-        "vit_ray.driver": platform.node(),
         RUN_FOLDER: recipe.run_folder,
-        "vit_ray.ray_version": ray.__version__,
         "mlflow.user": user,
         SOURCE_NAME: command,
         "mlflow.source.type": "JOB",
         "mlflow.note.content": (
-            f"{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
+            f"{about}{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
             f"classes, {resolved.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
             f"    {command}\n"
         ),
     }
+
+
+def machine_facts(cluster: ClusterShape) -> str:
+    """Where a run is driven from, and what Ray has of the machines, as JSON."""
+    facts = {
+        "driver": platform.node(),
+        "cores_of_the_driver": os.cpu_count(),
+        "ray_nodes": cluster.num_nodes,
+        "ray_cpus": cluster.num_cpus,
+        "ray_gpus": cluster.num_gpus,
+        "ray": ray.__version__,
+        "python": platform.python_version(),
+    }
+    return json.dumps(facts, indent=1)
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:

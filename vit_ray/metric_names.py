@@ -27,6 +27,7 @@ STARTUP_FIRST_STEP_S: Final = "startup/first_step_s"
 STARTUP_COMPILE_S: Final = "startup/compile_s"
 PERF_COMPILED: Final = "perf/compiled"
 CHECKPOINT_STALL_S: Final = "checkpoint/stall_s"
+CHECKPOINT_INTERVAL_MIN: Final = "checkpoint/interval_min"
 
 # Of an evaluation. `eval/` and `dev/` (training images that are held out) have the same names.
 EVAL: Final = "eval/"

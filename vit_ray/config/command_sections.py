@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
@@ -11,6 +12,9 @@ from pydantic import Field, JsonValue
 from vit_ray.config.section import Fraction, NotNegative, Positive, PositiveFloat, Section, Share
 from vit_ray.config.training_sections import ModelConfig, given_lengths
 from vit_ray.config.validation import value_text
+
+FailureDays = Annotated[float, Field(ge=1e-3)]
+"""Days between failures: no less than a minute and a half."""
 
 
 class ConvertConfig(Section):
@@ -505,10 +509,33 @@ class PlanConfig(Section):
     num_classes: Positive | None = None
     """Classes, if not read from `data.train`."""
     price_per_gpu_hour: PositiveFloat | None = None
-    """Price of one GPU-hour, in any currency; unset = no costs are shown."""
+    """Price of one GPU-hour, in any currency; unset = no costs are shown, by plans or runs."""
+    cpus_per_server: Positive = 96
+    """CPU cores of a server that read and decode, as in AWS's p5 (192 threads)."""
+    storage_gb_per_server: PositiveFloat = 12.5
+    """GB/s (1000^3) between a server and the store of images and checkpoints; 12.5 = 100 Gbit/s."""
+    storage_gb_per_s: PositiveFloat | None = None
+    """GB/s (1000^3) of that store for all servers together; unset = no limit."""
+    gpu_days_per_failure: FailureDays = 2100.0
+    """Days of a GPU between two failures that stop the run; 2,100 = Llama 3 on 16,384 H100 (419 in
+    54 days)."""
+    server_days_per_preemption: FailureDays | None = None
+    """Days of a server until its provider takes it back (spot), which counts as a failure; unset =
+    never."""
+    restart_s: PositiveFloat = 30.0
+    """Seconds from a failure until the workers are there again; reading the checkpoint comes on
+    top. 30 = a lost node, as measured on CPUs."""
 
     def problems(self) -> dict[str, object]:
         """One of the two counts without the other."""
         images, classes = self.num_images, self.num_classes
         told = f"num_images and num_classes go together; given {images} and {classes}"
         return {told: (images is None) != (classes is None)}
+
+    def failure_s(self, num_gpus: int) -> float:
+        """Mean seconds between two failures of a run on so many GPUs, those of servers included."""
+        per_day = num_gpus / self.gpu_days_per_failure
+        if self.server_days_per_preemption is not None:
+            servers = math.ceil(num_gpus / self.gpus_per_server)
+            per_day += servers / self.server_days_per_preemption
+        return 86_400 / per_day

@@ -510,8 +510,10 @@ class CheckpointConfig(Section):
 
     every_steps: Positive | None = None
     """Steps between checkpoints; unset = only by minutes, and at the end."""
-    every_minutes: PositiveFloat | None = 15.0
-    """Minutes between checkpoints; null = only by steps."""
+    every_minutes: PositiveFloat | Literal["auto"] | None = 15.0
+    """Minutes between checkpoints; null = only by steps. `auto` = Young's and Daly's best interval,
+    by how long training stood still for the last one and by the failures that `plan` expects of so
+    many workers (`gpu_days_per_failure`, `server_days_per_preemption`)."""
     keep_last: Positive = 2
     """Newest checkpoints kept."""
     keep_every_steps: Positive | None = None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +23,13 @@ from torch import Tensor
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
 from vit_ray.config.cadence import Cadence
+from vit_ray.measure.failures import best_interval_s
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
     BEST,
+    CHECKPOINT_INTERVAL_MIN,
+    CHECKPOINT_STALL_S,
     COST_CORE_DAYS,
     DATA_WAIT_FRACTION,
     DEV,
@@ -45,6 +48,10 @@ from vit_ray.train.optim.schedule import lr_at
 
 Batch = Mapping[str, Any]
 """`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""
+FIRST_STALL_S: Final = 1.0
+"""Assumed until a checkpoint was measured."""
+LEAST_STALL_S: Final = 0.01
+"""Of a stall too short to be measured, for which no interval would be best."""
 
 
 class StepResult(NamedTuple):
@@ -206,11 +213,22 @@ class _Training:
     ) -> None:
         self._engine, self._batches, self._recipe, self._context = engine, batches, recipe, context
         self._hooks, self._progress, self._compute, self._clock = hooks, progress, compute, clock
-        self.saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
         self._times = StepTimes()
         self._first_step = progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = progress.step, clock()
+
+    @property
+    def saving(self) -> Cadence:
+        """When checkpoints are due; minutes count on rank 0, whose last stall decides `auto`."""
+        config, minutes = self._recipe.checkpoint, self._recipe.checkpoint.every_minutes
+        if minutes == "auto":
+            stall_s = max(
+                self._progress.metrics.get(CHECKPOINT_STALL_S, FIRST_STALL_S), LEAST_STALL_S
+            )
+            failure_s = self._recipe.plan.failure_s(self._context.world_size)
+            minutes = best_interval_s(stall_s, failure_s) / 60
+        return Cadence(config.every_steps, minutes)
 
     def step(self) -> _Step:
         """Train on the next batch."""
@@ -336,6 +354,8 @@ class _Training:
                 return
         hooks.save(progress)
         self._saved_step, self._saved_s = progress.step, self._clock()
+        if self._recipe.checkpoint.every_minutes == "auto":
+            hooks.log(progress.step, {CHECKPOINT_INTERVAL_MIN: self.saving.every_minutes or 0.0})
 
 
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> Tensor:

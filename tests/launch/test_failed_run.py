@@ -49,10 +49,12 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
         monkeypatch.setattr(run, name, stand_in)
     manifest = SimpleNamespace(num_classes=10)
     resolved: Any = SimpleNamespace(manifest=manifest, num_images=90, total_steps=20, streams={})
+    recipe = load_recipe("digits", ["plan.price_per_gpu_hour=2"])
     with pytest.raises(RunFailedError, match="worker 1 died"):
-        run_prepared(PreparedRun(load_recipe("digits"), kind, resolved))
+        run_prepared(PreparedRun(recipe, kind, resolved))
     assert [step for step, _ in opened.recorded] == ([7] if has_cost else [])
     for _, cost in opened.recorded:
         assert cost["study/images_seen"] == 7 * 128
         assert cost["study/exaflops"] > 0
         assert (cost["cost/core_days"], cost["run/goodput"]) == (2.0, 1.0)
+        assert cost["cost/price"] == cost["cost/price_training"] == 2 * 24 * 2.0

@@ -93,6 +93,28 @@ def test_a_group_that_changes_its_size_starts_again_and_each_size_has_its_core_d
     assert found.core_days == pytest.approx((4 * 20 + 2 * 40) / 86_400)
 
 
+def test_a_price_is_of_the_workers_that_were_there_and_no_wait_for_a_place() -> None:
+    marks = [
+        DriverBegan(0.0),
+        WaitedForPlace(100.0, 900.0),
+        work("a", 1000.0, (0, 10), world_size=4, training=3000.0, checkpoint=100.0),
+        Failed(4200.0),
+        work("b", 4300.0, (10, 20), world_size=2, training=1000.0),
+        DriverEnded(5400.0),
+        DriverBegan(9000.0),
+        work("c", 9100.0, (20, 30), world_size=8, training=500.0),
+    ]
+    found = account(marks)
+    # Four workers for 200 s of starting, 3,100 of work and 100 lost; two for 100, 1,000, 100 of
+    # ending; eight for 100 of starting and 500. At 36 an hour a second of a worker costs 0.01.
+    metrics = found.metrics(36.0)
+    assert metrics["cost/price"] == pytest.approx(0.01 * (4 * 3400 + 2 * 1200 + 8 * 600))
+    assert metrics["cost/price_training"] == pytest.approx(0.01 * (4 * 3000 + 2 * 1000 + 8 * 500))
+    assert describe_goodput(metrics).endswith("; price 208.00, 180.00 of it for training")
+    assert not [key for key in found.metrics() if "price" in key]
+    assert "price" not in describe_goodput(found.metrics())
+
+
 def test_of_an_attempt_the_last_word_counts_and_what_no_class_has_is_unknown() -> None:
     early = work("a", 0.0, (0, 2), training=20.0)
     late = replace(work("a", 0.0, (0, 4), training=40.0), until_s=41.0)

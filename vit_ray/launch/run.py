@@ -270,7 +270,8 @@ def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, fl
     cost, spent = training_cost(prepared.recipe, prepared.resolved, step), run.control.account()
     # A checkpoint has the days of drivers whose log is elsewhere, but not of steps done twice.
     known_days = run.control.status().metrics.get(COST_CORE_DAYS, 0.0)
-    cost |= {**spent.metrics(), COST_CORE_DAYS: max(known_days, spent.core_days)}
+    price = prepared.recipe.plan.price_per_gpu_hour
+    cost |= {**spent.metrics(price), COST_CORE_DAYS: max(known_days, spent.core_days)}
     # Before the end, which comes next; days of a step that was logged before are replaced.
     run.record.metrics(step, cost, ANSWER_LIMIT_S, again=True)
     return cost

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, TypeVar
 
+from vit_ray.metric_names import COST_PRICE, COST_PRICE_TRAINING
+
 Item = TypeVar("Item")
 
 
@@ -107,6 +109,8 @@ class Account:
     """Of each class; they sum to the wall clock."""
     core_days: float
     """Workers times days of all their steps, those that were repeated too."""
+    worker_seconds: Mapping[TimeClass, float] = field(default_factory=dict)
+    """As `seconds`, times the workers of the attempt that was on or was started."""
 
     @property
     def wall_s(self) -> float:
@@ -118,9 +122,19 @@ class Account:
         """Share of the wall clock that trained what had not been trained before."""
         return self.seconds[TimeClass.TRAINING] / self.wall_s if self.wall_s > 0 else 0.0
 
-    def metrics(self) -> dict[str, float]:
-        """`run/goodput`, `run/wall_s`, and `run/<class>_s` for each class."""
+    def metrics(self, price_per_hour: float | None = None) -> dict[str, float]:
+        """`run/goodput`, `run/wall_s`, and `run/<class>_s` for each class.
+
+        Args:
+            price_per_hour: of a worker. Adds the price of all seconds but those without workers
+                (stopped, waiting for a place), and of the goodput.
+        """
         parts = {f"run/{kind}_s": value for kind, value in self.seconds.items()}
+        if price_per_hour is not None:
+            paid = {kind: s * price_per_hour / 3600 for kind, s in self.worker_seconds.items()}
+            free = (TimeClass.STOPPED, TimeClass.PLACE)
+            parts[COST_PRICE] = sum(price for kind, price in paid.items() if kind not in free)
+            parts[COST_PRICE_TRAINING] = paid[TimeClass.TRAINING]
         return {"run/goodput": self.goodput, "run/wall_s": self.wall_s, **parts}
 
 
@@ -134,7 +148,8 @@ def account(marks: Sequence[Mark], now_s: float | None = None) -> Account:
     latest = {one.attempt: one for one in marks if isinstance(one, Work)}
     others = [one for one in marks if not isinstance(one, Work)]
     ordered = sorted([*others, *latest.values()], key=_begin_s)
-    seconds = dict.fromkeys(TimeClass, 0.0)
+    seconds, worker_seconds = dict.fromkeys(TimeClass, 0.0), dict.fromkeys(TimeClass, 0.0)
+    num_workers = next((one.world_size for one in ordered if isinstance(one, Work)), 1)
     core_seconds, most_steps = 0.0, 0
     at_s = _begin_s(ordered[0]) if ordered else 0.0
     has_driver = has_worked = False
@@ -142,6 +157,7 @@ def account(marks: Sequence[Mark], now_s: float | None = None) -> Account:
     def spend(until_s: float, what: TimeClass) -> None:
         nonlocal at_s
         seconds[what] += max(0.0, until_s - at_s)
+        worker_seconds[what] += max(0.0, until_s - at_s) * num_workers
         at_s = max(at_s, until_s)
 
     for mark in ordered:
@@ -154,6 +170,7 @@ def account(marks: Sequence[Mark], now_s: float | None = None) -> Account:
                 spend(mark.begin_s, TimeClass.STARTING)
                 spend(mark.end_s, TimeClass.PLACE)
             case Work():
+                num_workers = mark.world_size
                 spend(mark.begin_s, TimeClass.STARTING)
                 for what, value in _parts(mark, most_steps).items():
                     spend(at_s + value, what)
@@ -168,7 +185,7 @@ def account(marks: Sequence[Mark], now_s: float | None = None) -> Account:
                 has_driver = False
     if now_s is not None and has_driver:
         spend(now_s, TimeClass.ENDING if has_worked else TimeClass.STARTING)
-    return Account(seconds, core_seconds / 86_400)
+    return Account(seconds, core_seconds / 86_400, worker_seconds)
 
 
 def _begin_s(mark: Mark) -> float:
@@ -261,4 +278,7 @@ def describe_goodput(metrics: Mapping[str, float]) -> str:
     shown = ", ".join(f"{name} {share:.1%}" for share, name in parts if share >= 5e-4)
     whole_s = round(wall_s)
     clock = f"{whole_s // 3600}:{whole_s // 60 % 60:02d}:{whole_s % 60:02d}"
-    return f"goodput {metrics['run/goodput']:.1%} of {clock}: {shown}"
+    text = f"goodput {metrics['run/goodput']:.1%} of {clock}: {shown}"
+    if (price := metrics.get(COST_PRICE)) is not None:
+        text += f"; price {price:,.2f}, {metrics[COST_PRICE_TRAINING]:,.2f} of it for training"
+    return text

@@ -41,11 +41,18 @@ def run_job(name: str) -> NoReturn:
 
 
 def run_recipe(
-    command: Command, words: tuple[str, ...], is_dry: bool, shows_recipe: bool = False
+    command: Command,
+    words: tuple[str, ...],
+    is_dry: bool,
+    shows_recipe: bool = False,
+    flag: str | None = None,
 ) -> int:
     """Load the recipe that the words name and run the command; returns its exit code.
 
     A dry run prints the plan, or where a command has none, the keys that it reads and that are set.
+
+    Args:
+        flag: one of the command's own.
     """
 
     def run() -> int | None:
@@ -54,6 +61,8 @@ def run_recipe(
         path, overrides = split_words(words)
         recipe = load_recipe(path, overrides)
         note_unread(command, overrides)
+        if flag and not shows_recipe:
+            return int(pkgutil.resolve_name(command.flags[flag][1])(recipe, is_dry=is_dry))
         if not (is_dry or shows_recipe):
             example = command.example.removesuffix(" --dry-run")
             require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
@@ -135,6 +144,7 @@ def _command(command: Command) -> click.Command:
         shows_recipe: bool,
         modules: tuple[str, ...],
         help_of: str | None,
+        **flags: bool,
     ) -> None:
         trust_modules(*modules)
         program = click.get_current_context().command_path
@@ -143,7 +153,8 @@ def _command(command: Command) -> click.Command:
         if not words:
             pkgutil.resolve_name("vit_ray.commands.help_pages:print_usage")(command, program)
             sys.exit(2)
-        sys.exit(run_recipe(command, words, is_dry, shows_recipe))
+        flag = next((one for one in command.flags if flags[one.lstrip("-")]), None)
+        sys.exit(run_recipe(command, words, is_dry, shows_recipe, flag))
 
     return _Job(
         command.name,
@@ -154,6 +165,7 @@ def _command(command: Command) -> click.Command:
             click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete),
             click.Option(["--dry-run", "is_dry"], is_flag=True),
             click.Option(["--recipe", "shows_recipe"], is_flag=True),
+            *(click.Option([flag], is_flag=True) for flag in command.flags),
             click.Option(["--module", "modules"], multiple=True),
             click.Option(["--help", "-h", "help_of"], is_flag=False, flag_value=""),
         ],

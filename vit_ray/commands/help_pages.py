@@ -99,6 +99,7 @@ def _print_usage(command: Command, program: str, console: Console) -> None:
     for option, meaning in (
         ("RECIPE", "a YAML file, or the name of one that `vit-ray recipes` lists"),
         ("key=value", "changes, in any place, such as optim.learning_rate=3e-4"),
+        *((flag, meaning) for flag, (meaning, _) in command.flags.items()),
         ("--dry-run", f"print the {plan}; start nothing (--recipe adds the recipe)"),
         ("--recipe", "print the resolved recipe; start nothing"),
         ("--module NAME", "a Python module that parts of a checkpoint may be imported from"),

@@ -44,6 +44,9 @@ class Command:
     """Keys of the data sets, weights and sources that must be there before it starts."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """Word in the place of the recipe -> `module:function`, which takes the words behind it."""
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Option -> what it is for, and the `module:function` that takes the place of `main` and
+    `plan`: it takes the recipe and `is_dry`."""
 
     def run(self, recipe: Recipe) -> int | None:
         """Do it."""
@@ -208,9 +211,18 @@ _ALL = (
         "Memory per GPU for each ZeRO stage, communication, step and run time on plan.num_gpus "
         "of plan.device; starts nothing.",
         "vit_ray.commands.plans.plan:print_plan",
-        ("plan", "model", "optim", "train", "workers", "data.train", "data.fraction", "convert"),
+        (
+            "plan", "model", "optim", "train", "checkpoint", "workers", "data.train",
+            "data.fraction", "data.decode", "convert", "name", "tracking",
+        ),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
         "vit_ray.commands.plans.plan:describe_plan",
+        flags={
+            "--scale": (
+                "what limits 1 to 1,024 GPUs, with failures: goodput, days, price; in MLflow, too",
+                "vit_ray.commands.plans.scale:print_scale",
+            )
+        },
     ),
     Command(
         "export",

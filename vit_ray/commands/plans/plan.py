@@ -6,6 +6,7 @@ no data and no Ray are needed where the recipe tells `plan.num_images` and `plan
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from vit_ray.config import Recipe
@@ -47,6 +48,8 @@ class TrainingFacts:
     Attributes:
         source: where the two counts are from.
         largest_pixels: of the image that has the most; 0 where that is not known.
+        image_bytes: mean size of a stored image; 0 where that is not known.
+        group_images: mean number of images in a row group.
     """
 
     num_images: int
@@ -56,6 +59,8 @@ class TrainingFacts:
     forward_macs: int
     exaflops: float
     largest_pixels: int = 0
+    image_bytes: float = 0.0
+    group_images: float = ConvertConfig.model_fields["rows_per_row_group"].default
 
 
 def told_facts(recipe: Recipe) -> TrainingFacts:
@@ -79,7 +84,13 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     if all(not is_placeholder(path) and locate(path).exists() for path in paths):
         plan = resolve_run(recipe)
         facts = _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
-        return replace(facts, largest_pixels=plan.manifest.largest_pixels)
+        of_set = plan.manifest
+        return replace(
+            facts,
+            largest_pixels=of_set.largest_pixels,
+            image_bytes=float(of_set.bytes.sum() / of_set.num_images),
+            group_images=of_set.num_images / of_set.num_row_groups,
+        )
     if convert is None or convert.destination != train or not is_source(convert.source):
         return _told_facts(recipe)
     count = count_source(convert.source, convert.format, convert.split)
@@ -121,6 +132,12 @@ class PlannedCluster:
     pace: Pace
 
 
+def divisors(count: int) -> set[int]:
+    """All of a positive number."""
+    low = {one for one in range(1, math.isqrt(count) + 1) if count % one == 0}
+    return low | {count // one for one in low}
+
+
 def planned_cluster(recipe: Recipe) -> PlannedCluster:
     """The recipe's `plan` section with what it leaves unset filled in.
 
@@ -137,7 +154,7 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
     if batch % num_gpus:
         raise ValueError(
             f"plan.num_gpus={num_gpus} does not divide train.global_batch_size={batch}; use "
-            f"{max(n for n in range(1, num_gpus + 1) if batch % n == 0)} or another divisor"
+            f"{max(n for n in divisors(batch) if n <= num_gpus)} or another divisor"
         )
     link = plan.link_gb_per_s or device.link_gb_per_s
     network = Network(link, plan.network_gb_per_s, plan.gpus_per_server)
@@ -163,16 +180,23 @@ class StagePlan:
 
 
 def plan_stage(
-    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, stage: int
+    recipe: Recipe,
+    facts: TrainingFacts,
+    cluster: PlannedCluster,
+    stage: int,
+    micro_batch: int | None = None,
 ) -> StagePlan:
     """Memory, traffic and time of the recipe under a stage.
+
+    Args:
+        micro_batch: images per pass; None: the recipe's.
 
     Raises:
         ValueError: the recipe's micro-batch does not divide a worker's share.
     """
     batch, size = recipe.train.global_batch_size, cluster.num_gpus
     largest = largest_micro_batch(recipe, facts.num_classes, size, cluster.device.memory_gib, stage)
-    wanted = recipe.train.micro_batch_size
+    wanted = micro_batch or recipe.train.micro_batch_size
     micro = wanted if isinstance(wanted, int) else largest or 1
     passes = accumulation_steps(batch, micro, size)
     traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)

@@ -195,6 +195,29 @@ def test_every_moment_of_an_attempt_is_of_one_class() -> None:
     assert clock.work == found
 
 
+@pytest.mark.parametrize(("paused_s", "usual_s", "lost_s"), [
+    (38.0, 0.5, 37.5), (9.0, 0.5, 0.0), (38.0, 5.0, 0.0),
+])  # fmt: skip
+def test_what_a_paused_step_takes_beyond_the_usual_is_lost(
+    paused_s: float, usual_s: float, lost_s: float
+) -> None:
+    now = Clock()
+    clock = WorkClock(2, now)
+    for step, _ in enumerate(clock.waits_for(range(41)), start=1):
+        now.now_s += paused_s if step == 30 else usual_s
+        clock.note_step(step)
+    found = clock.work
+    assert found.seconds.get("lost", 0.0) == pytest.approx(lost_s)
+    assert found.seconds["training"] == pytest.approx(39 * usual_s + paused_s - lost_s)
+    assert found.until_s - found.begin_s == pytest.approx(sum(found.seconds.values()))
+    # The first steps tell nothing: what is usual is not known yet.
+    clock = WorkClock(2, now)
+    for step, _ in enumerate(clock.waits_for(range(5)), start=1):
+        now.now_s += paused_s if step == 4 else usual_s
+        clock.note_step(step)
+    assert "lost" not in clock.work.seconds
+
+
 def test_one_line_has_the_shares_that_are_not_nothing() -> None:
     marks = [DriverBegan(0.0), work("a", 30.0, (0, 90), training=3690.0, data_wait=1.0)]
     metrics = account(marks, now_s=3721.0).metrics()

@@ -6,8 +6,10 @@ completed, failures and ends. `account` makes of them seconds by class, which su
 
 from __future__ import annotations
 
+import statistics
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,10 @@ from typing import Final, TypeVar
 from vit_ray.metric_names import COST_PRICE, COST_PRICE_TRAINING
 
 Item = TypeVar("Item")
+PAUSE_S: Final = 10.0
+"""A step that takes so much longer than usual, and ten times as long, was paused."""
+_FEWEST_STEPS, _MOST_STEPS = 10, 101
+"""By whose median the usual time of a step is known."""
 
 
 class TimeClass(StrEnum):
@@ -35,7 +41,8 @@ class TimeClass(StrEnum):
     REPEATED = "repeated"
     """Steps that an earlier attempt had done, and the waits for their data."""
     LOST = "lost"
-    """From what an attempt completed last until its failure was noticed."""
+    """From what an attempt completed last until its failure was noticed; and what a step took
+    beyond the usual while it waited for a host that could not be reached, by `PAUSE_S`."""
     ENDING = "ending"
     STOPPED = "stopped"
     """No driver was there; not a part of the goodput."""
@@ -211,6 +218,8 @@ class WorkClock:
         self._clock, self._class = clock, TimeClass.STARTING
         now_s = clock()
         self._first_at_s = now_s
+        self._steps_s: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._trained_s = 0.0
         self.work = Work(uuid.uuid4().hex[:8], now_s, now_s, world_size=world_size)
         """Replaced as a whole: another thread may read it."""
 
@@ -241,6 +250,21 @@ class WorkClock:
         if not work.num_steps:
             changes |= {"first_step": step - 1, "first_s": self._clock() - self._first_at_s}
         self.enter(TimeClass.TRAINING, **changes)
+        seconds = dict(self.work.seconds)
+        trained_s = seconds.get(TimeClass.TRAINING, 0.0)
+        step_s = trained_s - self._trained_s
+        if len(self._steps_s) >= _FEWEST_STEPS:
+            usual_s = statistics.median(self._steps_s)
+            if step_s > max(10 * usual_s, usual_s + PAUSE_S):
+                lost_s = seconds.get(TimeClass.LOST, 0.0) + step_s - usual_s
+                seconds |= {
+                    TimeClass.TRAINING: trained_s - step_s + usual_s,
+                    TimeClass.LOST: lost_s,
+                }
+                self.work = replace(self.work, seconds=seconds)
+                trained_s, step_s = seconds[TimeClass.TRAINING], usual_s
+        self._steps_s.append(step_s)
+        self._trained_s = trained_s
 
     def waits_for(self, batches: Iterable[Item]) -> Iterator[Item]:
         """The same batches; the wait for each counts, but for that of the first step."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import top_k_accuracy_score
+from sklearn.metrics import average_precision_score, top_k_accuracy_score
 
 from tests.recipes import recipe_with
 from tests.train.engine_runs import build_engine
@@ -49,6 +49,13 @@ def share(rank: int, world_size: int) -> list[dict[str, Any]]:
     return batches
 
 
+def with_several_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """The class, for two of three images the next class, and a place that no image uses."""
+    first = batch["labels"]
+    second = np.where((first < 0) | (batch["sample"][:, None] % 3 == 0), -1, (first + 1) % 5)
+    return {**batch, "labels": np.concatenate([first, second, np.full_like(first, -1)], axis=1)}
+
+
 def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
     """Features of this rank's images, with their sample numbers in front."""
     rows = [
@@ -59,7 +66,7 @@ def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
 
 
 def evaluated(rank: int) -> dict[int, Any]:
-    """By ZeRO stage: features, accuracy, few-shot accuracy, logits."""
+    """By ZeRO stage: features, accuracy, few-shot accuracy, logits, accuracy by several labels."""
     trust_modules("tests.parts")
     world_size = torch.distributed.get_world_size()
     batches = share(rank, world_size)
@@ -77,6 +84,7 @@ def evaluated(rank: int) -> dict[int, Any]:
             measure_accuracy(engine, batches, recipe),
             measure_few_shot(engine, batches, batches, config, few_shot),
             np.concatenate([one[b["weight"] > 0] for b, _, one in _predictions(engine, batches)]),
+            measure_accuracy(engine, map(with_several_labels, batches), recipe),
         )
         engine.close()
     return found
@@ -113,6 +121,19 @@ def test_a_metric_of_the_users_is_the_mean_over_all_images(
         assert rank[stage][1]["top3"] == pytest.approx(expected)
         # Of a row that pads the last batch it is not 0.
         assert rank[stage][1]["largest"] == pytest.approx(alone[3].max(1).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_several_labels_have_mean_average_precision_over_all_ranks(
+    alone: Any, shared: list[dict[int, Any]], stage: int
+) -> None:
+    truth = np.eye(5, dtype=bool)[np.arange(NUM_IMAGES) % 5]
+    also = np.arange(NUM_IMAGES) % 3 > 0
+    truth[also] |= np.roll(truth[also], 1, axis=1)
+    expected = average_precision_score(truth, alone[3], average="macro")
+    for rank in shared:
+        assert rank[stage][4]["mean_average_precision"] == pytest.approx(expected, rel=1e-6)
+        assert "mean_average_precision" not in rank[stage][1]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

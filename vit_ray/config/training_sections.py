@@ -29,7 +29,9 @@ _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
 """Addresses of MLflow's that may be a word."""
 MOST_BLOCKS: Final = 1000
 """Of a model; more is a typing error that would take hours to build."""
-OWN_ACCURACIES: Final = ("top1", "top5", "loss", "images", "mean_class_top1")
+OWN_ACCURACIES: Final = (
+    "top1", "top5", "loss", "images", "mean_class_top1", "mean_average_precision",
+)  # fmt: skip
 """Metrics of an evaluation that are there without being asked for."""
 HIGHEST_BF16_BETA: Final = 0.95
 """With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""

@@ -61,6 +61,13 @@ ONE_SEED: Final = (
     "one seed on a side: the difference cannot be separated from the spread between seeds; train "
     "more seeds of both"
 )
+
+
+def _is_accuracy(metric: str) -> bool:
+    """Of the last or the averaged weights, or on a task."""
+    return "top1" in metric or metric in ACCURACIES
+
+
 Cells = dict[str, list[RecordedRun]]
 """Trainings by the name of their cell."""
 
@@ -199,7 +206,7 @@ class Comparison:
         """Means of an accuracy over several cells: with their spread over cells, and over seeds."""
         by_metric: dict[str, list[Difference]] = {}
         for one in self.differences:
-            if "top1" in one.metric:
+            if _is_accuracy(one.metric):
                 by_metric.setdefault(one.metric, []).append(one)
         found = []
         for metric, cells in by_metric.items():
@@ -223,7 +230,9 @@ class Comparison:
         keys = ", ".join([*self.keys][:MOST_KEYS])
         more = f" and {len(self.keys) - MOST_KEYS} more" if len(self.keys) > MOST_KEYS else ""
         differ = f"they differ in {keys}{more}" if keys else "no recorded key of the recipe differs"
-        known = [one for one in (*self.pooled()[::-1], *self.differences) if "top1" in one.metric]
+        known = [
+            one for one in (*self.pooled()[::-1], *self.differences) if _is_accuracy(one.metric)
+        ]
         if not known:
             return [f"No accuracy in common; {differ}."]
         one = known[0]
@@ -247,7 +256,7 @@ class Comparison:
         rows: list[list[Value]] = []
         for one in (*self.differences, *self.pooled()):
             name = METRICS.get(one.metric) or accuracy_name(one.metric)
-            is_share = "top" in one.metric or one.metric == "perf/mfu"
+            is_share = "top" in one.metric or one.metric in (*ACCURACIES, "perf/mfu")
             form = percent if is_share else "{:.4g}".format
             spread, tested = one.standard_error, one.tested
             ends = (tested.estimate.low, tested.estimate.high) if tested else (None, None)

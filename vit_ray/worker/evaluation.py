@@ -19,6 +19,7 @@ from torch import Tensor
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import EvalConfig
 from vit_ray.evaluate.accuracy import AccuracySums
+from vit_ray.evaluate.average_precision import ClassScores, mean_average_precision
 from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.evaluate.ground_truth import Answers
@@ -216,6 +217,8 @@ def measure_accuracy(
 ) -> dict[str, float]:
     """`top1`, `top5`, `loss` and `evaluate.metrics` over all images of an evaluation stream.
 
+    And `mean_average_precision`, where images have several labels and the scores fit into memory.
+
     Args:
         answers: the ground truth; None for the labels of the stream.
         confusion: gets the counts of all ranks' images.
@@ -225,6 +228,7 @@ def measure_accuracy(
     own_sums = torch.zeros(len(own), dtype=torch.float64)
     loss = "softmax" if train.loss == "masked_patch" else train.loss
     unsmoothed = train.model_copy(update={"label_smoothing": 0.0, "loss": loss})
+    scores = ClassScores()
     for batch, _, logits in _predictions(engine, batches):
         truth = batch["labels"]
         if answers is not None:
@@ -239,6 +243,9 @@ def measure_accuracy(
         for i, (key, metric) in enumerate(zip(keys, own, strict=True)):
             values = per_image(metric(logits, labels), labels, f"evaluate.metrics: {key}")
             own_sums[i] += float((torch.where(counted, values.double(), 0.0) * weights).sum())
+        # ReaL's answers, and ObjectNet's, are alternatives, and not all of an image's classes.
+        if batch["labels"].shape[1] > 1 and (answers is None or answers.by_sample is None):
+            scores.add_batch(logits, labels, weights)
         if confusion is not None:
             confusion.add_batch(logits, labels, weights)
     if confusion is not None:
@@ -247,7 +254,14 @@ def measure_accuracy(
     all_images = AccuracySums(*summed[: -len(own)] if own else summed)
     means = [value / all_images.images for value in summed[len(astuple(sums)) :]]
     names = [key.rpartition(".")[2] for key in keys]
-    return all_images.means() | dict(zip(names, means, strict=True))
+    found = all_images.means() | dict(zip(names, means, strict=True))
+    if all_sum([not scores.is_whole], engine.device) == [0.0]:
+        positives = all_rows(scores.positives(), engine.device)
+        at_least = scores.at_least(positives)
+        all_sum_array(at_least, engine.device)
+        if (precision := mean_average_precision(positives, at_least)) is not None:
+            found["mean_average_precision"] = precision
+    return found
 
 
 def measure_few_shot(

@@ -22,6 +22,7 @@ _SHOWN = (
     ("eval/top1", "top-1 accuracy", "{:.2%}"),
     ("eval/last_top1", "top-1 accuracy of the last evaluation", "{:.2%}"),
     ("eval/averaged_top1", "top-1 accuracy, averaged weights", "{:.2%}"),
+    ("eval/mean_average_precision", "mean average precision", "{:.2%}"),
     ("eval/loss", "evaluation loss", "{:.4f}"),
     ("train/loss", "last training loss", "{:.4f}"),
     ("train/images_per_s", "images/s", "{:.0f}"),

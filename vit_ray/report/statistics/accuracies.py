@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
+from vit_ray.metric_names import EVAL_MEAN_AVERAGE_PRECISION
 from vit_ray.report.runs import IMAGES_KEY, MEAN_TRANSFER, TRAININGS, TRANSFER, RecordedRun
 from vit_ray.report.statistics.groups import (
     FEW_SHOT_SETS,
@@ -27,6 +28,7 @@ _LAST: Final = {
     "few_shot/10_shot_top1": "10-shot linear accuracy",
     "few_shot/25_shot_top1": "25-shot linear accuracy",
     "few_shot/1_shot_top1": "1-shot linear accuracy",
+    EVAL_MEAN_AVERAGE_PRECISION: "mean average precision",
     "eval/top1": "top-1 accuracy",
 }
 ACCURACIES: Final = _LAST | {
@@ -51,13 +53,13 @@ def studied(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 
 def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """Keys to plot: the first few-shot accuracy that there is, top-1, and those of transfers.
+    """Keys to plot: the first few-shot accuracy that there is, those of evaluations, of transfers.
 
-    The first two of averaged weights where all that have been measured have them.
+    The first ones of averaged weights where all that have been measured have them.
     """
     held = {key for run in runs for key in run.metrics}
     few_shot = [key for key in _LAST if key in held and key.startswith("few_shot/")][:1]
-    own = [*few_shot, *(["eval/top1"] if "eval/top1" in held else [])]
+    own = [*few_shot, *(key for key in _LAST if key in held and key.startswith("eval/"))]
     mean = [MEAN_TRANSFER] if MEAN_TRANSFER in held else []
     return [decided_key(runs, key) for key in own] + mean + transfer_keys(runs)
 

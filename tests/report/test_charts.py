@@ -242,3 +242,20 @@ def test_everything_drawn_can_be_told_from_its_ground(colours: dict[str, str], g
         assert contrast(colours[name], colours[ground]) >= 4.5, name
     for family in FAMILIES:
         assert contrast(colours[family.lower()], colours[ground]) >= 3, family
+
+
+def test_seeds_are_marks_of_their_own_that_a_switch_takes_away():
+    """A line goes through the means alone, which end labels stand at."""
+    points_of_line = [Point(x, 2.0, seeds={"0": 1.0, "1": 3.0}) for x in (1, 2)]
+    lines = [Series(name, points_of_line) for name in ("one", "two")]
+    some = chart(*lines)
+    assert some.has_seeds
+    assert len(drawn(some)) == 2 * 2 * 3
+    spec = some.spec()
+    spec["params"] = [{**one, "value": False if one["name"] == "seeds" else one["value"]}
+                      for one in spec["params"]]  # fmt: skip
+    assert points({**spec, "width": 100}) == 2 * 2
+    through = re.findall(r'aria-roledescription="line mark" d="(.*?)"', svg(some))
+    assert [len(path.split("L")) for path in through] == [2, 2]
+    assert [label["x"] for label in some._end_labels((1, 2), (1, 3))] == [2, 2]
+    assert not chart(one((1, 1))).has_seeds

@@ -117,7 +117,9 @@ def test_a_study_of_two_data_sets_is_never_averaged_over_them():
         "test set cifar10, training set cifar10",
         "test set cifar100, training set cifar100",
     ]
-    drawn = [{p.y for one in chart.series[:5] for p in one.points} for chart in charts]
+    points = [[p for one in chart.series[:5] for p in one.points] for chart in charts]
+    assert [[round(p.y, 9) for p in some] for some in points] == [[0.95], [0.74]]
+    drawn = [{value for p in some for value in p.seeds.values()} for some in points]
     assert drawn == [{0.94, 0.96}, {0.73, 0.75}]
     assert best_sentences(archived(runs)) == [
         f"Best top-1 accuracy, test set {name}, training set {name}: {mean} % over 2 seeds, "
@@ -548,3 +550,28 @@ def test_runs_of_other_commits_count_as_alike_where_the_reader_says_so(empty_sto
     for joins, path in page.items():
         assert (sentence in path.read_text()) == joins
         assert ("92.00 +- 2.83 % over 2 seeds" in path.read_text()) == joins
+
+
+def test_each_figure_of_means_has_the_seeds_that_they_are_of():
+    """Two of three seeds have finished; the other model has one, and a seed recorded twice."""
+    runs = [
+        cell(0.5, {"seed": 1}, metrics={"cost/core_days": 2.0, "train/images_per_s": 8.0}),
+        cell(0.7, {"seed": 2}, metrics={"cost/core_days": 4.0, "train/images_per_s": 10.0}),
+        cell(0.1, {"seed": 3}, status="FAILED"),
+        cell(0.8, {"model.name": "ViT-L/32"}, metrics={"study/exaflops": 99.0}),
+        cell(0.8, {"model.name": "ViT-L/32"}, metrics={"study/exaflops": 99.0}),
+    ]
+    (chart,) = figures.accuracy_against_compute(archived(runs), "eval/top1")
+    shown = [(p.y, p.state, dict(p.seeds)) for p in chart.series[0].points]
+    assert sorted(shown) == [
+        (0.1, "failed", {}), (pytest.approx(0.6), "", {"1": 0.5, "2": 0.7}), (0.8, "", {}),
+    ]  # fmt: skip
+    heads = [column.title for column in chart.values.columns]
+    seed, y = heads.index("seed"), heads.index("top-1 accuracy")
+    assert sorted((row[y], row[seed] or "") for row in chart.values.rows) == [
+        (0.1, "3"), (0.5, "1"), (pytest.approx(0.6), ""), (0.7, "2"), (0.8, "0"),
+    ]  # fmt: skip
+    assert [row["y"] for row in chart.rows if "seed" in row] == [0.5, 0.7]
+    cost, speed = figures.cost_and_speed(archived(runs))[:2]
+    assert [(p.x, p.seeds) for p in cost.series[0].points] == [(3.0, {"1": 0.5, "2": 0.7})]
+    assert not speed.rows  # the size of the models is not recorded

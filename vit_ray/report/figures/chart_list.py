@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any, Final
 
 from vit_ray.config import branch_origin
 from vit_ray.config.resume_compatibility import LENGTH
-from vit_ray.report.figures.charts import FAMILIES, Axis, Chart, Point, Series
+from vit_ray.metric_names import EVAL_MEAN_AVERAGE_PRECISION, RESULT_STEP
+from vit_ray.report.figures.charts import BEST, FAMILIES, Axis, Chart, Point, Series
 from vit_ray.report.paper import TABLE_6
 from vit_ray.report.runs import DEV, IMAGES_KEY, MEAN_TRANSFER, Archive, RecordedRun
 from vit_ray.report.statistics.accuracies import (
@@ -36,6 +38,7 @@ MARKED_POINTS: Final = 30
 CURVES: Final = {
     "train/loss": Axis("training loss"),
     "eval/loss": Axis("validation loss"),
+    EVAL_MEAN_AVERAGE_PRECISION: Axis("validation mean average precision", is_percent=True),
     "eval/top1": Axis("validation top-1", is_percent=True),
     "eval/averaged_top1": Axis("validation top-1 of averaged weights", is_percent=True),
     "few_shot/5_shot_top1": Axis("5-shot accuracy", is_percent=True),
@@ -65,7 +68,7 @@ def against_compute(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
-    """The paper's Figure 5: one point per run, one colour per model family.
+    """The paper's Figure 5: a point for each group of seeds, one colour per model family.
 
     A chart for each pair of a training and a test set.
     """
@@ -81,27 +84,38 @@ def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> list[Char
 def by_family(
     title: str, runs: Sequence[RecordedRun], x: tuple[Axis, Measure], y: tuple[Axis, str]
 ) -> Chart:
-    """A point for each run that has both, by x, in the colour of its family.
+    """A point for each group of seeds that has both, by x, in the colour of its family.
+
+    Runs that have not finished are points of their own.
 
     Args:
         y: axis and key of a metric.
     """
     points: dict[str, list[Point]] = {family: [] for family in FAMILIES}
-    gmacs = [one for run in runs if (one := run.metrics.get("study/forward_gmacs", 0.0)) > 0]
+    held = [run for run in runs if y[1] in run.metrics and x[1](run) is not None]
+    gmacs = [one for run in held if (one := run.metrics.get("study/forward_gmacs", 0.0)) > 0]
     width = math.log(max(gmacs) / min(gmacs)) if gmacs else 0.0
-    for run in runs:
-        if y[1] in run.metrics and (at := x[1](run)) is not None:
-            own = run.metrics.get("study/forward_gmacs", 0.0)
+    for members in by_group(held).values():
+        finished = [run for run in members if run.status == "FINISHED"]
+        for alike in ([finished] if finished else []) + [[r] for r in members if r not in finished]:
+            at = statistics.fmean(one for run in alike if (one := x[1](run)) is not None)
+            own = alike[0].metrics.get("study/forward_gmacs", 0.0)
             size = math.log(max(own, min(gmacs)) / min(gmacs)) / width if width else None
-            points[run.family].append(_point(run, at, y[1], size))
+            point = replace(mean_point(at, alike, y[1]), size=size)
+            points[alike[0].family].append(point)
     series = [
         Series(family, sorted(found, key=lambda point: point.x), family, has_line=False)
         for family, found in points.items()
     ]
-    has_bars = any(point.low is not None for found in points.values() for point in found)
-    bars = "; bars are 95 % intervals of the test set" if has_bars else ""
-    sizes = "; the larger a mark, the larger the model" if width else ""
-    return Chart(title, x[0], y[0], series, f"A point is one training{sizes}{bars}.")
+    drawn = [point for found in points.values() for point in found]
+    notes = ["A point is one training"]
+    if any(point.seeds for point in drawn):
+        notes[0] += ", or a mean over seeds, which are the small marks; its bar is one deviation"
+    if width:
+        notes.append("the larger a mark, the larger the model")
+    if any(point.low is not None and not point.seeds for point in drawn):
+        notes.append("bars of single trainings are 95 % intervals of the test set")
+    return Chart(title, x[0], y[0], series, f"{'; '.join(notes)}.")
 
 
 def state_of(run: RecordedRun, key: str) -> str:
@@ -118,7 +132,7 @@ def interval_of(run: RecordedRun, key: str) -> Estimate | None:
     return of_share(run.metrics[key], count) if count and 0 <= run.metrics[key] <= 1 else None
 
 
-def _point(run: RecordedRun, at: float, key: str, size: float | None = None) -> Point:
+def _point(run: RecordedRun, at: float, key: str) -> Point:
     status = "" if run.status == "FINISHED" else run.status.lower()
     details = {"run": run.name, "status": status, "seed": run.params.get("seed", "")}
     details["measured on"] = "" if run.is_tested(key) else DEV
@@ -128,7 +142,7 @@ def _point(run: RecordedRun, at: float, key: str, size: float | None = None) -> 
     low, high = (interval.low, interval.high) if interval else (None, None)
     shown = {name: value for name, value in details.items() if value}
     value, state = run.metrics[key], state_of(run, key)
-    return Point(at, value, point_name(run), low, high, shown, state, size)
+    return Point(at, value, point_name(run), low, high, shown, state)
 
 
 def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
@@ -140,7 +154,9 @@ def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
         return _point(runs[0], at, key)
     details = {"mean of": f"{mean.count} seeds", "drawn": "+- one standard deviation"}
     low, high = mean.value - mean.deviation, mean.value + mean.deviation
-    return Point(at, mean.value, point_name(runs[0]), low, high, details, state_of(runs[0], key))
+    seeds = {" of ".join(run.seed): run.metrics[key] for run in runs}
+    state = state_of(runs[0], key)
+    return Point(at, mean.value, point_name(runs[0]), low, high, details, state, seeds=seeds)
 
 
 Line = list[tuple[float, list[RecordedRun]]]
@@ -169,7 +185,8 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
     series = [line_of_means(names[group], line, key) for group, line in lines.items()]
     accuracy = Axis(accuracy_name(key), is_percent=True)
     title = f"How does {accuracy_name(key)} grow with the amount of data?"
-    note = "A line joins trainings that differ in the amount of data alone; bars: one deviation."
+    note = "A line joins trainings that differ in the amount of data alone"
+    note += "; bars: one deviation; small marks: the seeds."
     return [Chart(title, IMAGES, accuracy, series, note)]
 
 
@@ -268,6 +285,9 @@ def curve_series(
         if len(points) > 1:
             if run.status != "FINISHED":
                 points[-1] = replace(points[-1], state=run.status.lower())
+            if not key.startswith("train/"):
+                best = run.recorded.get(RESULT_STEP)
+                points = [replace(p, state=BEST) if p.x == best else p for p in points]
             series.append(
                 Series(
                     names[run.run_id],
@@ -305,6 +325,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
         numbers("steps", "optim.steps"),
         numbers("exaFLOPs", "study/exaflops"),
         *(numbers(f"{n}-shot %", f"few_shot/{n}_shot_top1", percent) for n in (1, 5, 10, 25)),
+        numbers("mean average precision %", EVAL_MEAN_AVERAGE_PRECISION, percent),
         numbers("top-1 %", "eval/top1", percent),
         (Column("measured on"), measured_on),
         numbers("last top-1 %", "eval/last_top1", percent),

@@ -50,12 +50,18 @@ FAMILIES: Final = {
 """Shape of each family's marks, and the same as a character for the legend of the page."""
 DASHES: Final = ((1, 0), (6, 4), (2, 3), (9, 3, 2, 3))
 _RING: Final = "M-1,0A1,1,0,1,1,1,0A1,1,0,1,1,-1,0Z"
+BEST: Final = "best evaluation"
+"""State of the point of a curve whose weights and accuracy are the run's result."""
 STATES: Final = {
     "dev split": ("\u25cb", _RING),
     "failed": ("\u2715", "M-0.9,-0.9L0.9,0.9M0.9,-0.9L-0.9,0.9"),
     "killed": ("\u2298", f"{_RING}M-0.7,0.7L0.7,-0.7"),
     "running": ("\u25b7", "M-0.8,-1L1,0L-0.8,1Z"),
     "scheduled": ("\u25a1", "M-0.8,-0.8L0.8,-0.8L0.8,0.8L-0.8,0.8Z"),
+    BEST: (
+        "\u2606",
+        "M0,-1.2L0.35,-0.4L1.2,-0.35L0.5,0.2L0.75,1L0,0.5L-0.75,1L-0.5,0.2L-1.2,-0.35L-0.35,-0.4Z",
+    ),
     "stopped early": ("\u2296", f"{_RING}M-0.7,0L0.7,0"),
 }
 """Of points that are no result on a test set: a character, and the mark as a path of SVG."""
@@ -159,6 +165,8 @@ class Point:
     """One of `STATES`, whose mark it has; empty for a result."""
     size: float | None = None
     """Of its mark, from 0 to 1: the size of the model among those of its chart."""
+    seeds: Mapping[str, float] = field(default_factory=dict)
+    """Of a mean the value of each seed, which has a small mark."""
 
 
 @dataclass(frozen=True)
@@ -198,19 +206,21 @@ class Chart:
 
     @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Every point that the axes can show."""
+        """Every point that the axes can show, each followed by its seeds."""
         return [
-            _row(line, one, point)
+            _row(line, one, each) | seed
             for line, one in enumerate(self.series)
             for point in one.points
-            if self.x.holds(point.x) and self.y.holds(point.y)
+            for each, seed in _with_seeds(point)
+            if self.x.holds(each.x) and self.y.holds(each.y)
         ]
 
     @property
     def values(self) -> Table:
         """The same as a table."""
         forms = [percent if axis.is_percent else number for axis in (self.x, self.y)]
-        details = dict.fromkeys(k for s in self.series for p in s.points for k in p.details)
+        points = [(s, p) for s in self.series for one in s.points for p, _ in _with_seeds(one)]
+        details = dict.fromkeys(key for _, p in points for key in p.details)
         columns = [
             Column("name"), Column("series"), Column(self.x.title, forms[0]),
             Column(self.y.title, forms[1]), Column("low", forms[1]), Column("high", forms[1]),
@@ -227,8 +237,7 @@ class Chart:
                 p.state,
                 *map(p.details.get, details),
             ]
-            for s in self.series
-            for p in s.points
+            for s, p in points
         ]
         return Table(self.title, columns, rows).used()
 
@@ -241,6 +250,11 @@ class Chart:
     def has_picker(self) -> bool:
         """Whether one line can be chosen, whose points then show."""
         return sum(one.has_line and not one.has_markers for one in self.series) > 1
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether means have the marks of their seeds."""
+        return any("seed" in row for row in self.rows)
 
     @property
     def families(self) -> dict[str, str]:
@@ -298,6 +312,7 @@ class Chart:
             "params": [
                 {"name": "hidden", "value": []},
                 {"name": "picked", "value": None},
+                {"name": "seeds", "value": True},
             ],
             "transform": [
                 {"lookup": "line", "from": {"data": {"values": lines}, **_COMMON}},
@@ -326,7 +341,7 @@ class Chart:
         """Names at the ends of lines, moved up or down so far that none covers another."""
         rows: dict[int, list[dict[str, Any]]] = {}
         for row in self.rows:
-            if self.series[row["line"]].has_line:
+            if self.series[row["line"]].has_line and "seed" not in row:
                 rows.setdefault(row["line"], []).append(row)
         last = {line: held[-1] for line, held in rows.items() if len(held) > 1}
         if not 1 < len(last) <= MOST_LABELS:
@@ -377,7 +392,7 @@ class Chart:
             bold += f" || picked === null && indexof({faint}, datum.line) < 0"
         yield {
             "mark": {"type": "line", "strokeJoin": "round"},
-            "transform": [{"filter": f"indexof({lines}, datum.line) >= 0"}],
+            "transform": [{"filter": f"indexof({lines}, datum.line) >= 0 && !datum.seed"}],
             "encoding": {
                 # A PNG with dashes of no gap, which look solid, too, takes twice as long.
                 **({"strokeDash": {"condition": tests, "value": [1, 0]}} if tests else {}),
@@ -401,10 +416,16 @@ class Chart:
                 "transform": [{"filter": f"datum.state === '{word}'"}],
                 "encoding": tip,
             }
+        if self.has_seeds:
+            yield {
+                "mark": {**mark, "filled": True, "size": 16, "strokeWidth": 0, "opacity": 0.7},
+                "transform": [{"filter": "seeds && isValid(datum.seed)"}],
+                "encoding": {**tip, "shape": shape},
+            }
         sized = size if any("size" in row for row in self.rows) else {}
         yield {
             "mark": {**mark, "filled": True, "stroke": "var(--panel)", "strokeWidth": 1},
-            "transform": [{"filter": f"{seen} && !datum.state"}],
+            "transform": [{"filter": f"{seen} && !datum.state && !datum.seed"}],
             "encoding": {**tip, "shape": shape, **sized},
         }
 
@@ -448,6 +469,14 @@ _CONFIG: Final[dict[str, Any]] = {
         "labelLimit": 240, "symbolSize": 75, "symbolOpacity": 1,
     },
 }  # fmt: skip
+
+
+def _with_seeds(point: Point) -> Iterator[tuple[Point, dict[str, str]]]:
+    """The point, then each of its seeds, with what tells that it is one."""
+    yield point, {}
+    for seed, value in point.seeds.items():
+        details = {"run": point.label, "seed": seed}
+        yield Point(point.x, value, point.label, details=details), {"seed": seed}
 
 
 def _row(line: int, one: Series, point: Point) -> dict[str, Any]:

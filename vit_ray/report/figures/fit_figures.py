@@ -249,7 +249,7 @@ def _curves(one: FamilyLaws) -> Chart:
     series = []
     for law, runs in one.runs.items():
         marks = [
-            Point(cost, run.metrics[one.key], run.name)
+            Point(cost, run.metrics[one.key], run.name, details={"seed": " of ".join(run.seed)})
             for run in runs
             if (cost := cost_of(run, one.key)) is not None
         ]

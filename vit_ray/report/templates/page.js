@@ -43,9 +43,11 @@ async function draw(figure) {
   for (const empty of drawing.querySelectorAll("g.mark-symbol:empty"))
     empty.setAttribute("aria-label", "points of the line that is picked");
   figure.addEventListener("change", () => {
-    const off = [...figure.querySelectorAll("input:not(:checked)")].map((box) => box.value);
+    const off = [...figure.querySelectorAll("input[value]:not(:checked)")].map((box) => box.value);
     const run = figure.querySelector("select")?.value ?? "";
-    view.signal("hidden", off).signal("picked", run === "" ? null : Number(run)).runAsync();
+    const seeds = figure.querySelector(".seeds")?.checked ?? true;
+    view.signal("hidden", off).signal("picked", run === "" ? null : Number(run))
+      .signal("seeds", seeds).runAsync();
   });
   if (figure.querySelector("select")) view.addEventListener("click", (_, item) => {
     const line = item?.datum?.line ?? (Array.isArray(item?.items) ? item.items[0]?.datum?.line : undefined);

@@ -181,7 +181,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     actor, world_size = FakeRun(), torch.distributed.get_world_size()
     job = TrainJob(
         recipe, "train", CLASSES, IMAGES, steps, "print", recipe.run_folder, "auto", 0, 0.0, actor,
-        actor, None, lambda bad: None,
+        actor, None, lambda bad: None, classes=tuple(map(str, range(CLASSES))),
     )  # fmt: skip
     folder = locate(recipe.run_folder)
     micro = choose_micro_batch(job, folder, world_size, int)

@@ -226,6 +226,9 @@ class FakeHooks:
         self.refused.append((progress.step, batch["sample"].tolist()))
 
 
+CLASSES = tuple(f"class {index}" for index in range(10))
+
+
 def short_recipe(**sections: Any) -> Recipe:
     """Of `TOTAL` steps without a clock."""
     return recipe_with(
@@ -240,7 +243,7 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
         recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, FakeRun(),
-        FakeRun(), None, lambda bad: None,
+        FakeRun(), None, lambda bad: None, classes=CLASSES,
     )  # fmt: skip
 
 

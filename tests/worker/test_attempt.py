@@ -1,5 +1,6 @@
 """How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_it_goes_on_at_the_step_where_it_is_set_up(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     run_attempt(worker.link, lambda: worker.attempt(4))
     assert worker.engine.applied_steps == TOTAL - 4
+
+
+@pytest.mark.parametrize(("rank", "start", "is_kept"), [(0, 0, True), (0, 4, False), (1, 0, False)])
+def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
+    tmp_path: Path, rank: int, start: int, is_kept: bool
+) -> None:
+    worker = Worker(make_job(tmp_path), rank=rank)
+    run_attempt(worker.link, lambda: worker.attempt(start))
+    assert worker.engine.applied_steps == TOTAL - start
+    assert ({"training.jpg", "training.json"} <= {*worker.actor.files}) is is_kept
+    if is_kept:
+        shown = json.loads(worker.actor.files["training.json"])
+        assert [(one["sample"], one["classes"]) for one in shown] == [
+            (sample, ["class 0"]) for sample in range(8)
+        ]
 
 
 def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Features and accuracy of a set that several ranks share, against one rank that has it all."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.recipes import recipe_with
 from tests.train.engine_runs import build_engine
 from tests.train.pretended_device import PretendedGpu
 from tests.train.ranks import run_ranks
-from tests.worker.fakes import FakeEngine, FakeRun, Worker, make_job
+from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray import trust_modules
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
@@ -153,6 +154,13 @@ def test_few_shot_accuracy_of_streams_is_that_of_all_features_at_once(
         }
 
 
+def without_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one rank, without a group."""
+    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    monkeypatch.setattr(evaluation, "all_sum_array", lambda array, device: None)
+    monkeypatch.setattr(evaluation, "all_rows", lambda rows, device: rows)
+
+
 def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
     """Rank 1 is asked to stop while the second of three batches is computed."""
     world_size, passed = torch.distributed.get_world_size(), []
@@ -208,8 +216,7 @@ def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
             seen.append(images)
             return images.flatten(1), torch.zeros(len(images), 5)
 
-    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
-    monkeypatch.setattr(evaluation, "all_sum_array", lambda array, device: None)
+    without_others(monkeypatch)
     monkeypatch.setattr(evaluation, "read_by_first", lambda read, device: read())
     is_few_shot = stream == "few-shot"
     sections = {"evaluate": {"few_shot_train": "a", "few_shot_test": "b", "shots": [1]}}
@@ -232,7 +239,7 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
         def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
 
-    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    without_others(monkeypatch)
     test, (dev, *_) = share(0, 1), share(0, 1)
     dev = {**dev, "weight": np.array([1, 1, 0, 0], np.float32)}
     streams = {"eval": test, "dev": [dev]}
@@ -255,7 +262,7 @@ def test_each_of_several_sets_has_its_own_figures_and_the_first_the_plain_ones_t
         def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
 
-    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    without_others(monkeypatch)
     first, (one, *_) = share(0, 1), share(0, 1)
     other = {**one, "weight": np.array([1, 1, 0, 0], np.float32)}
     streams = {"eval": first, "eval:sketch": [other]}
@@ -268,6 +275,61 @@ def test_each_of_several_sets_has_its_own_figures_and_the_first_the_plain_ones_t
     best = {best_key(key): value for key, value in metrics.items()}
     assert best["eval/sketch/best_top1"] == 1 / 2
     assert with_best(best) == {**best, **metrics}
+
+
+KEPT = {"per_class.csv", "confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}
+KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("keeps_best", [False, True])
+def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_best: bool, averages: bool
+) -> None:
+    """The last one, or each that is the best so far; of averaged weights where there are any."""
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            predicted = 3 if self.is_averaged else 0
+            return images.flatten(1), torch.eye(10)[predicted].expand(len(images), 10)
+
+    without_others(monkeypatch)
+    job = make_job(tmp_path, data={"eval": "somewhere"}, checkpoint={"keep_best": keeps_best})
+    engine, actor = Engine(average=object() if averages else None), FakeRun()
+    hooks = Worker(job, engine, actor, lambda name, start: share(0, 1)).hooks
+    hooks.evaluate(1)
+    hooks.log(1, {"eval/top1": 0.5})
+    assert not actor.files
+    if keeps_best:
+        hooks.log(1, {"result/evaluations": 2.0, "result/step": 0.0})
+        assert not actor.files
+        hooks.log(1, {"result/evaluations": 2.0, "result/step": 1.0})
+        assert {*actor.files} == KEPT
+        actor.files.clear()
+    hooks.evaluate(TOTAL)
+    assert {*actor.files} == (set() if keeps_best else KEPT)
+    if not keeps_best:
+        shown = json.loads(actor.files["examples.json"])
+        assert {one["predicted"] for one in shown} == {f"class {3 if averages else 0}"}
+        assert [one["sample"] for one in shown] == [*range(12)]
+
+
+def test_a_training_without_its_record_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*args: Any) -> None:
+        raise RuntimeError("no answer")
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return images.flatten(1), torch.zeros(len(images), 10)
+
+    without_others(monkeypatch)
+    actor = FakeRun()
+    monkeypatch.setattr(actor, "content", lost)
+    job = make_job(tmp_path, data={"eval": "somewhere"})
+    hooks = Worker(job, Engine(), actor, lambda name, start: share(0, 1)).hooks
+    assert hooks.evaluate(TOTAL)["eval/top1"] == pytest.approx(4 / 19)
 
 
 CLASSES = tuple("abcde")

@@ -39,9 +39,14 @@ def write_page(recipe: Recipe, run_id: str | None, watch_s: float | None = None)
     """
     selection = run_id or recipe.tracking.experiment
     uri = absolute_uri(recipe.tracking.uri)
-    joins_commits = recipe.report.joins_commits
-    place = _place_of_page(recipe)
-    return write_report(uri, selection, place, watch_s=watch_s, joins_commits=joins_commits)
+    return write_report(
+        uri,
+        selection,
+        _place_of_page(recipe),
+        watch_s=watch_s,
+        joins_commits=recipe.report.joins_commits,
+        price_per_gpu_hour=recipe.plan.price_per_gpu_hour,
+    )
 
 
 def _place_of_page(recipe: Recipe) -> Path:

@@ -209,6 +209,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         kind="train" if prepared.trains else "evaluate",
         num_classes=prepared.num_classes,
         num_images=resolved.num_images,
+        classes=tuple(resolved.manifest.classes),
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
         data_terms=tuple(map(redacted, resolved.manifest.terms)),

@@ -40,13 +40,33 @@ T = TypeVar("T", Chart, Table)
 
 
 @dataclass(frozen=True)
+class Gallery:
+    """Small images with a text below each."""
+
+    title: str
+    strip: bytes
+    """JPEG: squares of one size in a row."""
+    texts: Sequence[str]
+    """One for each square."""
+    wrong: Sequence[bool]
+    """Which of them are crossed."""
+    note: str = ""
+
+    @property
+    def data(self) -> str:
+        """For an address."""
+        return base64.b64encode(self.strip).decode()
+
+
+@dataclass(frozen=True)
 class Section:
-    """A heading with sentences, figures and tables."""
+    """A heading with sentences, images, figures and tables."""
 
     title: str
     texts: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
+    galleries: Sequence[Gallery] = ()
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any) -> None:
@@ -85,7 +105,7 @@ def with_content(sections: Sequence[Section]) -> list[Section]:
     for section in sections:
         charts = [own(chart) for chart in section.charts if chart.rows]
         tables = [own(table) for table in section.tables if table.rows]
-        if section.texts or charts or tables:
+        if section.texts or charts or tables or section.galleries:
             found.append(replace(section, charts=charts, tables=tables))
     return found
 

@@ -18,6 +18,7 @@ from vit_ray.report.statistics.accuracies import (
 from vit_ray.report.statistics.seeds import Mean
 from vit_ray.report.sweeps import sweep_sentences
 from vit_ray.report.tables import duration, number, percent
+from vit_ray.report.time_spent import goodput_of
 
 MOST_SENTENCES = 3
 """Of laws, and of gains, at the top of a page; all stand in their sections."""
@@ -94,7 +95,8 @@ def _made(run: RecordedRun) -> str:
         parts.append(f"in {duration(seconds)}")
     if cluster := run.tags.get("vit_ray.cluster"):
         parts.append(f"on {cluster}")
-    return " ".join(parts)
+    goodput = goodput_of([run])
+    return ", ".join(filter(None, (" ".join(parts), goodput)))
 
 
 def _unmeasured(run: RecordedRun) -> str:

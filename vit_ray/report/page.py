@@ -32,6 +32,8 @@ from vit_ray.report.runs import Archive
 from vit_ray.report.statistics.accuracies import accuracies_of, studied, trainings
 from vit_ray.report.statistics.seeds import one_run_a_cell
 from vit_ray.report.sweeps import sweep_charts
+from vit_ray.report.time_spent import time_section
+from vit_ray.report.training import training_sections
 
 _RELOAD = re.compile(r'<meta http-equiv="refresh" content="([^"]+)">')
 _COMPUTE = (
@@ -73,6 +75,7 @@ def write_report(
     *,
     watch_s: float | None = None,
     joins_commits: bool = False,
+    price_per_gpu_hour: float | None = None,
 ) -> Written:
     """Write the page, the table of trainings as CSV, and the figures and tables as files.
 
@@ -82,6 +85,7 @@ def write_report(
         output_path: the `.html` file; its folder is made.
         watch_s: while a run has not ended, the page in a browser reloads itself so often.
         joins_commits: runs of different git commits count as trained alike; the page says so.
+        price_per_gpu_hour: in any currency, for what the time of trainings cost.
 
     Raises:
         ValueError: there is no such store, experiment or run.
@@ -97,7 +101,8 @@ def write_report(
     papers = paper_tables(counted) if is_study else comparing(paper_tables(counted))
     curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
     every = Section("Trainings", tables=[table])
-    sections = [Section("Sweep", charts=sweep_charts(runs)), curves, every]
+    alone = training_sections(archive, runs[0], price_per_gpu_hour) if len(runs) == 1 else []
+    sections = [Section("Sweep", charts=sweep_charts(runs)), curves, *alone, every]
     if is_study or len({run.metrics.get("study/exaflops") for run in compared}) > MIN_AMOUNTS:
         compute, sentences = figures.against_compute(compared), fit_sentences(laws)
         gains = gain_sentences(compared)
@@ -109,6 +114,8 @@ def write_report(
             *sections,
             Section("Cost and speed", totals(runs), figures.cost_and_speed(compared)),
         ]
+    if not alone:
+        sections.append(time_section(runs, price_per_gpu_hour))
     shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
     ablations = Section("Ablations", charts=[*shaped, *empirical_cost(archive.runs)])
     sections = [*sections, Section("Tables of the paper", tables=papers), ablations]

@@ -6,10 +6,11 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from mlflow.entities import Experiment, Run
@@ -21,7 +22,8 @@ from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import RESULT_EVALUATIONS
+from vit_ray.measure.goodput import TimeClass
+from vit_ray.metric_names import COST_CORE_DAYS, RESULT_EVALUATIONS, RUN
 from vit_ray.report.figures.histories import Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
@@ -69,6 +71,19 @@ _SETS: Final = {
 _VERSION: Final = re.compile(r"v?\d[\d._-]*")
 _SPLITS: Final = {"train", "training", "train800", "train800val200", "test", "validation", "val"}
 """Names of folders that say which part of a data set they hold, and not which set it is."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One that MLflow has with a run."""
+
+    use: str
+    """Such as `training`."""
+    name: str
+    digest: str
+    source: str
+    facts: Mapping[str, Any]
+    """Such as `num_images` and `num_classes`."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,31 @@ class RecordedRun:
             for one in profiles
             if isinstance(one, dict) and {"num_images", "num_classes"} <= one.keys()
         ]
+
+    @property
+    def data_sets(self) -> list[DataSet]:
+        """What it was trained and evaluated on, as recorded."""
+        inputs = getattr(self.run, "inputs", None)
+        found = []
+        for one in inputs.dataset_inputs if inputs else []:
+            uses = [tag.value for tag in one.tags if tag.key == "mlflow.data.context"]
+            facts, held = _json(one.dataset.profile or ""), one.dataset
+            facts = facts if isinstance(facts, dict) else {}
+            use = uses[0] if uses else ""
+            found.append(DataSet(use, held.name, str(held.digest), str(held.source), facts))
+        return found
+
+    @property
+    def num_gpus(self) -> float | None:
+        """GPUs that it had, on average where their number changed; None without any, or unknown."""
+        if not re.search(r"[1-9][0-9.]* GPUs", self.tags.get("vit_ray.cluster", "")):
+            return None
+        if (workers := self.number("workers.num_workers")) is not None:
+            return workers
+        kinds = (TimeClass.TRAINING, TimeClass.DATA, TimeClass.REPEATED)
+        seconds = sum(self.recorded.get(f"{RUN}{kind}_s", 0.0) for kind in kinds)
+        days = self.recorded.get(COST_CORE_DAYS)
+        return 86_400 * days / seconds if days and seconds else None
 
     def num_tested(self, key: str) -> int | None:
         """Images that an accuracy of an evaluation is a share of, where one set was evaluated."""
@@ -315,6 +355,7 @@ class Archive:
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar a history
         client = MlflowClient(uri)
         self.is_server = uri.startswith(("http://", "https://"))
+        self._client = client
         self._curves = Histories(client, is_server=self.is_server)
         self.address = redact(uri).partition("?")[0].rstrip("/")
         self.parent: RecordedRun | None = None
@@ -375,6 +416,24 @@ class Archive:
             for name, run_ids in by_name.items()
             for run_id, curve in self._curves.curves(run_ids, name, most).items()
         }
+
+    def file(self, run: RecordedRun, path: str) -> bytes | None:
+        """Content of a file of a run's artifacts; None where it is not there."""
+        with TemporaryDirectory() as folder:
+            try:
+                held = self._client.download_artifacts(run.run_id, path, folder)
+                return Path(held).read_bytes()
+            except (MlflowException, OSError):
+                return None  # the page is made without it
+
+    def files_of(self, run: RecordedRun, folder: str) -> list[bytes]:
+        """Contents of the files of a folder of a run's artifacts."""
+        try:
+            listed = self._client.list_artifacts(run.run_id, folder)
+        except (MlflowException, OSError):
+            return []
+        found = (self.file(run, one.path) for one in listed if not one.is_dir)
+        return [content for content in found if content is not None]
 
     def link(self, run: RecordedRun) -> str:
         """Address of the run in the pages of the MLflow server; empty without a server."""

@@ -56,6 +56,8 @@ class Column:
     title: str
     form: Callable[[float], str] | None = None
     """For numbers; None for text."""
+    is_bar: bool = False
+    """Shares of 1, which a bar behind the number shows, too."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Cell:
     """What rows are sorted by; empty where nothing is known."""
     is_number: bool
     link: str = ""
+    bar: float | None = None
+    """Percent of the width of the cell."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class Table:
                     "" if value is None else value,
                     column.form is not None,
                     "" if i else str(link),
+                    100 * value if column.is_bar and isinstance(value, float) else None,
                 )
                 for i, (column, value) in enumerate(zip(self.columns, row, strict=True))
             ]  # fmt: skip

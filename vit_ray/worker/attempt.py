@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.evaluate.examples import NUM_TRAINING, training_files
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
 from vit_ray.metric_names import (
     CHECKPOINT_STALL_S,
     PERF_COMPILED,
+    RESULT_STEP,
     STARTUP_COMPILE_S,
     STARTUP_FIRST_STEP_S,
 )
@@ -27,6 +29,7 @@ from vit_ray.train.loop import (
     EvaluationCutError,
     LoopHooks,
     RankContext,
+    as_tensor,
     run_training,
 )
 from vit_ray.train.memory.out_of_memory import is_out_of_memory
@@ -118,6 +121,8 @@ class Attempt:
         steps = self.job.recipe.train.profile_steps
         if steps is not None and self.context.rank == 0:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
+        if progress.step == 0 and self.context.rank == 0:
+            batches = self._shown(batches)
         hooks = LoopHooks(
             note_step=self.note_step,
             log=self.log,
@@ -146,12 +151,27 @@ class Attempt:
             text = f"{progress.ended or self._stop_reason()}; {saved}"
             self.link.note_last(EventKind.STOPPED, text, step)
 
+    def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same; crops of the first batch are kept with the run."""
+        first = next(batches, None)
+        if first is None:
+            return
+        pixels, samples, labels = (
+            as_tensor(first[key][:NUM_TRAINING]).cpu().numpy()
+            for key in ("image", "sample", "labels")
+        )
+        self.link.show_files(training_files(pixels, samples, labels, self.job.classes), "data")
+        yield first
+        yield from batches
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """For MLflow, and on rank 0 to the recipe's callbacks, which get a copy.
 
         A callback that raises is not called again.
         """
         self.link.log(step, metrics)
+        if metrics.get(RESULT_STEP) == step:  # the best evaluation so far
+            self.evaluator.show_files()
         if self.context.rank:
             return
         for name in self.job.recipe.train.callbacks:
@@ -211,6 +231,8 @@ class Attempt:
             raise
         if figures:
             self._note_start(step)  # of an attempt without steps, which only evaluates
+            if step == self.job.last_step and not self.job.recipe.keeps_best:
+                self.evaluator.show_files()
         return figures
 
     def save(self, progress: Progress) -> None:

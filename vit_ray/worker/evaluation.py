@@ -21,6 +21,7 @@ from vit_ray.config.training_sections import EvalConfig
 from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.average_precision import ClassScores, mean_average_precision
 from vit_ray.evaluate.confusion import Confusion
+from vit_ray.evaluate.examples import ExampleImages, example_files
 from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.evaluate.ground_truth import Answers
 from vit_ray.metric_names import DEV, EVAL, EXTRACT_IMAGES, EXTRACT_IMAGES_PER_S, few_shot_top1
@@ -65,6 +66,7 @@ class Evaluator:
         self._job, self._engine, self._open_batches = job, engine, open_batches
         self._link, self._watchdog = link, watchdog
         self._pool_labels: NDArray[np.int32] | None = None
+        self._files: dict[str, bytes] = {}
 
     def evaluate(
         self,
@@ -182,18 +184,30 @@ class Evaluator:
         return all_sum([float(count)], engine.device)[0]
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
-        """In an evaluation's own run, of each class too, with tables that are kept with the run."""
-        answers, recipe = self._job.answers, self._job.recipe
+        """And what is kept of it: images, and tables of how often each class was taken for each."""
+        answers, recipe, device = self._job.answers, self._job.recipe, self._engine.device
+        rank = self._link.rank
+        confusion, images, batches = Confusion(), ExampleImages(), self._watched("eval")
+        accuracy = measure_accuracy(self._engine, batches, recipe, answers, confusion, images)
+        classes = answers.classes if answers else self._job.classes
+        rows = images.chosen(all_rows(images.candidates(rank), device), rank)
+        all_sum_array(rows, device)
+        # Of a training those of the averaged weights are the result.
+        of_weights = prefix if self._job.kind == "evaluate" else ""
+        files = {**confusion.files(classes), **example_files(rows, classes)}
+        self._files = {f"{of_weights}{name}": content for name, content in files.items()}
         if answers is None:
-            return measure_accuracy(self._engine, self._watched("eval"), recipe)
-        confusion = Confusion()
-        batches = self._watched("eval")
-        accuracy = measure_accuracy(self._engine, batches, recipe, answers, confusion)
+            return accuracy
         if self._link.rank == 0:
-            for name, content in confusion.files(answers.classes).items():
-                self._link.keep_file(f"{prefix}{name}", content, "evaluation")
-        of_classes = confusion.accuracies(len(answers.classes))
+            for name, content in self._files.items():
+                self._link.keep_file(name, content, "evaluation")
+        of_classes = confusion.accuracies(len(classes))
         return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
+
+    def show_files(self) -> None:
+        """Keep images and tables of the last evaluation with a training."""
+        if self._link.rank == 0:
+            self._link.show_files(self._files, "evaluation")
 
     def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
         """Batches of a stream; on a GPU, images are copied while it computes."""
@@ -214,6 +228,7 @@ def measure_accuracy(
     recipe: Recipe,
     answers: Answers | None = None,
     confusion: Confusion | None = None,
+    images: ExampleImages | None = None,
 ) -> dict[str, float]:
     """`top1`, `top5`, `loss` and `evaluate.metrics` over all images of an evaluation stream.
 
@@ -222,6 +237,7 @@ def measure_accuracy(
     Args:
         answers: the ground truth; None for the labels of the stream.
         confusion: gets the counts of all ranks' images.
+        images: gets candidates among this rank's.
     """
     sums, train, keys = AccuracySums(), recipe.train, recipe.evaluate.metrics
     own = [own_part(key, "evaluate.metrics", Metric) for key in keys]
@@ -248,6 +264,9 @@ def measure_accuracy(
             scores.add_batch(logits, labels, weights)
         if confusion is not None:
             confusion.add_batch(logits, labels, weights)
+        if images is not None:
+            pixels = as_tensor(batch["image"])
+            images.add_batch(pixels, batch["sample"], logits, labels, losses, weights)
     if confusion is not None:
         confusion.merge(all_rows(confusion.pairs(), engine.device))
     summed = all_sum([*astuple(sums), *own_sums.tolist()], engine.device)

@@ -58,6 +58,8 @@ class TrainJob:
     """Features to write in the place of an evaluation."""
     answers: Answers | None = None
     """Of an evaluation: what is right for its images."""
+    classes: tuple[str, ...] = ()
+    """Names of the data set's classes, for people."""
     data_terms: tuple[dict[str, str], ...] = ()
     """Licence and address of the source of each training set, where its maker gave them."""
     until_step: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol
 
 import ray
@@ -210,6 +211,12 @@ class RunLink:
     def keep_file(self, name: str, content: bytes, folder: str = "profile") -> None:
         """Keep a file with the run, in a folder of its artifacts; returns once it has arrived."""
         self._record.content(name, content, folder, DELIVERY_S)
+
+    def show_files(self, files: Mapping[str, bytes], folder: str) -> None:
+        """As `keep_file`, of files that training does not depend on: lost without an answer."""
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            for name, content in files.items():
+                self.keep_file(name, content, folder)
 
     def tracking_run_id(self) -> str | None:
         """MLflow's id of the run on rank 0; None where it is not known in time."""

@@ -1,0 +1,225 @@
+"""The page of one training: images, errors, time, events, data, from what is in MLflow."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.tracking import MlflowClient
+
+from tests.report.made_runs import made
+from vit_ray.evaluate.examples import picture, training_files
+from vit_ray.report.document import with_content
+from vit_ray.report.page import write_report
+from vit_ray.report.runs import Archive
+from vit_ray.report.time_spent import time_section
+from vit_ray.report.training import training_sections
+
+CRAFTED = '<script>alert(1)</script> "&'
+CLASSES = [CRAFTED, "=1+1", "x" * 300, *(f"class {i}" for i in range(3, 30))]
+SECONDS = {"training": 7200.0, "starting": 900.0, "place_wait": 1800.0, "lost": 100.0}
+METRICS = {
+    "eval/top1": 0.5,
+    "eval/best_top1": 0.75,
+    "result/step": 20,
+    "result/evaluations": 3,
+    "cost/core_days": 0.5,
+    "run/wall_s": 10_000,
+    **{f"run/{kind}_s": seconds for kind, seconds in SECONDS.items()},
+}
+EVENTS = [("later", 200.0, 7), (f"first {CRAFTED}", 100.0, 3)]
+
+
+@pytest.fixture(scope="module")
+def store(empty_store, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_store, folder / "mlflow.db")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    MlflowClient(uri).create_experiment("e", artifact_location=str(folder / "artifacts"))
+    return uri
+
+
+def record(uri, *, num_classes=5, cluster="2 nodes, 8 CPUs, 4 GPUs", workers="4", files=True):
+    """A finished training whose every second image is wrong; its id."""
+    client = MlflowClient(uri)
+    run = made({"workers.num_workers": 4}, kind="pretrain", cluster=cluster,
+               **{"mlflow.source.name": f"pretrain.py {CRAFTED}"})  # fmt: skip
+    run_id = client.create_run("1", run_name=CRAFTED, tags=run.tags).info.run_id
+    params = {**run.params, "workers.num_workers": workers}
+    values = {**run.run.data.metrics, **METRICS}
+    curve = [Metric("eval/top1", 0.1 * step / 10, step, step) for step in (10, 20, 30)]
+    client.log_batch(
+        run_id,
+        [*curve, *(Metric(k, float(v), 30, 30) for k, v in values.items())],
+        [Param(k, str(v)) for k, v in params.items()],
+    )
+    facts = json.dumps({"num_images": 200, "num_classes": num_classes})
+    held = Dataset("flowers", "d" * 32, "vit_ray", "/data/flowers", profile=facts)
+    client.log_inputs(run_id, [DatasetInput(held, [InputTag("mlflow.data.context", "evaluation")])])
+    squares = [np.full((96, 96, 3), 9, np.uint8)] * 4
+    about = [
+        {"sample": i, "classes": [CLASSES[i]], "predicted": CLASSES[i - i % 2], "loss": 0.1}
+        for i in range(4)
+    ]
+    labels = np.zeros((4, 1), np.int32)
+    texts = {
+        f"evaluation/{name}": content
+        for name, content in picture("examples", squares, about).items()
+    }
+    texts |= {
+        f"data/{name}": content
+        for name, content in training_files(np.stack(squares), range(4), labels, CLASSES).items()
+    }
+    rows = [[name, name, 3] for name in CLASSES[:num_classes]] + [[CRAFTED, "=1+1", 1]]
+    lines = [["class", "predicted", "images"], *rows]
+    texts["evaluation/confusion.csv"] = "\n".join(
+        ",".join(f'"{str(cell).replace(chr(34), chr(34) * 2)}"' for cell in line) for line in lines
+    ).encode()
+    for number, (text, time_s, step) in enumerate(EVENTS):
+        event = {"kind": "restarted", "text": text, "step": step, "time_s": time_s}
+        texts[f"history/{number}.json"] = json.dumps([event]).encode()
+    for place, content in texts.items() if files else ():
+        artifacts = client.get_run(run_id).info.artifact_uri
+        folder, _, name = place.rpartition("/")
+        path = Path(artifacts) / folder
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    client.set_terminated(run_id, "FINISHED")
+    return run_id
+
+
+def sections(uri, run_id, price=None):
+    """By title, without a page."""
+    archive = Archive(uri, run_id)
+    return {one.title: one for one in training_sections(archive, archive.runs[0], price)}
+
+
+def tables(folder):
+    """Rows of each table of the page's files, by name."""
+    found = {}
+    for path in (folder / "report-figures").glob("*.csv"):
+        with path.open(newline="") as file:
+            found[path.stem] = list(csv.DictReader(file))
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(store, tmp_path_factory):
+    """Text of a page, and its tables."""
+    folder = tmp_path_factory.mktemp("page")
+    page = folder / "report.html"
+    write_report(store, record(store), page, price_per_gpu_hour=3.0)
+    return page.read_text(), tables(folder)
+
+
+def test_images_stand_with_what_they_were_taken_for(page):
+    shown = re.findall(r'<div role="img" aria-label="(.*?)"', page[0])
+    crafted = CRAFTED.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    crafted = crafted.replace('"', "&#34;")
+    assert shown[:4] == [
+        crafted, f"{crafted}, not =1+1", "x" * 300, f"{'x' * 300}, not class 3",
+    ]  # fmt: skip
+    assert shown[4:] == [crafted] * 4  # training images, of which nothing is predicted
+    assert page[0].count('<li class="wrong">') == 2
+    assert len(re.findall(r"--strip: url\(data:image/jpeg;base64,[\w+/=]+\)", page[0])) == 2
+    assert "<script>alert" not in page[0]
+
+
+def test_the_sections_are_in_the_order_in_which_they_are_read(page):
+    heads = re.findall("<h2>(.*?)</h2>", page[0])
+    assert heads[:7] == [
+        "Learning curves", "Images and errors", "Where the time went", "Events", "Data",
+        "How to run it again", "Trainings",
+    ]  # fmt: skip
+    assert "pretrain.py &lt;script&gt;" in page[0]
+    assert "goodput 72.0 %" in page[0]
+
+
+def test_the_best_evaluation_is_marked_on_its_curves_alone(page):
+    rows = page[1]["validation_top_1"]
+    assert [row["state"] for row in rows] == ["", "best evaluation", ""]
+
+
+def test_each_class_stands_against_each_in_shares_of_its_images(page):
+    rows = page[1]["which_classes_are_taken_for_which"]
+    assert len(rows) == 5
+    mine = next(row for row in rows if row["class"] == CRAFTED)
+    assert (mine["images"], mine[CRAFTED], mine["=1+1"]) == ("4", "0.75", "0.25")
+    assert 'class="number bar" style="--part: 75.0%"' in page[0]
+
+
+def test_of_many_classes_the_most_frequent_errors_stand(store):
+    (table,) = sections(store, record(store, num_classes=30))["Images and errors"].tables
+    assert table.caption == "Which errors are most frequent: of 1 pairs of classes"
+    assert table.rows == [[CRAFTED, "=1+1", 1, 0.25]]
+
+
+def test_of_few_classes_there_is_no_table(store):
+    assert not sections(store, record(store, num_classes=4))["Images and errors"].tables
+
+
+def test_every_second_has_its_price_but_for_those_without_a_place(page):
+    """4 GPUs at 3.0 an hour."""
+    rows = {row["spent on"]: row for row in page[1]["where_the_time_went"]}
+    assert {name: float(row["time"]) for name, row in rows.items()} == {
+        "training": 7200, "starting": 900, "waiting for a place": 1800, "lost": 100,
+    }  # fmt: skip
+    costs = {name: float(row["cost"]) for name, row in rows.items()}
+    assert costs == pytest.approx({
+        "training": 24.0, "starting": 3.0, "waiting for a place": 0, "lost": 1 / 3,
+    })  # fmt: skip
+    assert "In all 27.33, at 3 per GPU-hour" in page[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "price", "cost"),
+    [
+        ({}, None, None),
+        ({"cluster": "1 node, 8 CPUs, 0 GPUs"}, 3.0, None),
+        # An elastic run has had 0.5 days of workers in 2 hours of steps: 6 of them.
+        ({"workers": "(2, 8)"}, 3.0, 36.0),
+    ],
+)
+def test_the_price_needs_gpus_whose_number_is_known(store, more, price, cost):
+    (table,) = sections(store, record(store, **more), price)["Where the time went"].tables
+    trained = {c.title: v for c, v in zip(table.columns, table.rows[0], strict=True)}
+    assert trained["spent on"] == "training"
+    assert trained.get("cost") == cost
+
+
+def test_events_of_all_attempts_are_in_the_order_of_time(page):
+    rows = page[1]["events"]
+    assert [(row["step"], row["what happened"]) for row in rows] == [
+        ("3", f"first {CRAFTED}"), ("7", "later"),
+    ]  # fmt: skip
+
+
+def test_a_training_whose_files_are_away_has_the_rest(store):
+    found = sections(store, record(store, files=False))
+    assert [one.title for one in with_content([*found.values()])] == [
+        "Where the time went", "Data", "How to run it again",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"[{}]", b"\xff\xfe", b'{"a": [1]}'])
+def test_files_of_something_else_are_left_out(store, content):
+    run_id = record(store)
+    folder = Path(MlflowClient(store).get_run(run_id).info.artifact_uri)
+    for name in ("evaluation/examples.json", "evaluation/confusion.csv", "history/0.json"):
+        (folder / name).write_bytes(content)
+    found = sections(store, run_id)
+    assert not found["Images and errors"].galleries
+    assert not found["Images and errors"].tables
+    assert [row[2] for row in found["Events"].tables[0].rows] == [3]
+
+
+def test_the_time_of_several_trainings_is_one_sum(store):
+    runs = [Archive(store, record(store, files=False)).runs[0] for _ in range(2)]
+    untold = made()  # of an earlier version
+    (table,) = time_section([*runs, untold], 3.0).tables
+    assert table.rows[0] == ["training", 14_400.0, 0.72, 48.0]
+    assert with_content([time_section([untold], 3.0)]) == []

@@ -1,0 +1,53 @@
+"""Where the time of trainings went, and what that cost: goodput on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vit_ray.measure.goodput import SHOWN, TimeClass
+from vit_ray.metric_names import RUN, RUN_WALL_S
+from vit_ray.report.document import Section
+from vit_ray.report.runs import RecordedRun
+from vit_ray.report.tables import Column, Table, duration, percent
+
+
+def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
+    """Seconds of each class over all attempts and drivers of the runs; empty without any.
+
+    Args:
+        price: of a GPU-hour.
+    """
+    known = [run for run in runs if run.recorded.get(RUN_WALL_S, 0.0) > 0]
+    wall_s = sum(run.recorded[RUN_WALL_S] for run in known)
+    rows: list[list[float | str | None]] = []
+    for kind, name in SHOWN.items():
+        spent = [run.recorded.get(f"{RUN}{kind}_s", 0.0) for run in known]
+        if any(spent):
+            costs = [_cost(run, kind, s, price) for run, s in zip(known, spent, strict=True)]
+            known_costs = [cost for cost in costs if cost is not None]
+            cost = sum(known_costs) if len(known_costs) == len(costs) else None
+            rows.append([name, sum(spent), sum(spent) / wall_s, cost])
+    heads = [Column("spent on"), Column("time", duration), Column("% of the time", percent, True)]
+    heads.append(Column("cost", "{:,.2f}".format))
+    table = Table("Where the time went", heads, rows).used()
+    texts = [f"{goodput_of(known).capitalize()} of {duration(wall_s)}."] if known else []
+    priced = [cost for *_, cost in rows if isinstance(cost, float)]
+    if rows and len(priced) == len(rows):
+        texts.append(
+            f"In all {sum(priced):,.2f}, at {price:g} per GPU-hour: GPUs cost while a training is "
+            "set up or stands still, too, but not while it waits for a place."
+        )
+    return Section("Where the time went", texts, tables=[table])
+
+
+def goodput_of(runs: Sequence[RecordedRun]) -> str:
+    """Share of the trainings' time that trained something new; empty where it is not known."""
+    wall_s = sum(run.recorded.get(RUN_WALL_S, 0.0) for run in runs)
+    trained_s = sum(run.recorded.get(f"{RUN}{TimeClass.TRAINING}_s", 0.0) for run in runs)
+    return f"goodput {100 * trained_s / wall_s:.1f} %" if wall_s > 0 else ""
+
+
+def _cost(run: RecordedRun, kind: TimeClass, seconds: float, price: float | None) -> float | None:
+    """Of so much of its time; None without a price, or GPUs."""
+    gpus = 0.0 if kind is TimeClass.PLACE else run.num_gpus
+    return None if price is None or gpus is None else price * gpus * seconds / 3600

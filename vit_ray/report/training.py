@@ -1,0 +1,146 @@
+"""What the page of one training shows beside its curves: images, errors, time, events, data."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+from vit_ray.report.document import Gallery, Section
+from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.tables import Column, Table, Value, number, percent
+from vit_ray.report.time_spent import time_section
+
+LEAST_CLASSES = 5
+"""With fewer, accuracy says it all."""
+MOST_CLASSES = 20
+"""Of a table of classes by classes; of more the most frequent errors are listed."""
+MOST_EVENTS = 200
+_PICTURES = {
+    "evaluation/examples": "How are test images classified?",
+    "evaluation/errors": "Which errors have the highest loss?",
+    "data/training": "What do the training images look like to the model?",
+}
+"""Files of a run, see `evaluate/examples.py`, and titles."""
+
+
+def training_sections(archive: Archive, run: RecordedRun, price: float | None) -> list[Section]:
+    """Images with predictions, confusion, where the time went, events, data, how to run it again.
+
+    Args:
+        price: of a GPU-hour.
+    """
+    pictures = {name: _gallery(archive, run, name, title) for name, title in _PICTURES.items()}
+    shown = [one for name, one in pictures.items() if one and name.startswith("evaluation/")]
+    seen = pictures["data/training"]
+    return [
+        Section("Images and errors", galleries=shown, tables=[*_confusion(archive, run)]),
+        time_section([run], price),
+        Section("Events", tables=[_events(archive, run)]),
+        Section("Data", tables=[_data(run)], galleries=[seen] if seen else []),
+        Section("How to run it again", [*_again(run)]),
+    ]
+
+
+def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Gallery | None:
+    """None where the run has no such files, or they are something else's."""
+    strip, about = archive.file(run, f"{name}.jpg"), archive.file(run, f"{name}.json")
+    if strip is None or about is None:
+        return None
+    texts, wrong = [], []
+    try:
+        for one in json.loads(about):
+            classes, predicted = list(map(str, one["classes"])), one["predicted"]
+            is_wrong = predicted is not None and predicted not in classes
+            truth = ", ".join(classes) or "no label"
+            texts.append(f"{predicted}, not {truth}" if is_wrong else truth)
+            wrong.append(is_wrong)
+    except (ValueError, TypeError, KeyError):
+        return None
+    if not texts:
+        return None
+    if name == "data/training":
+        note = "Crops of the first batch, augmented as in training."
+    elif name.endswith("errors"):
+        note = "Wrong predictions, the one with the highest loss first."
+    else:
+        note = f"The first {len(texts)} of the set by their number; wrong ones are crossed."
+    return Gallery(title, strip, texts, wrong, note)
+
+
+def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
+    """Classes by classes, in parts of the images of each; of many classes the worst pairs."""
+    content = archive.file(run, "evaluation/confusion.csv")
+    try:
+        rows = list(csv.DictReader(io.StringIO((content or b"").decode())))
+        counts = {(row["class"], row["predicted"]): int(row["images"]) for row in rows}
+    except (ValueError, TypeError, KeyError):
+        return
+    images: dict[str, int] = {}
+    for (truth, _), count in counts.items():
+        images[truth] = images.get(truth, 0) + count
+    names = sorted({name for pair in counts for name in pair})
+    if len(names) < LEAST_CLASSES:
+        return
+    if len(names) <= MOST_CLASSES:
+        heads = [Column("class"), Column("images", number)]
+        heads += [Column(name, _share, is_bar=True) for name in names]
+        parts: list[list[Value]] = [
+            [truth, images[truth], *(counts.get((truth, n), 0) / images[truth] for n in names)]
+            for truth in names
+            if truth in images
+        ]
+        yield Table("Which classes are taken for which: % of the images of each row", heads, parts)
+        return
+    wrong = sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda p: -counts[p])
+    heads = [Column("class"), Column("taken for"), Column("images", number)]
+    heads.append(Column("% of the class", percent, is_bar=True))
+    yield Table(
+        f"Which errors are most frequent: of {len(wrong):,} pairs of classes",
+        heads,
+        [[*pair, counts[pair], counts[pair] / images[pair[0]]] for pair in wrong[:MOST_CLASSES]],
+    )
+
+
+def _share(value: float) -> str:
+    """In percent; what never happens is left blank, so that errors are seen."""
+    return f"{100 * value:.1f}" if value else ""
+
+
+def _events(archive: Archive, run: RecordedRun) -> Table:
+    """In their order; of very many the last ones."""
+    found: list[tuple[float, list[Value]]] = []
+    for content in archive.files_of(run, "history"):
+        try:
+            for one in json.loads(content):
+                at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one["time_s"]))
+                found.append((one["time_s"], [at, one["kind"], one["step"], one["text"]]))
+        except (ValueError, TypeError, KeyError):
+            continue
+    found.sort(key=lambda pair: pair[0])
+    heads = [Column("UTC"), Column("event"), Column("step", number), Column("what happened")]
+    return Table("Events", heads, [row for _, row in found[-MOST_EVENTS:]])
+
+
+def _data(run: RecordedRun) -> Table:
+    heads = [Column("used for"), Column("name"), Column("images", number)]
+    heads += [Column("classes", number), Column("fingerprint"), Column("from")]
+    rows: list[Sequence[Value]] = []
+    for one in run.data_sets:
+        facts = one.facts
+        rows.append([
+            one.use, one.name, facts.get("num_images"), facts.get("num_classes"),
+            one.digest, one.source,
+        ])  # fmt: skip
+    return Table("Data sets of the training", heads, rows).used()
+
+
+def _again(run: RecordedRun) -> Iterator[str]:
+    if command := run.tags.get("mlflow.source.name"):
+        yield f"Command: {command}"
+        yield (
+            f"Git commit {run.short_commit}; the whole recipe is the file recipe.yaml of the run "
+            f"in MLflow, run id {run.run_id}."
+        )

@@ -21,11 +21,11 @@ from vit_ray.commands.train import evaluate
 from vit_ray.commands.trained.features import run_few_shot_job
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import training_crop
 from vit_ray.evaluate.feature_files import read_features
 from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.feature_extraction import extract_features
-from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.launch.run import finetune
 
 PROCESSOR = ViTImageProcessor(

@@ -28,11 +28,11 @@ from vit_ray.commands.plans.dry_run import describe_training
 from vit_ray.commands.plans.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.format.stored_image import StoredImage
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import training_crop
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
-from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.storage import locate
 from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.loop import RankContext

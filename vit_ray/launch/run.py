@@ -16,10 +16,10 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.recorded_recipe import INIT_RUN
 from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
-from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
 from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S

@@ -10,10 +10,10 @@ from scipy import stats
 from tests.data.pictures import encoded, picture
 from tests.recipes import recipe_with
 from vit_ray.data.images import randaugment
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.order.keyed_random import KeyedUniform
-from vit_ray.launch.inputs.streams import augmentation_of
 
 Pixels = NDArray[np.uint8]
 IMAGE = picture(3, 40, 48)

@@ -25,8 +25,8 @@ from tests.models.small import TINY_VIT, small_model
 from tests.newcomer.follow import blocks
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import training_crop
-from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.launch.record.mlflow_model import model_files
 from vit_ray.launch.run import RunResult, _log_model
 from vit_ray.tracking.metrics_log import RunOpening

@@ -16,8 +16,8 @@ from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.data import open_dataset
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import Augmentation
-from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.models.weights.files import check_suffix
 from vit_ray.models.weights.folder_config import FOLDER_CONFIG, weights_file
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR

@@ -11,9 +11,9 @@ from pyarrow import fs
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
-from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening

@@ -13,14 +13,13 @@ from typing import Final
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
+from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined_datasets import JoinedManifest, join
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.images.crops import Augmentation
-from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.order.sample_weights import Weights, row_weights
 from vit_ray.data.order.selection import JoinedSelection, RowSelection, Selection, select
 from vit_ray.data.stream.batches import StreamSpec
@@ -28,7 +27,6 @@ from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.data_order import rows_per_task, shuffle_window, with_window
 from vit_ray.launch.model_checks import check_model, check_own_parts
-from vit_ray.own_parts import Augments, own_part
 
 logger = logging.getLogger(__name__)
 
@@ -147,36 +145,6 @@ def _spec(
         decode=data.decode,
         object_store_mib=data.object_store_mib,
         cache=cache or None,
-    )
-
-
-def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConfig) -> Augmentation:
-    """How images of a model are cut, for training or for evaluation.
-
-    The default resize is 256 for a crop of 224, and in proportion for others; BiT's 448 for 384 is
-    set by recipe.
-    """
-    cut = Augmentation(
-        kind=augment.kind,
-        size=model.image_size,
-        flip=False,
-        resize=augment.resize or round(max(model.sides) * 8 / 7),
-    )
-    if isinstance(augment, EvalAugmentConfig):
-        return replace(cut, border=augment.border, is_exact=augment.crop == "exact")
-    operations = augment.randaugment and RandAugment(
-        augment.randaugment,
-        augment.randaugment_layers,
-        augment.randaugment_magnitude,
-        augment.randaugment_magnitude_std,
-    )
-    return replace(
-        cut,
-        flip=augment.flip,
-        min_area=augment.min_area,
-        max_area=augment.max_area,
-        randaugment=operations,
-        own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
     )
 
 

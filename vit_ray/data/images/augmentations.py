@@ -1,0 +1,40 @@
+"""How a recipe's images are cut: its sections of a model and an augmentation as one value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
+from vit_ray.data.images.crop_boxes import Augmentation
+from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.own_parts import Augments, own_part
+
+
+def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConfig) -> Augmentation:
+    """How images of a model are cut, for training or for evaluation.
+
+    The default resize is 256 for a crop of 224, and in proportion for others; BiT's 448 for 384 is
+    set by recipe.
+    """
+    cut = Augmentation(
+        kind=augment.kind,
+        size=model.image_size,
+        flip=False,
+        resize=augment.resize or round(max(model.sides) * 8 / 7),
+    )
+    if isinstance(augment, EvalAugmentConfig):
+        return replace(cut, border=augment.border, is_exact=augment.crop == "exact")
+    operations = augment.randaugment and RandAugment(
+        augment.randaugment,
+        augment.randaugment_layers,
+        augment.randaugment_magnitude,
+        augment.randaugment_magnitude_std,
+    )
+    return replace(
+        cut,
+        flip=augment.flip,
+        min_area=augment.min_area,
+        max_area=augment.max_area,
+        randaugment=operations,
+        own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
+    )

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
     from vit_ray.data.images.explore import open_dataset
     from vit_ray.evaluate.few_shot import few_shot_accuracy
     from vit_ray.launch.inputs.training_batches import training_batches
+    from vit_ray.launch.run import evaluate, finetune, train
+    from vit_ray.launch.trained_model import load
     from vit_ray.models import build_model, model_names
     from vit_ray.models.flops import forward_macs, training_exaflops
     from vit_ray.models.weights import load_weights, save_weights
@@ -17,13 +20,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Recipe",
     "build_model",
+    "evaluate",
     "few_shot_accuracy",
+    "finetune",
     "forward_macs",
+    "load",
     "load_recipe",
     "load_weights",
     "model_names",
     "open_dataset",
     "save_weights",
+    "train",
     "training_batches",
     "training_exaflops",
     "trust_modules",
@@ -37,12 +44,15 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 __version__ = "0.1.0"
 
+_CALLABLE = ("evaluate", "train")
 # Imported when they are asked for: torch, Ray and MLflow take seconds.
 _ROOMS = {
     "Recipe": "config",
     "build_model": "models",
     "few_shot_accuracy": "evaluate.few_shot",
+    "finetune": "launch.run",
     "forward_macs": "models.flops",
+    "load": "launch.trained_model",
     "load_recipe": "config",
     "load_weights": "models.weights",
     "model_names": "models",
@@ -54,7 +64,20 @@ _ROOMS = {
 }
 
 
+class CallableRoom(ModuleType):
+    """A package whose name is that of a function, too: `vit_ray.train(recipe)` trains.
+
+    It is called as the function of the same name in `vit_ray.api`.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        function = getattr(importlib.import_module("vit_ray.launch.run"), self.__name__[8:])
+        return function(*args, **options)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _CALLABLE:
+        return importlib.import_module(f"vit_ray.{name}")
     if name not in _ROOMS:
         raise AttributeError(f"module 'vit_ray' has no attribute {name!r}")
     return getattr(importlib.import_module(f"vit_ray.{_ROOMS[name]}"), name)

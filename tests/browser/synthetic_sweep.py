@@ -12,7 +12,7 @@ from typing import Any
 
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.data.images.augmentations import augmentation_of
+from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -64,9 +64,9 @@ def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None
         tracker.log.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})
     tracker.log.metrics(STEPS, {"eval/top1": accuracy, "eval/loss": 1.5 * (1 - accuracy)})
     tracker.log.metrics(STEPS, training_cost(trial, _resolved(), STEPS))
-    augmentation = augmentation_of(trial.model, trial.data.eval_augment)
     checkpoint = f"{trial.run_folder}/step-{STEPS:08d}"
-    files = model_files(trial.model, augmentation, checkpoint, 10)
+    classes = [str(label) for label in range(10)]
+    files = model_files(used_sections(trial.recorded()), classes, checkpoint)
     tracker.log.model(files, trial.name, STEPS, {"checkpoint": checkpoint}, None)
     assert tracker.finish("FINISHED")
 

@@ -37,8 +37,13 @@ class SavedWeights:
     sides: Grid | None = None
     """Height and width in pixels of the images that they were trained on, as a run records them;
     None for a file."""
-    run_id: str | None = None
-    """MLflow run that trained them, as its checkpoint has it."""
+    position: Position | None = None
+    """Where the run stood that trained them, with its recipe; None for a file."""
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow run that trained them."""
+        return self.position and self.position.tracking_run_id
 
 
 def initialize_weights(
@@ -175,7 +180,7 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bo
 
     head, config = shapes.get("head.bias"), _config_of(position)
     sides = config.sides if config else None
-    return SavedWeights(head[0] if head else None, load_into, sides, position.tracking_run_id)
+    return SavedWeights(head[0] if head else None, load_into, sides, position)
 
 
 def origin_of_checkpoint(position: Position) -> Origin:

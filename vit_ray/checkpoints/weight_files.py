@@ -19,12 +19,16 @@ from huggingface_hub.errors import (
 )
 from pyarrow import fs
 
+from vit_ray.model_aliases import canonical_model
 from vit_ray.models.weights.files import parts_of
 from vit_ray.models.weights.folder_config import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
     FOLDER_WEIGHTS,
+    USE,
+    model_section,
     parse_settings,
+    weights_file,
 )
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import WeightFile, read_weights
@@ -88,7 +92,8 @@ def find_weight_file(path: str) -> Location | None:
     location = locate(download(path) if path.startswith(SCHEME) else path)
     if path.endswith(_WEIGHT_FILES) or location.info().type == fs.FileType.File:
         return location
-    inside = (location.child(name) for name in (FOLDER_WEIGHTS, FOLDER_INDEX))
+    names = (FOLDER_WEIGHTS, FOLDER_INDEX, weights_file("jax"))
+    inside = (location.child(name) for name in names)
     found = next((file for file in inside if file.exists()), None)
     if found is None and path.startswith(SCHEME):
         raise ValueError(
@@ -96,6 +101,33 @@ def find_weight_file(path: str) -> Location | None:
             "code and are not read"
         )
     return found
+
+
+def published_use(path: str) -> dict[str, Any] | None:
+    """Sections of a recipe that say which model a published file is of, and how images are cut.
+
+    Args:
+        path: as in `open_weights`, of a file.
+
+    Returns:
+        None where neither its folder nor its name on the hub says which model it is.
+    """
+    settings = _settings_beside(path, FOLDER_CONFIG)
+    if USE in settings:
+        return dict(settings[USE])
+    model = model_section(settings)
+    if model is None:
+        name = path.removeprefix(SCHEME).partition("@")[0]
+        if canonical_model(name)[0] == name:
+            return None
+        model = {"name": name}
+    processor = _settings_beside(path, FOLDER_PREPROCESSOR)
+    size = processor.get("size")
+    edge = size.get("shortest_edge") if isinstance(size, dict) else size
+    crop = {"kind": "resize"}
+    if processor.get("do_center_crop") and isinstance(edge, int):
+        crop = {"kind": "center_crop", "resize": edge}
+    return {"model": model, "data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
 
 
 def published_classes(path: str) -> tuple[str, ...] | None:
@@ -107,13 +139,7 @@ def published_classes(path: str) -> tuple[str, ...] | None:
     Returns:
         None where there is no such file, or it has the placeholders of transformers.
     """
-    file = find_weight_file(path)
-    if file is None:
-        return None
-    config = _beside(file, FOLDER_CONFIG)
-    if not config.exists():
-        return None
-    settings = parse_settings(config.read(), config.uri)
+    settings = _settings_beside(path, FOLDER_CONFIG)
     labels = settings.get("id2label") or settings.get("label_names")
     if isinstance(labels, dict):
         labels = [labels.get(str(index)) for index in range(len(labels))]
@@ -123,6 +149,13 @@ def published_classes(path: str) -> tuple[str, ...] | None:
         return None
     is_placeholder = all(label == f"LABEL_{index}" for index, label in enumerate(labels))
     return None if is_placeholder else tuple(labels)
+
+
+def _settings_beside(path: str, name: str) -> dict[str, Any]:
+    """A JSON file in the folder of published weights; empty where there is none."""
+    file = find_weight_file(path)
+    beside = file and _beside(file, name)
+    return parse_settings(beside.read(), beside.uri) if beside and beside.exists() else {}
 
 
 def read_weight_file(location: Location, has_values: bool) -> WeightFile:

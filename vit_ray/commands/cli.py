@@ -245,6 +245,26 @@ vit_ray = _Names(
             click.Option(["--json", "as_json"], is_flag=True, help="As a JSON list."),
         ),
         _plain(
+            "Class and probability of the images at PATHS (images, folders, parquet files, "
+            "converted data sets) by the weights in SOURCE: a run, a checkpoint, or a file of "
+            "weights, as `init_from` of recipes.",
+            "vit_ray.commands.predict:print_predictions",
+            click.Argument(["source"]),
+            click.Argument(["paths"], nargs=-1, required=True),
+            click.Option(
+                ["--out", "outputs"],
+                multiple=True,
+                help="File to write: .parquet or .csv of all images, .png of the first 48. Can be "
+                "given several times.",
+            ),
+            click.Option(
+                ["--recipe"],
+                help="Recipe of weights that do not say which model they are of; PATHS may have "
+                "key=value among them, such as model.name=ViT-B/16.",
+            ),
+            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
+        ),
+        _plain(
             "List the shipped recipes with their cost and result.",
             "vit_ray.commands.recipes:print_recipes",
         ),

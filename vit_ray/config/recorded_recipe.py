@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 from vit_ray.config.recipe import Recipe
 from vit_ray.config.resume_compatibility import TAGGED, is_trained
@@ -25,6 +25,16 @@ def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[
     with contextlib.suppress(json.JSONDecodeError):  # cut off at the length of a tag
         params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
     return {**_unset(), **{key: tags[key] for key in TAGGED if key in tags}, **params}
+
+
+def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a recorded recipe the sections and keys by which its model is used."""
+    kept = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
+    found = {
+        section: {key: recipe[section][key] for key in keys if key in recipe.get(section, {})}
+        for section, keys in kept.items()
+    }
+    return {"model": recipe.get("model", {}), **found}
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,28 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         folder / "attention_rollout.png",
     )
     return results
+
+
+def draw_images(
+    images: Sequence[UInt8Array], captions: Sequence[str], title: str, path: Path
+) -> Path:
+    """Images with a line below each, eight in a row."""
+    columns = min(8, len(images))
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(1.8 * columns, 2.1 * rows + 0.5), layout="constrained")
+    figure.suptitle(_plain(title))
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, image, caption in zip(axes, images, captions, strict=False):
+        axis.imshow(image)
+        axis.set_title(_plain(caption), fontsize=8, y=-0.02, verticalalignment="top")
+    return _save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Text in which a dollar sign begins no formula."""
+    return text.replace("$", r"\$")
 
 
 def draw_filters(components: FloatArray, variance: FloatArray, path: Path) -> Path:

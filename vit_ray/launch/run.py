@@ -13,10 +13,9 @@ import ray
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
-from vit_ray.config.recorded_recipe import INIT_RUN
+from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
-from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
@@ -283,10 +282,9 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
     recipe, config = prepared.recipe, prepared.recipe.tracking
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
     if config.log_model and result.is_complete and has_head:
-        augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
-        num_classes = prepared.resolved.manifest.num_classes
+        classes, use = prepared.resolved.manifest.classes, used_sections(recipe.recorded())
         run.record.model(
-            model_files(recipe.model, augmentation, result.checkpoint, num_classes),
+            model_files(use, classes, result.checkpoint),
             recipe.name,
             result.steps,
             {"model": recipe.model.name, "checkpoint": result.checkpoint},

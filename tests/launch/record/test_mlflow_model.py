@@ -18,13 +18,14 @@ import torch
 import yaml
 from mlflow.models.signature import ModelSignature
 from mlflow.tracking import MlflowClient
-from mlflow.types.schema import Schema, TensorSpec
+from mlflow.types.schema import ParamSchema, ParamSpec, Schema, TensorSpec
 from PIL import Image
 
 from tests.models.small import TINY_VIT, small_model
 from tests.newcomer.follow import blocks
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import training_crop
 from vit_ray.launch.record.mlflow_model import model_files
@@ -33,6 +34,7 @@ from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[3]
+CLASSES = ["cat", "dog", "emu", "fox", "gnu"]
 (TWO_LINES,) = (
     block.text
     for block in blocks(ROOT / "docs" / "fine_tuning.md")
@@ -47,7 +49,9 @@ def trained(tmp_path: Path, empty_store: Path) -> tuple[Any, torch.nn.Module, st
     model = small_model("ViT").eval()
     run = write_run(tmp_path / "runs" / "small", model, name="ViT", image_size=32, **TINY_VIT)
     (checkpoint,) = Path(run).glob("step-*")
-    recipe = tiny_recipe(tmp_path, data={"eval_augment": {"kind": "center_crop"}})
+    recipe = tiny_recipe(
+        tmp_path, data={"eval_augment": {"kind": "center_crop"}}, train={"precision": "fp32"}
+    )
     return recipe, model, str(checkpoint)
 
 
@@ -69,8 +73,7 @@ def logits_of(recipe: Any, model: torch.nn.Module, images: np.ndarray) -> np.nda
 
 
 def files_of(recipe: Any, checkpoint: str) -> dict[str, str]:
-    augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
-    return model_files(recipe.model, augmentation, checkpoint, 5)
+    return model_files(used_sections(recipe.recorded()), CLASSES, checkpoint)
 
 
 def record(
@@ -135,7 +138,9 @@ def test_the_folder_is_as_mlflow_itself_writes_it(trained: Any, tmp_path: Path) 
     signature = ModelSignature(
         Schema([TensorSpec(np.dtype("uint8"), (-1, -1, -1, 3))]),
         Schema([TensorSpec(np.dtype("float32"), (-1, 5))]),
+        ParamSchema([ParamSpec("output", "string", "logits")]),
     )
+    signature._is_signature_from_type_hint = True
     mlflow.pyfunc.save_model(
         tmp_path / "theirs",
         loader_module="vit_ray.launch.record.mlflow_model",
@@ -148,7 +153,8 @@ def test_the_folder_is_as_mlflow_itself_writes_it(trained: Any, tmp_path: Path) 
     mine, theirs = (
         yaml.safe_load((tmp_path / one / "MLmodel").read_text()) for one in ("ours", "theirs")
     )
-    for key in ("signature", "saved_input_example_info", "mlflow_version"):
+    shown = ("signature", "is_signature_from_type_hint", "saved_input_example_info")
+    for key in (*shown, "mlflow_version"):
         assert mine[key] == theirs[key]
     flavor, other = (one["flavors"]["python_function"] for one in (mine, theirs))
     for key in ("loader_module", "config", "python_version"):
@@ -205,8 +211,49 @@ def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(
     found = mlflow.pyfunc.load_model(uri, model_config={"checkpoint": str(moved)})
     images = pictures()[:2]
     np.testing.assert_allclose(found.predict(images), logits_of(recipe, model, images), atol=1e-5)
-    with pytest.raises(Exception, match="uint8"):
-        found.predict(images.astype(np.float32))
+
+
+def test_it_takes_images_in_every_form_and_names_classes(trained: Any, tmp_path: Path) -> None:
+    recipe, model, checkpoint = trained
+    (tmp_path / "logged").mkdir()
+    for name, text in files_of(recipe, checkpoint).items():
+        (tmp_path / "logged" / name).write_text(text)
+    found = mlflow.pyfunc.load_model(str(tmp_path / "logged"))
+    (pixels,) = images = pictures()[:1]
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    expected = logits_of(recipe, model, images)
+    forms = {
+        "paths": [str(tmp_path / "image.png")],
+        "Pillow": [Image.fromarray(pixels)],
+        "one image": pixels,
+        "floats": images / np.float64(255),
+        "what JSON has": images.tolist(),
+    }
+    for form, given in forms.items():
+        np.testing.assert_allclose(found.predict(given), expected, atol=1e-6, err_msg=form)
+    table = found.predict(images, params={"output": "classes"})
+    assert table["class"].tolist() == [CLASSES[expected.argmax()]]
+    share = torch.from_numpy(expected).softmax(1).max()
+    assert table["probability"].tolist() == [pytest.approx(float(share), rel=1e-6)]
+    with pytest.raises(ValueError, match=r"output='names'; give one of logits, classes"):
+        found.predict(images, params={"output": "names"})
+    with pytest.raises(ValueError, match=r"from -1 to 1; give floats in \[0, 1\]"):
+        found.predict(np.linspace(-1, 1, 48).reshape(1, 4, 4, 3))
+
+
+def test_a_model_that_an_earlier_version_logged_is_used_as_before(
+    trained: Any, tmp_path: Path
+) -> None:
+    recipe, model, checkpoint = trained
+    for name, text in files_of(recipe, checkpoint).items():
+        (tmp_path / name).write_text(text)
+    crop = {"kind": "center_crop", "size": 32, "resize": 40, "border": 1, "is_exact": True}
+    before = {"model": recipe.model.model_dump(mode="json"), "augmentation": crop}
+    (tmp_path / "reference.json").write_text(json.dumps(before))
+    crops = {"kind": "center_crop", "resize": 40, "border": 1}
+    expected = logits_of(recipe.with_changes(data={"eval_augment": crops}), model, pictures()[:3])
+    found = mlflow.pyfunc.load_model(str(tmp_path)).predict(pictures()[:3])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_log_that_was_tampered_with_writes_a_models_files_nowhere_else(
@@ -227,7 +274,7 @@ def test_a_log_that_was_tampered_with_writes_a_models_files_nowhere_else(
 
 def prepared(kind: str, **sections: Any) -> Any:
     tree = {"name": "run", "output": "/runs", "tracking": {"register_as": "tiny"}, **sections}
-    manifest = SimpleNamespace(num_classes=5)
+    manifest = SimpleNamespace(classes=CLASSES)
     return SimpleNamespace(
         recipe=recipe_from_dict(tree, "test"),
         kind=kind,

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub import HfApi
 
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.run_checkpoints import find_weights
-from vit_ray.checkpoints.weight_files import SCHEME, find_weight_file, published_classes
+from vit_ray.checkpoints.weight_files import SCHEME, find_weight_file
 from vit_ray.commands.trained.model_card import image_processor, model_card
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
-from vit_ray.data import open_dataset
+from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import Augmentation
+from vit_ray.launch.trained_model import class_names
 from vit_ray.models.weights.files import check_suffix
-from vit_ray.models.weights.folder_config import FOLDER_CONFIG, weights_file
+from vit_ray.models.weights.folder_config import FOLDER_CONFIG, USE, weights_file
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import save_weights
 from vit_ray.models.weights.state_dicts import LoadReport
@@ -46,7 +48,8 @@ def export(recipe: Recipe) -> int:
     print(report)
     _check_head(report)
     position = _position(recipe)
-    classes = class_names(recipe, position, int(model.get_parameter("head.bias").numel()))
+    num_classes = int(model.get_parameter("head.bias").numel())
+    classes = class_names(str(recipe.init_from), position, recipe.data.train, num_classes)
     with tempfile.TemporaryDirectory() as folder:
         # At its place from the start where that is local: weights may be larger than what is free
         # elsewhere.
@@ -58,8 +61,10 @@ def export(recipe: Recipe) -> int:
             crop = augmentation_of(recipe.model, recipe.data.eval_augment)
             content = json.dumps(image_processor(crop), indent=2) + "\n"
             (copy / FOLDER_PREPROCESSOR).write_text(content)
-            if config.layout == "timm":
-                _add_crop(copy / FOLDER_CONFIG, crop)
+            recorded = recipe.recorded()
+            trained = position.recipe if position else {"train": {"precision": "fp32"}}
+            use = used_sections({**trained, "model": recorded["model"], "data": recorded["data"]})
+            _complete_config(copy / FOLDER_CONFIG, crop, use)
             if (card := copy / _CARD).exists() or target.child(_CARD).exists():
                 print(f"kept {target.child(_CARD).uri}: it is there; remove it for a new card")
             else:
@@ -80,43 +85,21 @@ def export(recipe: Recipe) -> int:
     return 0
 
 
-def _add_crop(file: Path, crop: Augmentation) -> None:
-    """Say in timm's configuration how images are cut, which it has in shares of a side."""
-    settings = json.loads(file.read_text())
+def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> None:
+    """Say how the model is used; timm has the crop in shares of a side."""
+    settings = {**json.loads(file.read_text()), USE: use}
     if "pretrained_cfg" in settings:
         is_centre = crop.kind == "center_crop"
         share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
         how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
         settings["pretrained_cfg"].update(how)
-        file.write_text(json.dumps(settings, indent=2) + "\n")
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _position(recipe: Recipe) -> Position | None:
     """Where the run stood whose checkpoint is exported; None for a published file."""
     source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
     return find_weights(source).position if find_weight_file(source) is None else None
-
-
-def class_names(recipe: Recipe, position: Position | None, num_classes: int) -> tuple[str, ...]:
-    """Names of the head's classes; none where they are not known.
-
-    From the folder of published weights, or the run's training set, or the recipe's.
-    """
-    found: list[tuple[str, ...] | None] = []
-    if position is None:
-        found.append(published_classes(str(recipe.init_from)))
-    recorded = position.recipe.get("data", {}).get("train") if position else None
-    given = recipe.data.train
-    for train in (recorded, given):
-        first = train[0] if isinstance(train, (list, tuple)) else train
-        path = first["path"] if isinstance(first, dict) else getattr(first, "path", first)
-        if path is None:
-            continue
-        try:
-            found.append(tuple(open_dataset(str(path)).classes))
-        except (ValueError, OSError):
-            continue
-    return next((names for names in found if names and len(names) == num_classes), ())
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:

@@ -223,17 +223,28 @@ def open_image(image: bytes | memoryview) -> Image.Image:
     return Image.open(io.BytesIO(image), formats=IMAGE_FORMATS)
 
 
+def pixels_of(image: Image.Image) -> UInt8Array:
+    """The pixels of Pillow's image as `decode` gives them; raises what Pillow raises, too.
+
+    Raises:
+        BadImageError: they are floats.
+    """
+    if image.mode.startswith("I;16") or image.mode == "I":
+        grey = np.asarray(image)
+        # Values that all fit into 8 bits are taken to mean them, as Pillow does.
+        eight = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
+        return np.repeat(eight.astype(np.uint8)[:, :, None], 3, axis=2)
+    if image.mode == "F":
+        raise BadImageError("its pixels are floats of unknown range")
+    return np.asarray(image.convert("RGB"))
+
+
 def _decode_other(image: bytes | memoryview) -> UInt8Array:
+    if not len(image):
+        raise BadImageError("it has no bytes")
     try:
         with open_image(image) as opened:
-            if opened.mode.startswith("I;16") or opened.mode == "I":
-                grey = np.asarray(opened)
-                # Values that all fit into 8 bits are taken to mean them, as Pillow does.
-                eight = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
-                return np.repeat(eight.astype(np.uint8)[:, :, None], 3, axis=2)
-            if opened.mode == "F":
-                raise BadImageError("its pixels are floats of unknown range")
-            return np.asarray(opened.convert("RGB"))
+            return pixels_of(opened)
     except BadImageError:
         raise
     except UnidentifiedImageError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple, overload
 
@@ -59,12 +59,21 @@ class Dataset(Sequence[Sample]):
         if isinstance(at, slice):
             return [self[number] for number in range(len(self))[at]]
         number = range(len(self))[at]  # from the end where it is negative, and IndexError beyond
-        first = self.manifest.first_samples
-        group = int(np.searchsorted(first, number, side="right")) - 1
-        row = self.manifest.stored_row(group, number - int(first[group]))
-        rows: EncodedRows = self._read(group)
+        rows, row = self._row(number)
         image = Image.open(io.BytesIO(rows.image(row)))
         return Sample(image, tuple(map(int, rows.labels_of(row))), rows.key(row))
+
+    def encoded(self) -> Iterator[tuple[str, bytes]]:
+        """Key and encoded image of each sample, in order."""
+        for number in range(len(self)):
+            rows, row = self._row(number)
+            yield rows.key(row), rows.image(row)
+
+    def _row(self, number: int) -> tuple[EncodedRows, int]:
+        """The row group of a sample, and its row there."""
+        first = self.manifest.first_samples
+        group = int(np.searchsorted(first, number, side="right")) - 1
+        return self._read(group), self.manifest.stored_row(group, number - int(first[group]))
 
     def names(self, sample: Sample) -> str:
         """The class names of a sample, for people."""

@@ -1,48 +1,50 @@
 """A training's result as a model of MLflow that refers to its checkpoint instead of copying it.
 
-`mlflow.pyfunc.load_model` gives a model whose `predict` takes uint8 images (N, H, W, 3) of any
-size, cuts them as the recipe's evaluation does, and returns float32 logits (N, K).
+`mlflow.pyfunc.load_model` gives a model whose `predict` takes images as `TrainedModel.predict`
+does, cuts them as the recipe's evaluation does, and returns float32 logits (N, K), or the classes.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 
-from vit_ray.config.training_sections import ModelConfig
-from vit_ray.data.images.crops import Augmentation, UInt8Array, crop_of_pixels
+from vit_ray.config.recipe import recipe_from_dict
+
+if TYPE_CHECKING:
+    from vit_ray.launch.trained_model import TrainedModel
 
 EXAMPLE_SIDE: Final = 16
 """Pixels; the example is text, and images of any size are taken."""
 _REFERENCE: Final = "reference.json"
 _EXAMPLE: Final = "input_example.json"
 _SERVING_EXAMPLE: Final = "serving_input_example.json"
-_BATCH: Final = 64
+_OUTPUTS: Final = ("logits", "classes")
+"""What `predict` returns by its parameter `output`; the first is the default."""
 
 
-def model_files(
-    config: ModelConfig, augmentation: Augmentation, checkpoint: str, num_classes: int
-) -> dict[str, str]:
+def model_files(use: dict[str, Any], classes: Sequence[str], checkpoint: str) -> dict[str, str]:
     """Text by name of the files of the model's folder.
 
     MLflow's own `save_model` would import pandas, and takes seconds.
 
     Args:
-        augmentation: of evaluations.
+        use: sections of a recipe, as `used_sections` gives them.
+        classes: names in the order of the logits.
         checkpoint: address of the checkpoint's folder.
     """
 
     def tensor(dtype: str, shape: list[int]) -> str:
         return json.dumps([{"type": "tensor", "tensor-spec": {"dtype": dtype, "shape": shape}}])
 
+    output = {"name": "output", "default": _OUTPUTS[0], "shape": None, "type": "string"}
     description = {
         "flavors": {
             "python_function": {
@@ -55,9 +57,11 @@ def model_files(
         "mlflow_version": version("mlflow"),
         "signature": {
             "inputs": tensor("uint8", [-1, -1, -1, 3]),
-            "outputs": tensor("float32", [-1, num_classes]),
-            "params": None,
+            "outputs": tensor("float32", [-1, len(classes)]),
+            "params": json.dumps([output]),
         },
+        # MLflow would take nothing but arrays; the model itself says what it takes.
+        "is_signature_from_type_hint": True,
         "saved_input_example_info": {
             "artifact_path": _EXAMPLE,
             "serving_input_path": _SERVING_EXAMPLE,
@@ -69,7 +73,7 @@ def model_files(
     image = np.zeros((EXAMPLE_SIDE, EXAMPLE_SIDE, 3), np.uint8) + ramp[None, :, None]
     image[..., 0] += ramp[:, None]
     example = [image.tolist()]
-    reference = {"model": config.model_dump(mode="json"), "augmentation": asdict(augmentation)}
+    reference = {**use, "classes": list(classes)}
     return {
         "MLmodel": yaml.safe_dump(description),
         _REFERENCE: json.dumps(reference, indent=1),
@@ -79,51 +83,40 @@ def model_files(
     }
 
 
-class LoadedModel:
+class PyfuncModel:
     """What `mlflow.pyfunc.load_model` wraps."""
 
-    def __init__(self, config: ModelConfig, augmentation: Augmentation, checkpoint: str) -> None:
-        """
-        Raises:
-            ValueError: there is no whole checkpoint at the address, or it is of another model.
-        """
-        import torch  # where a model is used: it takes seconds
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
 
-        from vit_ray.checkpoints.init_weights import open_weights
-        from vit_ray.models import build_model
+    def get_raw_model(self) -> TrainedModel:
+        """The model with its classes and crops; MLflow's `get_raw_model` returns it."""
+        return self._model
 
-        weights = open_weights(checkpoint)
-        model = build_model(
-            config.name, weights.num_classes or 1, config.image_size, **config.options()
-        )
-        weights.load_into(model, False, "bilinear")
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = model.eval().to(self._device)
-        self._augmentation = augmentation
-
-    def predict(
-        self, images: UInt8Array, params: dict[str, Any] | None = None
-    ) -> NDArray[np.float32]:
-        """Logits, float32 (N, K), of uint8 images (N, H, W, 3).
+    def predict(self, images: Any, params: dict[str, Any] | None = None) -> Any:
+        """Logits, float32 (N, K), or a table of `class`, `probability` and `label`.
 
         Args:
-            params: MLflow's; there are none.
+            images: as `TrainedModel.predict` takes them, or lists of lists, as JSON has them.
+            params: `output`: `logits` or `classes`.
+
+        Raises:
+            ValueError: there is no such output, or an image cannot be read.
         """
-        import torch
+        if isinstance(images, list) and images and isinstance(images[0], list):
+            images = np.asarray(images)
+        output = (params or {}).get("output", _OUTPUTS[0])
+        if output not in _OUTPUTS:
+            raise ValueError(f"params: output={output!r}; give one of {', '.join(_OUTPUTS)}")
+        if output == "logits":
+            return self._model.logits(images)
+        import pandas as pd  # which MLflow has imported
 
-        from vit_ray.train.objective import normalize
-
-        found: list[NDArray[np.float32]] = []
-        for first in range(0, len(images), _BATCH):
-            some = images[first : first + _BATCH]
-            crops = np.stack([crop_of_pixels(image, self._augmentation) for image in some])
-            with torch.no_grad():
-                pixels = normalize(torch.from_numpy(crops).to(self._device), torch.float32)
-                found.append(self._model(pixels).cpu().numpy())
-        return np.concatenate(found)
+        found = self._model.predict(images)
+        return pd.DataFrame(found, columns=["class", "probability", "label"])
 
 
-def _load_pyfunc(path: str, model_config: dict[str, Any]) -> LoadedModel:
+def _load_pyfunc(path: str, model_config: dict[str, Any]) -> PyfuncModel:
     """MLflow's hook.
 
     Args:
@@ -132,16 +125,21 @@ def _load_pyfunc(path: str, model_config: dict[str, Any]) -> LoadedModel:
             where it has been moved.
 
     Raises:
-        ValueError: as `LoadedModel`.
+        ValueError: there is no whole checkpoint, or it is of another model.
     """
+    from vit_ray.checkpoints.init_weights import open_weights  # with torch, which takes seconds
+    from vit_ray.launch.trained_model import TrainedModel
+
     reference = json.loads(Path(path).read_text())
-    augmentation = Augmentation(**reference["augmentation"])
-    if isinstance(size := augmentation.size, list):
-        augmentation = replace(augmentation, size=tuple(size))
-    config = ModelConfig.model_validate_json(json.dumps(reference["model"]))
+    if old := reference.pop("augmentation", None):  # as version 0.1.0 wrote it at first
+        crop = {key: old[key] for key in ("kind", "resize", "border")}
+        crop["crop"] = "exact" if old.get("is_exact") else "whole_pixels"
+        reference |= {"data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
+    classes = tuple(reference.pop("classes", ()))
     checkpoint = model_config["checkpoint"]
     try:
-        return LoadedModel(config, augmentation, checkpoint)
+        recipe = recipe_from_dict({"name": "logged", **reference}, where=path)
+        return PyfuncModel(TrainedModel(recipe, open_weights(checkpoint), classes))
     except ValueError as error:
         raise ValueError(
             f"the model refers to the checkpoint {checkpoint}, which cannot be used here: {error}; "

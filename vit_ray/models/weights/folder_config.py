@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from vit_ray.model_aliases import canonical_model
 from vit_ray.models.encoder import LAYER_NORM_EPS
 from vit_ray.models.resnet import BitResNet
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
@@ -19,6 +20,8 @@ FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
 # In place of the weights where these are split over files: which file holds which tensor.
 FOLDER_INDEX = "model.safetensors.index.json"
 
+USE = "vit_ray"
+"""Key of the sections of a recipe that say how an exported model is used."""
 GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_tanh")
 """Exact, or by tanh as here; they differ by 5e-4 at most."""
 MOST_EPS = 1e-5
@@ -62,6 +65,42 @@ def parse_settings(content: bytes, source: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{source} is not JSON ({error}); fetch it again") from None
     return settings if isinstance(settings, dict) else {}
+
+
+def model_section(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The section `model` of a recipe for what transformers or timm would build; None: not said.
+
+    Args:
+        config: of a ViT or BiT of transformers, or of timm, with its `model_args` or a name.
+    """
+    if config.get("model_type") == "vit":
+        return {
+            "name": "ViT",
+            "image_size": config.get("image_size", 224),
+            "depth": config.get("num_hidden_layers", 12),
+            "width": config.get("hidden_size", 768),
+            "mlp_dim": config.get("intermediate_size", 3072),
+            "num_heads": config.get("num_attention_heads", 12),
+            "patch_size": config.get("patch_size", 16),
+        }
+    if config.get("model_type") == "bit":
+        factor = config.get("embedding_size", 64) // 64
+        return {"name": "ResNet", "stages": config.get("depths"), "width_factor": factor}
+    args = config.get("model_args")
+    if isinstance(args, dict) and {"embed_dim", "depth", "num_heads", "patch_size"} <= set(args):
+        return {
+            "name": "ViT",
+            "image_size": args.get("img_size", 224),
+            "depth": args["depth"],
+            "width": args["embed_dim"],
+            "mlp_dim": int(args["embed_dim"] * args.get("mlp_ratio", 4)),
+            "num_heads": args["num_heads"],
+            "patch_size": args["patch_size"],
+            "pool": "gap" if args.get("global_pool") == "avg" else "cls",
+            **({"positions": "none"} if args.get("pos_embed") == "none" else {}),
+        }
+    name = str(config.get("architecture"))
+    return {"name": name} if canonical_model(name)[0] != name else None
 
 
 def differences_of(config: dict[str, Any]) -> list[str]:

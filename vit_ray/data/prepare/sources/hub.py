@@ -28,7 +28,7 @@ from vit_ray.data.prepare.sources.label_values import chosen_field, labels_of_va
 from vit_ray.retry import is_denied, is_transient
 from vit_ray.storage import Location, closed_after, locate
 
-_IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
+IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
 _ROWS_AT_A_TIME: Final = 64
 MOST_ROWS: Final = 10_000_000
@@ -190,7 +190,7 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
         raise ValueError(f"{whose}: its huggingface metadata is damaged") from error
     found = {n: _names(features.get(n)) for n in schema.names} if isinstance(features, dict) else {}
     class_labels = [name for name, names in found.items() if names is not None]
-    image = chosen_field("image", unit.image_field, _IMAGE_COLUMNS, schema.names, whose)
+    image = chosen_field("image", unit.image_field, IMAGE_COLUMNS, schema.names, whose)
     usual = (*_LABEL_COLUMNS, *class_labels)
     label = chosen_field("label", unit.label_field, usual, schema.names, whose)
     for name in (image, label, *unit.columns):

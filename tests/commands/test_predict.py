@@ -1,0 +1,176 @@
+"""`vit-ray predict`: what it prints and writes of images in every kind of place, and refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import vit_ray
+from tests.commands.command_line import run_cli
+from tests.launch.test_trained_model import CLASSES, COUNT, run_of, write_images
+from tests.models.small import small_model
+from vit_ray.models.weights import save_weights
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    files = write_images(tmp_path / "data")
+    (tmp_path / "images" / "deep").mkdir(parents=True)
+    for number, file in enumerate(files):
+        (tmp_path / "images" / ("deep" if number % 2 else "") / f"{number:02}.jpg").write_bytes(
+            file
+        )
+    return run_of(tmp_path)
+
+
+def expected(run: str, folder: Path) -> dict[str, vit_ray.launch.trained_model.Prediction]:
+    """Best classes by file name, from Python."""
+    paths = sorted((folder / "images").rglob("*.jpg"))
+    return dict(zip((path.name for path in paths), vit_ray.load(run).predict(paths), strict=True))
+
+
+def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture(
+    run: str, tmp_path: Path
+) -> None:
+    outputs = [f"--out={tmp_path}/found{suffix}" for suffix in (".parquet", ".csv", ".png")]
+    done = run_cli("predict", run, str(tmp_path / "images"), *outputs)
+    assert done.exit_code == 0, done.stderr
+    best = expected(run, tmp_path)
+    lines = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert len(lines) == COUNT
+    for path, text in lines.items():
+        found = best[Path(path).name]
+        assert text.startswith(f"{found.name} {found.probability:.1%}, ")
+    table = pq.read_table(tmp_path / "found.parquet")
+    assert table.column_names == ["image", "label", "class", "probability", "problem"]
+    rows = {Path(row["image"]).name: row for row in table.to_pylist()}
+    # Of a folder the first batch is full, as one list of all files has it.
+    assert {name: (row["class"], row["label"]) for name, row in rows.items()} == {
+        name: (one.name, one.label) for name, one in best.items()
+    }
+    for name, row in rows.items():
+        assert row["probability"] == pytest.approx(best[name].probability, rel=1e-5)
+    assert pacsv.read_csv(tmp_path / "found.csv").column("class").to_pylist() == [
+        row["class"] for row in table.to_pylist()
+    ]
+    with Image.open(tmp_path / "found.png") as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 1000
+    assert f"{COUNT} images: " in done.stderr
+
+
+def test_a_converted_set_and_parquet_with_and_without_names_are_read(
+    run: str, tmp_path: Path
+) -> None:
+    (shard,) = (tmp_path / "data").glob("part-*.parquet")
+    images = pq.read_table(shard).column("image").to_pylist()
+    struct = [{"bytes": image, "path": None} for image in images]
+    pq.write_table(pa.table({"img": struct}), tmp_path / "hub.parquet")
+    for place, name in ((tmp_path / "data", "0.jpg"), (shard, "0.jpg"), ("hub.parquet", "#0")):
+        done = run_cli("predict", run, str(tmp_path / place))
+        assert done.exit_code == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[0].partition(": ")[0].endswith(name)
+        texts = [line.partition(": ")[2].partition(" ")[0] for line in lines]
+        assert texts == [found.name for found in vit_ray.load(run).predict(images)]
+
+
+def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(
+    run: str, tmp_path: Path
+) -> None:
+    (tmp_path / "images" / "-empty.jpg").write_bytes(b"")
+    (tmp_path / "images" / "z_text.jpg").write_text("a text")
+    done = run_cli("predict", run, str(tmp_path / "images"), f"--out={tmp_path}/found.parquet")
+    assert done.exit_code == 1
+    assert len(done.stdout.splitlines()) == COUNT
+    assert "-empty.jpg: it has no bytes" in done.stderr
+    assert "z_text.jpg: not decodable: it is none of JPEG, PNG" in done.stderr
+    assert done.stderr.splitlines()[-2].endswith("; 2 cannot be read")
+    rows = pq.read_table(tmp_path / "found.parquet").to_pylist()
+    bad = [row for row in rows if row["problem"]]
+    assert [row["class"] for row in bad] == [None, None]
+    assert [Path(rows[at]["image"]).name for at in (0, -1)] == ["-empty.jpg", "z_text.jpg"]
+    assert len(rows) == COUNT + 2
+
+
+def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) -> None:
+    save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
+    image = str(tmp_path / "images" / "00.jpg")
+    done = run_cli("predict", str(tmp_path / "a.npz"), image)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "does not say which model it is of; give the recipe that trained it" in done.stderr
+    keys = [
+        "name=ViT",
+        "image_size=32",
+        "depth=2",
+        "width=32",
+        "mlp_dim=64",
+        "num_heads=4",
+        "patch_size=8",
+    ]
+    given = [f"model.{key}" for key in keys]
+    done = run_cli("predict", str(tmp_path / "a.npz"), *given, image)
+    assert done.exit_code == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.split(": ")[1].split()[0] in {"0", "1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["{0}/nothing"], "no such file or folder; check the path"),
+        (["{0}/empty"], "holds no images among its 0 files; they are found by their names"),
+        (["{0}/notes.parquet"], "cannot be read as parquet"),
+        (["{0}/labels.parquet"], "has the columns ['label']; encoded images are read from"),
+        (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .csv, .png"),
+        (["{0}/images", "--out={0}/notes.parquet"], "is there already; name another file"),
+        (["{0}/images", "--out=s3://b/a.png"], "a picture is written to a local file"),
+        (["{0}/images", "model.depht=3"], "no such file or folder"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_torch_is_there(
+    words: list[str], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")
+    (tmp_path / "notes.parquet").write_text("notes")
+    pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
+    script = (
+        "import sys; from vit_ray.commands.cli import vit_ray as command\n"
+        "try: command.main(sys.argv[1:])\n"
+        "finally: print({'torch', 'ray', 'mlflow', 'deepspeed'} & set(sys.modules))"
+    )
+    given = [word.format(tmp_path) for word in words]
+    done = subprocess.run(
+        [sys.executable, "-c", script, "predict", "run", *given], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "set()\n"), done.stderr
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_weights_that_are_not_there_or_do_not_fit_are_one_line(run: str, tmp_path: Path) -> None:
+    images = str(tmp_path / "images")
+    done = run_cli("predict", str(tmp_path / "nothing"), images)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "holds no whole checkpoint; give a run folder" in done.stderr
+    done = run_cli("predict", run, images, "model.name=R50x1", "model.image_size=32")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"error: '{run}': " in done.stderr
+
+
+def test_classes_have_the_names_of_the_training_set(run: str, tmp_path: Path) -> None:
+    done = run_cli("predict", run, str(tmp_path / "images" / "00.jpg"))
+    names = [one.split()[0] for one in done.stdout.partition(": ")[2].split(", ")]
+    assert len(set(names) & set(CLASSES)) == 3
+    shares = [float(one.split()[1].rstrip("%")) for one in done.stdout.split(": ")[1].split(", ")]
+    assert shares == sorted(shares, reverse=True)
+    assert np.sum(shares) <= 100.2

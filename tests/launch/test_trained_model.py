@@ -1,0 +1,229 @@
+"""A trained model for images: an evaluation's logits bit by bit, whatever the images come as."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import ViTForImageClassification, ViTImageProcessor
+
+import vit_ray
+from tests.data.pictures import jpeg
+from tests.data.small_sets import SHARD, write_encoded
+from tests.models.small import TINY_VIT, small_model
+from tests.train.engine_runs import build_engine
+from tests.train.ranks import run_ranks
+from tests.trained_runs import tiny_recipe, write_run
+from vit_ray.checkpoints.init_weights import initialize_weights
+from vit_ray.commands.trained.export import export
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.data.format.shard_writer import EncodedImage
+from vit_ray.data.order.partition import Partition
+from vit_ray.data.order.samples import rows_per_group
+from vit_ray.data.stream.batches import BatchReader, StreamJob
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.models.weights import save_weights
+from vit_ray.train.objective import build_objective
+from vit_ray.worker.evaluation import _predictions
+
+CLASSES = ["cat", "dog", "emu", "fox", "gnu"]
+COUNT, BATCH = 19, 8
+SIZE: dict[str, Any] = {"name": "ViT", "image_size": 32, **TINY_VIT}
+
+
+def write_images(folder: Path) -> list[bytes]:
+    """A converted set of pictures in several sizes and formats; their files in its order."""
+    folder.mkdir()
+    files = [jpeg(number, 40 + number, 90 - number) for number in range(COUNT)]
+    for number in (3, 11):
+        png = io.BytesIO()
+        Image.open(io.BytesIO(files[number])).save(png, "PNG")
+        files[number] = png.getvalue()
+    images = [
+        EncodedImage(file, (number % 5,), f"{number}.jpg", 90 - number, 40 + number)
+        for number, file in enumerate(files)
+    ]
+    for number, image in enumerate(images):
+        sides = Image.open(io.BytesIO(files[number])).size
+        images[number] = EncodedImage(image.image, image.labels, image.key, *sides)
+    write_encoded(folder, SHARD, images, CLASSES, rows=4)
+    return files
+
+
+def run_of(folder: Path, **train: Any) -> str:
+    """A run whose recipe has the set in `data`, batches of 8, and what is given of `train`."""
+    recipe = {
+        "name": "trained",
+        "model": SIZE,
+        "data": {"train": str(folder / "data"), "eval_augment": {"kind": "center_crop"}},
+        "train": {"precision": "fp32", **train},
+        "evaluate": {"batch_size": BATCH},
+    }
+    model = small_model("ViT")
+    with torch.no_grad():
+        model.get_parameter("head.bias").sub_(10)  # where bf16 numbers are 0.06 apart
+    return write_run(folder / "run", model, facts={"recipe": recipe})
+
+
+def evaluated(_: int, folder: str, run: str) -> dict[str, Any]:
+    """Logits of an evaluation's own pass, and those of `load`, by precision."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        train = TrainConfig(precision=precision, zero_stage=1)
+        recipe = tiny_recipe(
+            Path(folder), data={"eval": f"{folder}/data"}, train=train.model_dump(), init_from=run
+        )
+        spec = resolve_run(recipe, needs_train=False).streams["eval"]
+        counts = rows_per_group(spec.manifest, spec.rows)
+        reader = BatchReader(StreamJob(spec, Partition(1, BATCH), 0, False, counts))
+        batches = [reader.batch(0, at, at + BATCH)[0] for at in range(0, COUNT, BATCH)]
+        model = build_objective(recipe, 5)
+        initialize_weights(model, run, new_head=False)
+        engine = build_engine(train, 1, BATCH, model=model)
+        logits = [one[b["weight"] > 0].numpy() for b, _, one in _predictions(engine, batches)]
+        engine.close()
+        images = [image for _, image in vit_ray.open_dataset(f"{folder}/data").encoded()]
+        ours = vit_ray.load(run, recipe.with_changes(evaluate={"batch_size": BATCH}))
+        found[precision] = np.concatenate(logits), ours.logits(images)
+    return found
+
+
+def test_logits_are_those_of_an_evaluation_to_the_last_bit(tmp_path: Path) -> None:
+    write_images(tmp_path / "data")
+    (found,) = run_ranks(1, evaluated, str(tmp_path), run_of(tmp_path))
+    for precision, (expected, logits) in found.items():
+        assert expected.shape == (COUNT, 5)
+        np.testing.assert_array_equal(logits, expected, err_msg=precision)
+    assert not np.array_equal(found["fp32"][0], found["bf16"][0])
+
+
+def test_a_run_knows_its_model_crop_precision_and_classes(tmp_path: Path) -> None:
+    files = write_images(tmp_path / "data")
+    model = vit_ray.load(run_of(tmp_path))
+    assert model.classes == tuple(CLASSES)
+    # By Pillow and torch alone: the shorter side to 37, the middle 32 x 32 pixels, in [-1, 1].
+    opened = Image.open(io.BytesIO(files[3])).convert("RGB")
+    scale = 37 / min(opened.size)
+    left, top = ((side * scale - 32) / 2 / scale for side in opened.size)
+    box = (left, top, left + 32 / scale, top + 32 / scale)
+    plain = np.asarray(opened.resize((32, 32), Image.Resampling.BILINEAR, box), np.float32)
+    pixels = model.transform(files[3])
+    np.testing.assert_allclose(pixels.permute(1, 2, 0), plain / 127.5 - 1, atol=0.05)
+    with torch.no_grad():
+        expected = model.model(pixels[None]).softmax(1)[0]
+    (found,) = model.predict(files[3])
+    assert (found.name, found.label) == (CLASSES[int(expected.argmax())], int(expected.argmax()))
+    assert found.probability == pytest.approx(float(expected.max()), rel=1e-6)
+
+
+def test_probabilities_are_sigmoids_where_the_model_was_trained_so(tmp_path: Path) -> None:
+    files = write_images(tmp_path / "data")
+    model = vit_ray.load(run_of(tmp_path, loss="sigmoid"))
+    (found,) = model.predict(files[0])
+    largest = float(torch.from_numpy(model.logits(files[0])).sigmoid().max())
+    assert found.probability == pytest.approx(largest, rel=1e-6)
+    assert largest < 0.01  # of softmax at least a fifth
+
+
+def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path: Path) -> None:
+    files = write_images(tmp_path / "data")
+    model = vit_ray.load(run_of(tmp_path))
+    (tmp_path / "a.png").write_bytes(files[3])
+    picture = Image.open(tmp_path / "a.png")
+    pixels = np.asarray(picture.convert("RGB"))
+    forms = [tmp_path / "a.png", files[3], picture, pixels, pixels / 255, [pixels], pixels[None]]
+    expected = model.logits(str(tmp_path / "a.png"))
+    assert expected.shape == (1, 5)
+    for form in forms:
+        np.testing.assert_array_equal(model.logits(form), expected)
+    assert model.predict([]) == []
+
+
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [
+        (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\); give \(H, W, 3\)"),
+        (np.zeros((3, 9, 9)), r"float64 \(3, 9, 9\); give \(H, W, 3\)"),
+        (np.full((4, 4, 3), 300), r"from 300 to 300; give floats in \[0, 1\] or integers"),
+        (np.full((4, 4, 3), np.nan), "from nan to nan"),
+        (b"no image", "not decodable"),
+        (b"", "it has no bytes"),
+    ],
+)
+def test_what_is_no_image_is_refused(image: Any, told: str, tmp_path: Path) -> None:
+    write_images(tmp_path / "data")
+    model = vit_ray.load(run_of(tmp_path))
+    with pytest.raises(ValueError, match=told):
+        model.predict([image])
+
+
+@pytest.mark.parametrize("layout", ["jax", "timm", "huggingface", "vit_ray"])
+def test_an_exported_folder_predicts_as_its_run_does(layout: str, tmp_path: Path) -> None:
+    files = write_images(tmp_path / "data")
+    run = run_of(tmp_path)
+    crop = {"eval_augment": {"kind": "center_crop"}}
+    exports = {"path": str(tmp_path / "hub"), "layout": layout}
+    assert export(tiny_recipe(tmp_path, init_from=run, export=exports, data=crop)) == 0
+    ours, theirs = vit_ray.load(run), vit_ray.load(tmp_path / "hub")
+    assert theirs.classes == tuple(CLASSES)
+    np.testing.assert_allclose(theirs.logits(files), ours.logits(files), rtol=1e-5, atol=1e-5)
+
+
+def test_a_published_folder_is_used_as_transformers_would(tmp_path: Path) -> None:
+    source = small_model("ViT")
+    save_weights(source, tmp_path / "hub", "huggingface", CLASSES)
+    ViTImageProcessor(
+        size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    ).save_pretrained(tmp_path / "hub")
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    peer = ViTForImageClassification.from_pretrained(tmp_path / "hub").eval()
+    inputs = ViTImageProcessor.from_pretrained(tmp_path / "hub")(pixels, return_tensors="pt")
+    with torch.no_grad():
+        expected = peer(**inputs).logits
+    model = vit_ray.load(tmp_path / "hub")
+    assert model.classes == tuple(CLASSES)
+    assert model.crop(np.zeros((99, 33, 3), np.uint8)).shape == (32, 32, 3)
+    np.testing.assert_allclose(model.logits(pixels), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path: Path) -> None:
+    save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
+    with pytest.raises(ValueError, match=r"a\.npz' does not say which model it is of; give the"):
+        vit_ray.load(tmp_path / "a.npz")
+    recipe = tiny_recipe(tmp_path, train={"precision": "fp32"})
+    assert vit_ray.load(tmp_path / "a.npz", recipe).classes == ("0", "1", "2", "3", "4")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.recorded()))
+    assert len(vit_ray.load(tmp_path / "a.npz", str(tmp_path / "recipe.yaml")).classes) == 5
+
+
+def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path: Path) -> None:
+    write_images(tmp_path / "data")
+    run = run_of(tmp_path)
+    other = tiny_recipe(tmp_path, model={"name": "R50x1", "image_size": 32})
+    with pytest.raises(ValueError, match=f"{run}.*(missing|unexpected|not fit)"):
+        vit_ray.load(run, other)
+    with pytest.raises(ValueError, match="holds no whole checkpoint; give a run folder"):
+        vit_ray.load(tmp_path / "nothing")
+    masked = run_of(tmp_path / "masked", loss="masked_patch")
+    with pytest.raises(ValueError, match="no trained head; fine-tune them first"):
+        vit_ray.load(masked)
+
+
+def test_a_model_is_used_without_ray_and_deepspeed(tmp_path: Path) -> None:
+    write_images(tmp_path / "data")
+    script = (
+        "import sys, numpy, vit_ray; before = set(sys.modules)\n"
+        "found = vit_ray.load(sys.argv[1]).predict(numpy.zeros((9, 9, 3), numpy.uint8))\n"
+        "print(len(found), 'torch' in before, {'ray', 'deepspeed', 'mlflow'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", script, run_of(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1 False set()\n", done.stderr

@@ -1,0 +1,223 @@
+"""`vit-ray predict WEIGHTS PATHS...`: class and probability of images, as text, table and picture.
+
+Paths and outputs are checked before torch is imported and the weights are read.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from vit_ray.config.help import key_names
+from vit_ray.config.loading import load_recipe, recipe_without_file
+from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.data.images.crops import BadImageError, UInt8Array
+from vit_ray.data.images.explore import open_dataset
+from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
+from vit_ray.data.prepare.sources.folders import is_image_name
+from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS
+from vit_ray.own_parts import trust_modules
+from vit_ray.storage import Location, closed_after, locate
+
+if TYPE_CHECKING:
+    from vit_ray.launch.trained_model import TrainedModel
+
+Named = tuple[str, bytes | Location]
+"""What an image is called, and its encoded bytes or its file."""
+
+_OUTPUTS: Final = (".parquet", ".csv", ".png")
+_NUM_CLASSES: Final = 3
+_NUM_DRAWN: Final = 48
+_SCHEMA: Final = pa.schema(
+    [
+        ("image", pa.string()),
+        ("label", pa.int32()),
+        ("class", pa.string()),
+        ("probability", pa.float32()),
+        ("problem", pa.string()),
+    ]
+)
+
+
+def print_predictions(
+    source: str,
+    paths: Sequence[str],
+    recipe: str | None,
+    outputs: Sequence[str],
+    modules: Sequence[str],
+) -> int:
+    """Predict, and print the most probable classes; 1 if an image cannot be read.
+
+    Args:
+        source: weights, as `vit_ray.load` takes them.
+        paths: images, folders, parquet files and converted data sets; `key=value` among them
+            changes the recipe.
+        recipe: name or file, for weights that do not say which model they are of.
+        outputs: files to write: `.parquet` or `.csv` of all images, `.png` of the first.
+        modules: of the user's own parts, which may be imported.
+
+    Raises:
+        ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
+    """
+    trust_modules(*modules)
+    for output in outputs:
+        _check_output(output)
+    known = set(key_names())
+    changes = [word for word in paths if word.partition("=")[0] in known]
+    images = [_images_at(path) for path in paths if path not in changes]
+    given = load_recipe(recipe, changes) if recipe else None
+    if changes and given is None:
+        given = recipe_without_file("trained", changes)
+    model: TrainedModel = pkgutil.resolve_name("vit_ray.launch.trained_model:load")(source, given)
+    print(f"{model}", file=sys.stderr)
+    counts, drawn = Counter[str](), list[tuple[UInt8Array, str]]()
+    with ExitStack() as files:
+        tables = [files.enter_context(_table(out)) for out in outputs if not out.endswith(".png")]
+        for rows, crops in _predicted(model, chain.from_iterable(images)):
+            for row in rows:
+                place = sys.stderr if row.get("problem") else sys.stdout
+                print(f"{row['image']}: {row.get('problem') or row['text']}", file=place)
+                counts[row.get("class", "")] += 1
+            texts = (row["text"].partition(",")[0] for row in rows if "text" in row)
+            drawn += list(zip(crops, texts, strict=True))[: _NUM_DRAWN - len(drawn)]
+            for table in tables:
+                table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
+    num_bad, total = counts.pop("", 0), counts.total()
+    if pictures := [output for output in outputs if drawn and output.endswith(".png")]:
+        draw = pkgutil.resolve_name("vit_ray.evaluate.inspection_figures:draw_images")
+        for output in pictures:
+            draw(*zip(*drawn, strict=True), f"{source}: {len(drawn)} of {total:,} images", output)
+    most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
+    bad = f"; {num_bad:,} cannot be read" if num_bad else ""
+    print(f"{total:,} images{most and f': {most}'}{bad}", *outputs, file=sys.stderr, sep="\nwrote ")
+    return 1 if num_bad else 0
+
+
+def _predicted(
+    model: TrainedModel, images: Iterator[Named]
+) -> Iterator[tuple[list[dict[str, Any]], list[UInt8Array]]]:
+    """Rows of `_SCHEMA`, with a `text` where there is no problem, and the crops of these."""
+    rows: list[dict[str, Any]] = []
+    crops: list[UInt8Array] = []
+
+    def readable() -> Iterator[UInt8Array]:
+        for name, content in images:
+            rows.append({"image": name})
+            try:
+                crop = model.crop(content if isinstance(content, bytes) else content.read())
+            except (BadImageError, FileNotFoundError, PermissionError) as error:
+                rows[-1]["problem"] = str(error)
+                continue
+            crops.append(crop)
+            yield crop
+
+    for logits in model.logits_of_crops(readable()):
+        found = model.probabilities(logits)
+        good = [row for row in rows if "problem" not in row]
+        for row, shares in zip(good, found, strict=True):
+            best = (-shares).argsort(kind="stable")[:_NUM_CLASSES].tolist()
+            row |= {"label": best[0], "class": model.classes[best[0]]}
+            row |= {"probability": float(shares[best[0]])}
+            row["text"] = ", ".join(f"{model.classes[i]} {shares[i]:.1%}" for i in best)
+        yield rows, crops
+        rows, crops = [], []
+    yield rows, []
+
+
+def _images_at(path: str) -> Iterator[Named]:
+    """The images of a path, which are read as they are needed.
+
+    Raises:
+        ValueError: at once, there is nothing, or it holds no image.
+    """
+    place = locate(path)
+    kind = place.info().type
+    if kind == fs.FileType.NotFound:
+        raise ValueError(f"{path!r}: no such file or folder; check the path")
+    if kind == fs.FileType.File:
+        return _rows_of([place]) if path.endswith(".parquet") else iter([(path, place)])
+    if place.child(MANIFEST_FILE).exists():
+        found = open_dataset(path)
+        return iter(found.encoded())
+    files = [Location(place.filesystem, info.path) for info in place.list_files()]
+    images = [file for file in files if is_image_name(file.path)]
+    if images:
+        return ((file.uri, file) for file in images)
+    if parquet := [file for file in files if file.path.endswith(".parquet")]:
+        return _rows_of(parquet)
+    raise ValueError(
+        f"{path!r} holds no images among its {len(files):,} files; they are found by their names, "
+        f"which end in {', '.join(sorted(IMAGE_SUFFIXES))} or parquet"
+    )
+
+
+def _rows_of(files: list[Location]) -> Iterator[Named]:
+    """Images in parquet files, with or without labels.
+
+    Raises:
+        ValueError: at once, a file is not parquet, or has no column of encoded images.
+    """
+    columns: list[tuple[str, bool]] = []
+    for file in files:
+        with file.filesystem.open_input_file(file.path) as opened:
+            try:
+                schema = pq.read_schema(opened)
+            except pa.ArrowException as error:
+                raise ValueError(f"{file.uri!r} cannot be read as parquet: {error}") from None
+        name = next((name for name in IMAGE_COLUMNS if name in schema.names), None)
+        if name is None:
+            raise ValueError(
+                f"{file.uri!r} has the columns {schema.names}; encoded images are read from "
+                f"{', '.join(IMAGE_COLUMNS)}"
+            )
+        columns.append((name, "key" in schema.names))
+
+    def rows() -> Iterator[Named]:
+        for file, (name, has_keys) in zip(files, columns, strict=True):
+            number = 0
+            with file.filesystem.open_input_file(file.path) as opened:
+                wanted = [name, "key"] if has_keys else [name]
+                for batch in pq.ParquetFile(opened).iter_batches(64, columns=wanted):
+                    for row in batch.to_pylist():
+                        image = row[name]["bytes"] if isinstance(row[name], dict) else row[name]
+                        yield str(row.get("key") or f"{file.uri}#{number}"), image or b""
+                        number += 1
+
+    return rows()
+
+
+def _check_output(output: str) -> None:
+    """Refuse a file of another kind, or one that is there.
+
+    Raises:
+        ValueError: as said.
+    """
+    if PurePosixPath(output).suffix not in _OUTPUTS:
+        raise ValueError(f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}")
+    if output.endswith(".png") and not locate(output).is_local:
+        raise ValueError(f"--out {output}: a picture is written to a local file")
+    if locate(output).exists():
+        raise ValueError(f"--out {output} is there already; name another file, or delete it")
+
+
+@contextmanager
+def _table(output: str) -> Iterator[Any]:
+    """Writes tables of `_SCHEMA` to a file that appears whole or not at all."""
+    kind = pq.ParquetWriter if output.endswith(".parquet") else pacsv.CSVWriter
+    with (
+        locate(output).atomic_output() as target,
+        closed_after(target.filesystem.open_output_stream(target.path)) as stream,
+        kind(stream, _SCHEMA) as writer,
+    ):
+        yield writer

@@ -1,0 +1,252 @@
+"""A trained model that takes images as people have them; needs neither Ray nor DeepSpeed.
+
+Images are cut, and computed on, as an evaluation does it: batches are of its size, so that logits
+are its own to the last bit where a process has as many threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.init_weights import SavedWeights, open_weights
+from vit_ray.checkpoints.weight_files import published_classes, published_use
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recorded_recipe import used_sections
+from vit_ray.data import open_dataset
+from vit_ray.data.images.augmentations import augmentation_of
+from vit_ray.data.images.crops import (
+    BadImageError,
+    UInt8Array,
+    crop_of_pixels,
+    pixels_of,
+    training_crop,
+)
+from vit_ray.models import build_model
+from vit_ray.models.layers import Head
+from vit_ray.storage import locate
+from vit_ray.train.objective import normalize
+
+AnImage = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any]
+"""An address, an encoded image, Pillow's image, or pixels: (H, W, 3), uint8 or floats in [0, 1]."""
+Images = AnImage | Iterable[AnImage]
+"""One or several; an array (N, H, W, 3) is several."""
+
+
+class Prediction(NamedTuple):
+    """The most probable class of an image."""
+
+    name: str
+    """Of the class; its number as text where names are not known."""
+    probability: float
+    """By softmax over the classes, or by sigmoid where the model was trained so."""
+    label: int
+    """Index of the class."""
+
+
+class TrainedModel:
+    """A trained model for images.
+
+    Attributes:
+        model: in evaluation mode, on a GPU where there is one; (B, 3, H, W) in [-1, 1] to logits.
+        recipe: its model, evaluation crop, loss, precision and batch size are as trained.
+        classes: names in the order of the logits; numbers as text where they are not known.
+        source: which weights these are.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        weights: SavedWeights,
+        classes: tuple[str, ...] = (),
+    ) -> None:
+        """
+        Raises:
+            ValueError: the weights have no head, or are of another model.
+        """
+        config = recipe.model
+        if weights.num_classes is None or recipe.train.loss == "masked_patch":
+            raise ValueError("the weights have no trained head; fine-tune them first")
+        model = build_model(
+            config.name, weights.num_classes, config.image_size, **config.options()
+        ).eval()
+        self.source = weights.load_into(model, False, recipe.init_resize).source
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+        heads = [module for module in model.modules() if isinstance(module, Head)]
+        exact = [head.bias.detach().to(device) for head in heads]
+        self.model = model.to(device, self._dtype)
+        if self._dtype == torch.bfloat16:  # an evaluation adds them in fp32
+            for head, bias in zip(heads, exact, strict=True):
+                head.exact_bias = bias
+        self.recipe = recipe
+        self.classes = classes or tuple(map(str, range(weights.num_classes)))
+        self._augmentation = augmentation_of(config, recipe.data.eval_augment)
+
+    def __repr__(self) -> str:
+        name, count = self.recipe.model.name, len(self.classes)
+        return f"TrainedModel({name}, {count:,} classes, {self.source})"
+
+    def crop(self, image: AnImage) -> UInt8Array:
+        """The part of an image that an evaluation sees: uint8 (H, W, 3) of the model's size.
+
+        Raises:
+            BadImageError: it cannot be decoded, or is no image.
+            OSError: its file cannot be read.
+        """
+        if isinstance(image, (str, os.PathLike)):
+            image = locate(os.fspath(image)).read()
+        if isinstance(image, bytes):
+            return training_crop(image, self._augmentation, (0, 0, 0))
+        if isinstance(image, Image.Image):
+            return crop_of_pixels(pixels_of(image), self._augmentation)
+        pixels = np.asarray(image)
+        if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype.kind not in "uif":
+            raise BadImageError(
+                f"pixels are {pixels.dtype} {pixels.shape}; give (H, W, 3), uint8 or floats in "
+                "[0, 1]"
+            )
+        is_float = pixels.dtype.kind == "f"
+        scaled = np.rint(pixels * 255) if is_float else pixels
+        if not (scaled.min() >= 0 and scaled.max() <= 255):
+            raise BadImageError(
+                f"pixels are {pixels.dtype} from {pixels.min():g} to {pixels.max():g}; give floats "
+                "in [0, 1] or integers in [0, 255]"
+            )
+        return crop_of_pixels(scaled.astype(np.uint8), self._augmentation)
+
+    def transform(self, image: AnImage) -> Tensor:
+        """An image as `model` takes it, without the dimension of the batch: (3, H, W) in [-1, 1].
+
+        Raises:
+            BadImageError, OSError: as `crop`.
+        """
+        return normalize(torch.from_numpy(self.crop(image)[None]), torch.float32)[0]
+
+    @torch.no_grad()
+    def logits_of_crops(self, crops: Iterable[UInt8Array]) -> Iterator[NDArray[np.float32]]:
+        """Logits (b, K) of batch after batch of `crop`s, as they come.
+
+        The last batch is filled up, as in an evaluation, but where it is the only one.
+        """
+        crops, size = iter(crops), self.recipe.evaluate.batch_size
+        device, is_first = next(self.model.parameters()).device, True
+        while some := list(itertools.islice(crops, size)):
+            batch = np.zeros((len(some) if is_first else size, *some[0].shape), np.uint8)
+            batch[: len(some)], is_first = some, False
+            pixels = normalize(torch.from_numpy(batch).to(device), self._dtype)
+            yield self.model(pixels).float().cpu().numpy()[: len(some)]
+
+    def logits(self, images: Images) -> NDArray[np.float32]:
+        """Logits (N, K).
+
+        Raises:
+            BadImageError, OSError: as `crop`.
+        """
+        found = list(self.logits_of_crops(map(self.crop, _several(images))))
+        return np.concatenate(found or [np.zeros((0, len(self.classes)), np.float32)])
+
+    def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Of the classes, (N, K), by softmax, or by sigmoid where the model was trained so."""
+        values = torch.from_numpy(logits).double()
+        is_sigmoid = self.recipe.train.loss == "sigmoid"
+        return (values.sigmoid() if is_sigmoid else values.softmax(1)).float().numpy()
+
+    def predict(self, images: Images) -> list[Prediction]:
+        """The most probable class of each image, also of one.
+
+        Raises:
+            BadImageError, OSError: as `crop`.
+        """
+        found = self.probabilities(self.logits(images))
+        best = found.argmax(1).tolist()
+        return [
+            Prediction(self.classes[label], float(row[label]), label)
+            for label, row in zip(best, found, strict=True)
+        ]
+
+
+def load(
+    source: str | os.PathLike[str],
+    recipe: Recipe | str | None = None,
+    *,
+    averaged: bool | None = None,
+) -> TrainedModel:
+    """A trained model that takes images, from a run, a checkpoint or a file of weights.
+
+    Args:
+        source: as `init_from` of a recipe: a run's folder, a checkpoint, a `.npz` or `.safetensors`
+            file, an exported or published folder, or `hf://OWNER/NAME`.
+        recipe: a recipe, or the name or path of one, which says of a file which model it is of; a
+            run and an exported folder know that themselves.
+        averaged: take a run's averaged weights; None = if it has any.
+
+    Raises:
+        ValueError: there are no whole weights, they have no head, or nothing says which model they
+            are of.
+    """
+    source = os.fspath(source)
+    weights = open_weights(source, averaged)
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe)
+    if recipe is None:
+        tree = used_sections(weights.position.recipe) if weights.position else published_use(source)
+        if tree is None:
+            raise ValueError(
+                f"{source!r} does not say which model it is of; give the recipe that trained it, "
+                "or the model, such as model.name=ViT-B/16"
+            )
+        recipe = recipe_from_dict({"name": "trained", **tree}, where=source)
+    classes = class_names(source, weights.position, recipe.data.train, weights.num_classes)
+    try:
+        return TrainedModel(recipe, weights, classes)
+    except ValueError as error:
+        raise ValueError(f"{source!r}: {error}") from error
+
+
+def class_names(
+    source: str, position: Position | None, given: Any, num_classes: int | None
+) -> tuple[str, ...]:
+    """Names of the head's classes; none where they are not known.
+
+    From the folder of published weights, or the run's training set, or the recipe's.
+
+    Args:
+        source: as `load` takes it.
+        position: of its checkpoint.
+        given: `data.train` of a recipe.
+    """
+    found: list[tuple[str, ...] | None] = []
+    if position is None:
+        found.append(published_classes(source))
+    recorded = position.recipe.get("data", {}).get("train") if position else None
+    for train in (recorded, given):
+        first = train[0] if isinstance(train, (list, tuple)) else train
+        path = first["path"] if isinstance(first, dict) else getattr(first, "path", first)
+        if path is None:
+            continue
+        try:
+            found.append(tuple(open_dataset(str(path)).classes))
+        except (ValueError, OSError):
+            continue
+    return next((names for names in found if names and len(names) == num_classes), ())
+
+
+def _several(images: Images) -> Iterable[AnImage]:
+    if isinstance(images, (str, os.PathLike, bytes, Image.Image)):
+        return [images]
+    if hasattr(images, "iloc"):  # a table of pandas: its first column
+        return list(images.iloc[:, 0])
+    if isinstance(images, np.ndarray):
+        return [images] if images.ndim == 3 else list(images)
+    return images

@@ -265,6 +265,13 @@ vit_ray = _Names(
             click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
         ),
         _plain(
+            "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "
+            "write a recipe of fitting model, batch and epochs, with the reasons as comments.",
+            "vit_ray.commands.init:write_recipe",
+            click.Argument(["images"]),
+            click.Option(["--out"], help="File to write; by default FOLDER.yaml. Not overwritten."),
+        ),
+        _plain(
             "List the shipped recipes with their cost and result.",
             "vit_ray.commands.recipes:print_recipes",
         ),

@@ -1,0 +1,117 @@
+"""`vit-ray init`: the recipe it writes passes the dry run, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.commands.command_line import run_cli
+from tests.data.pictures import encoded, picture
+from vit_ray.config import load_recipe
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_images(folder: Path, classes: int, count: int, height: int, width: int) -> None:
+    for label in range(classes):
+        (folder / f"class_{label}").mkdir(parents=True)
+        for number in range(count):
+            content = encoded(picture(number, height, width), quality=90)
+            (folder / f"class_{label}" / f"{number}.jpg").write_bytes(content)
+
+
+def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) -> None:
+    write_images(here / "my set" / "train", 3, 40, 40, 60)
+    write_images(here / "my set" / "test", 3, 5, 40, 60)
+    done = run_cli("init", "my set")
+    assert done.exit_code == 0, done.stderr
+    assert "my set: 120 images of 3 classes" in done.stdout
+    recipe = load_recipe(here / "my-set.yaml")
+    assert recipe.convert is not None
+    assert (recipe.convert.source, recipe.convert.split) == ("my set", "train")
+    assert (recipe.data.train, recipe.data.test_set) == ("data/my-set/train", "data/my-set/test")
+    assert recipe.data.held_out_fraction == 0
+    # Sides of 40 pixels are ten patches of four.
+    assert (recipe.model.image_size, recipe.model.patch_size) == (40, 4)
+    assert recipe.train.global_batch_size == 16
+    steps = recipe.optim.total_steps(120, 16)
+    assert recipe.optim.warmup_steps == pytest.approx(steps / 20, abs=1)
+    planned = run_cli("pretrain", "my-set.yaml", "--dry-run")
+    assert planned.exit_code == 0, planned.stderr
+    assert "120 of 3 classes (counted in my set, which is not converted yet)" in planned.stdout
+    text = (here / "my-set.yaml").read_text()
+    assert "convert.split=test convert.destination=data/my-set/test" in text
+
+
+@pytest.mark.parametrize(("count", "batch"), [(3, 4), (40, 16)])
+def test_large_images_without_a_test_split_hold_some_out(
+    count: int, batch: int, here: Path
+) -> None:
+    write_images(here / "images", 2, count, 230, 300)
+    done = run_cli("init", "images", "--out", "mine.yaml")
+    assert done.exit_code == 0, done.stderr
+    recipe = load_recipe(here / "mine.yaml")
+    assert (recipe.model.name, recipe.model.image_size) == ("ViT-Ti/16", 224)
+    assert recipe.data.held_out_fraction == 0.1
+    assert recipe.train.global_batch_size == batch
+    planned = run_cli("pretrain", "mine.yaml", "--dry-run")
+    assert planned.exit_code == 0, planned.stderr
+
+
+def test_parquet_of_the_hub_is_looked_at_without_being_packed(here: Path) -> None:
+    content = io.BytesIO()
+    Image.fromarray(np.zeros((70, 90, 3), np.uint8)).save(content, "PNG")
+    struct = [{"bytes": content.getvalue(), "path": None}] * 8
+    names = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    table = pa.table({"image": struct, "label": [0, 1] * 4})
+    (here / "hub").mkdir()
+    table = table.replace_schema_metadata({"huggingface": str(names).replace("'", '"')})
+    pq.write_table(table, here / "hub" / "train-00000-of-00001.parquet")
+    before = sorted(here.rglob("*"))
+    done = run_cli("init", "hub")
+    assert done.exit_code == 0, done.stderr
+    assert load_recipe(here / "hub.yaml").model.image_size == 64
+    assert [path for path in sorted(here.rglob("*")) if path not in before] == [here / "hub.yaml"]
+
+
+def test_files_that_are_no_images_are_told_and_some_are_no_matter(here: Path) -> None:
+    write_images(here / "images", 2, 3, 40, 40)
+    (here / "images" / "class_0" / "0.jpg").write_text("a text")
+    (here / "images" / "class_1" / "0.jpg").write_bytes(b"")
+    done = run_cli("init", "images")
+    assert done.exit_code == 0, done.stderr
+    assert "2 of 6 files that were opened are no images (not decodable" in done.stdout
+
+
+def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: Path) -> None:
+    (here / "images.yaml").write_text("mine")
+    (here / "empty").mkdir()
+    write_images(here / "images", 2, 1, 40, 40)
+    write_images(here / "one", 1, 2, 40, 40)
+    (here / "texts" / "a").mkdir(parents=True)
+    (here / "texts" / "a" / "1.jpg").write_text("a text")
+    (here / "texts" / "a" / "2.jpg").write_bytes(b"")
+    for words, told in [
+        (["images"], "'images.yaml' is there already; give another file by --out"),
+        (["images", "--out=no/where.yaml"], "there is no folder 'no'"),
+        (["nothing"], "no such folder or file; check the path"),
+        (["empty"], "holds nothing of the format 'folder'; expected"),
+        (["one"], "'one' has 1 class; a classifier needs two or more"),
+        (["texts"], "'texts' holds no image that can be decoded; the first of 2"),
+    ]:
+        done = run_cli("init", *words)
+        assert (done.exit_code, done.stdout) == (2, ""), words
+        assert told in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert (here / "images.yaml").read_text() == "mine"
+    assert sorted(path.name for path in here.glob("*.yaml")) == ["images.yaml"]

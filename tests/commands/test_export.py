@@ -31,13 +31,13 @@ from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.weight_files import published_classes
 from vit_ray.commands.trained.export import export
-from vit_ray.commands.trained.model_card import image_processor, wilson_interval
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
+from vit_ray.launch.record.model_card import image_processor, wilson_interval
 from vit_ray.models.weights import load_weights, save_weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk")

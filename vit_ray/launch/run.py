@@ -25,7 +25,7 @@ from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.pool.pool_training import RunFailedError, run_workers
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.launch.progress_display import shown_progress
-from vit_ray.launch.record.mlflow_model import model_files
+from vit_ray.launch.record.mlflow_model import card_of, model_files
 from vit_ray.launch.record.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.record.run_metadata import (
     is_on_dev_split,
@@ -283,12 +283,14 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
     if config.log_model and result.is_complete and has_head:
         classes, use = prepared.resolved.manifest.classes, used_sections(recipe.recorded())
+        card = card_of(recipe, classes, result.checkpoint)
         run.record.model(
-            model_files(use, classes, result.checkpoint),
+            model_files(use, classes, result.checkpoint, card),
             recipe.name,
             result.steps,
             {"model": recipe.model.name, "checkpoint": result.checkpoint},
             None if prepared.kind == "sweep_trial" else config.register_as,
+            result.metrics,
         )
 
 

@@ -25,6 +25,7 @@ from typing import IO, Any, Final, Literal, NamedTuple
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.file_lock import lock_file
+from vit_ray.metric_names import DEV, EVAL, FEW_SHOT
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 
@@ -39,6 +40,11 @@ FILES: Final = ("text", "artifact", "model", "event")
 """Kinds of records that become files of the run; its events are one together."""
 FAILURE: Final = "vit_ray.failure"
 """Tag of the reason why a run has failed."""
+CARD: Final = "README.md"
+"""File of a logged model that describes it."""
+REQUIREMENTS: Final = "requirements.txt"
+MEASURED: Final = (EVAL, DEV, FEW_SHOT)
+"""Beginnings of the metrics of an evaluation."""
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "run_name": str,
@@ -157,6 +163,7 @@ class Recorder(ABC):
         step: int,
         params: Mapping[str, str],
         register_as: str | None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """A model of MLflow by the texts of its files.
 
@@ -164,6 +171,7 @@ class Recorder(ABC):
             step: at which the run had the model.
             params: shown with it.
             register_as: registered model that gets it as a version.
+            metrics: of the run; those of its evaluation are the model's, too.
         """
         self.append(
             "model",
@@ -173,6 +181,7 @@ class Recorder(ABC):
             step=step,
             params=dict(params),
             register_as=register_as,
+            metrics={k: v for k, v in (metrics or {}).items() if k.startswith(MEASURED)},
         )
 
 

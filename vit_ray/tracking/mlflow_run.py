@@ -22,7 +22,7 @@ from typing import Final
 from vit_ray.config.recorded_recipe import CHANGED_PARAMS
 from vit_ray.metric_names import EVAL, STARTUP_FIRST_STEP_S, SYSTEM
 from vit_ray.mlflow_internals import latest_points
-from vit_ray.tracking.metrics_log import FAILURE, Record
+from vit_ray.tracking.metrics_log import CARD, FAILURE, REQUIREMENTS, Record
 from vit_ray.tracking.mlflow_api import (
     Dataset,
     DatasetInput,
@@ -36,6 +36,7 @@ from vit_ray.tracking.mlflow_api import (
     RunTag,
 )
 from vit_ray.tracking.mlflow_client import experiment_id, open_client, share_view
+from vit_ray.tracking.own_wheel import write_wheel
 
 MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS: Final = 100
@@ -45,6 +46,13 @@ ORIGIN: Final = "vit_ray.spool"  # tag that finds the run of a log again
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds the model of a run's step again, which a cut-off attempt has begun to log."""
 NONFINITE: Final = "_nonfinite"
+_NOTE: Final = "mlflow.note.content"
+_CONTEXTS: Final = {
+    "eval": "evaluation",
+    "dev": "held-out evaluation",
+    "few_shot": "few-shot evaluation",
+}
+"""Group of metrics -> use of the data set that they are of."""
 _NOT_IN_MODEL_NAMES: Final = re.compile(r"[/:.%\"']")
 
 logger = logging.getLogger(__name__)
@@ -285,6 +293,7 @@ class RunWriter:
     def _send_model(self, record: Record) -> None:
         """Log files in MLflow's model format; what an earlier attempt did is not repeated."""
         client, run, step = self.client, self.client.get_run(self.run_id), record["step"]
+        card = record["files"].get(CARD, "")[:MAX_TAG_CHARS]
         found = client.search_logged_models(
             [run.info.experiment_id],
             f"source_run_id = '{self.run_id}' AND tags.`{STEP_TAG}` = '{step}'",
@@ -297,7 +306,7 @@ class RunWriter:
                 run.info.experiment_id,
                 name=_NOT_IN_MODEL_NAMES.sub("_", record["name"]),
                 source_run_id=self.run_id,
-                tags={STEP_TAG: str(step)},
+                tags={STEP_TAG: str(step), **({_NOTE: card} if card else {})},
                 params=record["params"],
             )
         )
@@ -305,6 +314,10 @@ class RunWriter:
             with TemporaryDirectory() as folder:
                 for name, text in record["files"].items():
                     (Path(folder) / Path(name).name).write_text(text)
+                if wheel := write_wheel(Path(folder) / "wheels"):
+                    with open(Path(folder) / REQUIREMENTS, "a") as requirements:
+                        requirements.write(f"wheels/{wheel.name}\n")
+                self._log_model_metrics(model.model_id, run, record)
                 client.log_model_artifacts(model.model_id, folder)
             model = client.finalize_logged_model(model.model_id, "READY")
         outputs = run.outputs.model_outputs if run.outputs else ()
@@ -321,6 +334,31 @@ class RunWriter:
             known = client.search_model_versions(f"name = '{name}' AND run_id = '{self.run_id}'")
             if source not in [version.source for version in known]:
                 client.create_model_version(name, source, self.run_id, model_id=model.model_id)
+
+    def _log_model_metrics(self, model_id: str, run: Run, record: Record) -> None:
+        """Give a model what its run measured, with the data sets that it was measured on."""
+        group = f"{self.opening.get('measured_on', 'eval')}/"
+        points = {point.key: point for point in latest_points(run)}
+        contexts = {one["context"]: one for one in self.opening.get("datasets", ())}
+        for key, value in record.get("metrics", {}).items():
+            if not math.isfinite(value):
+                continue
+            if key.startswith(EVAL):
+                key = group + key.removeprefix(EVAL)
+            point = points.get(key)  # the run's own, which is not logged a second time
+            same = point is not None and point.value == value
+            context = _CONTEXTS[key.partition("/")[0]]
+            data = contexts.get(context) or contexts.get(_CONTEXTS["eval"])
+            self.client.log_metric(
+                self.run_id,
+                key,
+                value,
+                point.timestamp if point and same else record["time_ms"],
+                point.step if point and same else record["step"],
+                model_id=model_id,
+                dataset_name=data and data["name"],
+                dataset_digest=data and data["digest"],
+            )
 
     def _tag(self, key: str, value: str) -> None:
         self.client.set_tag(self.run_id, key, value[:MAX_TAG_CHARS])

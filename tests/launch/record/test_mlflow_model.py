@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import platform
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ import yaml
 from mlflow.models.signature import ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import ParamSchema, ParamSpec, Schema, TensorSpec
+from mlflow.utils.environment import _PythonEnv
 from PIL import Image
 
 from tests.models.small import TINY_VIT, small_model
@@ -28,12 +32,17 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import training_crop
-from vit_ray.launch.record.mlflow_model import model_files
+from vit_ray.launch.record.mlflow_model import card_of, model_files
 from vit_ray.launch.run import RunResult, _log_model
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[3]
+METRICS = {"eval/top1": 0.75, "few_shot/5_shot_top1": 0.5}
+DATA = {
+    "name": "test", "digest": "5" * 32, "source": "data/test", "context": "evaluation",
+    "profile": {"num_images": 300},
+}  # fmt: skip
 CLASSES = ["cat", "dog", "emu", "fox", "gnu"]
 (TWO_LINES,) = (
     block.text
@@ -47,7 +56,8 @@ def trained(tmp_path: Path, empty_store: Path) -> tuple[Any, torch.nn.Module, st
     """A recipe, its model, and the address of the model's checkpoint; a store with a schema."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     model = small_model("ViT").eval()
-    run = write_run(tmp_path / "runs" / "small", model, name="ViT", image_size=32, **TINY_VIT)
+    trained = {"name": "small", "model": {"name": "ViT", "image_size": 32, **TINY_VIT}}
+    run = write_run(tmp_path / "runs" / "small", model, facts={"recipe": trained})
     (checkpoint,) = Path(run).glob("step-*")
     recipe = tiny_recipe(
         tmp_path, data={"eval_augment": {"kind": "center_crop"}}, train={"precision": "fp32"}
@@ -84,10 +94,13 @@ def record(
         recipe.tracking.model_copy(update={"system_metrics": False}),
         recipe.name,
         Path(recipe.run_folder) / "metrics.jsonl",
+        datasets=[DATA],
     )
     tracker = Tracker.start(opening)
     files = files_of(recipe, checkpoint)
-    tracker.log.model(files, recipe.name, 7, {"checkpoint": checkpoint}, register_as)
+    tracker.log.metrics(7, METRICS)
+    measured = {**METRICS, "train/loss": 0.5, "eval/loss": math.inf}
+    tracker.log.model(files, recipe.name, 7, {"checkpoint": checkpoint}, register_as, measured)
     assert tracker.finish("FINISHED") is is_sent
     run_id = tracker.run_id
     assert run_id is not None
@@ -125,7 +138,64 @@ def test_no_weights_are_copied(trained: Any, tmp_path: Path) -> None:
     record(recipe, checkpoint)
     kept = [path for path in (tmp_path / "mlruns").rglob("*") if path.is_file()]
     assert "MLmodel" in {path.name for path in kept}
-    assert sum(path.stat().st_size for path in kept) < 20_000
+    wheels = [path for path in kept if path.suffix == ".whl"]
+    assert [path.parent.name for path in wheels] == ["wheels"]
+    assert sum(path.stat().st_size for path in kept if path not in wheels) < 20_000
+
+
+def test_the_model_has_its_metrics_with_their_data_set_and_its_run_has_each_once(
+    trained: Any,
+) -> None:
+    recipe, _, checkpoint = trained
+    run_id = record(recipe, checkpoint)
+    client = MlflowClient(recipe.tracking.uri)
+    (output,) = client.get_run(run_id).outputs.model_outputs
+    model = client.get_logged_model(output.model_id)
+    found = {one.key: (one.value, one.step, one.dataset_name) for one in model.metrics}
+    assert found == {
+        "eval/top1": (0.75, 7, "test"),
+        "few_shot/5_shot_top1": (0.5, 7, "test"),
+    }
+    for key in METRICS:
+        assert len(client.get_metric_history(run_id, key)) == 1
+
+
+def test_the_environment_names_the_wheel_beside_it_and_nothing_that_nobody_owns(
+    trained: Any, tmp_path: Path
+) -> None:
+    recipe, _, checkpoint = trained
+    run_id = record(recipe, checkpoint)
+    mlflow.set_tracking_uri(recipe.tracking.uri)
+    (output,) = MlflowClient(recipe.tracking.uri).get_run(run_id).outputs.model_outputs
+    folder = Path(mlflow.artifacts.download_artifacts(f"models:/{output.model_id}"))
+    lines = (folder / "requirements.txt").read_text().splitlines()
+    wheel = f"wheels/vit_ray-{version('vit-ray')}-py3-none-any.whl"
+    assert lines == [f"mlflow=={version('mlflow')}", wheel]
+    assert (folder / wheel).is_file()
+    # MLflow's own reading of what it builds an environment from.
+    read = _PythonEnv.from_yaml(str(folder / "python_env.yaml"))
+    assert read.dependencies == ["-r requirements.txt"]
+    assert read.python == platform.python_version()
+
+
+def test_the_card_is_a_file_of_the_model_and_its_description(trained: Any, tmp_path: Path) -> None:
+    recipe, _, checkpoint = trained
+    card = card_of(recipe, CLASSES, checkpoint)
+    assert "5 classes, images of 32 x 32 pixels" in card
+    assert "| steps | 7 of 2 images |" in card
+    assert 'params={"output": "classes"}' in card
+    files = {**files_of(recipe, checkpoint), "README.md": card}
+    opening = RunOpening(recipe.tracking, "x", Path(recipe.run_folder) / "metrics.jsonl")
+    tracker = Tracker.start(opening)
+    tracker.log.model(files, "x", 7, {}, None)
+    assert tracker.finish()
+    client = MlflowClient(recipe.tracking.uri)
+    (output,) = client.get_run(str(tracker.run_id)).outputs.model_outputs
+    model = client.get_logged_model(output.model_id)
+    assert model.tags["mlflow.note.content"] == card
+    (kept,) = (tmp_path / "mlruns").rglob("README.md")
+    assert kept.read_text() == card
+    assert card_of(recipe, CLASSES, str(tmp_path / "nothing")) == ""
 
 
 def test_the_folder_is_as_mlflow_itself_writes_it(trained: Any, tmp_path: Path) -> None:
@@ -293,7 +363,7 @@ def logged(run: Any, steps: int = 7) -> list[Any]:
 
 
 def test_what_is_trained_to_its_end_is_logged_and_registered() -> None:
-    ((files, name, step, params, register_as),) = logged(prepared("pretrain"))
+    ((files, name, step, params, register_as, _),) = logged(prepared("pretrain"))
     assert (name, step, register_as) == ("run", 7, "tiny")
     assert params["checkpoint"] == "/runs/run/step-00000007"
     flavor = yaml.safe_load(files["MLmodel"])["flavors"]["python_function"]
@@ -301,7 +371,7 @@ def test_what_is_trained_to_its_end_is_logged_and_registered() -> None:
 
 
 def test_trials_are_logged_and_never_registered() -> None:
-    ((*_, register_as),) = logged(prepared("sweep_trial"))
+    ((*_, register_as, _),) = logged(prepared("sweep_trial"))
     assert register_as is None
 
 

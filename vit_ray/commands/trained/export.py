@@ -12,13 +12,13 @@ from huggingface_hub import HfApi
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.run_checkpoints import find_weights
 from vit_ray.checkpoints.weight_files import SCHEME, find_weight_file
-from vit_ray.commands.trained.model_card import image_processor, model_card
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import Augmentation
+from vit_ray.launch.record.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names
 from vit_ray.models.weights.files import check_suffix
 from vit_ray.models.weights.folder_config import FOLDER_CONFIG, USE, weights_file
@@ -48,6 +48,7 @@ def export(recipe: Recipe) -> int:
     print(report)
     _check_head(report)
     position = _position(recipe)
+    count = sum(parameter.numel() for parameter in model.parameters())
     num_classes = int(model.get_parameter("head.bias").numel())
     classes = class_names(str(recipe.init_from), position, recipe.data.train, num_classes)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +69,7 @@ def export(recipe: Recipe) -> int:
             if (card := copy / _CARD).exists() or target.child(_CARD).exists():
                 print(f"kept {target.child(_CARD).uri}: it is there; remove it for a new card")
             else:
-                made = model_card(recipe, config, model, classes, position, weights)
+                made = model_card(recipe, config, (count, num_classes), classes, position, "")
                 card.write_text(str(made))
             names = (weights, FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
             files = [copy / name for name in names if (copy / name).exists()]
@@ -76,7 +77,6 @@ def export(recipe: Recipe) -> int:
             for file in files:
                 place = target.child(file.name) if is_folder else target
                 place.write(file.read_bytes())
-        count = sum(parameter.numel() for parameter in model.parameters())
         print(f"wrote {config.path}: {count:,} parameters, layout {config.layout}")
         if not classes:
             print("class names are not known: data.train of the run, or of this recipe, has them")

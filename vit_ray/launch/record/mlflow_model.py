@@ -7,6 +7,7 @@ does, cuts them as the recipe's evaluation does, and returns float32 logits (N, 
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,7 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import yaml
 
-from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.checkpoints.checkpoint import open_checkpoint
+from vit_ray.config.command_sections import ExportConfig
+from vit_ray.config.recipe import Recipe, recipe_from_dict
+from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import CARD, REQUIREMENTS
 
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
@@ -26,11 +31,18 @@ EXAMPLE_SIDE: Final = 16
 _REFERENCE: Final = "reference.json"
 _EXAMPLE: Final = "input_example.json"
 _SERVING_EXAMPLE: Final = "serving_input_example.json"
+_ENVIRONMENT: Final = "python_env.yaml"
+_USE: Final = """import mlflow
+
+model = mlflow.pyfunc.load_model("models:/...")  # the id or name on the model's page
+table = model.predict(["image.jpg"], params={"output": "classes"})"""
 _OUTPUTS: Final = ("logits", "classes")
 """What `predict` returns by its parameter `output`; the first is the default."""
 
 
-def model_files(use: dict[str, Any], classes: Sequence[str], checkpoint: str) -> dict[str, str]:
+def model_files(
+    use: dict[str, Any], classes: Sequence[str], checkpoint: str, card: str = ""
+) -> dict[str, str]:
     """Text by name of the files of the model's folder.
 
     MLflow's own `save_model` would import pandas, and takes seconds.
@@ -39,6 +51,7 @@ def model_files(use: dict[str, Any], classes: Sequence[str], checkpoint: str) ->
         use: sections of a recipe, as `used_sections` gives them.
         classes: names in the order of the logits.
         checkpoint: address of the checkpoint's folder.
+        card: of the model, in Markdown.
     """
 
     def tensor(dtype: str, shape: list[int]) -> str:
@@ -52,6 +65,7 @@ def model_files(use: dict[str, Any], classes: Sequence[str], checkpoint: str) ->
                 "data": _REFERENCE,
                 "config": {"checkpoint": checkpoint},
                 "python_version": platform.python_version(),
+                "env": {"virtualenv": _ENVIRONMENT},
             }
         },
         "mlflow_version": version("mlflow"),
@@ -79,8 +93,30 @@ def model_files(use: dict[str, Any], classes: Sequence[str], checkpoint: str) ->
         _REFERENCE: json.dumps(reference, indent=1),
         _EXAMPLE: json.dumps(example),
         _SERVING_EXAMPLE: json.dumps({"inputs": example}),
-        "requirements.txt": f"mlflow=={version('mlflow')}\nvit-ray\n",
+        # Whoever writes the folder adds this package's wheel.
+        REQUIREMENTS: f"mlflow=={version('mlflow')}\n",
+        _ENVIRONMENT: yaml.safe_dump(
+            {
+                "python": platform.python_version(),
+                "build_dependencies": ["pip"],
+                "dependencies": [f"-r {REQUIREMENTS}"],
+            }
+        ),
+        **({CARD: card} if card else {}),
     }
+
+
+def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
+    """The card of a training's result, in Markdown; empty where its checkpoint is not there."""
+    from vit_ray.launch.record.model_card import model_card  # with torch, and the hub's library
+
+    found = open_checkpoint(locate(checkpoint))
+    if found is None:
+        return ""
+    count = sum(math.prod(shape) for shape in found.position.shapes.values())
+    # Weights named as by an export without a folder of its own.
+    config = ExportConfig(path=recipe.name, layout="vit_ray")
+    return str(model_card(recipe, config, (count, len(classes)), classes, found.position, _USE))
 
 
 class PyfuncModel:

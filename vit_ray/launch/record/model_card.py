@@ -1,4 +1,4 @@
-"""The card of an exported model: what it was trained on, with what, and how good it is.
+"""The card of an exported or logged model: what it was trained on, with what, and how good it is.
 
 Nothing is guessed: what a run did not record, or what cannot be opened any more, is said to be
 unknown.
@@ -10,13 +10,13 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from statistics import NormalDist
 from typing import Any, Final
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from torch import nn
 
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.config import Recipe
@@ -27,6 +27,7 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.models.flops import count_exaflops, forward_macs
+from vit_ray.models.weights.folder_config import weights_file
 from vit_ray.own_parts import is_own
 
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
@@ -53,22 +54,22 @@ load_weights(model, "{file}")"""
 def model_card(
     recipe: Recipe,
     config: ExportConfig,
-    model: nn.Module,
-    classes: tuple[str, ...],
+    sizes: tuple[int, int],
+    classes: Sequence[str],
     position: Position | None,
-    file: str,
+    use: str,
 ) -> ModelCard:
     """The card.
 
     Args:
         recipe: of the export.
         config: its section.
-        model: as exported.
+        sizes: parameters and classes of the model as exported.
         classes: their names, where they are known.
         position: where the run stood whose checkpoint is exported; None for a published file.
-        file: name of the weights in the folder.
+        use: Python that uses it; empty = by the library of the layout.
     """
-    num_classes = int(model.get_parameter("head.bias").numel())
+    count, num_classes = sizes
     shape = recipe.model
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
     if position is not None and "model" in position.recipe:
@@ -91,10 +92,13 @@ def model_card(
     if is_own(shape.name):
         module = shape.name.rpartition(".")[0]
         names, trust = f"{names}, trust_modules", f"trust_modules({module!r})  # its code is run\n"
-    use = _USE.get(config.layout, _USE_OURS).format(
-        name=name, file=file, arguments=arguments, names=names, trust=trust
+    use = use or _USE.get(config.layout, _USE_OURS).format(
+        name=name,
+        file=weights_file(config.layout),
+        arguments=arguments,
+        names=names,
+        trust=trust,
     )
-    count = sum(parameter.numel() for parameter in model.parameters())
     text = [
         f"# {name}",
         f"{shape.name}{'' if is_own(shape.name) else _PAPER}: {count:,} parameters, "

@@ -1,26 +1,68 @@
 """The files of `cluster/`, against the schemas of those who read them, and our own rules."""
 
+import functools
 import gzip
 import json
 import re
-import shlex
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
+import celpy
 import jsonschema
 import kubernetes_validate
 import pytest
 import ray.autoscaler
 import yaml
+from celpy.adapter import json_to_cel
 from ray._private import ray_constants
+from ray.autoscaler._private.util import validate_config
 
+from tests.commands.command_line import run_cli
+from vit_ray.commands.plans.manifest import _apply_patch, cluster_sizes, manifest, recipe_text
 from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import PlanConfig
+from vit_ray.config.shipped_recipes import recipe_names
+from vit_ray.launch.cluster.autoscaling import growth_of
+from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.measure.network import ASSUMED, Network
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 GIB = 2**30
+IMAGE = "cluster.image=registry.example/team/vit-ray:0.1.0-ray2.60.0"
+PLACES = (
+    "data.train=s3://mine/train", "data.eval=s3://mine/val", "output=s3://mine/runs",
+    "tracking.uri=http://mlflow:5000", IMAGE,
+)  # fmt: skip
+RECIPE = "paper/vit_b16_i21k"
+# One block is planned in a twelfth of the time.
+SMALL = (
+    "model.name=ViT", "model.depth=1", "model.width=768", "model.mlp_dim=3072",
+    "model.num_heads=12", "model.patch_size=16",
+)  # fmt: skip
+SIZES = {
+    "8 GPUs": ("cluster.gpus=8", "workers.cpus_per_worker=7"),
+    "64 GPUs, EFA": (
+        "cluster.gpus=64", "cluster.network=efa", "workers.cpus_per_worker=7",
+    ),
+    "512 GPUs, RDMA": (
+        "cluster.gpus=512", "cluster.network=rdma", "workers.cpus_per_worker=7",
+        "cluster.cpus_per_data_node=96", "cluster.memory_gib_per_data_node=384",
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def written(*overrides: str, recipe: str = RECIPE) -> str:
+    return manifest(load_recipe(recipe, [*PLACES, *overrides]))
+
+
+def documents_of(text: str):
+    config, job = yaml.safe_load_all(text)
+    return config, job
 
 
 def _strict(schema):
@@ -51,9 +93,22 @@ def _problems(validator, document):
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
+@pytest.fixture(params=["shipped", *SIZES])
+def documents(request):
+    """The shipped file, and those that the command writes for three sizes."""
+    if request.param == "shipped":
+        return documents_of((CLUSTER / "rayjob.yaml").read_text())
+    return documents_of(written(*SIZES[request.param]))
+
+
 @pytest.fixture
-def rayjob():
-    return yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
+def rayjob(documents):
+    return documents[1]
+
+
+@pytest.fixture
+def shipped_rayjob():
+    return documents_of((CLUSTER / "rayjob.yaml").read_text())[1]
 
 
 def _pods(rayjob):
@@ -89,12 +144,12 @@ def test_the_rayjob_is_what_kuberay_defines(rayjob_schema, rayjob):
         ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.0.emptyDir", "size", "1Gi"),
     ],
 )
-def test_a_typo_in_the_rayjob_is_found(rayjob_schema, rayjob, path, typo, value):
-    node = rayjob
+def test_a_typo_in_the_rayjob_is_found(rayjob_schema, shipped_rayjob, path, typo, value):
+    node = shipped_rayjob
     for part in path.split("."):
         node = node[int(part)] if isinstance(node, list) else node[part]
     node[typo] = value
-    (problem,) = _problems(rayjob_schema, rayjob)
+    (problem,) = _problems(rayjob_schema, shipped_rayjob)
     assert typo in problem
 
 
@@ -102,22 +157,24 @@ def test_a_typo_in_the_rayjob_is_found(rayjob_schema, rayjob, path, typo, value)
     ("key", "value"),
     [("backoffLimit", "three"), ("submissionMode", 1), ("shutdownAfterJobFinishes", "yes")],
 )
-def test_a_value_of_the_wrong_type_in_the_rayjob_is_found(rayjob_schema, rayjob, key, value):
-    rayjob["spec"][key] = value
-    (problem,) = _problems(rayjob_schema, rayjob)
+def test_a_value_of_the_wrong_type_in_the_rayjob_is_found(
+    rayjob_schema, shipped_rayjob, key, value
+):
+    shipped_rayjob["spec"][key] = value
+    (problem,) = _problems(rayjob_schema, shipped_rayjob)
     assert key in problem
 
 
-def test_an_authentication_mode_that_does_not_exist_is_found(rayjob_schema, rayjob):
-    rayjob["spec"]["rayClusterSpec"]["authOptions"]["mode"] = "tokens"
-    assert "'tokens' is not one of" in _problems(rayjob_schema, rayjob)[0]
+def test_an_authentication_mode_that_does_not_exist_is_found(rayjob_schema, shipped_rayjob):
+    shipped_rayjob["spec"]["rayClusterSpec"]["authOptions"]["mode"] = "tokens"
+    assert "'tokens' is not one of" in _problems(rayjob_schema, shipped_rayjob)[0]
 
 
 def test_the_pods_of_the_rayjob_are_valid_kubernetes_pods(rayjob):
     for group in _pods(rayjob):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **group["template"]}
         pod["metadata"] = {"name": "x", **group["template"].get("metadata", {})}
-        kubernetes_validate.validate(pod, "1.33", strict=True)
+        kubernetes_validate.validate(pod, "1.37", strict=True)
 
 
 def test_the_mlflow_manifests_are_valid_kubernetes():
@@ -130,32 +187,10 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
         "Service",
     ]
     for document in documents:
-        kubernetes_validate.validate(document, "1.33", strict=True)
+        kubernetes_validate.validate(document, "1.37", strict=True)
     documents[1]["spec"]["replica"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(documents[1], "1.33", strict=True)
-
-
-def _patched(document, operations):
-    """By JSON Patch (RFC 6902), of which the files use `test` and `add`; to lists at their end."""
-    for operation in operations:
-        *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
-        node = document
-        for part in path:
-            node = node[int(part)] if isinstance(node, list) else node[part]
-        if operation["op"] == "test":
-            assert node[last] == operation["value"], (
-                f"{operation['path']} == {operation['value']!r}"
-            )
-        else:
-            assert operation["op"] == "add"
-            if isinstance(node, list):
-                assert last == "-"
-                node.append(operation["value"])
-                continue
-            assert last not in node  # it would be lost
-            node[last] = operation["value"]
-    return document
+        kubernetes_validate.validate(documents[1], "1.37", strict=True)
 
 
 NETWORKS = {
@@ -171,12 +206,22 @@ TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(rayjob_schema, rayjob, name):
-    operations = yaml.safe_load((CLUSTER / name).read_text())
-    patched = _patched(rayjob, operations)
-    assert _problems(rayjob_schema, patched) == []
-    test_the_pods_of_the_rayjob_are_valid_kubernetes_pods(patched)
-    _, gpu, cpu = _pods(patched)
+def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(name):
+    """Whose files, schemas and rules hold as those of any other (`documents`)."""
+    network = name.removesuffix("_patch.yaml")
+    _, job = documents_of(
+        written(
+            *SMALL,
+            "cluster.gpus=16",
+            f"cluster.network={network}",
+            "cluster.data_nodes=1",
+            "cluster.spot=data",
+        )
+    )
+    head, gpu, cpu = _pods(job)
+    on_demand = head["template"]["spec"]["affinity"]
+    assert gpu["template"]["spec"]["affinity"] == on_demand
+    assert "affinity" not in cpu["template"]["spec"]
     resources = _container(gpu)["resources"]
     for kind in ("requests", "limits"):
         assert NETWORKS[name].items() <= resources[kind].items()
@@ -195,12 +240,18 @@ def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(rayjob_schema, rayjob, 
     assert (pod.get("dnsPolicy") == "ClusterFirstWithHostNet") == is_on_host
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_patch_stops_where_the_first_group_has_no_gpus(rayjob, name):
-    operations = yaml.safe_load((CLUSTER / name).read_text())
-    rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"].reverse()
-    with pytest.raises(AssertionError, match="== 'gpu'"):
-        _patched(rayjob, operations)
+def test_a_patch_does_what_kubectl_makes_of_it(shipped_rayjob, name, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(shipped_rayjob))
+    patch = CLUSTER / name
+    done = subprocess.run(
+        ["kubectl", "patch", "--local", "-f", file, "--type=json", f"--patch-file={patch}",
+         "-ojson"], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    _apply_patch(shipped_rayjob, yaml.safe_load(patch.read_text()))
+    assert json.loads(done.stdout) == shipped_rayjob
 
 
 def test_the_networks_are_as_fast_as_the_plan_and_the_engine_assume():
@@ -256,7 +307,7 @@ def test_the_cluster_launcher_file_is_what_ray_defines():
     assert "max_worker" in _problems(validator, config)[0]
 
 
-def test_one_ray_version_everywhere(rayjob):
+def test_one_ray_version_everywhere(shipped_rayjob):
     version = metadata.version("ray")
     pins = dict(
         line.split("==")
@@ -264,10 +315,10 @@ def test_one_ray_version_everywhere(rayjob):
         if re.match(r"[a-z]", line) and "==" in line
     )
     assert pins["ray"] == version
-    assert rayjob["spec"]["rayClusterSpec"]["rayVersion"] == version
+    assert shipped_rayjob["spec"]["rayClusterSpec"]["rayVersion"] == version
     dockerfile = (CLUSTER / "Dockerfile").read_text()
     assert re.search(r"^FROM rayproject/ray:(\S+)-py311-gpu$", dockerfile, re.M).group(1) == version
-    documents = [rayjob, *yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())]
+    documents = [shipped_rayjob, *yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())]
     documents.append(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
     images = set(re.findall(r"REGISTRY/vit-ray:[^\s\"',]+", json.dumps(documents)))
     assert images == {f"REGISTRY/vit-ray:{_project_version()}-ray{version}"}
@@ -302,24 +353,24 @@ def test_only_the_head_is_free_of_work_and_safe_from_spot_nodes(rayjob):
 
 
 def test_one_group_has_gpus_and_one_has_none(rayjob):
-    _, gpu, cpu = _pods(rayjob)
+    _, gpu, *others = _pods(rayjob)
     assert "nvidia.com/gpu" in _container(gpu)["resources"]["limits"]
-    assert "nvidia.com/gpu" not in _container(cpu)["resources"]["limits"]
+    assert all("nvidia.com/gpu" not in _container(o)["resources"]["limits"] for o in others)
 
 
 def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
     for group in _pods(rayjob):
-        (volume,) = group["template"]["spec"]["volumes"]
+        (volume,) = [v for v in group["template"]["spec"]["volumes"] if "emptyDir" in v]
         assert volume["emptyDir"]["medium"] == "Memory"
-        (mount,) = _container(group)["volumeMounts"]
-        assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
+        mount = {"name": volume["name"], "mountPath": "/dev/shm"}
+        assert mount in _container(group)["volumeMounts"]
         shared = _bytes(volume["emptyDir"]["sizeLimit"])
         assert int(group["rayStartParams"]["object-store-memory"]) <= shared
         assert shared <= _bytes(_container(group)["resources"]["limits"]["memory"]) / 2
 
 
 def test_pods_that_train_get_time_for_a_last_checkpoint(rayjob):
-    head, gpu, _ = _pods(rayjob)
+    head, gpu, *_ = _pods(rayjob)
     for group in (head, gpu):
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= 300
     names = {item["name"]: item["value"] for item in _container(head)["env"]}
@@ -377,16 +428,31 @@ def test_a_lost_cluster_is_replaced_and_nothing_is_submitted_twice(rayjob):
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
 
 
-def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(rayjob):
-    python, job, recipe_path, *overrides = shlex.split(rayjob["spec"]["entrypoint"])
-    assert python == "python"
-    assert (ROOT / job).is_file()
-    recipe = load_recipe(ROOT / recipe_path, overrides)
-    _, gpu, _ = _pods(rayjob)
-    num_gpus = gpu["replicas"] * int(_container(gpu)["resources"]["limits"]["nvidia.com/gpu"])
-    num_cpus = gpu["replicas"] * int(_container(gpu)["resources"]["limits"]["cpu"])
-    assert recipe.workers.num_workers == num_gpus
-    assert recipe.workers.cpus_per_worker * num_gpus <= num_cpus
+def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):
+    config, job = documents
+    name, spec = job["metadata"]["name"], job["spec"]
+    kubernetes_validate.validate(config, "1.37", strict=True)
+    (script,) = re.findall(
+        r"python (jobs/\w+\.py) /home/ray/recipe/recipe.yaml ", spec["entrypoint"]
+    )
+    assert (ROOT / script).is_file()
+    head, gpu, *_ = _pods(job)
+    assert {"name": "recipe", "configMap": {"name": config["metadata"]["name"]}} in (
+        head["template"]["spec"]["volumes"]
+    )
+    assert {"name": "recipe", "mountPath": "/home/ray/recipe"} in _container(head)["volumeMounts"]
+    # It is stopped by its own name: where no restart helps, and before its head goes.
+    assert spec["jobId"] == name
+    assert f"ray job stop --no-wait {name};" in spec["entrypoint"]
+    stop = _container(head)["lifecycle"]["preStop"]["exec"]["command"]
+    assert stop == ["ray", "job", "stop", name]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(config["data"]["recipe.yaml"])
+    recipe = load_recipe(file)
+    held = _container(gpu)["resources"]["limits"]
+    assert recipe.workers.num_workers == gpu["maxReplicas"] * int(held["nvidia.com/gpu"])
+    reading = int(held["cpu"]) - recipe.workers.cpus_per_worker * int(held["nvidia.com/gpu"])
+    assert reading >= recipe.data.cpus_per_task
     services = yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())
     addresses = [
         f"http://{d['metadata']['name']}:{d['spec']['ports'][0]['port']}"
@@ -394,6 +460,208 @@ def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(ra
         if d["kind"] == "Service"
     ]
     assert recipe.tracking.uri in addresses
+
+
+def _rules(schema, value, path="$"):
+    """Each CEL rule of the schema that speaks of the value: its path, text and the value there."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if "oldSelf" not in rule["rule"]:  # of a change
+            yield path, rule["rule"], value
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _rules(schema.get("properties", {}).get(key, {}), one, f"{path}.{key}")
+    if isinstance(value, list):
+        for one in value:
+            yield from _rules(schema.get("items", {}), one, f"{path}[]")
+
+
+def _broken_rules(schema, job):
+    environment = celpy.Environment()
+    return [
+        path
+        for path, rule, value in _rules(schema, job)
+        if not environment.program(environment.compile(rule)).evaluate({"self": json_to_cel(value)})
+    ]
+
+
+def test_the_rayjob_keeps_the_rules_between_keys_of_kuberays_definition(rayjob_schema, rayjob):
+    schema = rayjob_schema.schema
+    assert len(list(_rules(schema, rayjob))) == 8  # two of the strategy, two of each condition
+    assert _broken_rules(schema, rayjob) == []
+    strategy = rayjob["spec"]["deletionStrategy"]
+    strategy["deletionRules"][0]["condition"]["jobDeploymentStatus"] = "Failed"
+    strategy["onFailure"] = {"policy": "DeleteNone"}
+    place = "$.spec.deletionStrategy"
+    assert _broken_rules(schema, rayjob) == [place, f"{place}.deletionRules[].condition"]
+
+
+def test_the_gpus_start_when_the_job_asks_for_them(rayjob):
+    """As KubeRay's operator checks it (`ray-operator/controllers/ray/utils/validation.go`)."""
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    _, gpu, *others = _pods(rayjob)
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert gpu["replicas"] == gpu["minReplicas"] == 0 < gpu["maxReplicas"]
+    assert all(o["replicas"] == o["minReplicas"] == o["maxReplicas"] > 0 for o in others)
+    # Longer than a group takes to start again.
+    assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] >= 300
+    # Of its second version, which is the default from Ray 2.47 on.
+    assert all("restartPolicy" not in pod["template"]["spec"] for pod in _pods(rayjob))
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{,45}[a-z0-9])?", rayjob["metadata"]["name"])
+
+
+def _leaves(node, path=""):
+    if not isinstance(node, (dict, list)):
+        return {path: node}
+    pairs = node.items() if isinstance(node, dict) else enumerate(node)
+    return {k: v for key, one in pairs for k, v in _leaves(one, f"{path}.{key}".strip(".")).items()}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_three_sizes_differ_from_the_shipped_file_as_they_did(size, shipped_rayjob):
+    """In what `sizes.yaml` keeps, each line of which was read by a person, and nothing else."""
+    config, job = documents_of(written(*SIZES[size]))
+    found, shipped = _leaves(job), _leaves(shipped_rayjob)
+    changed = {key: value for key, value in found.items() if shipped.get(key) != value}
+    changed |= dict.fromkeys(shipped.keys() - found.keys(), None)
+    image = IMAGE.partition("=")[2]
+    changed = {key: value for key, value in sorted(changed.items()) if value != image}
+    changed["recipe"] = yaml.safe_load(config["data"]["recipe.yaml"])["workers"]
+    assert changed == yaml.safe_load((Path(__file__).parent / "sizes.yaml").read_text())[size]
+
+
+@pytest.mark.slow
+def test_the_shipped_sizes_are_those_that_the_command_gives_for_them(shipped_rayjob):
+    _, job = documents_of(
+        written("cluster.gpus=16", "workers.cpus_per_worker=2", "cluster.data_nodes=4")
+    )
+    text = json.dumps(job).replace(IMAGE.partition("=")[2], "REGISTRY/vit-ray:0.1.0-ray2.60.0")
+    assert json.loads(text) == shipped_rayjob
+
+
+def test_a_queue_of_kueue_admits_a_cluster_that_does_not_grow(rayjob_schema):
+    """As its webhook demands (Kueue 0.19, `pkg/controller/jobs/rayjob/rayjob_webhook.go`)."""
+    _, job = documents_of(
+        written(*SMALL, "cluster.gpus=16", "cluster.queue=team", "cluster.data_nodes=2")
+    )
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+    spec = job["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert "deletionStrategy" not in spec  # the operator takes one of the two
+    assert not spec["rayClusterSpec"].get("enableInTreeAutoscaling")
+    _, gpu, cpu = _pods(job)
+    assert [gpu[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 2]
+    assert cpu["replicas"] == 2
+    assert _problems(rayjob_schema, job) == []
+
+
+@pytest.mark.slow
+def test_nodes_that_read_are_as_many_as_the_gpus_need():
+    def sizes(*overrides):
+        return cluster_sizes(load_recipe(RECIPE, [*PLACES, "cluster.network=efa", *overrides]))
+
+    # docs/performance.md: 3.6 cores feed a GPU with ViT-B/16 at 40 % MFU.
+    found = sizes("cluster.gpus=64")
+    assert found.reading_cpus == pytest.approx(64 * 3.6, rel=0.03)
+    assert (found.gpu_nodes, found.data_nodes, found.free_cpus) == (8, 0, 8 * 56)
+    # 12 workers' worth of CPUs less: 64 - 8 * 7.5 = 4 of each node are free, and 227 are needed.
+    found = sizes("cluster.gpus=64", "workers.cpus_per_worker=7.5")
+    assert (found.free_cpus, found.data_nodes) == (32, 7)  # of 32 CPUs each
+    assert (
+        sizes("cluster.gpus=64", "workers.cpus_per_worker=7.5", "data.decode=device").data_nodes
+        == 1
+    )
+    # Half of the rate: over TCP the gradients of 64 GPUs take longer than computing.
+    slow = cluster_sizes(
+        load_recipe(RECIPE, [*PLACES, "cluster.gpus=64", "plan.network_gb_per_s=1"])
+    )
+    assert slow.images_per_s < found.images_per_s / 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("cluster.gpus=12",), r"gpus=12 are not whole nodes of gpus_per_node=8; use 8 or 16"),
+        (("cluster.gpus=24",), r"24 workers do not divide train.global_batch_size=4096; use 16"),
+        (("cluster.gpus=8", "cluster.cpus_per_node=8"), "leaves 0 CPUs for reading beside 8 work"),
+        (("cluster.kind=slurm", "cluster.data_nodes=2"), "nodes of one kind; leave it unset"),
+        (("cluster.kind=slurm", "cluster.network=efa"), "only kuberay's pods need settings for it"),
+        (("cluster.kind=ray_up", "cluster.queue=a"), "which has no queue; leave it unset"),
+        (("output=runs",), "output=runs is a folder of one node, .* give s3://BUCKET/FOLDER"),
+        (("output=s3://BUCKET/runs",), "output=s3://BUCKET/runs is a placeholder; give output="),
+        (("tracking.uri=sqlite:///a.db",), "is a file of the head, .* such as http://mlflow:5000"),
+        (("cluster.image=null",), "cluster.image is not set; give the image that you built"),
+        (("tracking.uri=postgresql://me:pw@h/d",), "has an address with a password"),
+        (("cluster.gpu=8",), r"unknown key cluster.gpu; did you mean cluster.gpus\?"),
+        (("cluster.kind=k8s",), "cluster.kind"),
+    ],
+)  # fmt: skip
+def test_what_no_cluster_can_be_is_refused_in_one_line(overrides, told):
+    result = run_cli("manifest", RECIPE, *PLACES, *overrides)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert re.search(told, line), line
+    assert "pw" not in line
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_the_same_after_it_was_written_down(name, tmp_path):
+    recipe = load_recipe(name)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe_text(recipe))
+    assert load_recipe(file).model_dump() == recipe.model_dump()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_the_script_for_slurm_has_no_fault_that_shellcheck_finds(tmp_path):
+    filled = tmp_path / "run.sbatch"
+    filled.write_text(written(*SMALL, "cluster.kind=slurm", "cluster.gpus=64", "cluster.queue=gpu"))
+    for file in (CLUSTER / "slurm.sbatch", filled):
+        done = subprocess.run(["shellcheck", file], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_script_for_slurm_gets_sizes_partition_and_recipe(tmp_path):
+    shipped = (CLUSTER / "slurm.sbatch").read_text()
+    text = written(
+        "cluster.kind=slurm",
+        "cluster.gpus=64",
+        "cluster.queue=gpu",
+        "name=my run".replace(" ", "."),
+    )
+    ours, theirs = (
+        [line for line in one.partition("<<'RECIPE'")[0].splitlines() if "#SBATCH" in line]
+        for one in (text, shipped)
+    )
+    assert text.startswith("#!/bin/bash\n# By `vit-ray manifest`")
+    assert [line for line in ours if line not in theirs] == [
+        "#SBATCH --job-name=my.run", "#SBATCH --partition=gpu", "#SBATCH --nodes=8",
+    ]  # fmt: skip
+    after = text.partition("\nRECIPE\n")[2]
+    assert after == shipped.partition("\nRECIPE\n")[2]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text.partition("<<'RECIPE'\n")[2].partition("RECIPE\n")[0])
+    assert load_recipe(file).workers.num_workers == 64
+
+
+@pytest.mark.parametrize("count", [8, 64, 512])
+def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
+    text = written(
+        *SMALL, "cluster.kind=ray_up", f"cluster.gpus={count}", "workers.cpus_per_worker=7.5"
+    )
+    config = yaml.safe_load(text)
+    validate_config(config)  # Ray's own
+    recipe = load_recipe(
+        RECIPE, [*SMALL, f"workers.num_workers={count}", "workers.cpus_per_worker=7.5"]
+    )
+    growth = growth_of(config)
+    assert growth.total("GPU") == count
+    assert check_cluster(recipe, ClusterShape(1, 0, 0, 0.0, growth=growth)) is True
+    profiles = {
+        name: one["node_config"]["IamInstanceProfile"]["Name"]
+        for name, one in config["available_node_types"].items()
+    }
+    assert profiles.pop("head") == "vit-ray-head"
+    assert set(profiles.values()) == {"vit-ray-worker"}
 
 
 def test_the_files_named_in_the_readme_exist():

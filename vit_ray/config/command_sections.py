@@ -539,3 +539,50 @@ class PlanConfig(Section):
             servers = math.ceil(num_gpus / self.gpus_per_server)
             per_day += servers / self.server_days_per_preemption
         return 86_400 / per_day
+
+
+class ClusterConfig(Section):
+    """The cluster that `manifest` describes."""
+
+    kind: Literal["kuberay", "slurm", "ray_up"] = "kuberay"
+    """The file that is filled in: `cluster/rayjob.yaml`, `slurm.sbatch` or `ray_up.yaml`."""
+    job: Literal["pretrain", "finetune", "sweep", "vtab", "scaling_study"] = "pretrain"
+    """The command that runs there."""
+    gpus: Positive | None = None
+    """GPUs in all; unset = the most of `workers.num_workers`."""
+    gpus_per_node: Positive = 8
+    """GPUs of a node that trains."""
+    cpus_per_node: Positive = 64
+    """CPUs of a node that trains."""
+    memory_gib_per_node: Positive = 512
+    """Memory of a node that trains in GiB."""
+    data_nodes: NotNegative | None = None
+    """Nodes that only read and decode; unset = as many as the GPUs need, by the plan's images per
+    second and the measured CPU time of an image. Slurm has none."""
+    cpus_per_data_node: Positive = 32
+    """CPUs of a node that reads."""
+    memory_gib_per_data_node: Positive = 96
+    """Memory of a node that reads in GiB."""
+    network: Literal["tcp", "efa", "rdma"] = "tcp"
+    """Network between nodes: the pods' own, AWS's EFA, or InfiniBand and RoCE."""
+    spot: Literal["none", "data", "all"] | None = None
+    """Nodes that may be spot ones, never the head; unset = as the file has it."""
+    image: str | None = None
+    """Container image that you built from `cluster/Dockerfile` and pushed."""
+    queue: str | None = None
+    """Kueue's LocalQueue, or Slurm's partition."""
+
+    def problems(self) -> dict[str, object]:
+        """Sizes that contradict one another, or the kind of cluster."""
+        gpus, each = self.gpus or 0, self.gpus_per_node
+        return {
+            f"gpus={gpus} are not whole nodes of gpus_per_node={each}; use {gpus - gpus % each} or "
+            f"{gpus - gpus % each + each}": gpus > each and gpus % each,
+            f"data_nodes={self.data_nodes} with kind=slurm: its file has nodes of one kind; leave "
+            "it unset, and the nodes with GPUs read": self.data_nodes and self.kind == "slurm",
+            f"network={self.network} with kind={self.kind}: only kuberay's pods need settings for "
+            "it; leave it unset": self.network != "tcp" and self.kind != "kuberay",
+            f"queue={self.queue} with kind=ray_up, which has no queue; leave it unset": (
+                self.queue and self.kind == "ray_up"
+            ),
+        }

@@ -14,6 +14,7 @@ from vit_ray.config.command_sections import (
     BenchmarkConfig,
     BenchmarkedModel,
     BenchmarkModelsConfig,
+    ClusterConfig,
     ConvertConfig,
     DeduplicateConfig,
     ExportConfig,
@@ -84,6 +85,7 @@ class Recipe(Section):
     study: StudyConfig | None = None
     vtab: VtabConfig | None = None
     plan: PlanConfig = PlanConfig()
+    cluster: ClusterConfig | None = None
     report: ReportConfig = ReportConfig()
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None

@@ -1,0 +1,305 @@
+"""`vit-ray manifest`: a file of `cluster/` with a recipe and the sizes for it filled in.
+
+The shipped file is the template: what it says beside sizes, names and the network stands there
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from vit_ray.commands.plans.plan import plan_stage, planned_cluster, told_facts
+from vit_ray.config import Recipe
+from vit_ray.config.command_sections import ClusterConfig
+from vit_ray.storage import PLACEHOLDER
+
+CPU_MS: Final = {"host": 0.88, "device": 0.17}
+"""CPU time of an image in the whole stream by `data.decode`
+(`benchmarks/results/data_stream_decode_cpu_2026-11-22.md`)."""
+NETWORK_GB_PER_S: Final = {"tcp": 12.5, "efa": 400.0, "rdma": 400.0}
+"""That a node sends by its data sheet: one adapter of 100 Gbit/s, or eight of 400."""
+_MOST_STORE_GIB: Final = 100
+"""Of a node's object store: what eight GPUs train on in 20 s waits in it."""
+_PACKAGE: Final = Path(__file__).parents[2]
+# In an installed package, or in a checkout.
+_FILES: Final = next(p for p in (_PACKAGE / "cluster", _PACKAGE.parent / "cluster") if p.is_dir())
+_ONE_TRAINING: Final = ("pretrain", "finetune")
+
+
+@dataclass(frozen=True)
+class ClusterSizes:
+    """What a recipe's cluster has."""
+
+    gpus: int
+    gpu_nodes: int
+    data_nodes: int
+    images_per_s: float
+    """That the GPUs train, communication hidden."""
+    reading_cpus: float
+    """That this many images per second take."""
+    free_cpus: float
+    """Of the nodes that train, beside their workers."""
+
+
+def cluster_sizes(recipe: Recipe) -> ClusterSizes:
+    """By the plan of the recipe's training on `cluster.gpus`.
+
+    Raises:
+        ValueError: the GPUs do not divide the batch, the model does not fit on one, or a node has
+            too few CPUs for its workers.
+    """
+    cluster, workers = recipe.cluster or ClusterConfig(), recipe.workers
+    batch, gpus = recipe.train.global_batch_size, cluster.gpus or workers.sizes[-1]
+    size = gpus if cluster.job in _ONE_TRAINING else min(gpus, workers.sizes[-1])
+    if batch % size:
+        nearest = max(n for n in range(1, size) if batch % n == 0)
+        raise ValueError(
+            f"cluster.gpus={gpus}: {size} workers do not divide train.global_batch_size={batch}; "
+            f"use {nearest} or another divisor"
+        )
+    each = min(gpus, cluster.gpus_per_node)
+    free = cluster.cpus_per_node - each * workers.cpus_per_worker
+    if free < recipe.data.cpus_per_task:
+        raise ValueError(
+            f"cluster.cpus_per_node={cluster.cpus_per_node} leaves {free:g} CPUs for reading "
+            f"beside {each} workers of workers.cpus_per_worker={workers.cpus_per_worker:g}; lower "
+            "workers.cpus_per_worker, or choose nodes with more CPUs"
+        )
+    plan: dict[str, Any] = {"num_gpus": size, "gpus_per_server": each}
+    if "network_gb_per_s" not in recipe.plan.model_fields_set:
+        plan["network_gb_per_s"] = NETWORK_GB_PER_S[cluster.network]
+    planned = recipe.with_changes(plan=plan)
+    stage = plan_stage(
+        planned, told_facts(planned), planned_cluster(planned), recipe.train.zero_stage
+    )
+    if stage.largest_micro_batch is None:
+        raise ValueError(
+            f"not one image of {recipe.model.name} fits a {recipe.plan.device} under "
+            f"train.zero_stage={recipe.train.zero_stage}: {stage.memory.total:.1f} GiB; raise "
+            "train.zero_stage, cluster.gpus or train.activation_checkpointing"
+        )
+    images_per_s = gpus // size * batch / stage.time.least_s
+    reading = images_per_s * CPU_MS[recipe.data.decode] / 1000
+    gpu_nodes = math.ceil(gpus / each)
+    data_nodes = cluster.data_nodes
+    if data_nodes is None:
+        missing = reading - gpu_nodes * free
+        data_nodes = max(0, math.ceil(missing / cluster.cpus_per_data_node))
+    if cluster.kind == "slurm":
+        data_nodes = 0
+    return ClusterSizes(gpus, gpu_nodes, data_nodes, images_per_s, reading, gpu_nodes * free)
+
+
+def describe_sizes(recipe: Recipe) -> str:
+    """The nodes, and why so many."""
+    cluster, sizes = recipe.cluster or ClusterConfig(), cluster_sizes(recipe)
+    cpu_ms = CPU_MS[recipe.data.decode]
+    return "\n".join(
+        [
+            f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in all, "
+            f"{cluster.cpus_per_node} CPUs and {cluster.memory_gib_per_node} GiB each",
+            f"nodes that read      {sizes.data_nodes} with {cluster.cpus_per_data_node} CPUs and "
+            f"{cluster.memory_gib_per_data_node} GiB each",
+            f"training             {sizes.images_per_s:,.0f} images/s on {recipe.plan.device} at "
+            f"{recipe.plan.mfu * 100:g} % MFU",
+            f"reading              {sizes.reading_cpus:,.1f} CPUs at {cpu_ms} ms an image; "
+            f"{sizes.free_cpus:g} are free where it trains",
+        ]
+    )
+
+
+def print_manifest(recipe: Recipe) -> int:
+    """Print the file."""
+    print(manifest(recipe), end="")
+    return 0
+
+
+def manifest(recipe: Recipe) -> str:
+    """The file of `cluster.kind` for the recipe.
+
+    Raises:
+        ValueError: as `cluster_sizes`, or a place or an address that the cluster cannot use.
+    """
+    cluster = recipe.cluster or ClusterConfig()
+    _check_places(recipe, cluster)
+    sizes = cluster_sizes(recipe)
+    name, fill = {
+        "kuberay": ("rayjob.yaml", _rayjob),
+        "slurm": ("slurm.sbatch", _slurm),
+        "ray_up": ("ray_up.yaml", _ray_up),
+    }[cluster.kind]
+    text = fill((_FILES / name).read_text(), _recipe_there(recipe, cluster, sizes), cluster, sizes)
+    first, interpreter, rest = text.partition("#!/bin/bash\n")
+    told = [f"By `vit-ray manifest` from cluster/{name}", *describe_sizes(recipe).splitlines()]
+    return "".join([interpreter, *(f"# {line}\n" for line in told), first, rest])
+
+
+def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
+    """What each node must reach is named, and is not one node's own."""
+    for key, value in recipe.flat().items():
+        if f"{PLACEHOLDER}/" in value:
+            raise ValueError(f"{key}={value} is a placeholder; give {key}=s3://MY-BUCKET/FOLDER")
+    if recipe.recorded() != recipe.model_dump(mode="json"):
+        raise ValueError(
+            "the recipe has an address with a password, which everybody could read in this file; "
+            "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the "
+            "head"
+        )
+    if cluster.kind == "slurm":
+        return
+    if not cluster.image:
+        raise ValueError(
+            "cluster.image is not set; give the image that you built from cluster/Dockerfile and "
+            "pushed, such as cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0"
+        )
+    for key, value in (("output", recipe.output), ("data.train", recipe.data.train or "")):
+        if isinstance(value, str) and "://" not in value and not value.startswith("/"):
+            raise ValueError(
+                f"{key}={value} is a folder of one node, which ends with it; give "
+                "s3://BUCKET/FOLDER, or the full path of a file system that all nodes mount"
+            )
+    if re.match("sqlite:///[^/]", recipe.tracking.uri):
+        raise ValueError(
+            f"tracking.uri={recipe.tracking.uri} is a file of the head, which ends with it; give a "
+            "server such as http://mlflow:5000 (cluster/mlflow.yaml)"
+        )
+
+
+def _recipe_there(recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> Recipe:
+    """The recipe as it runs on the cluster."""
+    count: int | tuple[int, int] = recipe.workers.num_workers
+    if cluster.job in _ONE_TRAINING:
+        count = sizes.gpus if isinstance(count, int) else (min(count[0], sizes.gpus), sizes.gpus)
+    changes: dict[str, Any] = {"workers": {"num_workers": count, "use_gpu": True}}
+    if recipe.study is not None:
+        changes["study"] = {"max_gpus": sizes.gpus}
+    if cluster.kind == "slurm":
+        recipe = recipe.with_absolute_paths()
+    return recipe.with_changes(**changes, cluster=None)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """YAML of what the recipe sets, which loads as the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines stand as such, and what is there twice stands twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """No aliases."""
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """A text."""
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> str:
+    name = re.sub("[^a-z0-9]+", "-", recipe.name.lower()).strip("-")
+    name = (name if name[:1].isalpha() else f"vit-{name}")[:47].rstrip("-")  # a DNS-1035 label
+    shipped = next(yaml.safe_load_all(text))["metadata"]["name"]
+    text = text.replace(shipped, name).replace("jobs/pretrain.py", f"jobs/{cluster.job}.py")
+    config, job = yaml.safe_load_all(re.sub(r"REGISTRY/vit-ray:\S+", str(cluster.image), text))
+    config["data"]["recipe.yaml"] = recipe_text(recipe)
+    spec = job["spec"]["rayClusterSpec"]
+    gpu, cpu = spec["workerGroupSpecs"]
+    head_pod = spec["headGroupSpec"]["template"]["spec"]
+    gpu["maxReplicas"] = sizes.gpu_nodes
+    gpus = {"nvidia.com/gpu": str(min(sizes.gpus, cluster.gpus_per_node))}
+    _fill_group(gpu, cluster.cpus_per_node, cluster.memory_gib_per_node, gpus)
+    cpu |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), sizes.data_nodes)
+    _fill_group(cpu, cluster.cpus_per_data_node, cluster.memory_gib_per_data_node, {})
+    for group, kinds in ((gpu, ("none", "data")), (cpu, ("none",))):
+        if cluster.spot in kinds:
+            group["template"]["spec"]["affinity"] = head_pod["affinity"]
+    if not sizes.data_nodes:
+        spec["workerGroupSpecs"] = [gpu]
+    if cluster.network != "tcp":
+        patch = (_FILES / f"{cluster.network}_patch.yaml").read_text()
+        _apply_patch(job, yaml.safe_load(patch))
+    if cluster.queue:
+        # Kueue (0.19) takes no cluster that grows, and none that outlives its job.
+        job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": cluster.queue}
+        gpu["replicas"] = gpu["minReplicas"] = sizes.gpu_nodes
+        del spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]
+        del job["spec"]["deletionStrategy"]
+        job["spec"] |= {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": 600}
+    return yaml.dump_all([config, job], Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[str, str]) -> None:
+    """The sizes of a worker group's pod.
+
+    Ray's own share for its object store is 30 % of the memory; it lies in `/dev/shm`.
+    """
+    store_gib = min(_MOST_STORE_GIB, memory_gib * 3 // 10)
+    group["rayStartParams"]["object-store-memory"] = str(store_gib << 30)
+    pod = group["template"]["spec"]
+    held = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **gpus}
+    pod["containers"][0]["resources"] = {"requests": held, "limits": dict(held)}
+    pod["volumes"][0]["emptyDir"]["sizeLimit"] = f"{store_gib * 11 // 10}Gi"
+
+
+def _apply_patch(document: Any, operations: list[dict[str, Any]]) -> None:
+    """JSON Patch (RFC 6902) with what the files use of it: `test`, and `add` at a list's end."""
+    for operation in operations:
+        *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
+        node = document
+        for part in path:
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        if operation["op"] == "test":
+            assert node[last] == operation["value"]
+        elif isinstance(node, list):
+            node.append(operation["value"])
+        else:
+            node[last] = operation["value"]
+
+
+def _slurm(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> str:
+    name = re.sub(r"[^\w.+-]", "-", recipe.name)
+    partition = f"\n#SBATCH --partition={cluster.queue}" if cluster.queue else ""
+    gpus = min(sizes.gpus, cluster.gpus_per_node)
+    for pattern, filled in (
+        (r"(#SBATCH --job-name=).*", rf"\g<1>{name}{partition}"),
+        (r"(#SBATCH --nodes=).*", rf"\g<1>{sizes.gpu_nodes}"),
+        (r"(#SBATCH --gpus-per-node=).*", rf"\g<1>{gpus}"),
+        (r"(python -m vit_ray )pretrain", rf"\g<1>{cluster.job}"),
+    ):
+        text, count = re.subn(pattern, filled, text)
+        assert count == 1, pattern
+    before, begin, rest = text.partition("<<'RECIPE'\n")
+    after = rest.partition("RECIPE\n")[2]
+    return f"{before}{begin}{recipe_text(recipe)}RECIPE\n{after}"
+
+
+def _ray_up(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> str:
+    config = yaml.safe_load(re.sub(r"REGISTRY/vit-ray:\S+", str(cluster.image), text))
+    types = config["available_node_types"]
+    config["max_workers"] = sizes.gpu_nodes + sizes.data_nodes
+    gpus = {"GPU": min(sizes.gpus, cluster.gpus_per_node)}
+    for name, count, cpus, others, kinds in (
+        ("gpu", sizes.gpu_nodes, cluster.cpus_per_node, gpus, ("all",)),
+        ("cpu", sizes.data_nodes, cluster.cpus_per_data_node, {}, ("all", "data")),
+    ):
+        types[name] |= {"max_workers": count, "resources": {"CPU": cpus, **others}}
+        node = types[name]["node_config"]
+        if cluster.spot in kinds:
+            node["InstanceMarketOptions"] = {"MarketType": "spot"}
+        elif cluster.spot:
+            node.pop("InstanceMarketOptions", None)
+    if not sizes.data_nodes:
+        del types["cpu"]
+    sets = f"workers.num_workers={recipe.workers.num_workers} workers.use_gpu=true"
+    line = f"# Submit with {sets}; the instance types must hold `resources`.\n"
+    return line + yaml.dump(config, Dumper=_Dumper, sort_keys=False, width=100)

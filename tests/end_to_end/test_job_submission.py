@@ -1,11 +1,14 @@
 """`ray job submit --working-dir . -- python jobs/pretrain.py ...` on a running cluster."""
 
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 from mlflow import MlflowClient
+from ray.job_submission import JobStatus, JobSubmissionClient
 
-from tests.conftest import Digits, Head
+from tests.conftest import ROOT, Digits, Head
 from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
 
@@ -36,3 +39,33 @@ def test_a_submitted_job_with_a_wrong_key_fails_with_the_reason(
     code, output = submit(ray_head, working_dir, *words)
     assert code != 0
     assert "unknown key train.zero; did you mean train.zero_stage?" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("python jobs/pretrain.py jobs/recipes/digits.yaml train.zero=2", JobStatus.STOPPED),
+        ("false", JobStatus.FAILED),
+        ("true", JobStatus.SUCCEEDED),
+    ],
+)
+def test_kuberay_tries_again_what_has_failed_and_not_what_no_restart_mends(
+    ray_head: Head, working_dir: Path, command: str, status: JobStatus
+) -> None:
+    """Of a job's states KubeRay (1.7) counts FAILED alone against `backoffLimit`."""
+    _, job = yaml.safe_load_all((ROOT / "cluster" / "rayjob.yaml").read_text())
+    ours, own = job["spec"]["entrypoint"], job["spec"]["jobId"]
+    name = f"{own}-{status.lower()}"
+    entrypoint = ours.replace(own, name).replace(
+        "python jobs/pretrain.py /home/ray/recipe/recipe.yaml", command
+    )
+    assert entrypoint.startswith(f"{command} ||")
+    client = JobSubmissionClient(ray_head.dashboard)
+    environment = {"working_dir": str(working_dir)}
+    client.submit_job(entrypoint=entrypoint, submission_id=name, runtime_env=environment)
+    deadline = time.monotonic() + 120
+    while not client.get_job_status(name).is_terminal() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert client.get_job_status(name) == status, client.get_job_logs(name)
+    if status == JobStatus.STOPPED:
+        assert "unknown key train.zero; did you mean" in client.get_job_logs(name)

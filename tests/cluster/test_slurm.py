@@ -1,0 +1,238 @@
+"""`cluster/slurm.sbatch` under a real Slurm, whose nodes are hosts with addresses of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.conftest import ROOT, Digits
+from tests.end_to_end.runs import checkpoint_steps, constant_recipe, same_weights, weights_of
+from tests.hosts import Host, Network
+from vit_ray.commands.plans.manifest import manifest
+from vit_ray.config import Recipe
+from vit_ray.data.prepare.digits import write_digits
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo", "munged")
+ABSENT = [program for program in PROGRAMS if shutil.which(program) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(ABSENT), reason=f"Slurm is not installed: no {', '.join(ABSENT)}"),
+]
+
+NODES = ("node1", "node2", "node3")
+CONF = """
+ClusterName=tests
+SlurmctldHost=node1({head})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+ReturnToService=2
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdTimeout=30
+KillWait=5
+PartitionName=all Nodes=node[1-3] Default=YES State=UP
+"""
+NODE = (
+    "NodeName={} NodeAddr={} Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=2000 Gres=gpu:1"
+)
+
+
+@dataclass
+class Slurm:
+    """Three nodes; `node1` is also the controller's."""
+
+    net: Network
+    nodes: dict[str, Host]
+    folder: Path
+
+    def run(self, *command: str) -> str:
+        """Output of a command of Slurm's on the controller's host."""
+        code, output = self.nodes["node1"].run(*command, environment=self.environment)
+        assert code == 0, output
+        return output
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start_node(self, name: str) -> None:
+        self.nodes[name].serve(
+            "slurmd.log", "slurmd", "-D", "-N", name, environment=self.environment
+        )
+
+    def submit(self, recipe: Recipe, *options: str) -> str:
+        """The job's number."""
+        cluster = {"kind": "slurm", "gpus": 2, "gpus_per_node": 1, "cpus_per_node": 2}
+        script = self.folder / f"{recipe.name}.sbatch"
+        script.write_text(manifest(recipe.with_changes(cluster=cluster)))
+        log = f"--output={self.log(recipe)}"
+        words = ("sbatch", "--parsable", log, *options, str(script), "workers.use_gpu=false")
+        return self.run(*words).split()[-1]
+
+    def log(self, recipe: Recipe) -> Path:
+        return self.folder / f"{recipe.name}.log"
+
+    def wait(self, job: str, until: Callable[[str], bool], timeout_s: float = 300) -> str:
+        """The job's state and number of restarts, such as `RUNNING 0`, once it is as wanted."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            told = self.run("scontrol", "show", "job", job)
+            state = re.search(r"JobState=(\w+)", told)[1]  # type: ignore[index]
+            restarts = re.search(r"Restarts=(\d+)", told)[1]  # type: ignore[index]
+            if until(f"{state} {restarts}"):
+                return f"{state} {restarts}"
+            logs = "\n".join(p.read_text()[-3000:] for p in sorted(self.folder.glob("*.log")))
+            assert time.monotonic() < deadline, f"{told}\n{logs}"
+            time.sleep(1)
+
+    def left_behind(self) -> list[str]:
+        """Processes of Ray and of drivers on any host."""
+        found = [p for host in self.nodes.values() for p in host.processes()]
+        return [p for p in found if re.search(r"ray::|raylet|gcs_server|vit_ray pretrain", p)]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    hosts.require()
+    with hosts.network() as net:
+        nodes = {name: net.join(name) for name in NODES}
+        folder = nodes["node1"].folder.parent
+        conf = CONF.format(head=nodes["node1"].address, folder=folder)
+        conf += "\n".join(NODE.format(name, host.address) for name, host in nodes.items())
+        (folder / "slurm.conf").write_text(f"{conf}\n")
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
+        for place in ("state", *(f"spool-{name}" for name in NODES)):
+            (folder / place).mkdir()
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        cluster = Slurm(net, nodes, folder)
+        own = [f"--{what}={folder}/munge.{what}" for what in ("socket", "pid-file", "log-file")]
+        own += [f"--seed-file={folder}/munge.seed", f"--key-file={key}"]
+        nodes["node1"].serve("munged.log", "munged", "--foreground", "--force", *own)
+        nodes["node1"].serve("slurmctld.log", "slurmctld", "-D", environment=cluster.environment)
+        for name in NODES:
+            cluster.start_node(name)
+        deadline = time.monotonic() + 60
+        while True:
+            code, told = nodes["node1"].run(
+                "sinfo", "-h", "-o", "%T %D", environment=cluster.environment
+            )
+            if code == 0 and "idle 3" in told:
+                break
+            logs = "\n".join(p.read_text()[-2000:] for p in sorted(folder.rglob("*.log")))
+            assert time.monotonic() < deadline, f"{told}\n{logs}"
+            time.sleep(1)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def digits(slurm: Slurm) -> Digits:
+    """Converted by a job of one of the nodes, with a Ray of its own."""
+    folder = slurm.folder / "digits"
+    write_digits(folder / "images")
+    for split in ("train", "test"):
+        slurm.run(
+            sys.executable, "-m", "vit_ray", "convert", "digits",
+            f"convert.source={folder / 'images' / split}", f"convert.destination={folder / split}",
+        )  # fmt: skip
+    return Digits(folder / "images", str(folder / "train"), str(folder / "test"))
+
+
+def slowed(name: str, digits: Digits, folder: Path) -> Recipe:
+    """400 steps, 2.5 s longer after each fourth until Slurm has started the job again."""
+    train = {"callbacks": ["tests.cluster.test_slurm.wait_before_restart"]}
+    return constant_recipe(
+        name, digits, folder, optim={"steps": 400}, train=train, checkpoint={"every_steps": 200}
+    )
+
+
+def wait_before_restart(step: int, metrics: object) -> None:
+    """A part of the recipe, on rank 0."""
+    if "SLURM_RESTART_COUNT" not in os.environ:
+        time.sleep(2.5)
+
+
+def has_begun(recipe: Recipe, slurm: Slurm) -> Callable[[str], bool]:
+    return lambda _: (
+        "first step:" in slurm.log(recipe).read_text() if slurm.log(recipe).exists() else False
+    )
+
+
+def is_over(state: str) -> bool:
+    return not state.startswith(("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUE"))
+
+
+def test_at_the_time_limit_a_run_is_saved_and_queued_again_and_ends_with_the_same_weights(
+    slurm: Slurm, digits: Digits, tmp_path: Path
+) -> None:
+    straight = constant_recipe("straight", digits, tmp_path, optim={"steps": 400})
+    job = slurm.submit(straight)
+    assert slurm.wait(job, is_over) == "COMPLETED 0", slurm.log(straight).read_text()
+    assert slurm.left_behind() == []
+    limited = slowed("limited", digits, tmp_path)
+    job = slurm.submit(limited, "--time=3", "--signal=B:USR1@60")
+    slurm.wait(job, lambda state: state.endswith(" 1"))
+    (saved,) = checkpoint_steps(limited)
+    assert 0 < saved < 400
+    assert slurm.wait(job, is_over) == "COMPLETED 1", slurm.log(limited).read_text()
+    assert same_weights(weights_of(limited), weights_of(straight))
+
+
+def test_a_run_that_is_stopped_is_saved_and_not_queued_again(
+    slurm: Slurm, digits: Digits, tmp_path: Path
+) -> None:
+    recipe = slowed("stopped", digits, tmp_path)
+    job = slurm.submit(recipe)
+    slurm.wait(job, has_begun(recipe, slurm))
+    slurm.run("scancel", "--batch", "--signal=TERM", job)
+    assert slurm.wait(job, is_over) == "FAILED 0"  # by exit code 3
+    (saved,) = checkpoint_steps(recipe)
+    assert 0 < saved < 400
+    job = slurm.submit(recipe)
+    slurm.wait(job, has_begun(recipe, slurm))
+    slurm.run("scancel", job)
+    assert slurm.wait(job, is_over) == "CANCELLED 0"
+    assert slurm.left_behind() == []
+    assert checkpoint_steps(recipe)[0] == saved
+
+
+def test_after_a_node_has_gone_down_the_run_continues_on_another(
+    slurm: Slurm, digits: Digits, tmp_path: Path
+) -> None:
+    recipe = slowed("lost", digits, tmp_path)
+    job = slurm.submit(recipe)
+    slurm.wait(job, has_begun(recipe, slurm))
+    slurm.nodes["node2"].lose()
+    slurm.wait(job, lambda state: state.endswith(" 1"))
+    assert slurm.wait(job, is_over) == "COMPLETED 1", slurm.log(recipe).read_text()
+    assert checkpoint_steps(recipe)[-1] == 400

@@ -82,6 +82,7 @@ class Slurm:
             "PYTHONPATH": str(ROOT),
             "HOME": str(self.folder),
             "OMP_NUM_THREADS": "1",
+            "RAY_TMPDIR": "/tmp/ray",  # which each host has alone
         }
 
     def start_node(self, name: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config import Recipe, require
+from vit_ray.config.training_sections import EvalConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.format.manifest import Manifest
@@ -108,7 +109,7 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         if failed := [one.error for one in outcomes if one.error]:
             raise RunFailedError("; ".join(dict.fromkeys(failed)))
         examples_at, tests_at = (features.folder for features in planned)
-        rows = measure(recipe, examples_at, tests_at, labels, pool.num_classes)
+        rows = measure(recipe.evaluate, examples_at, tests_at, labels, pool.num_classes)
         record = parent.run.record
         record.results(0, {key: value for row in rows for key, value in row.metrics().items()})
         record.text("few_shot.csv", table_csv(rows))
@@ -139,7 +140,11 @@ def _extraction(recipe: Recipe, part: str) -> Recipe:
 
 
 def measure(
-    recipe: Recipe, pool: Location, test: Location, labels: NDArray[np.integer], num_classes: int
+    config: EvalConfig,
+    pool: Location,
+    test: Location,
+    labels: NDArray[np.integer],
+    num_classes: int,
 ) -> list[FewShotRow]:
     """Linear and nearest-neighbour accuracy of every number of shots, from features in files.
 
@@ -147,7 +152,6 @@ def measure(
         labels: of the pool, by sample number. An image that has no feature, since it could not be
             decoded, is not drawn.
     """
-    config = recipe.evaluate
     drawable = np.full(len(labels), -1, np.int64)
     for part in read_features(pool, ["sample", "label"]):
         drawable[part["sample"]] = part["label"]
@@ -164,7 +168,7 @@ def measure(
         few_shot.add_tests(features, truth)
     linear = few_shot.accuracies()
     shots = sorted(set(config.shots))
-    votes = _neighbor_accuracies(recipe, pool, test, drawable, num_classes)
+    votes = _neighbor_accuracies(config, pool, test, drawable, num_classes)
     return [FewShotRow(n, linear[n], votes[n]) for n in shots]
 
 
@@ -174,14 +178,13 @@ def _tests(folder: Location) -> Iterator[tuple[Features, NDArray[Any]]]:
 
 
 def _neighbor_accuracies(
-    recipe: Recipe,
+    config: EvalConfig,
     pool: Location,
     test: Location,
     drawable: NDArray[np.int64],
     num_classes: int,
 ) -> dict[int, list[float]]:
     """By shots, of each seed; the features of one seed's examples are held at a time."""
-    config = recipe.evaluate
     found: dict[int, list[float]] = {n: [] for n in config.shots}
     for seed in range(config.few_shot_seeds):
         ranks = ranks_in_class(drawable, num_classes, seed)

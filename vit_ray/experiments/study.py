@@ -178,7 +178,7 @@ class StudyRun:
             [group for group in groups if not self._is_over(group)],
             room,
             lambda one: room_of(one[0].recipe, room),
-            lambda one: training_cost(one[0].recipe, one[1], one[1].total_steps)[STUDY_EXAFLOPS],
+            lambda one: training_cost(one[1], one[1].total_steps)[STUDY_EXAFLOPS],
         )
         soon = (cell for group in groups for cell, _ in group if cell.name not in self.finished)
         parent.start_workers(first.recipe if (first := next(soon, None)) else None)

@@ -195,7 +195,7 @@ def _check_points(recipe: Recipe, points: list[Point]) -> None:
                     "chooses; use a loss on labels"
                 )
             if is_new:
-                check_weights(PreparedRun(resolved.recipe, "sweep_trial", resolved))
+                check_weights(PreparedRun("sweep_trial", resolved))
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:

@@ -169,7 +169,7 @@ def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
     if recipe.sweep is None:
         resolved = resolve_run(recipe)
         if newest_checkpoint(locate(recipe.run_folder)) is None:
-            check_weights(PreparedRun(recipe, "finetune", resolved))
+            check_weights(PreparedRun("finetune", resolved))
         return resolved
     # 200 images cannot have all of Sun397's classes.
     return plan_sweep(recipe, needs_every_class=False)

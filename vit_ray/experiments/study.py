@@ -18,11 +18,11 @@ from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.remembered import grace_steps
 from vit_ray.experiments.runner import Flow, Work, cluster_room, room_of
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
+from vit_ray.experiments.sweep_state import grace_steps
 from vit_ray.experiments.training import deciding_metric
 from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
 from vit_ray.experiments.write_page import page_meanwhile, page_of

@@ -26,16 +26,6 @@ from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.data.prepare.dev_split import dev_split
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.remembered import (
-    DIVERGED,
-    POINTS,
-    Kept,
-    RememberedAsha,
-    RememberedSearch,
-    grace_steps,
-    rung_steps,
-    trial_key,
-)
 from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import (
     RATE,
@@ -45,6 +35,16 @@ from vit_ray.experiments.search_space import (
     point_text,
     points_of,
     with_point,
+)
+from vit_ray.experiments.sweep_state import (
+    DIVERGED,
+    POINTS,
+    Kept,
+    RememberedAsha,
+    RememberedSearch,
+    grace_steps,
+    rung_steps,
+    trial_key,
 )
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome, Training

@@ -68,6 +68,7 @@ STUDY_CELLS: Final = "study/cells"
 STUDY_FAILED_CELLS: Final = "study/failed_cells"
 STUDY_EXAFLOPS_TOTAL: Final = "study/exaflops_total"
 SWEEP: Final = "sweep/"
+TRANSFER: Final = "transfer/"
 VTAB: Final = "vtab/"
 VTAB_NUM_TASKS: Final = "vtab/tasks"
 

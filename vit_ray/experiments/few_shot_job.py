@@ -16,7 +16,6 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.training_sections import EvalConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import all_first_labels
-from vit_ray.data.format.manifest import Manifest
 from vit_ray.evaluate.feature_files import read_features
 from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
 from vit_ray.experiments.parent_run import earlier_run, open_parent
@@ -71,7 +70,11 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         RunFailedError: an extraction has failed.
     """
     recipe = recipe.with_absolute_paths()
-    pool, test = (_set_of(recipe, part) for part in ("train", "test"))
+    sets = {"train": recipe.evaluate.few_shot_train, "test": recipe.evaluate.few_shot_test}
+    pool, test = (
+        open_dataset(require(path, f"evaluate.few_shot_{part}", "a converted data set"))
+        for part, path in sets.items()
+    )
     if pool.classes != test.classes:
         raise ValueError(
             f"evaluate.few_shot_test: {test.path} has other classes than {pool.path}; convert both "
@@ -80,19 +83,32 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
     labels = all_first_labels(pool.path)
     examples = np.bincount(labels[labels >= 0], minlength=pool.num_classes)
     require_shots(examples, shots=recipe.evaluate.shots, classes=pool.classes)
-    recipes = [_extraction(recipe, part) for part in ("train", "test")]
+    recipes = [
+        recipe.with_changes(
+            name=f"{recipe.name}-{part}",
+            extract={
+                "data": path,
+                "path": f"{recipe.run_folder}-features/{part}",
+                "logits": False,
+            },
+        )
+        for part, path in sets.items()
+    ]
     planned = [plan_extraction(one) for one in recipes]
     missing = [k for k, features in enumerate(planned) if not features.are_whole()]
     first, last = (features.prepared.resolved for features in planned)
     parts = {"train": first, "few_shot_train": first, "few_shot_test": last}
     streams = {name: resolved.streams["eval"] for name, resolved in parts.items()}
     own = recipe.with_changes(name=f"{recipe.name}-few-shot")
+    run_id = earlier_run(own, "few_shot")
+    if run_id is not None and is_finished(own.tracking, run_id):
+        run_id = None
     with open_parent(
         own,
         "few_shot",
         replace(first, streams=streams),
         0,
-        _unfinished_run(own),
+        run_id,
         trainings=recipes,
         tags={"init_from": str(recipe.init_from)},
     ) as parent:
@@ -115,28 +131,6 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         record.text("few_shot.csv", table_csv(rows))
         parent.run.is_complete = True
         return FewShotResult(rows, record.hint())
-
-
-def _unfinished_run(own: Recipe) -> str | None:
-    run_id = earlier_run(own, "few_shot")
-    return None if run_id is None or is_finished(own.tracking, run_id) else run_id
-
-
-def _set_of(recipe: Recipe, part: str) -> Manifest:
-    key = f"few_shot_{part}"
-    path = require(getattr(recipe.evaluate, key), f"evaluate.{key}", "a converted data set")
-    return open_dataset(path)
-
-
-def _extraction(recipe: Recipe, part: str) -> Recipe:
-    return recipe.with_changes(
-        name=f"{recipe.name}-{part}",
-        extract={
-            "data": getattr(recipe.evaluate, f"few_shot_{part}"),
-            "path": f"{recipe.run_folder}-features/{part}",
-            "logits": False,
-        },
-    )
 
 
 def measure(

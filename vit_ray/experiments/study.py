@@ -288,7 +288,6 @@ def _totals(results: list[CellResult]) -> dict[str, float]:
 
 def _exaflops_computed(result: CellResult) -> float:
     """Of a branch those of its cool-down alone: its trunk has computed the rest."""
-    found = result.metrics
-    batch = result.cell.recipe.train.global_batch_size
+    found, batch = result.metrics, result.cell.recipe.train.global_batch_size
     share = own_share(result.branched_from, batch, found.get(STUDY_IMAGES_SEEN))
     return found.get(STUDY_EXAFLOPS, 0.0) * share

@@ -270,7 +270,10 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
         note = "" if mean is not None else "not all of its tasks have an accuracy"
         values = (of[group] for of in means)
         label = _label(_members(group, rows), is_papers_model)
-        lines.append([_title(group, rows), "", None, *values, None, "", label, note])
+        title = "mean" if group == "mean" else f"mean of {group}"
+        # Over which the paper's mean is taken, too.
+        title += "" if _is_whole(group, rows) else ", these tasks only"
+        lines.append([title, "", None, *values, None, "", label, note])
     return Table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", columns, lines)
 
 
@@ -298,12 +301,6 @@ def _key(group: str, rows: Sequence[TaskResult]) -> str:
     """Of a metric: a mean over other tasks than the paper's has another name."""
     count = f"_{len(_members(group, rows))}_of_{len(PAPER_GROUPS[group])}"
     return group if _is_whole(group, rows) else group + count
-
-
-def _title(group: str, rows: Sequence[TaskResult]) -> str:
-    """Says so where the tasks, over which the paper's mean is taken too, are not all of its own."""
-    title = "mean" if group == "mean" else f"mean of {group}"
-    return title if _is_whole(group, rows) else f"{title}, these tasks only"
 
 
 def _of_paper(row: TaskResult) -> list[float | None]:

@@ -23,7 +23,7 @@ from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.feature_extraction import plan_extraction
 from vit_ray.launch.pool.pool_training import RunFailedError
-from vit_ray.metric_names import FEW_SHOT, KNN, few_shot_top1
+from vit_ray.metric_names import FEW_SHOT_GROUP, KNN_GROUP, few_shot_top1
 from vit_ray.storage import Location
 from vit_ray.tracking.past_runs import is_finished
 
@@ -41,7 +41,7 @@ class FewShotRow:
     def metrics(self) -> dict[str, float]:
         """Mean and deviation over seeds, as MLflow has them."""
         found = {}
-        for group, values in ((FEW_SHOT, self.linear), (KNN, self.neighbors)):
+        for group, values in ((FEW_SHOT_GROUP, self.linear), (KNN_GROUP, self.neighbors)):
             key = few_shot_top1(self.shots, group)
             found[key] = statistics.fmean(values)
             if len(values) > 1:

@@ -55,7 +55,7 @@ from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import tag_ended_run
-from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP
+from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
@@ -505,7 +505,7 @@ def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
     """What the sweep's own run records, each accuracy under the name that it has in its runs."""
     mine = EVAL_AVERAGED_TOP1 if outcome.last_test_top1 else EVAL_TOP1
     chosen = {
-        f"{SWEEP}{key.rpartition('.')[2]}": float(value)
+        f"{SWEEP_GROUP}{key.rpartition('.')[2]}": float(value)
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }

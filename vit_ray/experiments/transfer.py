@@ -20,7 +20,7 @@ from vit_ray.experiments.study_cells import Cell, leaves, training_of
 from vit_ray.experiments.sweep import open_sweep, plan_sweep, recorded_sweep
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.record.run_metadata import SIZES
-from vit_ray.metric_names import TRANSFER
+from vit_ray.metric_names import TRANSFER_GROUP
 
 _OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
 """Sections and keys of a task's recipe that are as the cell has them."""
@@ -79,7 +79,7 @@ def _digest(text: str) -> str:
 
 def top1_key(task: StudyTask) -> str:
     """Metric of the cell's run."""
-    return f"{TRANSFER}{task.name}_top1"
+    return f"{TRANSFER_GROUP}{task.name}_top1"
 
 
 def task_tags(cell: Cell, task: StudyTask) -> dict[str, str]:

@@ -26,7 +26,7 @@ from vit_ray.experiments.training import Outcome
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.metric_names import VTAB, VTAB_NUM_TASKS
+from vit_ray.metric_names import VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent
@@ -210,7 +210,7 @@ def _sweep_task(
 ) -> Flow[TaskResult]:
     def record_choice(rows: list[Outcome], chosen: Outcome) -> None:
         for name, text in sweep_files(rows, chosen).items():
-            parent.run.record.text(f"{VTAB}{row.task.name}/{name.rpartition('/')[2]}", text)
+            parent.run.record.text(f"{VTAB_GROUP}{row.task.name}/{name.rpartition('/')[2]}", text)
 
     swept = yield from sweep(plan, parent, record_choice, tags)
     return replace(
@@ -238,9 +238,9 @@ def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float |
 
 def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
     """What the parent run records: accuracy of each task, and the means that are whole."""
-    metrics = {f"{VTAB}{row.task.name}_top1": row.top1 for row in rows}
+    metrics = {f"{VTAB_GROUP}{row.task.name}_top1": row.top1 for row in rows}
     means = group_means([(row.task.group, row.top1) for row in rows])
-    metrics |= {f"{VTAB}{_key(group, rows)}_top1": value for group, value in means.items()}
+    metrics |= {f"{VTAB_GROUP}{_key(group, rows)}_top1": value for group, value in means.items()}
     known = {key: value for key, value in metrics.items() if value is not None}
     return {**known, VTAB_NUM_TASKS: float(sum(row.top1 is not None for row in rows))}
 

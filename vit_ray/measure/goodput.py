@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, TypeVar
 
+from vit_ray.metric_names import RUN_GOODPUT, RUN_GROUP, RUN_WALL_S
+
 Item = TypeVar("Item")
 
 
@@ -120,8 +122,8 @@ class Account:
 
     def metrics(self) -> dict[str, float]:
         """`run/goodput`, `run/wall_s`, and `run/<class>_s` for each class."""
-        parts = {f"run/{kind}_s": value for kind, value in self.seconds.items()}
-        return {"run/goodput": self.goodput, "run/wall_s": self.wall_s, **parts}
+        parts = {f"{RUN_GROUP}{kind}_s": value for kind, value in self.seconds.items()}
+        return {RUN_GOODPUT: self.goodput, RUN_WALL_S: self.wall_s, **parts}
 
 
 def account(marks: Sequence[Mark], now_s: float | None = None) -> Account:
@@ -254,11 +256,13 @@ SHOWN: Final = {
 
 def describe_goodput(metrics: Mapping[str, float]) -> str:
     """One line of what `Account.metrics` holds; empty without it."""
-    wall_s = metrics.get("run/wall_s", 0.0)
+    wall_s = metrics.get(RUN_WALL_S, 0.0)
     if wall_s <= 0:
         return ""
-    parts = [(metrics.get(f"run/{kind}_s", 0.0) / wall_s, name) for kind, name in SHOWN.items()]
+    parts = [
+        (metrics.get(f"{RUN_GROUP}{kind}_s", 0.0) / wall_s, name) for kind, name in SHOWN.items()
+    ]
     shown = ", ".join(f"{name} {share:.1%}" for share, name in parts if share >= 5e-4)
     whole_s = round(wall_s)
     clock = f"{whole_s // 3600}:{whole_s // 60 % 60:02d}:{whole_s % 60:02d}"
-    return f"goodput {metrics['run/goodput']:.1%} of {clock}: {shown}"
+    return f"goodput {metrics[RUN_GOODPUT]:.1%} of {clock}: {shown}"

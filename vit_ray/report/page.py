@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vit_ray.metric_names import STUDY_EXAFLOPS
 from vit_ray.report import document
 from vit_ray.report.ablations import empirical_cost, shapes
 from vit_ray.report.document import Section
@@ -98,7 +99,7 @@ def write_report(
     curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
     every = Section("Trainings", tables=[table])
     sections = [Section("Sweep", charts=sweep_charts(runs)), curves, every]
-    if is_study or len({run.metrics.get("study/exaflops") for run in compared}) > MIN_AMOUNTS:
+    if is_study or len({run.metrics.get(STUDY_EXAFLOPS) for run in compared}) > MIN_AMOUNTS:
         compute, sentences = figures.against_compute(compared), fit_sentences(laws)
         gains = gain_sentences(compared)
         sections = [

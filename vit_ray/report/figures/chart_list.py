@@ -10,6 +10,25 @@ from typing import Any, Final
 
 from vit_ray.config import branch_origin
 from vit_ray.config.resume_compatibility import LENGTH
+from vit_ray.metric_names import (
+    COST_CORE_DAYS,
+    DATA_WAIT_FRACTION,
+    EVAL_AVERAGED_TOP1,
+    EVAL_GROUP,
+    EVAL_LAST_TOP1,
+    EVAL_LOSS,
+    EVAL_TOP1,
+    EVAL_TOP5,
+    FEW_SHOT_GROUP,
+    PERF_MFU,
+    RESULT_STEP,
+    STUDY_EXAFLOPS,
+    STUDY_FORWARD_GMACS,
+    STUDY_IMAGES_SEEN,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+    few_shot_top1,
+)
 from vit_ray.report.figures.charts import FAMILIES, Axis, Chart, Point, Series
 from vit_ray.report.paper import TABLE_6
 from vit_ray.report.runs import DEV, IMAGES_KEY, MEAN_TRANSFER, Archive, RecordedRun
@@ -34,11 +53,11 @@ MARKED_POINTS: Final = 30
 """A line of more points is drawn without markers."""
 
 CURVES: Final = {
-    "train/loss": Axis("training loss"),
-    "eval/loss": Axis("validation loss"),
-    "eval/top1": Axis("validation top-1", is_percent=True),
-    "eval/averaged_top1": Axis("validation top-1 of averaged weights", is_percent=True),
-    "few_shot/5_shot_top1": Axis("5-shot accuracy", is_percent=True),
+    TRAIN_LOSS: Axis("training loss"),
+    EVAL_LOSS: Axis("validation loss"),
+    EVAL_TOP1: Axis("validation top-1", is_percent=True),
+    EVAL_AVERAGED_TOP1: Axis("validation top-1 of averaged weights", is_percent=True),
+    few_shot_top1(5): Axis("5-shot accuracy", is_percent=True),
 }
 # Tag of a sweep's run, what its accuracy was measured on.
 SWEEP_STAGES: Final = {"sweep_trial": DEV, "finetune": "test set"}
@@ -87,11 +106,11 @@ def by_family(
         y: axis and key of a metric.
     """
     points: dict[str, list[Point]] = {family: [] for family in FAMILIES}
-    gmacs = [one for run in runs if (one := run.metrics.get("study/forward_gmacs", 0.0)) > 0]
+    gmacs = [one for run in runs if (one := run.metrics.get(STUDY_FORWARD_GMACS, 0.0)) > 0]
     width = math.log(max(gmacs) / min(gmacs)) if gmacs else 0.0
     for run in runs:
         if y[1] in run.metrics and (at := x[1](run)) is not None:
-            own = run.metrics.get("study/forward_gmacs", 0.0)
+            own = run.metrics.get(STUDY_FORWARD_GMACS, 0.0)
             size = math.log(max(own, min(gmacs)) / min(gmacs)) / width if width else None
             points[run.family].append(_point(run, at, y[1], size))
     series = [
@@ -108,7 +127,7 @@ def state_of(run: RecordedRun, key: str) -> str:
     """Of a point that is no result on a test set: what it is of; empty for a result."""
     if run.status != "FINISHED":
         return run.status.lower()
-    is_accuracy = key.startswith(("eval/", "few_shot/"))
+    is_accuracy = key.startswith((EVAL_GROUP, FEW_SHOT_GROUP))
     return DEV if is_accuracy and not run.is_tested(key) else ""
 
 
@@ -204,14 +223,14 @@ def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
     days = Axis("core-days of training (log scale)", is_log=True)
     charts = [
         by_family(f"What does {accuracy_name(key)} cost?{whose}", members,
-                  (days, partial(cost_of, key=key, cost="cost/core_days")),
+                  (days, partial(cost_of, key=key, cost=COST_CORE_DAYS)),
                   (Axis(accuracy_name(key), is_percent=True), key))
         for key in accuracies_of(runs)[:3]
         for whose, members in by_sets(runs, key)
     ]  # fmt: skip
     if any(run.family == "Axial" for run in runs):
         speed = Axis("images/s of training (log scale)", is_log=True)
-        x = speed, partial(RecordedRun.number, key="train/images_per_s")
+        x = speed, partial(RecordedRun.number, key=TRAIN_IMAGES_PER_S)
         charts += [
             by_family(f"How fast is {accuracy_name(key)} reached? (as Figure 13){whose}", members,
                       x, (Axis(accuracy_name(key), is_percent=True), key))
@@ -219,11 +238,11 @@ def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
             for whose, members in by_sets(runs, key)
         ]  # fmt: skip
     size = Axis("forward multiply-adds (GMAC, log scale)", is_log=True)
-    speeds = {"train/images_per_s": Axis("images/s, log scale", is_log=True),
-              "perf/mfu": Axis("MFU", is_percent=True)}  # fmt: skip
+    speeds = {TRAIN_IMAGES_PER_S: Axis("images/s, log scale", is_log=True),
+              PERF_MFU: Axis("MFU", is_percent=True)}  # fmt: skip
     titles = ("How fast does each model train?", "How well are the devices used?")
     for title, (key, axis) in zip(titles, speeds.items(), strict=True):
-        x = size, partial(RecordedRun.number, key="study/forward_gmacs")
+        x = size, partial(RecordedRun.number, key=STUDY_FORWARD_GMACS)
         charts.append(by_family(title, runs, x, (axis, key)))
     return charts
 
@@ -285,7 +304,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
     """One row per training, every number that was recorded at its end, and where MLflow has it."""
 
     def measured_on(run: RecordedRun) -> str | None:
-        if not run.is_tested("eval/top1"):
+        if not run.is_tested(EVAL_TOP1):
             return DEV
         if (count := run.best_of_tests) is not None:
             return f"best of {count} evaluations on the test set"
@@ -303,29 +322,29 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
         numbers("data fraction", "data.fraction"),
         numbers("epochs", "optim.epochs"),
         numbers("steps", "optim.steps"),
-        numbers("exaFLOPs", "study/exaflops"),
-        *(numbers(f"{n}-shot %", f"few_shot/{n}_shot_top1", percent) for n in (1, 5, 10, 25)),
-        numbers("top-1 %", "eval/top1", percent),
+        numbers("exaFLOPs", STUDY_EXAFLOPS),
+        *(numbers(f"{n}-shot %", few_shot_top1(n), percent) for n in (1, 5, 10, 25)),
+        numbers("top-1 %", EVAL_TOP1, percent),
         (Column("measured on"), measured_on),
-        numbers("last top-1 %", "eval/last_top1", percent),
-        numbers("best at step", "result/step"),
+        numbers("last top-1 %", EVAL_LAST_TOP1, percent),
+        numbers("best at step", RESULT_STEP),
         tag("transfer to", "transfer_task"),
         *(
             numbers(f"{accuracy_name(key)} %", key, percent)
             for key in (MEAN_TRANSFER, *transfer_keys(runs))
         ),
         tag("branched from", "branched_from"),
-        numbers("top-1 % averaged", "eval/averaged_top1", percent),
-        numbers("top-5 %", "eval/top5", percent),
-        numbers("eval loss", "eval/loss"),
+        numbers("top-1 % averaged", EVAL_AVERAGED_TOP1, percent),
+        numbers("top-5 %", EVAL_TOP5, percent),
+        numbers("eval loss", EVAL_LOSS),
         numbers("training images", IMAGES_KEY),
-        numbers("images seen", "study/images_seen"),
+        numbers("images seen", STUDY_IMAGES_SEEN),
         numbers("learning rate", "optim.learning_rate"),
         numbers("seed", "seed"),
-        numbers("images/s", "train/images_per_s"),
-        numbers("MFU %", "perf/mfu", percent),
-        numbers("data wait %", "data/wait_fraction", percent),
-        numbers("core-days", "cost/core_days"),
+        numbers("images/s", TRAIN_IMAGES_PER_S),
+        numbers("MFU %", PERF_MFU, percent),
+        numbers("data wait %", DATA_WAIT_FRACTION, percent),
+        numbers("core-days", COST_CORE_DAYS),
         (Column("wall time", duration), lambda run: run.elapsed_s),
         (Column("status"), lambda run: run.status.lower()),
         (Column("group"), lambda run: run.group.digest),
@@ -341,7 +360,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
 
 def own_share(run: RecordedRun) -> float:
     """Of a training that branched off another one: the part of its compute that is its own."""
-    batch, seen = run.number("train.global_batch_size"), run.metrics.get("study/images_seen")
+    batch, seen = run.number("train.global_batch_size"), run.metrics.get(STUDY_IMAGES_SEEN)
     return branch_origin.own_share(run.tags.get("vit_ray.branched_from", ""), batch, seen)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.result import header, reason
 from vit_ray.measure.activation_memory import drop_gradients, gpu_kernels, peak_bytes
 from vit_ray.models import build_model
 from vit_ray.train.memory.out_of_memory import largest_that_fits, unless_out_of_memory
@@ -81,14 +82,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["ViT-B/16", "ViT-L/16", "ViT-H/14"])
     parser.add_argument("--batch", type=int, default=64, help="at most")
     args = parser.parse_args()
-    print("| model | batch | GiB predicted | measured | predicted / measured |")
-    print("|---|---|---|---|---|")
+    print(*header("model | batch | GiB predicted | measured | predicted / measured"), sep="\n")
     for name in args.models:
         try:
             print(row(name, args.batch), flush=True)
         except Exception as error:  # the others are worth having
-            told = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
-            print(f"| {name} | {args.batch} | not run: `{told}` | | |", flush=True)
+            print(f"| {name} | {args.batch} | not run: `{reason(error)}` | | |", flush=True)
 
 
 if __name__ == "__main__":

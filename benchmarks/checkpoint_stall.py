@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import secrets
 import statistics
 import subprocess
@@ -30,6 +29,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.result import finish, header, machine
 
 # Before Ray is imported: the ports of a local cluster are open to the network.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -205,8 +206,7 @@ def report_of(args: argparse.Namespace, folder: Path) -> str:
         f"{statistics.median(lost):.2f} s, the median of {' '.join(f'{s:.2f}' for s in lost)}; "
         f"{statistics.median(lost) / CADENCE_S:.3%} of {CADENCE_S} s",
         "",
-        "| how | training stands still, s | theirs / ours | until written, s |",
-        "|---|---|---|---|",
+        *header("how | training stands still, s | theirs / ours | until written, s"),
         f"| vit_ray, in a training | {median:.3f} | 1.0 | beside the training |",
     ]
     for name, times in measure_peers(args, folder / "peers").items():
@@ -229,12 +229,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         report = report_of(args, Path(temporary))
-    head = f"# checkpoint_stall: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
-    head += f"{os.cpu_count()} cores, torch {torch.__version__}"
-    report = f"{head}\n\n{report}\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    head = f"# checkpoint_stall: {machine()}, torch {torch.__version__}"
+    finish(f"{head}\n\n{report}", args.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import io
 import json
 import os
-import platform
 import subprocess
 import sys
 import tarfile
@@ -28,6 +27,8 @@ from statistics import median
 from typing import Any
 
 import psutil
+
+from benchmarks.result import finish, header, in_turn, machine
 
 SHARD_MIB = 64
 CLASSES = 10
@@ -117,15 +118,14 @@ def index_table(images: list[Path], count: int, folder: Path) -> list[str]:
         link_files(images, count, Path(scratch) / "source")
         found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in WRITERS}
         for turn in range(ROUNDS):
-            for kind, rows in found.items():
+            for kind in in_turn(list(WRITERS), turn):
                 target = Path(scratch) / f"{kind}{turn}"
-                rows.append(measure(Path(scratch) / "source", target, kind))
+                found[kind].append(measure(Path(scratch) / "source", target, kind))
     plain = [row["seconds"] for row in found["none"]]
-    lines = [
-        "| restart markers from | images | with an index | images/s | time / without | "
-        "bytes / without |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = header(
+        "restart markers from | images | with an index | images/s | time / without | "
+        "bytes / without"
+    )
     for kind, rows in found.items():
         ratios = [row["seconds"] / other for row, other in zip(rows, plain, strict=True)]
         rate = count / median(row["seconds"] for row in rows)
@@ -150,8 +150,7 @@ def main() -> None:
     images = sorted(p for p in args.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
     mean_kib = sum(p.stat().st_size for p in images) / len(images) / 1024
     lines = [
-        f"# data_convert: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
-        f"{os.cpu_count()} cores\n",
+        f"# data_convert: {machine()}\n",
         f"`python benchmarks/data_convert.py {args.folder.name} {'--index ' * args.index}--images "
         f"{' '.join(map(str, args.images))}`: {len(images)} JPEG files of {mean_kib:.0f} KiB on "
         f"average, used again and again; every image is decoded; shards of {SHARD_MIB} MiB.\n",
@@ -162,18 +161,14 @@ def main() -> None:
             lines += index_table(images, count, args.folder)
     else:
         lines += layout_table(images, args.images, args.folder)
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    finish("\n".join(lines), args.out)
 
 
 def layout_table(images: list[Path], counts: list[int], folder: Path) -> list[str]:
     """Markdown: rate and memory of every layout at every size."""
-    lines = [
-        "| source | images | images/s | MiB/s | driver, MiB | largest task, MiB | all, MiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = header(
+        "source | images | images/s | MiB/s | driver, MiB | largest task, MiB | all, MiB"
+    )
     for layout, write in LAYOUTS.items():
         for count in counts:
             with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

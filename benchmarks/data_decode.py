@@ -14,7 +14,6 @@ alternate between the sizes, so that ratios hold where other work shares the mac
 
 import argparse
 import io
-import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from benchmarks.result import finish, header, machine, measure_rounds
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
@@ -150,16 +150,14 @@ def shrinking_table(files: list[bytes], sizes: list[int]) -> list[str]:
     augmentation = Augmentation("inception_crop", SIZE)
     stored = {size: shrunk(files, size) for size in (None, *sizes)}
     boxes = {size: boxes_of(images, augmentation) for size, images in stored.items()}
-    seconds = defaultdict(list)
-    for _ in range(ROUNDS):
-        for size, images in stored.items():
-            seconds[size].append(crop_seconds(images, boxes[size], augmentation))
+    seconds = measure_rounds(
+        stored, ROUNDS, lambda size: crop_seconds(stored[size], boxes[size], augmentation)
+    )
     whole_bytes = sum(len(image.content) for image in stored[None])
-    lines = [
-        "| convert.shrink_to | bytes an image | of all | crop, us of a core | times as fast | "
-        "crops enlarged |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = header(
+        "convert.shrink_to | bytes an image | of all | crop, us of a core | times as fast | "
+        "crops enlarged"
+    )
     for size, images in stored.items():
         num_bytes = sum(len(image.content) for image in images)
         ratio = np.median(np.divide(seconds[None], seconds[size]))
@@ -174,7 +172,7 @@ def shrinking_table(files: list[bytes], sizes: list[int]) -> list[str]:
 def shrinking_report(folder: Path, files: list[bytes], sizes: list[int]) -> str:
     return "\n".join(
         [
-            f"# data_decode: convert.shrink_to, {time.strftime('%Y-%m-%d')}, {processor()}\n",
+            f"# data_decode: convert.shrink_to, {machine()}\n",
             f"`python benchmarks/data_decode.py {folder.name} --shrink-to "
             f"{' '.join(map(str, sizes))}`: {len(files)} images, inception crops to {SIZE} px, "
             f"JPEG quality {QUALITY}; {ROUNDS} rounds in turn, medians, one core.\n",
@@ -182,12 +180,6 @@ def shrinking_report(folder: Path, files: list[bytes], sizes: list[int]) -> str:
             "",
         ]
     )
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:
@@ -203,21 +195,20 @@ def main() -> None:
         report = shrinking_report(args.folder, images, args.shrink_to)
     else:
         report = quality_report(args.folder, images)
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    finish(report, args.out)
 
 
 def quality_report(folder: Path, images: list[bytes]) -> str:
     augmentation = Augmentation("inception_crop", SIZE)
     lines = [
-        f"# data_decode: {time.strftime('%Y-%m-%d')}, {platform.machine()}, one core\n",
+        f"# data_decode: {machine()}, one of them used\n",
         f"`python benchmarks/data_decode.py {folder.name}`: {len(images)} images, "
         f"{DRAWS} crops each.",
         "\nPSNR in dB against Pillow's full decode and antialiased bilinear resize:\n",
-        "| crop side / 224 | crops | vit_ray mean | vit_ray 5th percentile | plain OpenCV mean | "
-        "plain OpenCV 5th percentile |",
-        "|---|---|---|---|---|---|",
+        *header(
+            "crop side / 224 | crops | vit_ray mean | vit_ray 5th percentile | plain OpenCV mean | "
+            "plain OpenCV 5th percentile"
+        ),
     ]
     for bucket, pairs in sorted(quality(images, augmentation).items()):
         ours, theirs = np.array(pairs).T
@@ -225,7 +216,7 @@ def quality_report(folder: Path, images: list[bytes]) -> str:
             f"| {bucket[0]:g} to {bucket[1]:g} | {len(pairs)} | {ours.mean():.1f} | "
             f"{np.percentile(ours, 5):.1f} | {theirs.mean():.1f} | {np.percentile(theirs, 5):.1f} |"
         )
-    lines += ["\nTime of one core:\n", "| way | us an image | images/s |", "|---|---|---|"]
+    lines += ["\nTime of one core:\n", *header("way | us an image | images/s")]
     for name, make in ways(augmentation).items():
         taken = microseconds(make, images)
         lines.append(f"| {name} | {taken:.0f} | {1e6 / taken:.0f} |")

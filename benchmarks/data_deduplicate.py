@@ -17,7 +17,6 @@ be judged by eye. Mirrored copies are always looked for.
 import argparse
 import io
 import math
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from benchmarks.result import finish, header, machine
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.perceptual_hash import CROPS, perceptual_hash
 from vit_ray.data.prepare.deduplicate import MAX_DISTANCE, _pictures, describe, find, known_from
@@ -213,13 +213,12 @@ def main() -> None:
     known, others = ([images[i] for i in part] for part in np.split(order, [num_known]))
     known_index, indexing_us = microseconds(lambda: known_of(known), len(known))
     lines = [
-        f"# data_deduplicate: {time.strftime('%Y-%m-%d')}, {platform.machine()}, one core\n",
+        f"# data_deduplicate: {machine()}, one of them used\n",
         f"`python benchmarks/data_deduplicate.py {args.folder.name} --limit {args.limit} "
         f"--known {num_known} --enlarge {args.enlarge}`: {len(known)} evaluation images, "
         f"{len(others)} others, threshold {MAX_DISTANCE} of 128 bits. "
         "Mirrored copies are looked for.\n",
-        "| transform | proposed by hash | recall after pixels | found as another image |",
-        "|---|---|---|---|",
+        *header("transform | proposed by hash | recall after pixels | found as another image"),
     ]
     wrong = hits = 0
     pairs: list[tuple[bytes, bytes]] = []
@@ -251,14 +250,10 @@ def main() -> None:
         f"\nIndexing takes {indexing_us:.0f} us an image, decoding, hashing, looking up and "
         f"comparing {lookup_us:.0f} us.",
         "\nFlat pictures of random colours against as many others:\n",
-        "| pictures | us an image | equal ones found |",
-        "|---|---|---|",
+        *header("pictures | us an image | equal ones found"),
         *(cost_of_flat(count) for count in (1000, 4000)),
     ]
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    finish("\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

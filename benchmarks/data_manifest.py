@@ -14,18 +14,19 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import resource
 import runpy
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+
+from benchmarks.result import finish, header, machine, measure_apart, measure_rounds
 
 ROWS, ROW_GROUPS, SHARDS = 303_000_000, 1_200_000, 75_000
 GLOBAL_BATCH = 4096
@@ -128,12 +129,10 @@ def walk(start_fraction: float) -> None:
     runpy.run_path(str(JOB), run_name="__main__")
 
 
-def run_apart(recipe: Path, start_fraction: float, overrides: list[str]) -> dict[str, float]:
+def run_apart(recipe: Path, case: str) -> dict[str, float]:
+    start_fraction, overrides = CASES[case]
     command = [sys.executable, __file__, "--walk", str(start_fraction), str(recipe), *overrides]
-    environment = {**os.environ, "BEGUN_S": str(time.time())}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return measure_apart(command, BEGUN_S=str(time.time()))
 
 
 def main() -> None:
@@ -150,20 +149,17 @@ def main() -> None:
         write(folder)
         recipe = write_recipe(folder)
         size_mib = (folder / "manifest.parquet").stat().st_size / 2**20
-        runs: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
-        for _ in range(ROUNDS):
-            for case, options in CASES.items():
-                runs[case].append(run_apart(recipe, *options))
+        runs = measure_rounds(CASES, ROUNDS, partial(run_apart, recipe))
     lines = [
-        f"# data_manifest: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
-        f"{os.cpu_count()} cores\n",
+        f"# data_manifest: {machine()}\n",
         f"`python benchmarks/data_manifest.py`: {ROWS:,} rows, {ROW_GROUPS:,} row groups, "
         f"{SHARDS:,} shards; the manifest is {size_mib:.1f} MiB. `python jobs/pretrain.py`, from "
         f"before the interpreter starts to the rows of the first task of {WORLD_SIZE} ranks. "
         f"Median of {ROUNDS} (best in brackets); cases take turns.\n",
-        "| run | to the checked recipe, s | to the first task, s (bar 5) | CPU, s | "
-        "peak RSS, MiB (bar 1024) |",
-        "|---|---|---|---|---|",
+        *header(
+            "run | to the checked recipe, s | to the first task, s (bar 5) | CPU, s | "
+            "peak RSS, MiB (bar 1024)"
+        ),
     ]
     for case, figures in runs.items():
         prepare = statistics.median(f["prepare_s"] for f in figures)
@@ -174,10 +170,7 @@ def main() -> None:
             f"| {case} | {prepare:.2f} | {statistics.median(totals):.2f} ({min(totals):.2f}) | "
             f"{cpu:.2f} | {peak:.0f} |"
         )
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    finish("\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,20 @@ tasks, as if each were made by another process; with and without the window, in 
 
 import argparse
 import importlib
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.result import finish, header, machine, measure_rounds
 
 Int64Array = NDArray[np.int64]
 
@@ -203,25 +204,22 @@ def reading(folder: Path) -> list[str]:
     import cv2
 
     cv2.setNumThreads(1)
-    lines = [
-        "| batch | ranks | images/s of CPU time, in turn | with the window | ratio | "
-        "bytes read per byte used, in turn | with the window |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = header(
+        "batch | ranks | images/s of CPU time, in turn | with the window | ratio | "
+        "bytes read per byte used, in turn | with the window"
+    )
     for batch, world_size in ((64, 1), (64, 8), (512, 1), (512, 8)):
-        seconds: dict[int, list[float]] = {0: [], WINDOW_ROWS: []}
-        read = {}
-        for turn in range(ROUNDS):
-            order = list(seconds) if turn % 2 else list(seconds)[::-1]
-            for window_rows in order:
-                taken, read[window_rows] = read_epoch(folder, batch, world_size, window_rows)
-                seconds[window_rows].append(taken)
-        before, after = seconds[0], seconds[WINDOW_ROWS]
+        found = measure_rounds(
+            (0, WINDOW_ROWS), ROUNDS, partial(read_epoch, folder, batch, world_size)
+        )
+        (before, read), (after, read_window) = (
+            ([one[0] for one in rounds], rounds[-1][1]) for rounds in found.values()
+        )
         ratio = statistics.median(b / a for a, b in zip(after, before, strict=True))
         lines.append(
             f"| {batch} | {world_size} | {1 / statistics.median(before):,.0f} | "
-            f"{1 / statistics.median(after):,.0f} | {ratio:.3f} | {read[0]:.2f} | "
-            f"{read[WINDOW_ROWS]:.2f} |"
+            f"{1 / statistics.median(after):,.0f} | {ratio:.3f} | {read:.2f} | "
+            f"{read_window:.2f} |"
         )
         print(lines[-1], flush=True)
     return lines
@@ -239,8 +237,7 @@ def main() -> None:
     chance = ", ".join(f"{(b - 1) / (ROWS - 1):.4%} for {b}" for b in (64, 512, 4096))
     report = "\n".join(
         [
-            f"# data_shuffle: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
-            f"{os.cpu_count()} cores\n",
+            f"# data_shuffle: {machine()}\n",
             "`python benchmarks/data_shuffle.py --streaming SITE_PACKAGES`\n",
             "## Pairs of a batch that meet again in the next epoch\n",
             f"In brackets, over a full shuffle ({chance}).\n",
@@ -252,9 +249,7 @@ def main() -> None:
             *read,
         ]
     )
-    print(report)
-    if args.out:
-        args.out.write_text(report + "\n")
+    finish(report, args.out)
 
 
 if __name__ == "__main__":

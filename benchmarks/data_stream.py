@@ -24,7 +24,6 @@ import io
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,8 @@ from typing import Any
 import cv2
 import numpy as np
 import psutil
+
+from benchmarks.result import finish, header, machine
 
 SIZE = 224
 BATCH = 64
@@ -533,12 +534,6 @@ def last_level_cache_bytes() -> int:
     return max(kib, default=32 * 1024) * 1024
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def write_tars(files: list[Path], folder: Path) -> None:
     folder.mkdir()
     for shard in range(16):
@@ -594,11 +589,10 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown with medians and spread of each contender, and our ratio to it."""
     ours = median(results[OURS], "rate")
     our_cpu_ms = median(results[OURS], "cpu_ms")
-    lines = [
-        "| contender | images/s | least to greatest | ours / it | CPU ms an image | its / ours | "
-        "first batch, s | private RSS, MiB | object store, MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = header(
+        "contender | images/s | least to greatest | ours / it | CPU ms an image | its / ours | "
+        "first batch, s | private RSS, MiB | object store, MiB"
+    )
     for name, rows in results.items():
         done = [row for row in rows if "error" not in row]
         if not done:
@@ -619,7 +613,7 @@ def kinds_table(results: dict[str, list[dict[str, Any]]]) -> str:
     done = {n: [r for r in rows if "error" not in r] for n, rows in results.items()}
     done = {name: rows for name, rows in done.items() if rows}
     kinds = sorted({kind for rows in done.values() for row in rows for kind in row["kinds"]})
-    lines = [f"| contender | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    lines = header(" | ".join(["contender", *kinds]))
     for name, rows in done.items():
         found = [statistics.median(row["kinds"].get(kind, 0.0) for row in rows) for kind in kinds]
         lines.append(f"| {name} | {' | '.join(f'{ms:.3f}' if ms else '' for ms in found)} |")
@@ -652,9 +646,7 @@ def main() -> None:
             results[name].append(run_apart(name, data, args.seconds))
             print(name, results[name][-1], flush=True)
     report = report_of(args, data, results)
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    finish(report, args.out)
     return None
 
 
@@ -663,7 +655,7 @@ def report_of(args: argparse.Namespace, data: Path, results: dict[str, Any]) -> 
     travelling = encoded_bytes(data)
     return (
         f"# Encoded JPEG to 224 px training crops: the stream, its peers, the limit\n\n"
-        f"{time.strftime('%Y-%m-%d')}, {processor()}, {CORES} cores, last-level cache "
+        f"{machine()}, last-level cache "
         f"{last_level_cache_bytes() >> 20} MiB.\n\n"
         f"    python benchmarks/data_stream.py {args.folder.name} "
         f"--rounds {args.rounds} --seconds {args.seconds:g}\n\n"

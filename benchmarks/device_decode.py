@@ -17,7 +17,6 @@ the resize needs torch alone.
 import argparse
 import io
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.result import finish, header, in_turn, machine, reason
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 CORES = len(os.sched_getaffinity(0))
@@ -224,10 +225,9 @@ def measure(work: Work, rounds: int) -> Iterator[tuple[dict[str, list[float]], d
     Each round begins with another row.
     """
     passes, missing = prepared(work)
-    order, found = list(passes), {name: [] for name in passes}
+    found: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(rounds):
-        first = turn % max(1, len(order))
-        for name in order[first:] + order[:first]:
+        for name in in_turn(list(passes), turn):
             if name in missing:
                 continue
             try:
@@ -237,17 +237,9 @@ def measure(work: Work, rounds: int) -> Iterator[tuple[dict[str, list[float]], d
         yield found, missing
 
 
-def reason(error: BaseException) -> str:
-    """In one line of a table."""
-    return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
-
-
 def table(found: dict[str, list[float]], missing: dict[str, str], count: int) -> str:
     """Markdown."""
-    lines = [
-        "| way | images/s | its time / ours | passes, fastest to slowest |",
-        "|---|---|---|---|",
-    ]
+    lines = header("way | images/s | its time / ours | passes, fastest to slowest")
     for name in ROWS:
         if name in missing:
             lines.append(f"| {name} | not run: `{missing[name]}` | | |")
@@ -269,15 +261,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine()
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
     rows = ""
     for measured in measure(Work(args.folder, args.images, args.size), args.rounds):
         rows = table(*measured, args.images)
         print(f"\n{rows}\n", flush=True)  # of one that is cut off, it is all
-    text = f"# device_decode: {time.strftime('%Y-%m-%d')}, {device}, {CORES} cores\n\n{rows}\n"
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    finish(f"# device_decode: {machine()}, {device}\n\n{rows}", args.out)
 
 
 if __name__ == "__main__":

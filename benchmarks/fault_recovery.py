@@ -23,7 +23,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import secrets
 import signal
 import socket
@@ -35,6 +34,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.result import finish, header, machine
 
 # Before Ray is imported: the ports of a local cluster are open to the network.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -297,12 +298,8 @@ def main() -> None:
         f"| {name} | {'until further' if name in ENDING else 'longest step'} | {' '.join(values)} |"
         for name, values in found.items()
     ]
-    head = f"# fault_recovery: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
-    head += f"{os.cpu_count()} cores"
-    report = "\n".join([head, "", "| fault | what | seconds |", "|---|---|---|", *rows, ""])
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    lines = [f"# fault_recovery: {machine()}\n", *header("fault | what | seconds"), *rows]
+    finish("\n".join(lines), args.out)
     ray.shutdown()
     CLUSTER.shutdown()
 

@@ -18,8 +18,6 @@ import heapq
 import io
 import json
 import math
-import os
-import platform
 import random
 import time
 from collections import Counter
@@ -29,6 +27,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, features
 
+from benchmarks.result import finish, header, machine
 from vit_ray.data.images.jpeg import decode_jpeg
 from vit_ray.data.jpeg_index.restart_index import crop_file
 from vit_ray.data.jpeg_index.restart_markers import Libjpeg, restart_writer, with_restart_markers
@@ -359,17 +358,14 @@ def main() -> None:
             spent_s = before_s + time.perf_counter() - begun_s
             args.state.write_text(json.dumps([seed + 1, spent_s, found]))
     spent_s = before_s + time.perf_counter() - begun_s
-    rows = "\n".join(f"| {kind} | {count:,} |" for kind, count in found.most_common())
-    report = (
-        f"# jpeg_rewriting: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
-        f"{os.cpu_count()} cores\n\n"
+    lines = [
+        f"# jpeg_rewriting: {machine()}\n",
         f"`python benchmarks/jpeg_rewriting.py --files {args.files} --seed {args.seed}`: "
-        f"{writer.name} (libjpeg-turbo {features.version('libjpeg_turbo')}), "
-        f"{spent_s:.0f} s.\n\n| a file | files |\n|---|---|\n{rows}\n"
-    )
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+        f"{writer.name} (libjpeg-turbo {features.version('libjpeg_turbo')}), {spent_s:.0f} s.\n",
+        *header("a file | files"),
+        *(f"| {kind} | {count:,} |" for kind, count in found.most_common()),
+    ]
+    finish("\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import platform
 import random
 import shutil
 import socket
@@ -32,6 +31,8 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from benchmarks.result import header, machine
 
 SAVES, PROCESSES, ELEMENTS = 4, 4, 1 << 14
 MOST_REQUESTS, MOST_CORES = 8.0, 0.5
@@ -235,14 +236,14 @@ def measure_heartbeats(ranks: int, seconds: float) -> tuple[str, bool]:
     ), holds
 
 
-SAVE_HEAD = """\
-| ranks | commits | events | save s | PUT tensors | GET tensors | \
-other requests a rank | of which | MiB sent back |
-|---|---|---|---|---|---|---|---|---|"""
-BEAT_HEAD = """\
-| ranks | heartbeats/s | CPU us each, host | cores, host | median answer ms | \
-bytes of the arguments |
-|---|---|---|---|---|---|"""
+SAVE_COLUMNS = (
+    "ranks | commits | events | save s | PUT tensors | GET tensors | other requests a rank | "
+    "of which | MiB sent back"
+)
+BEAT_COLUMNS = (
+    "ranks | heartbeats/s | CPU us each, host | cores, host | median answer ms | "
+    "bytes of the arguments"
+)
 
 
 def main() -> None:
@@ -251,9 +252,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    lines = [
-        f"# many_ranks: {time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores\n"
-    ]
+    lines = [f"# many_ranks: {machine()}\n"]
     all_hold = True
 
     def add(line: str, holds: bool = True) -> None:
@@ -263,7 +262,7 @@ def main() -> None:
         print(line, flush=True)
 
     sizes = [int(ranks) for ranks in args.ranks.split(",")]
-    add(SAVE_HEAD)
+    add("\n".join(header(SAVE_COLUMNS)))
     for ranks in sizes:
         add(*measure_save(ranks))
     import ray
@@ -271,7 +270,7 @@ def main() -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     add("")
-    add(BEAT_HEAD)
+    add("\n".join(header(BEAT_COLUMNS)))
     for ranks in sizes:
         add(*measure_heartbeats(ranks, args.seconds))
     ray.shutdown()

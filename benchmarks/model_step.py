@@ -31,15 +31,11 @@ import contextlib
 import gc
 import importlib
 import math
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.result import finish, header, in_turn, machine, reason
 from vit_ray.measure.devices import find_device, peak_flops
 from vit_ray.models import build_model
 from vit_ray.models.catalog import find_spec
@@ -320,11 +317,6 @@ def fastest(rates: Rates) -> int | None:
     return max((size for size in rates if rates[size]), key=lambda n: rates[n] or 0.0, default=None)
 
 
-def reason(error: BaseException) -> str:
-    """In one line."""
-    return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
-
-
 def measure(
     name: str, mode: str, sizes: list[int], dtype: torch.dtype, rounds: int
 ) -> Iterator[list[Row]]:
@@ -359,10 +351,7 @@ def measure(
         attempt(lambda peer: choose(trainees[peer], sizes, rows[peer]), peer)
         yield list(rows.values())
     for turn in range(rounds):
-        # Each round begins with another model, so that none always follows the same one.
-        order = list(trainees)
-        first = turn % max(1, len(order))
-        for peer in order[first:] + order[:first]:
+        for peer in in_turn(list(trainees), turn):
             attempt(partial(take_turn, trainees, rows, sizes, turn), peer)
         yield list(rows.values())
 
@@ -396,12 +385,11 @@ def step_flops(build: Callable[[str], nn.Module], name: str) -> int:
 
 def table(rows: list[Row]) -> str:
     """Markdown: images per second at the median, share of the peak, and theirs over ours."""
-    lines = [
-        "| model | mode | implementation | batch | images/s | MFU | by the paper's count "
+    lines = header(
+        "model | mode | implementation | batch | images/s | MFU | by the paper's count "
         "| theirs / ours, wall | theirs / ours, CPU time | step, fastest to slowest "
-        "| images/s tried, eager | images/s tried, compiled | note |",
-        "|" + "---|" * 13,
-    ]
+        "| images/s tried, eager | images/s tried, compiled | note"
+    )
     for row in rows:
         head = f"| {row.model} | {row.mode} | {row.peer} | {row.batch or '-'}"
         tail = f"{_tried(row, 'eager')} | {_tried(row, 'compiled')} | {'; '.join(row.notes)} |"
@@ -462,18 +450,6 @@ def _ratio(theirs_s: dict[int, float], ours_s: dict[int, float], theirs: Row, ou
     return f"{statistics.median(ratios):.3f}" if ratios else "-"
 
 
-def machine() -> str:
-    """Device, processor and versions."""
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-    else:
-        has_lscpu = shutil.which("lscpu")
-        cpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if has_lscpu else ""
-        names = [line.split(":", 1)[1].strip() for line in cpu.splitlines() if "Model name" in line]
-        device = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
-    return f"{device}; Python {platform.python_version()}, torch {torch.__version__}"
-
-
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -500,13 +476,10 @@ def main() -> None:
             for found in measure(name, mode, sizes, dtype, arguments.rounds):
                 print(f"\n{table(rows + found)}\n", flush=True)
             rows += found
-    text = (
-        f"{machine()}; {date.today().isoformat()}\n\n"
-        f"{arguments.dtype}, {arguments.rounds} rounds\n\n{table(rows)}\n"
-    )
-    if arguments.out:
-        arguments.out.write_text(text)
-    print("\n" + text)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    chosen = f"{device}, {threads}; {arguments.dtype}, {arguments.rounds} rounds"
+    finish(f"# model_step: {machine()}\n\n{chosen}\n\n{table(rows)}", arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import resource
 import socket
 import sqlite3
@@ -27,6 +26,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+from benchmarks.result import finish, header, machine, measure_apart, measure_rounds
 
 RUNS = 200
 POINTS = 100_000
@@ -139,16 +140,8 @@ WAYS = {"page": make_page, "peer": read_by_client}
 def run_apart(way: str, uri: str, folder: Path) -> dict[str, float]:
     """Seconds, MiB and what came of it, of a process of its own."""
     command = [sys.executable, __file__, "--run", way, uri, str(folder)]
-    root = str(Path(__file__).parents[1])
     begun_s = time.time()
-    done = subprocess.run(
-        command,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    figures = measure_apart(command, PYTHONPATH=str(Path(__file__).parents[1]))
     return {**figures, "s": time.time() - begun_s}
 
 
@@ -187,11 +180,8 @@ def measure(folder: Path, shape: str, points: int, kept: Path | None) -> list[st
     size_gib = path.stat().st_size / 2**30
     lines = []
     with serving(uri) as address:
-        figures: dict[str, list[dict[str, float]]] = {}
-        for _ in range(ROUNDS):
-            for place, where in (("SQLite", uri), ("server", address)):
-                found = run_apart("page", where, folder)
-                figures.setdefault(f"page from {place}", []).append(found)
+        places = {"page from SQLite": uri, "page from server": address}
+        figures = measure_rounds(places, ROUNDS, lambda one: run_apart("page", places[one], folder))
         figures["peer: get_metric_history, SQLite"] = [run_apart("peer", uri, folder)]
     for what, rounds in figures.items():
         seconds = [one["s"] for one in rounds]
@@ -215,23 +205,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lines = [
-        f"# report: {time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores\n",
+        f"# report: {machine()}\n",
         f"`python benchmarks/report.py`: {RUNS} runs of {POINTS:,} metric points each. Seconds "
         f"from before the interpreter starts, median of {ROUNDS} (best in brackets), "
         "the peer once; "
         "peak resident memory of the process.\n",
-        "| points of a run (store) | what | s (bar 20) | peak RSS, MiB (bar 1024) | page, MB, or "
-        "million points read |",
-        "|---|---|---|---|---|",
+        *header(
+            "points of a run (store) | what | s (bar 20) | peak RSS, MiB (bar 1024) | page, MB, or "
+            "million points read"
+        ),
     ]
     with tempfile.TemporaryDirectory() as scratch:
         for shape, points in SHAPES.items():
             if args.shape in (None, shape):
                 lines += measure(Path(scratch), shape, points, args.store)
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    finish("\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from benchmarks.result import header, machine, measure_rounds
 
 ROOT = Path(__file__).parents[1]
 STEPS, BATCH, SIDE = 20, 128, 16
@@ -251,13 +252,9 @@ def report_run(folder: Path, rounds: int) -> Iterator[str]:
         "torchrun + DeepSpeed": run_torchrun,
     }
     prepare(folder)
-    found: dict[str, list[Measured]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, run in ways.items():
-            found[name].append(run(folder))
+    found = measure_rounds(ways, rounds, lambda name: ways[name](folder))
     steps_s = [training_s(one.output) for one in found["this project"]]
-    yield "| command | wall s | CPU s | processes | memory at peaks, MiB |"
-    yield "|---|---|---|---|---|"
+    yield from header("command | wall s | CPU s | processes | memory at peaks, MiB")
     for name, rows in found.items():
         walls, cpus = [r.wall_s for r in rows], [r.cpu_s for r in rows]
         yield (
@@ -302,8 +299,7 @@ def by_kind(measured: Measured) -> Iterator[str]:
     kinds: dict[str, list[Process]] = {}
     for process in measured.processes:
         kinds.setdefault(process.name or "worker, idle", []).append(process)
-    yield "| process | number | CPU s | MiB each |"
-    yield "|---|---|---|---|"
+    yield from header("process | number | CPU s | MiB each")
     for name, group in sorted(kinds.items(), key=lambda item: -sum(p.cpu_s for p in item[1])):
         cpu_s = sum(p.cpu_s for p in group)
         if cpu_s >= 0.1:
@@ -360,12 +356,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default="run,sweep")
     arguments = parser.parse_args()
-    cpu = next(
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    )
-    print(f"{platform.machine()}, {cpu}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}\n")
+    print(f"{machine()}\n")
     with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
         for part in arguments.parts.split(","):
             lines = (

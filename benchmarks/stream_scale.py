@@ -12,7 +12,6 @@ do. Servers are as many as hosts: the blocks of one that is not alone are of 256
 
 import argparse
 import os
-import platform
 import threading
 import time
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+
+from benchmarks.result import finish, header, machine
 
 BLOCK_ROWS = 128
 GROUP_ROWS = 64
@@ -217,12 +218,6 @@ def measure(ranks: int, servers: int, seconds: float) -> str:
         ray.shutdown()
 
 
-HEAD = """\
-| ranks | servers | ms for 128 images, busiest server | raylet | GCS | images/s | first blocks s | \
-longest wait s | server MiB |
-|---|---|---|---|---|---|---|---|---|"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="8,64,512")
@@ -231,18 +226,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lines = [
-        f"# stream_scale: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
-        f"{os.cpu_count()} cores\n",
-        HEAD,
+        f"# stream_scale: {machine()}\n",
+        *header(
+            "ranks | servers | ms for 128 images, busiest server | raylet | GCS | images/s | "
+            "first blocks s | longest wait s | server MiB"
+        ),
     ]
-    print(HEAD, flush=True)
     for servers in args.servers.split(","):
         for ranks in args.ranks.split(","):
             if int(ranks) >= int(servers):
                 lines.append(measure(int(ranks), int(servers), args.seconds))
                 print(lines[-1], flush=True)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+    finish("\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

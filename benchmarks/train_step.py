@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.result import finish, header, machine
 from vit_ray.train.memory.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
@@ -331,11 +332,10 @@ def measure(args: argparse.Namespace) -> dict[str, Measured | str]:
 
 def table(best: dict[str, Measured | str], args: argparse.Namespace) -> str:
     """Markdown."""
-    lines = [
-        "| row | batch | ms a step | images/s | it / bare loop | MFU | waits for data "
-        "| GiB at most | predicted | predicted / measured |",
-        "|" + "---|" * 10,
-    ]
+    lines = header(
+        "row | batch | ms a step | images/s | it / bare loop | MFU | waits for data "
+        "| GiB at most | predicted | predicted / measured"
+    )
     for name, row in best.items():
         if isinstance(row, str):
             lines.append(f"| {ROWS[name][0]} | {args.batch} | not run: `{row}` | | | | | | | |")
@@ -405,10 +405,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     chosen = f"{args.model}, batch {args.batch}, {args.precision}, {device}"
     chosen += ", compiled" if args.compile else ", eager"
-    report = f"# train_step: {time.strftime('%Y-%m-%d')}, {chosen}\n\n{table(best, args)}\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    finish(f"# train_step: {machine()}; {chosen}\n\n{table(best, args)}", args.out)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,7 @@ Options behind the command change all recipes, such as `workers.num_workers=1`.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -29,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.result import header, machine
 from vit_ray.commands.convert import convert_of
 from vit_ray.commands.quickstart import is_converted
 from vit_ray.commands.tables.printed_tables import print_result, print_sweep
@@ -136,9 +134,10 @@ def report(
         f"Pre-training: {pretrained.steps} steps, top-1 on the test images of its 8 classes "
         f"{pretrained.metrics['eval/top1']:.2%}.",
         "",
-        "| target | start | by | tried (dev top-1) | chosen | test top-1 by seed "
-        "| mean +- deviation |",
-        "|---|---|---|---|---|---|---|",
+        *header(
+            "target | start | by | tried (dev top-1) | chosen | test top-1 by seed "
+            "| mean +- deviation"
+        ),
     ]
     for (target, start), result in sweeps.items():
         tried = ", ".join(
@@ -152,14 +151,14 @@ def report(
         lines.append(f"| {target} | {begun} | {tried} | {chosen} | {seeds} | {mean} |")
     targets = sorted({target for target, _ in sweeps})
     lines += ["", *(_gain(one, sweeps, *pair) for one in targets for pair in GAINS)]
-    lines += ["", "| few-shot top-1 of the pre-trained features | linear | nearest neighbours |"]
-    lines += ["|---|---|---|"]
+    few_shot_columns = "few-shot top-1 of the pre-trained features | linear | nearest neighbours"
+    lines += ["", *header(few_shot_columns)]
     lines += [
         f"| {target}, {row.shots} of a class | {_spread(row.linear)} | {_spread(row.neighbors)} |"
         for target, rows in few_shot.items()
         for row in rows
     ]
-    lines += ["", "| step | s |", "|---|---|"]
+    lines += ["", *header("step | s")]
     lines += [f"| {step} | {value:.0f} |" for step, value in seconds.items()]
     lines += [f"| all | {sum(seconds.values()):.0f} |"]
     return "\n".join(lines) + "\n"
@@ -186,10 +185,9 @@ def _spread(values: list[float]) -> str:
 
 
 def _heading() -> str:
-    date = datetime.datetime.now(datetime.UTC).date()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    machine = f"{os.cpu_count()}-core {platform.machine()} VM, {gpu}"
-    return f"# A transfer on CIFAR-10 and digits: {date}, {machine}\n\n    {' '.join(sys.argv)}\n\n"
+    command = " ".join(sys.argv)
+    return f"# A transfer on CIFAR-10 and digits: {machine()}, {gpu}\n\n    {command}\n\n"
 
 
 def main() -> int:

@@ -157,6 +157,12 @@ def test_the_table_of_rooms_names_each_of_them() -> None:
     assert all((ROOT / name).exists() for name in named), named
 
 
+def test_files_that_contributing_names_are_there() -> None:
+    named = re.findall(r"`([\w/.]+\.(?:py|yaml|md|toml))`", (ROOT / "CONTRIBUTING.md").read_text())
+    missing = [one for one in named if not ((PACKAGE / one).exists() or (ROOT / one).exists())]
+    assert missing == ["jobs/NAME.py"]
+
+
 def test_jobs_are_thin() -> None:
     for path in (ROOT / "jobs").glob("*.py"):
         rooms = {n.split(".")[1] for n in imported(path) if n.startswith("vit_ray.")}

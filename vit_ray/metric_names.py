@@ -30,8 +30,8 @@ CHECKPOINT_STALL_S: Final = "checkpoint/stall_s"
 CHECKPOINT_INTERVAL_MIN: Final = "checkpoint/interval_min"
 
 # Of an evaluation. `eval/` and `dev/` (training images that are held out) have the same names.
-EVAL: Final = "eval/"
-DEV: Final = "dev/"
+EVAL_GROUP: Final = "eval/"
+DEV_GROUP: Final = "dev/"
 EVAL_TOP1: Final = "eval/top1"
 EVAL_TOP5: Final = "eval/top5"
 EVAL_LOSS: Final = "eval/loss"
@@ -42,8 +42,8 @@ EVAL_AVERAGED_TOP1: Final = "eval/averaged_top1"
 DEV_TOP1: Final = "dev/top1"
 DEV_LOSS: Final = "dev/loss"
 DEV_AVERAGED_TOP1: Final = "dev/averaged_top1"
-FEW_SHOT: Final = "few_shot/"
-KNN: Final = "knn/"
+FEW_SHOT_GROUP: Final = "few_shot/"
+KNN_GROUP: Final = "knn/"
 EXTRACT_IMAGES: Final = "extract/images"
 EXTRACT_IMAGES_PER_S: Final = "extract/images_per_s"
 
@@ -58,7 +58,7 @@ RESULT_EVALUATIONS: Final = "result/evaluations"
 """Evaluations so far, of which it is the best."""
 
 # Of a whole run.
-RUN: Final = "run/"
+RUN_GROUP: Final = "run/"
 RUN_GOODPUT: Final = "run/goodput"
 RUN_WALL_S: Final = "run/wall_s"
 COST_CORE_DAYS: Final = "cost/core_days"
@@ -75,18 +75,20 @@ STUDY_TRAIN_IMAGES: Final = "study/train_images"
 STUDY_CELLS: Final = "study/cells"
 STUDY_FAILED_CELLS: Final = "study/failed_cells"
 STUDY_EXAFLOPS_TOTAL: Final = "study/exaflops_total"
-SWEEP: Final = "sweep/"
-VTAB: Final = "vtab/"
+SWEEP_GROUP: Final = "sweep/"
+TRANSFER_GROUP: Final = "transfer/"
+TRANSFER_MEAN_TOP1: Final = "transfer/mean_top1"
+VTAB_GROUP: Final = "vtab/"
 VTAB_NUM_TASKS: Final = "vtab/tasks"
 
-PLAN: Final = "plan/"
+PLAN_GROUP: Final = "plan/"
 """Of `vit-ray plan --scale`, at the number of GPUs as the step."""
 
-SYSTEM: Final = "system/"
+SYSTEM_GROUP: Final = "system/"
 """Of MLflow's own sampler of the machines."""
 
 
-def few_shot_top1(shots: int, group: str = FEW_SHOT) -> str:
+def few_shot_top1(shots: int, group: str = FEW_SHOT_GROUP) -> str:
     """Accuracy with so many images of each class, by least squares or (`KNN`) neighbours."""
     return f"{group}{shots}_shot_top1"
 

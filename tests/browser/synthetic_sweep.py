@@ -63,7 +63,7 @@ def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None
         loss = 2.3 / (1 + step / 20) + (1 - accuracy)
         tracker.log.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})
     tracker.log.metrics(STEPS, {"eval/top1": accuracy, "eval/loss": 1.5 * (1 - accuracy)})
-    tracker.log.metrics(STEPS, training_cost(trial, _resolved(), STEPS))
+    tracker.log.metrics(STEPS, training_cost(_resolved(trial), STEPS))
     checkpoint = f"{trial.run_folder}/step-{STEPS:08d}"
     classes = [str(label) for label in range(10)]
     files = model_files(used_sections(trial.recorded()), classes, checkpoint)
@@ -79,20 +79,24 @@ def _tracker(recipe: Recipe, kind: str, **opening: Any) -> Tracker:
             Path(recipe.run_folder) / "metrics.jsonl",
             None,
             trained_params(recipe),
-            run_facts(recipe, kind, _resolved(), ClusterShape(1, 2, 0, 0.0)),
-            datasets=data_inputs(_resolved()),
+            run_facts(recipe, kind, _resolved(recipe), ClusterShape(1, 2, 0, 0.0)),
+            datasets=data_inputs(_resolved(recipe)),
             **opening,
         )
     )
 
 
-def _resolved() -> Any:
+def _resolved(recipe: Recipe) -> Any:
     manifest = SimpleNamespace(
         path="data/digits/train", fingerprint="5" * 64, num_images=1497, num_classes=10, about={}
     )
     spec = SimpleNamespace(manifest=manifest, num_images=1467)
     return SimpleNamespace(
-        manifest=manifest, num_images=1467, total_steps=STEPS, streams={"train": spec}
+        recipe=recipe,
+        manifest=manifest,
+        num_images=1467,
+        total_steps=STEPS,
+        streams={"train": spec},
     )
 
 

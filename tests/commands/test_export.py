@@ -357,7 +357,7 @@ def evaluation_of(recipe: Recipe) -> PreparedRun:
     folder = Path(recipe.output).with_name("test")
     manifest = write_set(folder, [(f"t{index}", [index % 5]) for index in range(5)], CLASSES)
     recipe = recipe.with_changes(data={"eval": manifest.path})
-    return PreparedRun(recipe, "evaluate", resolve_run(recipe, needs_train=False))
+    return PreparedRun("evaluate", resolve_run(recipe, needs_train=False))
 
 
 def test_code_that_only_a_checkpoint_names_is_not_run_by_export_and_evaluation(

@@ -55,7 +55,7 @@ def test_figures_are_those_of_all_features_in_memory(tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(1000)  # workers' files have any order
     pool = write_features(tmp_path / "train", features[order], labels[order], order)
     test = write_features(tmp_path / "test", features[1000:], labels[1000:], np.arange(797))
-    rows = measure(few_shot_recipe(), pool, test, labels[:1000], 10)
+    rows = measure(few_shot_recipe().evaluate, pool, test, labels[:1000], 10)
     train, tests = (features[:1000], labels[:1000]), (features[1000:], labels[1000:])
     linear = few_shot_accuracy(*train, *tests, num_classes=10, shots=SHOTS, seeds=SEEDS)
     for row, shots in zip(rows, SHOTS, strict=True):
@@ -76,10 +76,10 @@ def test_an_image_without_a_feature_is_not_drawn(tmp_path: Path) -> None:
     features = np.where(labels[:, None] == 0, -1.0, 1.0).astype(np.float32)
     pool = write_features(tmp_path / "train", features[1:], labels[1:], samples)
     recipe = few_shot_recipe(evaluate={"shots": [2], "few_shot_seeds": 5})
-    (row,) = measure(recipe, pool, pool, labels, 2)
+    (row,) = measure(recipe.evaluate, pool, pool, labels, 2)
     assert row.linear == row.neighbors == [1.0] * 5
     with pytest.raises(ValueError, match="class 0 has 2 examples"):
-        measure(few_shot_recipe(evaluate={"shots": [3]}), pool, pool, labels, 2)
+        measure(few_shot_recipe(evaluate={"shots": [3]}).evaluate, pool, pool, labels, 2)
 
 
 def test_sets_that_cannot_be_measured_are_refused_before_ray_starts(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from tests.end_to_end.runs import Driver, checkpoint_steps, runs_of, wait_until,
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.measure.goodput import TimeClass
+from vit_ray.outcomes import EventKind
+from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
 # Long enough that there is time to interfere after the first checkpoint.
 STEPS = 600
@@ -48,6 +50,17 @@ def seconds_of(recipe: Recipe) -> dict[str, float]:
     assert sum(seconds.values()) == pytest.approx(wall_s + seconds["stopped"])
     assert seconds["unknown"] <= 0.02 * wall_s
     return {**seconds, "wall": wall_s}
+
+
+def events_of(recipe: Recipe) -> list[tuple[EventKind, int]]:
+    """Kind and step of what happened to a run, in its order: texts are for people."""
+    log = MetricsLog(metrics_log_path(recipe.run_folder))
+    found = [record for record, _ in log.read(0, 2**40) if record["kind"] == "event"]
+    return [(EventKind(one["event"]), one["step"]) for one in found]
+
+
+def kinds_of(recipe: Recipe) -> list[EventKind]:
+    return [kind for kind, _ in events_of(recipe)]
 
 
 def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:

@@ -20,7 +20,16 @@ from tests.end_to_end.runs import (
     weights_of,
     write_recipe,
 )
-from tests.faults.runs import EVERY, STEPS, long_recipe, seconds_of, start, worker_pids
+from tests.faults.runs import (
+    EVERY,
+    STEPS,
+    events_of,
+    kinds_of,
+    long_recipe,
+    seconds_of,
+    start,
+    worker_pids,
+)
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
@@ -29,6 +38,7 @@ from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.study_cells import study_cells
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.run import train
+from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 from vit_ray.tracking.tracker import replay
@@ -58,8 +68,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     wait_until(lambda: are_replaced([killed], others, worker_pids(ray_cluster)), driver)
     code, output = driver.wait()
     assert code == 0, output
-    assert "worker failed" in output
-    assert "resumed: from step" in output
+    assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
     seconds = seconds_of(recipe)
     timeline = MetricsLog(metrics_log_path(recipe.run_folder)).timeline()
     (noticed_s,) = [one["time_ms"] / 1000 for one in timeline if one["kind"] == "event"]
@@ -80,8 +89,7 @@ def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
     os.kill(pid, signal.SIGKILL)
     code, output = driver.wait()
     assert code == 0, output
-    assert "has died; the training goes on with new workers" in output
-    assert "resumed: from step" in output
+    assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
 
@@ -96,7 +104,7 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     killed_s = time.time()
     code, output = Driver(ray_cluster, "pretrain", str(write_recipe(recipe, folder))).wait()
     assert code == 0, output
-    assert "resumed: from step" in output
+    assert EventKind.RESUMED in kinds_of(recipe)
     seconds = seconds_of(recipe)
     starts = [
         one["began_s"]
@@ -108,24 +116,21 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     assert points_are_counted_once(recipe)
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_sigterm_and_ctrl_c_make_a_checkpoint_and_end_clean(
     ray_cluster: Head,
     digits: Digits,
     folder: Path,
     undisturbed: Recipe,
     number: signal.Signals,
-    reason: str,
 ) -> None:
-    recipe = long_recipe(f"told-to-stop-by-{reason}", digits, folder)
+    recipe = long_recipe(f"told-to-stop-by-{number.name}", digits, folder)
     driver = start(recipe, ray_cluster, folder)
     driver.process.send_signal(number)
     code, output = driver.wait()
     assert code == 3, output
-    assert f"stopped: {reason}; checkpoint at step" in output
     stopped_at = checkpoint_steps(recipe)[-1]
+    assert (EventKind.STOPPED, stopped_at) in events_of(recipe)
     assert stopped_at < STEPS
     assert train(recipe).is_complete
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
@@ -149,12 +154,10 @@ def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
     driver.process.send_signal(number)
     code, output = driver.wait()
     assert code == 3, output
-    assert "stopped on request" in output
     stopped_at = [checkpoint_steps(trial)[-1:] for trial in trials]
     assert all(steps < [STEPS] for steps in stopped_at)
     code, output = Driver(ray_cluster, "sweep", arguments).wait()
     assert code == 0, output
-    assert "test top-1, trained on all data" in output
     ends = [run.data.tags.get("vit_ray.events.resumed") for run in runs_of(recipe)]
     assert any(ends), stopped_at
 
@@ -215,7 +218,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     Path(file.path).write_bytes(content)
     result = train(recipe)
     assert result.is_complete
-    assert any(f"resumed: from step {EVERY} " in event for event in result.events)
+    assert (EventKind.RESUMED, EVERY) in events_of(recipe)
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
@@ -233,9 +236,7 @@ def test_a_stopped_worker_is_taken_for_hung_and_replaced(
     finally:
         _continue(frozen)
     assert code == 0, output
-    assert "no step for 8 s" in output
-    (told,) = [line for line in output.splitlines() if " is silent for " in line]
-    assert told.index(" is silent for ") < told.index("1 of 2 workers are at step")
+    assert kinds_of(recipe).count(EventKind.HUNG) == 1
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
@@ -269,5 +270,5 @@ def test_a_checkpoint_that_finds_no_room_is_told_and_the_next_one_counts(
     in_its_place.write_text("a file where the folder should be")
     result = train(recipe)
     assert result.is_complete
-    assert any(event.startswith("checkpoint failed: ") for event in result.events)
+    assert EventKind.CHECKPOINT_FAILED in kinds_of(recipe)
     assert checkpoint_steps(recipe) == [16, 24]

@@ -48,10 +48,12 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
     }.items():  # fmt: skip
         monkeypatch.setattr(run, name, stand_in)
     manifest = SimpleNamespace(num_classes=10)
-    resolved: Any = SimpleNamespace(manifest=manifest, num_images=90, total_steps=20, streams={})
     recipe = load_recipe("digits", ["plan.price_per_gpu_hour=2"])
+    resolved: Any = SimpleNamespace(
+        recipe=recipe, manifest=manifest, num_images=90, total_steps=20, streams={}
+    )
     with pytest.raises(RunFailedError, match="worker 1 died"):
-        run_prepared(PreparedRun(recipe, kind, resolved))
+        run_prepared(PreparedRun(kind, resolved))
     assert [step for step, _ in opened.recorded] == ([7] if has_cost else [])
     for _, cost in opened.recorded:
         assert cost["study/images_seen"] == 7 * 128

@@ -43,7 +43,7 @@ class SavedWeights:
     @property
     def run_id(self) -> str | None:
         """MLflow run that trained them."""
-        return self.position and self.position.tracking_run_id
+        return self.position.tracking_run_id if self.position else None
 
 
 def initialize_weights(

@@ -124,7 +124,7 @@ def published_use(path: str) -> dict[str, Any] | None:
     processor = _settings_beside(path, FOLDER_PREPROCESSOR)
     size = processor.get("size")
     edge = size.get("shortest_edge") if isinstance(size, dict) else size
-    crop = {"kind": "resize"}
+    crop: dict[str, object] = {"kind": "resize"}
     if processor.get("do_center_crop") and isinstance(edge, int):
         crop = {"kind": "center_crop", "resize": edge}
     return {"model": model, "data": {"eval_augment": crop}, "train": {"precision": "fp32"}}

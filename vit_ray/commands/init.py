@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
 import yaml
@@ -39,7 +39,7 @@ _MODELS: Final = (
 class _Look(NamedTuple):
     """What is seen of a source."""
 
-    count: SourceCount
+    counted: SourceCount
     """Of the split to train on."""
     split: str | None
     """Its name, where the source has several."""
@@ -74,7 +74,7 @@ def write_recipe(images: str, out: str | None) -> int:
     recipe_from_dict(yaml.safe_load(text), where=str(file))
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
-    print(f"{images}: {look.count.num_images:,} images of {look.count.num_classes:,} classes")
+    print(f"{images}: {look.counted.num_images:,} images of {look.counted.num_classes:,} classes")
     if look.bad:
         print(
             f"{len(look.bad)} of {look.num_opened} files that were opened are no images ("
@@ -94,9 +94,9 @@ def _look_at(images: str) -> _Look:
         counts: dict[str | None, SourceCount] = {None: count_source(images)}
     except ValueError:
         counts = {}
-        for split in ("train", "validation", "test"):
+        for part in ("train", "validation", "test"):
             with contextlib.suppress(ValueError):
-                counts[split] = count_source(images, "auto", split)
+                counts[part] = count_source(images, "auto", part)
         if "train" not in counts:
             raise
     split = next(iter(counts))
@@ -134,7 +134,7 @@ def _sample(images: str, split: str | None) -> Iterator[bytes]:
 
 
 def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
-    count, side = look.count.num_images, look.side
+    count, side = look.counted.num_images, look.side
     held_out = 0.0 if look.test_split else min(0.1, round(10_000 / count, 6))
     trained = count - round(count * held_out)
     batch = 4096
@@ -144,11 +144,12 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
     steps = epochs * trained // batch
     model, why = _model(side, count)
     split, test = look.split, look.test_split
-    source: dict[str, Any] = {"source": images, "destination": f"data/{name}/{split or 'train'}"}
+    destination = str(PurePosixPath("data", name, split or "train"))
+    source: dict[str, Any] = {"source": images, "destination": destination}
     source |= {"split": split} if split else {}
-    data = [f"  train: {json.dumps(source['destination'])}"]
+    data = [f"  train: {json.dumps(destination)}"]
     if test:
-        evaluated = f"data/{name}/{test}"
+        evaluated = str(PurePosixPath("data", name, test))
         data.append(f"  eval: {json.dumps(evaluated)}")
     else:
         data.append(
@@ -165,7 +166,7 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
     is_small = side <= 64
     return "\n".join(
         [
-            f"# {count:,} images of {look.count.num_classes:,} classes in {images}",
+            f"# {count:,} images of {look.counted.num_classes:,} classes in {images}",
             "# Commands:",
             *(f"#   {line}" for line in lines),
             f"name: {name}",

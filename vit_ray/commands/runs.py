@@ -17,10 +17,11 @@ from vit_ray.checkpoints.run_checkpoints import (
 )
 from vit_ray.lock import held_by
 from vit_ray.measure.best_evaluation import with_best
+from vit_ray.metric_names import DEV_AVERAGED_TOP1, DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
-_ACCURACIES = ("eval/averaged_top1", "eval/top1", "dev/averaged_top1", "dev/top1")
+_ACCURACIES = (EVAL_AVERAGED_TOP1, EVAL_TOP1, DEV_AVERAGED_TOP1, DEV_TOP1)
 _ENDS = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
 
 

@@ -75,8 +75,8 @@ class ExampleImages:
             numbers = [1, samples[index], of_class[index], np.nan_to_num(loss[index]), *known]
             return np.concatenate([pixels, numbers])
 
-        unwanted = np.where(counts > 0, 0.0, np.inf)
-        self._keep("examples", samples + unwanted, row)
+        unwanted: Float64Array = np.where(counts > 0, 0.0, np.inf)
+        self._keep("examples", samples.astype(np.float64) + unwanted, row)
         unwanted[wrong == 0] = np.inf
         self._keep("errors", unwanted - np.nan_to_num(loss), row)
 
@@ -123,7 +123,8 @@ def example_files(rows: Float64Array, classes: Sequence[str]) -> dict[str, bytes
         rows: the sum over ranks of what `ExampleImages.chosen` gives.
         classes: names of the model's classes.
     """
-    files, first = {}, 0
+    files: dict[str, bytes] = {}
+    first = 0
     for kind, most in KINDS.items():
         some = [row for row in rows[first : first + most] if row[_PIXELS] > 0]
         first += most

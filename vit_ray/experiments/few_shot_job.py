@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config import Recipe, require
+from vit_ray.config.training_sections import EvalConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import all_first_labels
-from vit_ray.data.format.manifest import Manifest
 from vit_ray.evaluate.feature_files import read_features
 from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
 from vit_ray.experiments.parent_run import earlier_run, open_parent
@@ -23,7 +23,7 @@ from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.feature_extraction import plan_extraction
 from vit_ray.launch.pool.pool_training import RunFailedError
-from vit_ray.metric_names import FEW_SHOT, KNN, few_shot_top1
+from vit_ray.metric_names import FEW_SHOT_GROUP, KNN_GROUP, few_shot_top1
 from vit_ray.storage import Location
 from vit_ray.tracking.past_runs import is_finished
 
@@ -41,7 +41,7 @@ class FewShotRow:
     def metrics(self) -> dict[str, float]:
         """Mean and deviation over seeds, as MLflow has them."""
         found = {}
-        for group, values in ((FEW_SHOT, self.linear), (KNN, self.neighbors)):
+        for group, values in ((FEW_SHOT_GROUP, self.linear), (KNN_GROUP, self.neighbors)):
             key = few_shot_top1(self.shots, group)
             found[key] = statistics.fmean(values)
             if len(values) > 1:
@@ -70,7 +70,11 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         RunFailedError: an extraction has failed.
     """
     recipe = recipe.with_absolute_paths()
-    pool, test = (_set_of(recipe, part) for part in ("train", "test"))
+    sets = {"train": recipe.evaluate.few_shot_train, "test": recipe.evaluate.few_shot_test}
+    pool, test = (
+        open_dataset(require(path, f"evaluate.few_shot_{part}", "a converted data set"))
+        for part, path in sets.items()
+    )
     if pool.classes != test.classes:
         raise ValueError(
             f"evaluate.few_shot_test: {test.path} has other classes than {pool.path}; convert both "
@@ -79,19 +83,32 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
     labels = all_first_labels(pool.path)
     examples = np.bincount(labels[labels >= 0], minlength=pool.num_classes)
     require_shots(examples, shots=recipe.evaluate.shots, classes=pool.classes)
-    recipes = [_extraction(recipe, part) for part in ("train", "test")]
+    recipes = [
+        recipe.with_changes(
+            name=f"{recipe.name}-{part}",
+            extract={
+                "data": path,
+                "path": f"{recipe.run_folder}-features/{part}",
+                "logits": False,
+            },
+        )
+        for part, path in sets.items()
+    ]
     planned = [plan_extraction(one) for one in recipes]
     missing = [k for k, features in enumerate(planned) if not features.are_whole()]
     first, last = (features.prepared.resolved for features in planned)
     parts = {"train": first, "few_shot_train": first, "few_shot_test": last}
     streams = {name: resolved.streams["eval"] for name, resolved in parts.items()}
     own = recipe.with_changes(name=f"{recipe.name}-few-shot")
+    run_id = earlier_run(own, "few_shot")
+    if run_id is not None and is_finished(own.tracking, run_id):
+        run_id = None
     with open_parent(
         own,
         "few_shot",
         replace(first, streams=streams),
         0,
-        _unfinished_run(own),
+        run_id,
         trainings=recipes,
         tags={"init_from": str(recipe.init_from)},
     ) as parent:
@@ -108,7 +125,7 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         if failed := [one.error for one in outcomes if one.error]:
             raise RunFailedError("; ".join(dict.fromkeys(failed)))
         examples_at, tests_at = (features.folder for features in planned)
-        rows = measure(recipe, examples_at, tests_at, labels, pool.num_classes)
+        rows = measure(recipe.evaluate, examples_at, tests_at, labels, pool.num_classes)
         record = parent.run.record
         record.results(0, {key: value for row in rows for key, value in row.metrics().items()})
         record.text("few_shot.csv", table_csv(rows))
@@ -116,30 +133,12 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         return FewShotResult(rows, record.hint())
 
 
-def _unfinished_run(own: Recipe) -> str | None:
-    run_id = earlier_run(own, "few_shot")
-    return None if run_id is None or is_finished(own.tracking, run_id) else run_id
-
-
-def _set_of(recipe: Recipe, part: str) -> Manifest:
-    key = f"few_shot_{part}"
-    path = require(getattr(recipe.evaluate, key), f"evaluate.{key}", "a converted data set")
-    return open_dataset(path)
-
-
-def _extraction(recipe: Recipe, part: str) -> Recipe:
-    return recipe.with_changes(
-        name=f"{recipe.name}-{part}",
-        extract={
-            "data": getattr(recipe.evaluate, f"few_shot_{part}"),
-            "path": f"{recipe.run_folder}-features/{part}",
-            "logits": False,
-        },
-    )
-
-
 def measure(
-    recipe: Recipe, pool: Location, test: Location, labels: NDArray[np.integer], num_classes: int
+    config: EvalConfig,
+    pool: Location,
+    test: Location,
+    labels: NDArray[np.integer],
+    num_classes: int,
 ) -> list[FewShotRow]:
     """Linear and nearest-neighbour accuracy of every number of shots, from features in files.
 
@@ -147,7 +146,6 @@ def measure(
         labels: of the pool, by sample number. An image that has no feature, since it could not be
             decoded, is not drawn.
     """
-    config = recipe.evaluate
     drawable = np.full(len(labels), -1, np.int64)
     for part in read_features(pool, ["sample", "label"]):
         drawable[part["sample"]] = part["label"]
@@ -164,7 +162,7 @@ def measure(
         few_shot.add_tests(features, truth)
     linear = few_shot.accuracies()
     shots = sorted(set(config.shots))
-    votes = _neighbor_accuracies(recipe, pool, test, drawable, num_classes)
+    votes = _neighbor_accuracies(config, pool, test, drawable, num_classes)
     return [FewShotRow(n, linear[n], votes[n]) for n in shots]
 
 
@@ -174,14 +172,13 @@ def _tests(folder: Location) -> Iterator[tuple[Features, NDArray[Any]]]:
 
 
 def _neighbor_accuracies(
-    recipe: Recipe,
+    config: EvalConfig,
     pool: Location,
     test: Location,
     drawable: NDArray[np.int64],
     num_classes: int,
 ) -> dict[int, list[float]]:
     """By shots, of each seed; the features of one seed's examples are held at a time."""
-    config = recipe.evaluate
     found: dict[int, list[float]] = {n: [] for n in config.shots}
     for seed in range(config.few_shot_seeds):
         ranks = ranks_in_class(drawable, num_classes, seed)

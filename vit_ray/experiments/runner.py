@@ -313,7 +313,13 @@ class _Searcher(Searcher):
             return Searcher.FINISHED if self._runner.is_over else None
         self._works[trial_id] = work
         held = HeldTraining(str(work.training), ray.put(work.training))
-        return {TRIAL: held, **_flat(work.training.point)}
+        # Lists and dicts as text: Ray Tune would take their items for dimensions.
+        return {TRIAL: held} | {
+            key: value
+            if value is None or isinstance(value, (int, float, str))
+            else value_text(value)
+            for key, value in work.training.point.items()
+        }
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
@@ -362,11 +368,3 @@ def _tuner(runner: Runner, name: str, storage_path: str, *, is_private: bool) ->
             failure_config=tune.FailureConfig(max_failures=MOST_RESTARTS),
         ),
     )
-
-
-def _flat(point: Any) -> dict[str, Any]:
-    """With lists and dicts as text: Ray Tune would take their items for dimensions."""
-    return {
-        key: value if value is None or isinstance(value, (int, float, str)) else value_text(value)
-        for key, value in point.items()
-    }

@@ -44,8 +44,9 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
             points are the same.
     """
     space = config.space or {RATE: list(config.learning_rates)}
-    if fixed := [key for key in space if _is_fixed(key)]:
-        raise ValueError(f"sweep.space: {fixed[0]} cannot be varied in one sweep")
+    for key, fixed in itertools.product(space, _FIXED):
+        if f"{fixed}.".startswith(f"{key}.") or key.startswith(f"{fixed}."):
+            raise ValueError(f"sweep.space: {key} cannot be varied in one sweep")
     if config.search == "optuna":
         check_optuna(space)
     points = _grid(space) if config.search == "grid" else _drawn(space, config)
@@ -106,10 +107,6 @@ def check_optuna(space: Mapping[str, Any]) -> None:
                 )
 
 
-def _is_fixed(key: str) -> bool:
-    return any(f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in _FIXED)
-
-
 def _grid(space: Mapping[str, Any]) -> list[Point]:
     ranges = [key for key, values in space.items() if isinstance(values, dict)]
     if ranges:
@@ -128,7 +125,10 @@ def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
     for number in itertools.count():
         if len(found) == config.num_trials:
             return list(found.values())
-        point = _draw_point(space, config.seed, number)
+        point = {
+            key: _draw(values, KeyedUniform(config.seed, number, place))
+            for place, (key, values) in enumerate(space.items())
+        }
         missed = missed + 1 if point_name(point) in found else 0
         found.setdefault(point_name(point), point)
         if missed == _MISSES * config.num_trials:
@@ -137,13 +137,6 @@ def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
                 f"{config.num_trials}; list more values, widen the ranges, or lower the number"
             )
     raise AssertionError
-
-
-def _draw_point(space: Mapping[str, Any], *key: int) -> Point:
-    return {
-        name: _draw(values, KeyedUniform(*key, place))
-        for place, (name, values) in enumerate(space.items())
-    }
 
 
 def _draw(values: Any, uniform: KeyedUniform) -> Any:

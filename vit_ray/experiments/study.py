@@ -18,11 +18,11 @@ from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.remembered import grace_steps
 from vit_ray.experiments.runner import Flow, Work, cluster_room, room_of
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
+from vit_ray.experiments.sweep_state import grace_steps
 from vit_ray.experiments.training import deciding_metric
 from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
 from vit_ray.experiments.write_page import page_meanwhile, page_of
@@ -178,7 +178,7 @@ class StudyRun:
             [group for group in groups if not self._is_over(group)],
             room,
             lambda one: room_of(one[0].recipe, room),
-            lambda one: training_cost(one[0].recipe, one[1], one[1].total_steps)[STUDY_EXAFLOPS],
+            lambda one: training_cost(one[1], one[1].total_steps)[STUDY_EXAFLOPS],
         )
         soon = (cell for group in groups for cell, _ in group if cell.name not in self.finished)
         parent.start_workers(first.recipe if (first := next(soon, None)) else None)
@@ -288,7 +288,6 @@ def _totals(results: list[CellResult]) -> dict[str, float]:
 
 def _exaflops_computed(result: CellResult) -> float:
     """Of a branch those of its cool-down alone: its trunk has computed the rest."""
-    found = result.metrics
-    batch = result.cell.recipe.train.global_batch_size
+    found, batch = result.metrics, result.cell.recipe.train.global_batch_size
     share = own_share(result.branched_from, batch, found.get(STUDY_IMAGES_SEEN))
     return found.get(STUDY_EXAFLOPS, 0.0) * share

@@ -81,10 +81,7 @@ def study_cells(recipe: Recipe) -> list[Cell]:
         for place, row in enumerate(study.models)
         for cell in _row_cells(recipe, study, row, f"study.models.{place} ({row.label!r})")
     ]
-    _refuse_same_names(cells)
-    _refuse_same_trainings(cells)
-    _refuse_too_wide(study, cells)
-    _refuse_unbranched(study, cells)
+    _check_together(study, cells)
     return cells
 
 
@@ -138,7 +135,13 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
     if row.learning_rate is not None:
         point["optim.learning_rate"] = row.learning_rate
     for key, value in leaves(row.changes):
-        _check_key(key, where)
+        if instead := _GIVEN_ELSEWHERE.get(key):
+            raise ValueError(f"{where}: changes.{key} is no key of a single cell; give {instead}")
+        if (section := key.partition(".")[0]) in _COMMON and key not in _TOLD:
+            raise ValueError(
+                f"{where}: changes.{key}: all cells of a study have one {section}; give it outside "
+                "of the rows"
+            )
         if key in point and (row.model is None or not key.startswith("model.")):
             raise ValueError(f"{where}: {key} is given twice; keep one of them")
         point[key] = value
@@ -154,26 +157,13 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _check_key(key: str, where: str) -> None:
-    if instead := _GIVEN_ELSEWHERE.get(key):
-        raise ValueError(f"{where}: changes.{key} is no key of a single cell; give {instead}")
-    if key.partition(".")[0] in _COMMON and key not in _TOLD:
-        raise ValueError(
-            f"{where}: changes.{key}: all cells of a study have one {key.partition('.')[0]}; give "
-            "it outside of the rows"
-        )
-
-
-def _refuse_same_names(cells: list[Cell]) -> None:
+def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
     names = [cell.name for cell in cells]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"study: cells have a name twice, such as {twice[0]!r}; give each of "
             "study.models its own label, and list fractions and lengths that differ more"
         )
-
-
-def _refuse_same_trainings(cells: list[Cell]) -> None:
     known: dict[str, Cell] = {}
     for cell in cells:
         other = known.setdefault(training_of(cell.recipe), cell)
@@ -182,22 +172,14 @@ def _refuse_same_trainings(cells: list[Cell]) -> None:
                 f"study: rows {other.label!r} and {cell.label!r} make one cell: {other.name!r} and "
                 f"{cell.name!r} would train the same; leave one of them out, or change it"
             )
-
-
-def _refuse_too_wide(study: StudyConfig, cells: list[Cell]) -> None:
     for cell in cells:
-        least = cell.recipe.group_sizes[0]
+        least, schedule = cell.recipe.group_sizes[0], cell.recipe.optim.schedule
         if study.max_gpus is not None and least > study.max_gpus:
             raise ValueError(
                 f"study.max_gpus={study.max_gpus}: cell {cell.name!r} has {least} workers "
                 f"(workers.num_workers={cell.recipe.workers.num_workers}); raise the one or lower "
                 "the other"
             )
-
-
-def _refuse_unbranched(study: StudyConfig, cells: list[Cell]) -> None:
-    for cell in cells:
-        schedule = cell.recipe.optim.schedule
         if study.branch and schedule not in ("cooldown", "rsqrt"):
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, under which "

@@ -26,16 +26,6 @@ from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.data.prepare.dev_split import dev_split
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.remembered import (
-    DIVERGED,
-    POINTS,
-    Kept,
-    RememberedAsha,
-    RememberedSearch,
-    grace_steps,
-    rung_steps,
-    trial_key,
-)
 from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import (
     RATE,
@@ -46,6 +36,16 @@ from vit_ray.experiments.search_space import (
     points_of,
     with_point,
 )
+from vit_ray.experiments.sweep_state import (
+    DIVERGED,
+    POINTS,
+    Kept,
+    RememberedAsha,
+    RememberedSearch,
+    grace_steps,
+    rung_steps,
+    trial_key,
+)
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.experiments.write_page import page_of
@@ -55,7 +55,7 @@ from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import tag_ended_run
-from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP
+from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
@@ -195,7 +195,7 @@ def _check_points(recipe: Recipe, points: list[Point]) -> None:
                     "chooses; use a loss on labels"
                 )
             if is_new:
-                check_weights(PreparedRun(resolved.recipe, "sweep_trial", resolved))
+                check_weights(PreparedRun("sweep_trial", resolved))
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:
@@ -505,7 +505,7 @@ def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
     """What the sweep's own run records, each accuracy under the name that it has in its runs."""
     mine = EVAL_AVERAGED_TOP1 if outcome.last_test_top1 else EVAL_TOP1
     chosen = {
-        f"{SWEEP}{key.rpartition('.')[2]}": float(value)
+        f"{SWEEP_GROUP}{key.rpartition('.')[2]}": float(value)
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vit_ray.experiments.search_space import RATE, Point, point_text
+from vit_ray.experiments.search_space import RATE, point_text
 from vit_ray.experiments.training import Outcome
 from vit_ray.outcomes import TrialState
 from vit_ray.report.figures import charts
@@ -29,7 +29,10 @@ def _series(rows: list[Outcome], state: TrialState) -> Series:
     is_cut = state is TrialState.STOPPED_EARLY
     points = [
         charts.Point(
-            float(row.point[RATE]), row.top1, _rest(row.point), state=str(state) if is_cut else ""
+            float(row.point[RATE]),
+            row.top1,
+            point_text({key: value for key, value in row.point.items() if key != RATE}),
+            state=str(state) if is_cut else "",
         )
         for row in rows
         if RATE in row.point and row.top1 is not None and row.state is state
@@ -37,10 +40,6 @@ def _series(rows: list[Outcome], state: TrialState) -> Series:
     has_line = len({point.label for point in points}) == 1 and not is_cut
     name = str(state) if is_cut else "trials"
     return Series(name, sorted(points, key=lambda point: point.x), has_line=has_line)
-
-
-def _rest(point: Point) -> str:
-    return point_text({key: value for key, value in point.items() if key != RATE})
 
 
 def trials_table(rows: list[Outcome], chosen: Outcome) -> Table:

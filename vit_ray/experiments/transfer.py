@@ -20,6 +20,7 @@ from vit_ray.experiments.study_cells import Cell, leaves, training_of
 from vit_ray.experiments.sweep import open_sweep, plan_sweep, recorded_sweep
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.record.run_metadata import SIZES
+from vit_ray.metric_names import TRANSFER_GROUP
 
 _OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
 """Sections and keys of a task's recipe that are as the cell has them."""
@@ -59,7 +60,10 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "study": None,
     }
     recipe = with_point(base, point, where, **changes)
-    return recipe.with_changes(name=f"{recipe.name}-{_digest(_trained_text(recipe))}")
+    # What is trained, on however many workers: a run of another training needs another name.
+    flat = json.loads(training_of(recipe))
+    text = json.dumps({key: flat[key] for key in flat if key not in SIZES})
+    return recipe.with_changes(name=f"{recipe.name}-{_digest(text)[:8]}")
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
@@ -69,19 +73,13 @@ def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
     return next(taken, None)
 
 
-def _trained_text(recipe: Recipe) -> str:
-    """What is trained, on however many workers: a run of another training needs another name."""
-    flat = json.loads(training_of(recipe))
-    return json.dumps({key: flat[key] for key in flat if key not in SIZES})
-
-
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def top1_key(task: StudyTask) -> str:
     """Metric of the cell's run."""
-    return f"transfer/{task.name}_top1"
+    return f"{TRANSFER_GROUP}{task.name}_top1"
 
 
 def task_tags(cell: Cell, task: StudyTask) -> dict[str, str]:
@@ -89,7 +87,7 @@ def task_tags(cell: Cell, task: StudyTask) -> dict[str, str]:
     recipe = task_recipe(cell, task)
     sweep = recipe.sweep.model_dump(mode="json") if recipe.sweep else None
     text = f"{training_of(recipe)} {json.dumps(sweep, sort_keys=True)}"
-    return {f"vit_ray.transfer.{task.name}": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    return {f"vit_ray.transfer.{task.name}": _digest(text)}
 
 
 def transfer(

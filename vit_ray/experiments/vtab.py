@@ -26,7 +26,7 @@ from vit_ray.experiments.training import Outcome
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.metric_names import VTAB, VTAB_NUM_TASKS
+from vit_ray.metric_names import VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent
@@ -169,7 +169,7 @@ def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
     if recipe.sweep is None:
         resolved = resolve_run(recipe)
         if newest_checkpoint(locate(recipe.run_folder)) is None:
-            check_weights(PreparedRun(recipe, "finetune", resolved))
+            check_weights(PreparedRun("finetune", resolved))
         return resolved
     # 200 images cannot have all of Sun397's classes.
     return plan_sweep(recipe, needs_every_class=False)
@@ -210,7 +210,7 @@ def _sweep_task(
 ) -> Flow[TaskResult]:
     def record_choice(rows: list[Outcome], chosen: Outcome) -> None:
         for name, text in sweep_files(rows, chosen).items():
-            parent.run.record.text(f"{VTAB}{row.task.name}/{name.rpartition('/')[2]}", text)
+            parent.run.record.text(f"{VTAB_GROUP}{row.task.name}/{name.rpartition('/')[2]}", text)
 
     swept = yield from sweep(plan, parent, record_choice, tags)
     return replace(
@@ -238,9 +238,9 @@ def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float |
 
 def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
     """What the parent run records: accuracy of each task, and the means that are whole."""
-    metrics = {f"{VTAB}{row.task.name}_top1": row.top1 for row in rows}
+    metrics = {f"{VTAB_GROUP}{row.task.name}_top1": row.top1 for row in rows}
     means = group_means([(row.task.group, row.top1) for row in rows])
-    metrics |= {f"{VTAB}{_key(group, rows)}_top1": value for group, value in means.items()}
+    metrics |= {f"{VTAB_GROUP}{_key(group, rows)}_top1": value for group, value in means.items()}
     known = {key: value for key, value in metrics.items() if value is not None}
     return {**known, VTAB_NUM_TASKS: float(sum(row.top1 is not None for row in rows))}
 
@@ -270,7 +270,10 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
         note = "" if mean is not None else "not all of its tasks have an accuracy"
         values = (of[group] for of in means)
         label = _label(_members(group, rows), is_papers_model)
-        lines.append([_title(group, rows), "", None, *values, None, "", label, note])
+        title = "mean" if group == "mean" else f"mean of {group}"
+        # Over which the paper's mean is taken, too.
+        title += "" if _is_whole(group, rows) else ", these tasks only"
+        lines.append([title, "", None, *values, None, "", label, note])
     return Table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", columns, lines)
 
 
@@ -298,12 +301,6 @@ def _key(group: str, rows: Sequence[TaskResult]) -> str:
     """Of a metric: a mean over other tasks than the paper's has another name."""
     count = f"_{len(_members(group, rows))}_of_{len(PAPER_GROUPS[group])}"
     return group if _is_whole(group, rows) else group + count
-
-
-def _title(group: str, rows: Sequence[TaskResult]) -> str:
-    """Says so where the tasks, over which the paper's mean is taken too, are not all of its own."""
-    title = "mean" if group == "mean" else f"mean of {group}"
-    return title if _is_whole(group, rows) else f"{title}, these tasks only"
 
 
 def _of_paper(row: TaskResult) -> list[float | None]:

@@ -116,7 +116,6 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
     with errors_of_weights():
         outputs = meta_state_of(recipe.init_from).num_classes  # None without a head
     prepared = PreparedRun(
-        resolved.recipe,
         "extract",
         replace(resolved, streams={"train": spec, "eval": spec}),
         outputs=outputs,

@@ -7,6 +7,7 @@ from typing import Final, Literal
 import numpy as np
 
 from vit_ray.config import Recipe
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.models.catalog import ModelSpec, as_grid, find_spec
 from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
@@ -107,12 +108,11 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
         )
 
 
-def averaging_warning(recipe: Recipe, total_steps: int) -> str | None:
+def averaging_warning(train: TrainConfig, total_steps: int) -> str | None:
     """A warning of averaged weights that are still the first ones; None where they are not.
 
     They decide what a sweep chooses, when a run stops early, and what tables show.
     """
-    train = recipe.train
     left = train.averaging**total_steps
     if not train.averaging or train.averaging_warmup or left <= MOST_OF_FIRST_WEIGHTS:
         return None

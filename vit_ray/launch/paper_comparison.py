@@ -45,26 +45,28 @@ def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | No
     top1 = metrics.get(EVAL_TOP1)
     if top1 is None or recipe.data.test_set is None:
         return None
-    return _table(recipe, [top1], recipe.benchmark.kind)
+    test_set = recipe.data.test_set
+    return _table(recipe.paper, recipe.model.name, test_set, [top1], recipe.benchmark.kind)
 
 
 def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Table:
     """What the choice of a sweep reaches on the test set, over its runs, and the paper's."""
-    return _table(recipe, test_top1, "own_labels")
+    assert recipe.data.test_set is not None
+    return _table(recipe.paper, recipe.model.name, recipe.data.test_set, test_top1, "own_labels")
 
 
-def _table(recipe: Recipe, top1: Sequence[float], labels: str) -> Table:
-    paper = recipe.paper
+def _table(
+    paper: PaperConfig, model: str, test_set: str, top1: Sequence[float], labels: str
+) -> Table:
     # ImageNet and ImageNet ReaL are the same images; the labels decide which one it is.
     if is_imagenet := paper.task in ("imagenet", "imagenet_real"):
         by_labels = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
         paper = paper.model_copy(update={"task": by_labels.get(labels)})
     if labels != "own_labels" and not is_imagenet:
         paper = paper.model_copy(update={"task": None})
-    assert recipe.data.test_set is not None
-    test = open_dataset(recipe.data.test_set)
+    test = open_dataset(test_set)
     ours = OurResult(
-        model=recipe.model.name,
+        model=model,
         data="/".join(PurePosixPath(redact(test.path)).parts[-2:]),
         num_images=test.num_images,
         num_classes=test.num_classes,

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 class PreparedRun:
     """What is known of a run before it starts."""
 
-    recipe: Recipe
-    """With absolute paths."""
     kind: Kind
     resolved: ResolvedRun
     resume_from: Checkpoint | None = None
@@ -58,6 +56,11 @@ class PreparedRun:
     """Unix time at which its driver has begun to work on it."""
     training_id: str | None = None
     """Of a training that begins at step 0: what is recorded of another one is not continued."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """With absolute paths, and the order of the data made definite."""
+        return self.resolved.recipe
 
     @property
     def trains(self) -> bool:
@@ -97,7 +100,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
-    if warning := averaging_warning(recipe, resolved.total_steps):
+    if warning := averaging_warning(recipe.train, resolved.total_steps):
         logger.warning("%s", warning)
     # From before the checkpoints are looked at: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
@@ -108,7 +111,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
         training_id = None
         resume_from = find_resume_point(recipe, damage.append)
         if resume_from is None:
-            check_weights(PreparedRun(resolved.recipe, kind, resolved))
+            check_weights(PreparedRun(kind, resolved))
             training_id = begin_without_checkpoint(run_folder, damage.append)
         else:
             begun = resume_from.position.recipe["data"]["shuffle_window"]
@@ -122,7 +125,6 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
                 total_steps=resolved.total_steps,
             )
         yield PreparedRun(
-            resolved.recipe,
             kind,
             resolved,
             resume_from,
@@ -145,7 +147,7 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     recipe = recipe.with_absolute_paths()
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     resolved = resolve_run(recipe, needs_train=False)
-    prepared = PreparedRun(resolved.recipe, "evaluate", resolved)
+    prepared = PreparedRun("evaluate", resolved)
     if "eval" in resolved.streams:
         answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
         prepared = replace(prepared, answers=answers, outputs=answers.num_outputs)

@@ -27,10 +27,7 @@ from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepare
 from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.record.mlflow_model import card_of, model_files
 from vit_ray.launch.record.open_record import OpenRun, end_record, open_record
-from vit_ray.launch.record.run_metadata import (
-    is_on_dev_split,
-    training_cost,
-)
+from vit_ray.launch.record.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1
@@ -144,6 +141,9 @@ def run_prepared(
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
+    is_on_dev_split = kind == "sweep_trial" or (
+        recipe.data.eval is None and recipe.data.held_out_fraction > 0
+    )
     origin: dict[str, str] = {}
     if recipe.init_from is not None and position is None:
         from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
@@ -163,7 +163,7 @@ def run_prepared(
         began_s=prepared.began_s,
         training_id=prepared.training_id,
         parent=parent.run.opening if parent else None,
-        measured_on="dev" if kind == "sweep_trial" or is_on_dev_split(recipe) else "eval",
+        measured_on="dev" if is_on_dev_split else "eval",
         awaited_metric=DEV_TOP1 if kind == "sweep_trial" else None,
     ) as run:
         for note, text in prepared.notes:
@@ -267,7 +267,7 @@ def _result_of(
 
 def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
     """Record the cost of a training up to a step, and where its time went; return both."""
-    cost, spent = training_cost(prepared.recipe, prepared.resolved, step), run.control.account()
+    cost, spent = training_cost(prepared.resolved, step), run.control.account()
     # A checkpoint has the days of drivers whose log is elsewhere, but not of steps done twice.
     known_days = run.control.status().metrics.get(COST_CORE_DAYS, 0.0)
     price = prepared.recipe.plan.price_per_gpu_hour
@@ -299,7 +299,7 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
     checkpoint, total_steps = prepared.resume_from, prepared.resolved.total_steps
     assert checkpoint is not None
     position = checkpoint.position
-    cost = training_cost(prepared.recipe, prepared.resolved, position.step)
+    cost = training_cost(prepared.resolved, position.step)
     run_id = position.tracking_run_id
     if position.progress.is_over(total_steps):
         run_id = end_record(prepared.recipe, run_id, position.step, cost)

@@ -16,7 +16,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, TypeVar
 
-from vit_ray.metric_names import COST_PRICE, COST_PRICE_TRAINING
+from vit_ray.metric_names import (
+    COST_PRICE,
+    COST_PRICE_TRAINING,
+    RUN_GOODPUT,
+    RUN_GROUP,
+    RUN_WALL_S,
+)
 
 Item = TypeVar("Item")
 PAUSE_S: Final = 10.0
@@ -136,13 +142,13 @@ class Account:
             price_per_hour: of a worker. Adds the price of all seconds but those without workers
                 (stopped, waiting for a place), and of the goodput.
         """
-        parts = {f"run/{kind}_s": value for kind, value in self.seconds.items()}
+        parts = {f"{RUN_GROUP}{kind}_s": value for kind, value in self.seconds.items()}
         if price_per_hour is not None:
             paid = {kind: s * price_per_hour / 3600 for kind, s in self.worker_seconds.items()}
             free = (TimeClass.STOPPED, TimeClass.PLACE)
             parts[COST_PRICE] = sum(price for kind, price in paid.items() if kind not in free)
             parts[COST_PRICE_TRAINING] = paid[TimeClass.TRAINING]
-        return {"run/goodput": self.goodput, "run/wall_s": self.wall_s, **parts}
+        return {RUN_GOODPUT: self.goodput, RUN_WALL_S: self.wall_s, **parts}
 
 
 def account(marks: Sequence[Mark], now_s: float | None = None) -> Account:
@@ -295,14 +301,16 @@ SHOWN: Final = {
 
 def describe_goodput(metrics: Mapping[str, float]) -> str:
     """One line of what `Account.metrics` holds; empty without it."""
-    wall_s = metrics.get("run/wall_s", 0.0)
+    wall_s = metrics.get(RUN_WALL_S, 0.0)
     if wall_s <= 0:
         return ""
-    parts = [(metrics.get(f"run/{kind}_s", 0.0) / wall_s, name) for kind, name in SHOWN.items()]
+    parts = [
+        (metrics.get(f"{RUN_GROUP}{kind}_s", 0.0) / wall_s, name) for kind, name in SHOWN.items()
+    ]
     shown = ", ".join(f"{name} {share:.1%}" for share, name in parts if share >= 5e-4)
     whole_s = round(wall_s)
     clock = f"{whole_s // 3600}:{whole_s // 60 % 60:02d}:{whole_s % 60:02d}"
-    text = f"goodput {metrics['run/goodput']:.1%} of {clock}: {shown}"
+    text = f"goodput {metrics[RUN_GOODPUT]:.1%} of {clock}: {shown}"
     if (price := metrics.get(COST_PRICE)) is not None:
         text += f"; price {price:,.2f}, {metrics[COST_PRICE_TRAINING]:,.2f} of it for training"
     return text

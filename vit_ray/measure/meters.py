@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from vit_ray.metric_names import PERF_HFU, PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
+
 Clock = Callable[[], float]
 
 
@@ -105,10 +107,10 @@ class Compute:
         """Model TFLOP/s per worker, and MFU and HFU where the peak is known; 2 FLOPs each."""
         model = 2.0 * self.model_macs * images_per_s_per_worker
         hardware = model + 2.0 * self.recomputed_macs * images_per_s_per_worker
-        rates = {"perf/model_tflops_per_gpu": model / 1e12}
+        rates = {PERF_MODEL_TFLOPS_PER_GPU: model / 1e12}
         if self.peak_flops:
-            rates["perf/mfu"] = model / self.peak_flops
-            rates["perf/hfu"] = hardware / self.peak_flops
+            rates[PERF_MFU] = model / self.peak_flops
+            rates[PERF_HFU] = hardware / self.peak_flops
         return rates
 
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
+from vit_ray.metric_names import STUDY_EXAFLOPS
 from vit_ray.report.figures.chart_list import Line, line_of_means
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series
 from vit_ray.report.runs import RecordedRun
@@ -31,7 +32,7 @@ def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
     several is on the line of all together; the base is on each. A chart is of models that differ in
     shape alone.
     """
-    held = [run for run in runs if {key, "study/exaflops"} <= run.metrics.keys()]
+    held = [run for run in runs if {key, STUDY_EXAFLOPS} <= run.metrics.keys()]
     held = [run for run in held if run.params.get("model.depth", "None") != "None"]
     alike: dict[Group, list[list[RecordedRun]]] = {}
     for group, members in by_group(held).items():
@@ -56,7 +57,7 @@ def _about_a_base(groups: Sequence[list[RecordedRun]]) -> dict[str, Line]:
     if usual not in shapes:
         return {}
     base = groups[shapes.index(usual)]
-    computes = [statistics.fmean(r.metrics["study/exaflops"] for r in some) for some in groups]
+    computes = [statistics.fmean(r.metrics[STUDY_EXAFLOPS] for r in some) for some in groups]
     unit = computes[shapes.index(usual)]
     lines: dict[str, Line] = {}
     for shape, compute, members in zip(shapes, computes, groups, strict=True):

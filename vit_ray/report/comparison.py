@@ -19,6 +19,17 @@ from typing import Final
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from vit_ray.metric_names import (
+    COST_CORE_DAYS,
+    DEV_GROUP,
+    EVAL_GROUP,
+    EVAL_LOSS,
+    EVAL_TOP5,
+    PERF_MFU,
+    STUDY_EXAFLOPS,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+)
 from vit_ray.report.document import Section, write_page
 from vit_ray.report.figures.chart_list import CURVES, curve_series
 from vit_ray.report.figures.charts import Axis, Chart
@@ -38,20 +49,20 @@ from vit_ray.report.statistics.intervals import Tested, of_difference
 from vit_ray.report.statistics.seeds import mean_of, one_run_a_cell
 from vit_ray.report.tables import Column, Table, Value, percent
 
-_EVALUATED: Final = {**ACCURACIES, "eval/top5": "top-5 accuracy", "eval/loss": "validation loss"}
+_EVALUATED: Final = {**ACCURACIES, EVAL_TOP5: "top-5 accuracy", EVAL_LOSS: "validation loss"}
 _ON_DEV: Final = {
-    key.replace("eval/", "dev/"): f"{name}, {DEV}"
+    key.replace(EVAL_GROUP, DEV_GROUP): f"{name}, {DEV}"
     for key, name in _EVALUATED.items()
-    if key.startswith("eval/")
+    if key.startswith(EVAL_GROUP)
 }
 METRICS: Final = {
     **_EVALUATED,
     **_ON_DEV,
-    "train/loss": "training loss",
-    "train/images_per_s": "images/s",
-    "perf/mfu": "MFU",
-    "study/exaflops": "exaFLOPs",
-    "cost/core_days": "core-days",
+    TRAIN_LOSS: "training loss",
+    TRAIN_IMAGES_PER_S: "images/s",
+    PERF_MFU: "MFU",
+    STUDY_EXAFLOPS: "exaFLOPs",
+    COST_CORE_DAYS: "core-days",
 }
 _FOLLOWS: Final = {TRAINING_IMAGES}
 """Follows from other keys."""
@@ -256,7 +267,7 @@ class Comparison:
         rows: list[list[Value]] = []
         for one in (*self.differences, *self.pooled()):
             name = METRICS.get(one.metric) or accuracy_name(one.metric)
-            is_share = "top" in one.metric or one.metric in (*ACCURACIES, "perf/mfu")
+            is_share = "top" in one.metric or one.metric in (*ACCURACIES, PERF_MFU)
             form = percent if is_share else "{:.4g}".format
             spread, tested = one.standard_error, one.tested
             ends = (tested.estimate.low, tested.estimate.high) if tested else (None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vit_ray.metric_names import COST_CORE_DAYS, EVAL_TOP1, STUDY_EXAFLOPS, TRAIN_LOSS
 from vit_ray.report.figures.chart_list import interval_of, length_of, own_share
 from vit_ray.report.figures.fit_figures import FamilyLaws, fit_sentences
 from vit_ray.report.gains import gain_sentences
@@ -58,10 +59,10 @@ def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
                 single = f"{run.label} on {run.training_name} reaches {result} {name} {_made(run)}."
                 several = f"Best {name}: {result}, by {run.label}."
                 found.append(single if len(runs) == 1 else several)
-    held_out = [run for run in runs if run.is_on_dev("eval/top1")]
+    held_out = [run for run in runs if run.is_on_dev(EVAL_TOP1)]
     if not found and held_out:
-        run = max(held_out, key=lambda one: one.metrics["eval/top1"])
-        text = described(run, Mean(run.metrics["eval/top1"], None, 1), "eval/top1")
+        run = max(held_out, key=lambda one: one.metrics[EVAL_TOP1])
+        text = described(run, Mean(run.metrics[EVAL_TOP1], None, 1), EVAL_TOP1)
         found.append(
             f"{run.label} on {run.training_name} reaches {text} top-1 on images held out of the "
             f"training set {_made(run)}; there is no test set."
@@ -82,7 +83,7 @@ def described(run: RecordedRun, mean: Mean, key: str) -> str:
 def totals(runs: Sequence[RecordedRun]) -> list[str]:
     """Cost of all trainings, of failed and stopped ones too; of a branch its own part."""
     found = []
-    for key, name in (("study/exaflops", "exaFLOPs"), ("cost/core_days", "core-days")):
+    for key, name in ((STUDY_EXAFLOPS, "exaFLOPs"), (COST_CORE_DAYS, "core-days")):
         values = [run.metrics[key] * own_share(run) for run in runs if key in run.metrics]
         found += [f"{number(sum(values))} {name}"] if values else []
     return [f"In all {' and '.join(found)}."] if found else []
@@ -100,6 +101,6 @@ def _made(run: RecordedRun) -> str:
 
 
 def _unmeasured(run: RecordedRun) -> str:
-    loss = run.metrics.get("train/loss")
+    loss = run.metrics.get(TRAIN_LOSS)
     last = "" if loss is None else f"; its last training loss is {number(loss)}"
     return f"{run.label} on {run.training_name} has no accuracy yet{last}."

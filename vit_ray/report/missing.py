@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vit_ray.metric_names import EVAL_TOP1, STUDY_EXAFLOPS
 from vit_ray.report.runs import Archive, RecordedRun
 
 MEASURED_KINDS = ("study_cell", "pretrain", "finetune")
@@ -35,18 +36,18 @@ def what_is_missing(
         ],
         "measured on images held out of the training set, and so neither a best accuracy, nor in a "
         "table of the paper or a law": [
-            run for run in finished if run.is_on_dev("eval/top1") and run.kind in MEASURED_KINDS
+            run for run in finished if run.is_on_dev(EVAL_TOP1) and run.kind in MEASURED_KINDS
         ],
         "fine-tuned from weights whose pre-training is not among these runs, and so in no figure "
         "over compute": [
             run
             for run in finished
-            if "study/exaflops" in run.recorded and run.in_all("study/exaflops") is None
+            if STUDY_EXAFLOPS in run.recorded and run.in_all(STUDY_EXAFLOPS) is None
         ],
         "finished without exaFLOPs, and so not in figures over compute": [
             run
             for run in finished
-            if run.kind == "study_cell" and "study/exaflops" not in run.metrics
+            if run.kind == "study_cell" and STUDY_EXAFLOPS not in run.metrics
         ],
         "another record of a training that is shown by a newer or finished one": list(hidden),
     }

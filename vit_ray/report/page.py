@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vit_ray.metric_names import STUDY_EXAFLOPS
 from vit_ray.report import document
 from vit_ray.report.ablations import empirical_cost, shapes
 from vit_ray.report.document import Section
@@ -103,7 +104,7 @@ def write_report(
     every = Section("Trainings", tables=[table])
     alone = training_sections(archive, runs[0], price_per_gpu_hour) if len(runs) == 1 else []
     sections = [Section("Sweep", charts=sweep_charts(runs)), curves, *alone, every]
-    if is_study or len({run.metrics.get("study/exaflops") for run in compared}) > MIN_AMOUNTS:
+    if is_study or len({run.metrics.get(STUDY_EXAFLOPS) for run in compared}) > MIN_AMOUNTS:
         compute, sentences = figures.against_compute(compared), fit_sentences(laws)
         gains = gain_sentences(compared)
         sections = [

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from vit_ray.metric_names import COST_CORE_DAYS, EVAL_TOP1, STUDY_EXAFLOPS, VTAB_GROUP
 from vit_ray.report import paper
 from vit_ray.report.runs import IMAGES_KEY, MEAN_TRANSFER, TRANSFER, RecordedRun
 from vit_ray.report.statistics.accuracies import (
@@ -128,7 +129,7 @@ def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
                 found.append(Transfer(task.group(1), top1, group, run.seed, run, run.label))
     vtabs = {run.run_id for run in runs if run.kind == "vtab"}
     for run in runs:
-        tuned = decided_top1(run) if run.is_tested("eval/top1") else None
+        tuned = decided_top1(run) if run.is_tested(EVAL_TOP1) else None
         is_of_parent = {"vit_ray.vtab_task", "vit_ray.study_cell"} & run.tags.keys()
         is_alone = not is_of_parent and run.parent_id not in vtabs
         if run.kind == "finetune" and is_alone and run.status == "FINISHED" and tuned is not None:
@@ -223,7 +224,7 @@ def _core_days(origins: Iterable[RecordedRun | None]) -> str | None:
     days = [
         statistics.fmean(known)
         for members in by_group(run for run in origins if run is not None).values()
-        if (known := [value for run in members if (value := run.metrics.get("cost/core_days"))])
+        if (known := [value for run in members if (value := run.metrics.get(COST_CORE_DAYS))])
     ]
     return number(max(days)) if days else None
 
@@ -240,9 +241,7 @@ def table_5(found: Sequence[Transfer]) -> Table:
 
 def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
     """Scaling: a row for each model, data size and length, with its accuracies and exaFLOPs."""
-    cells = [
-        run for run in _finished_pretrainings(studied(runs)) if "study/exaflops" in run.metrics
-    ]
+    cells = [run for run in _finished_pretrainings(studied(runs)) if STUDY_EXAFLOPS in run.metrics]
     keys = [key for key in accuracies_of(cells) if not TRANSFER.fullmatch(key)]
     tuned: dict[Group, dict[str, list[Transfer]]] = {}
     for one in found:
@@ -279,7 +278,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
             float(len(mine)),
             *(None if mean is None else str(mean) for mean in tested),
             *(means(tuned.get(group, {}).get(task, [])) for task in tasks),
-            statistics.fmean(run.metrics["study/exaflops"] for run in mine),
+            statistics.fmean(run.metrics[STUDY_EXAFLOPS] for run in mine),
             row.imagenet if row else None, row.exaflops if row else None,
         ])  # fmt: skip
     caption = f"Table 6: scaling; the paper's columns, on JFT-300M, are {paper.SOURCE}"
@@ -360,7 +359,7 @@ def table_9(runs: Sequence[RecordedRun]) -> Table:
     """VTAB: a row for each of our models and the paper's, a column for each task."""
     tasks = (*paper.VTAB_TASKS, "mean")
     rows: list[list[Value]] = [
-        [run.name, *(run.metrics.get(f"vtab/{task}_top1") for task in tasks)]
+        [run.name, *(run.metrics.get(f"{VTAB_GROUP}{task}_top1") for task in tasks)]
         for run in runs
         if run.kind == "vtab"
     ]

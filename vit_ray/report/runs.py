@@ -23,7 +23,20 @@ from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, i
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.goodput import TimeClass
-from vit_ray.metric_names import COST_CORE_DAYS, RESULT_EVALUATIONS, RUN
+from vit_ray.metric_names import (
+    COST_CORE_DAYS,
+    DEV_GROUP,
+    DEV_LOSS,
+    EVAL_AVERAGED_TOP1,
+    EVAL_GROUP,
+    EVAL_TOP1,
+    RESULT_EVALUATIONS,
+    RUN_GROUP,
+    STUDY_EXAFLOPS,
+    STUDY_TRAIN_IMAGES,
+    TRANSFER_GROUP,
+    TRANSFER_MEAN_TOP1,
+)
 from vit_ray.report.figures.histories import Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
@@ -42,7 +55,7 @@ TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
 """Kinds of runs that train; those of other programs have none."""
 RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag of the folder of a run's checkpoints."""
-IMAGES_KEY: Final = "study/train_images"
+IMAGES_KEY: Final = STUDY_TRAIN_IMAGES
 """Metric of how many different images a training had."""
 _COMMIT: Final = 10
 """Digits of a git commit that people are shown."""
@@ -51,9 +64,9 @@ _DIGEST: Final = 32
 DEV: Final = "dev split"
 """Images held out of the training set."""
 RUN_ID = re.compile(r"[0-9a-f]{32}")
-TRANSFER: Final = re.compile(r"transfer/(.+)_top1")
+TRANSFER: Final = re.compile(rf"{TRANSFER_GROUP}(.+)_top1")
 """Metric of a cell: accuracy on a task after fine-tuning."""
-MEAN_TRANSFER: Final = "transfer/mean_top1"
+MEAN_TRANSFER: Final = TRANSFER_MEAN_TOP1
 PARENT_TAG = "mlflow.parentRunId"
 MAX_POINTS: Final = 300
 """Of a curve on the page."""
@@ -153,7 +166,9 @@ class RecordedRun:
     @cached_property
     def metrics(self) -> dict[str, float]:
         """As `recorded`, and `dev/...` as `eval/...` where there is none, see `is_on_dev`."""
-        on_dev = {re.sub("^dev/", "eval/", key): value for key, value in self.recorded.items()}
+        on_dev = {
+            re.sub(f"^{DEV_GROUP}", EVAL_GROUP, key): value for key, value in self.recorded.items()
+        }
         return {**on_dev, **self.recorded}
 
     def number(self, key: str) -> float | None:
@@ -219,13 +234,13 @@ class RecordedRun:
         if (workers := self.number("workers.num_workers")) is not None:
             return workers
         kinds = (TimeClass.TRAINING, TimeClass.DATA, TimeClass.REPEATED)
-        seconds = sum(self.recorded.get(f"{RUN}{kind}_s", 0.0) for kind in kinds)
+        seconds = sum(self.recorded.get(f"{RUN_GROUP}{kind}_s", 0.0) for kind in kinds)
         days = self.recorded.get(COST_CORE_DAYS)
         return 86_400 * days / seconds if days and seconds else None
 
     def num_tested(self, key: str) -> int | None:
         """Images that an accuracy of an evaluation is a share of, where one set was evaluated."""
-        is_share = key.startswith("eval/") and "top" in key  # not a loss
+        is_share = key.startswith(EVAL_GROUP) and "top" in key  # not a loss
         sets = self.test_sets if is_share else []
         return sets[0][0] if len(sets) == 1 else None
 
@@ -273,7 +288,7 @@ class RecordedRun:
         images = self.recorded.get(IMAGES_KEY)
         values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
         if all(flat.get(key, "None") == "None" for key in LENGTH):
-            values[EXAFLOPS] = f"{self.recorded.get('study/exaflops')}"
+            values[EXAFLOPS] = f"{self.recorded.get(STUDY_EXAFLOPS)}"
         if RESULT_EVALUATIONS in self.recorded:
             values["result"] = "best evaluation"
             values["evaluate.every_steps"] = flat["evaluate.every_steps"]
@@ -306,13 +321,13 @@ class RecordedRun:
         The last evaluation is not chosen, nor is one by images held out of the training set.
         """
         count = self.recorded.get(RESULT_EVALUATIONS)
-        if count is None or "dev/loss" in self.recorded or self._is_measured_on_dev:
+        if count is None or DEV_LOSS in self.recorded or self._is_measured_on_dev:
             return None
         return int(count)
 
     @property
     def _is_measured_on_dev(self) -> bool:
-        keys = ("eval/top1", "eval/averaged_top1")
+        keys = (EVAL_TOP1, EVAL_AVERAGED_TOP1)
         return self.is_trial or any(self.is_on_dev(key) for key in keys)
 
     def _datasets(self, context: str) -> list[Any]:
@@ -404,7 +419,7 @@ class Archive:
         Of a long curve these are recorded points spread evenly over its length, at most
         `MAX_POINTS` and fewer where many runs share the page, with the first and the last.
         """
-        on_dev = re.sub("^eval/", "dev/", key)
+        on_dev = re.sub(f"^{EVAL_GROUP}", DEV_GROUP, key)
         by_name: dict[str, list[str]] = {}
         for run in runs:
             if name := next((n for n in (key, on_dev) if n in run.run.data.metrics), None):

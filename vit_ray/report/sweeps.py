@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.report.figures.chart_list import SWEEP_STAGES, Line, interval_of, line_of_means
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series
 from vit_ray.report.runs import DEV, RecordedRun
@@ -32,7 +33,7 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     series, optima = [], []
     for (name, stage), alike in lines.items():
         for group, rest in differences([*alike]).items():
-            key = decided_key([run for _, some in alike[group] for run in some], "eval/top1")
+            key = decided_key([run for _, some in alike[group] for run in some], EVAL_TOP1)
             title = f"{name}, {stage}" + (f", differs in {rest}" if rest else "")
             line = line_of_means(title, alike[group], key)
             series.append(line)
@@ -73,7 +74,7 @@ def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
             trials.setdefault(_sweep_name(run), []).append(run)
     sentences = []
     for name, members in trials.items():
-        key, groups = decided_key(members, "eval/top1"), by_group(members)
+        key, groups = decided_key(members, EVAL_TOP1), by_group(members)
         means = {
             group: mean
             for group, some in groups.items()
@@ -108,7 +109,7 @@ def _test_sentences(finished: Sequence[RecordedRun]) -> list[str]:
         alike = [one.without(RATE) for one, (run, *_) in sweeps.items() if _sweep_name(run) == name]
         rest = differences(alike)[group.without(RATE)]
         seeds = f"{len(chosen)} seeds" if len(chosen) > 1 else "one seed"
-        key = decided_key(chosen[:1], "eval/top1")
+        key = decided_key(chosen[:1], EVAL_TOP1)
         interval = interval_of(chosen[0], key) if len(chosen) == 1 else None
         if interval is not None:
             low, high = percent(interval.low), percent(interval.high)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vit_ray.measure.goodput import SHOWN, TimeClass
-from vit_ray.metric_names import RUN, RUN_WALL_S
+from vit_ray.metric_names import RUN_GROUP, RUN_WALL_S
 from vit_ray.report.document import Section
 from vit_ray.report.runs import RecordedRun
 from vit_ray.report.tables import Column, Table, duration, percent
@@ -21,7 +21,7 @@ def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
     wall_s = sum(run.recorded[RUN_WALL_S] for run in known)
     rows: list[list[float | str | None]] = []
     for kind, name in SHOWN.items():
-        spent = [run.recorded.get(f"{RUN}{kind}_s", 0.0) for run in known]
+        spent = [run.recorded.get(f"{RUN_GROUP}{kind}_s", 0.0) for run in known]
         if any(spent):
             costs = [_cost(run, kind, s, price) for run, s in zip(known, spent, strict=True)]
             known_costs = [cost for cost in costs if cost is not None]
@@ -43,7 +43,7 @@ def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
 def goodput_of(runs: Sequence[RecordedRun]) -> str:
     """Share of the trainings' time that trained something new; empty where it is not known."""
     wall_s = sum(run.recorded.get(RUN_WALL_S, 0.0) for run in runs)
-    trained_s = sum(run.recorded.get(f"{RUN}{TimeClass.TRAINING}_s", 0.0) for run in runs)
+    trained_s = sum(run.recorded.get(f"{RUN_GROUP}{TimeClass.TRAINING}_s", 0.0) for run in runs)
     return f"goodput {100 * trained_s / wall_s:.1f} %" if wall_s > 0 else ""
 
 

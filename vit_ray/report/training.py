@@ -21,7 +21,7 @@ MOST_EVENTS = 200
 _PICTURES = {
     "evaluation/examples": "How are test images classified?",
     "evaluation/errors": "Which errors have the highest loss?",
-    "data/training": "What do the training images look like to the model?",
+    "images/training": "What do the training images look like to the model?",
 }
 """Files of a run, see `evaluate/examples.py`, and titles."""
 
@@ -34,7 +34,7 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
     """
     pictures = {name: _gallery(archive, run, name, title) for name, title in _PICTURES.items()}
     shown = [one for name, one in pictures.items() if one and name.startswith("evaluation/")]
-    seen = pictures["data/training"]
+    seen = pictures["images/training"]
     return [
         Section("Images and errors", galleries=shown, tables=[*_confusion(archive, run)]),
         time_section([run], price),
@@ -61,7 +61,7 @@ def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Galle
         return None
     if not texts:
         return None
-    if name == "data/training":
+    if name == "images/training":
         note = "Crops of the first batch, augmented as in training."
     elif name.endswith("errors"):
         note = "Wrong predictions, the one with the highest loss first."

@@ -25,7 +25,7 @@ from typing import IO, Any, Final, Literal, NamedTuple
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.file_lock import lock_file
-from vit_ray.metric_names import DEV, EVAL, FEW_SHOT
+from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, FEW_SHOT_GROUP
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 
@@ -43,7 +43,7 @@ FAILURE: Final = "vit_ray.failure"
 CARD: Final = "README.md"
 """File of a logged model that describes it."""
 REQUIREMENTS: Final = "requirements.txt"
-MEASURED: Final = (EVAL, DEV, FEW_SHOT)
+MEASURED: Final = (EVAL_GROUP, DEV_GROUP, FEW_SHOT_GROUP)
 """Beginnings of the metrics of an evaluation."""
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {

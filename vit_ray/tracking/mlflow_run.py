@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from vit_ray.config.recorded_recipe import CHANGED_PARAMS
-from vit_ray.metric_names import EVAL, STARTUP_FIRST_STEP_S, SYSTEM
+from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S, SYSTEM_GROUP
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import CARD, FAILURE, REQUIREMENTS, Record
 from vit_ray.tracking.mlflow_api import (
@@ -225,7 +225,7 @@ class RunWriter:
         """
         found: dict[str, SeenSteps] = {}
         for latest in latest_points(run):
-            if latest.key.startswith(SYSTEM):  # of MLflow's own sampler
+            if latest.key.startswith(SYSTEM_GROUP):  # of MLflow's own sampler
                 continue
             if latest.key.endswith(NONFINITE):
                 self._num_nonfinite[latest.key] = latest.value
@@ -248,8 +248,8 @@ class RunWriter:
         for record in records:
             step, time_ms = record["step"], record["time_ms"]
             for key, value in record["values"].items():
-                if key.startswith(EVAL):
-                    key = group + key.removeprefix(EVAL)
+                if key.startswith(EVAL_GROUP):
+                    key = group + key.removeprefix(EVAL_GROUP)
                 # MLflow would store inf as 1.8e308, which ruins every chart; a count is honest.
                 is_finite = math.isfinite(value)
                 key = key if is_finite else key + NONFINITE
@@ -343,8 +343,8 @@ class RunWriter:
         for key, value in record.get("metrics", {}).items():
             if not math.isfinite(value):
                 continue
-            if key.startswith(EVAL):
-                key = group + key.removeprefix(EVAL)
+            if key.startswith(EVAL_GROUP):
+                key = group + key.removeprefix(EVAL_GROUP)
             point = points.get(key)  # the run's own, which is not logged a second time
             same = point is not None and point.value == value
             context = _CONTEXTS[key.partition("/")[0]]

@@ -32,7 +32,7 @@ from vit_ray.metric_names import (
     CHECKPOINT_STALL_S,
     COST_CORE_DAYS,
     DATA_WAIT_FRACTION,
-    DEV,
+    DEV_GROUP,
     PERF_MEMORY_GIB,
     PERF_OWN_MS_MAX,
     PERF_OWN_MS_MEDIAN,
@@ -320,7 +320,7 @@ class _Training:
         others = {
             key: value
             for key, value in progress.metrics.items()
-            if BEST in key or not (AVERAGED in key or key.startswith(DEV))
+            if BEST in key or not (AVERAGED in key or key.startswith(DEV_GROUP))
         }
         progress.metrics = others | metrics
         self._hooks.log(progress.step, metrics)

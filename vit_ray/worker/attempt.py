@@ -160,7 +160,8 @@ class Attempt:
             as_tensor(first[key][:NUM_TRAINING]).cpu().numpy()
             for key in ("image", "sample", "labels")
         )
-        self.link.show_files(training_files(pixels, samples, labels, self.job.classes), "data")
+        files = training_files(pixels, samples.tolist(), labels, self.job.classes)
+        self.link.show_files(files, "images")
         yield first
         yield from batches
 

@@ -24,7 +24,13 @@ from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.examples import ExampleImages, example_files
 from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.evaluate.ground_truth import Answers
-from vit_ray.metric_names import DEV, EVAL, EXTRACT_IMAGES, EXTRACT_IMAGES_PER_S, few_shot_top1
+from vit_ray.metric_names import (
+    DEV_GROUP,
+    EVAL_GROUP,
+    EXTRACT_IMAGES,
+    EXTRACT_IMAGES_PER_S,
+    few_shot_top1,
+)
 from vit_ray.outcomes import EventKind
 from vit_ray.own_parts import Metric, own_part
 from vit_ray.train.engine.collectives import all_rows, all_sum, all_sum_array, read_by_first
@@ -118,16 +124,18 @@ class Evaluator:
         if has_accuracy(recipe):
             first, *others = recipe.data.eval_sets or [""]
             accuracy = self._measure_accuracy(prefix)
-            metrics |= {f"{EVAL}{prefix}{name}": value for name, value in accuracy.items()}
+            metrics |= {f"{EVAL_GROUP}{prefix}{name}": value for name, value in accuracy.items()}
             of_sets = {first: accuracy} if first else {}
             for name in others:
                 batches = self._watched(f"eval:{name}")
                 of_sets[name] = measure_accuracy(engine, batches, recipe, self._job.answers)
             for name, found in of_sets.items():
-                metrics |= {f"{EVAL}{name}/{prefix}{key}": value for key, value in found.items()}
+                metrics |= {
+                    f"{EVAL_GROUP}{name}/{prefix}{key}": value for key, value in found.items()
+                }
         if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
             on_dev = measure_accuracy(engine, self._watched("dev"), recipe)
-            metrics |= {f"{DEV}{prefix}{name}": value for name, value in on_dev.items()}
+            metrics |= {f"{DEV_GROUP}{prefix}{name}": value for name, value in on_dev.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
             if self._pool_labels is None:  # read by rank 0 at the first evaluation

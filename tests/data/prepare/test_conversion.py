@@ -23,7 +23,7 @@ from vit_ray.data.format import row_groups
 from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import decode
-from vit_ray.data.prepare import plan
+from vit_ray.data.prepare import conversion_plan as plan
 from vit_ray.data.prepare.convert import commit, conversion, make_shards, shard_images
 from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.subset import subset

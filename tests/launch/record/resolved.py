@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from vit_ray.config import load_recipe
+
 
 def resolved_run() -> SimpleNamespace:
     """7 steps on 90 of 100 images of 10 classes."""
@@ -10,5 +12,9 @@ def resolved_run() -> SimpleNamespace:
     )
     spec = SimpleNamespace(manifest=manifest, num_images=90)
     return SimpleNamespace(
-        manifest=manifest, num_images=90, total_steps=7, streams={"train": spec, "eval": spec}
+        recipe=load_recipe("digits"),
+        manifest=manifest,
+        num_images=90,
+        total_steps=7,
+        streams={"train": spec, "eval": spec},
     )

@@ -123,7 +123,7 @@ def test_inputs_are_the_data_sets_with_counts_and_use():
 def test_the_compute_of_a_training_is_that_of_its_steps():
     plan = resolved_run()
     plan.manifest.num_classes = 10
-    ten, twenty = (training_cost(load_recipe("digits"), plan, steps) for steps in (10, 20))
+    ten, twenty = (training_cost(plan, steps) for steps in (10, 20))
     assert ten["study/images_seen"] == 1280
     assert twenty["study/exaflops"] == pytest.approx(2 * ten["study/exaflops"])
 

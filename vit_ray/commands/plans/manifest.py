@@ -158,10 +158,11 @@ def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
             "cluster.image is not set; give the image that you built from cluster/Dockerfile and "
             "pushed, such as cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0"
         )
-    for key, value in (("output", recipe.output), ("data.train", recipe.data.train or "")):
-        if isinstance(value, str) and "://" not in value and not value.startswith("/"):
+    places = {"output": recipe.output, "data.train": recipe.data.train}
+    for key, place in places.items():
+        if isinstance(place, str) and "://" not in place and not place.startswith("/"):
             raise ValueError(
-                f"{key}={value} is a folder of one node, which ends with it; give "
+                f"{key}={place} is a folder of one node, which ends with it; give "
                 "s3://BUCKET/FOLDER, or the full path of a file system that all nodes mount"
             )
     if re.match("sqlite:///[^/]", recipe.tracking.uri):

@@ -233,7 +233,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
     hours = pace.device_hours(facts.exaflops)
-    warning = averaging_warning(recipe, facts.total_steps)
+    warning = averaging_warning(recipe.train, facts.total_steps)
     return [
         f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
         f"({facts.source})",

@@ -32,7 +32,7 @@ from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.measure.failures import Interruptions
 from vit_ray.measure.memory import GIB
 from vit_ray.measure.step_time import DAY_S, StepTime
-from vit_ray.metric_names import PLAN
+from vit_ray.metric_names import PLAN_GROUP
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series, svg
 from vit_ray.report.tables import Column, Table, Value
 from vit_ray.tracking.metrics_log import RunOpening
@@ -394,4 +394,4 @@ def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
 def _metric(title: str) -> str:
     """Of MLflow, by the heading of a column."""
     plain = title.lower().replace("/s", " per s").replace(" in ", " ")
-    return PLAN + re.sub(r"\W+", "_", plain)
+    return PLAN_GROUP + re.sub(r"\W+", "_", plain)

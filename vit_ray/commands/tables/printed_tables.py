@@ -12,6 +12,19 @@ from rich.table import Table
 from vit_ray.config.secrets import redact
 from vit_ray.launch.run import RunResult
 from vit_ray.measure.goodput import describe_goodput
+from vit_ray.metric_names import (
+    DATA_WAIT_FRACTION,
+    EVAL_AVERAGED_TOP1,
+    EVAL_LAST_TOP1,
+    EVAL_LOSS,
+    EVAL_MEAN_AVERAGE_PRECISION,
+    EVAL_TOP1,
+    FEW_SHOT_GROUP,
+    PERF_MFU,
+    STARTUP_FIRST_STEP_S,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+)
 from vit_ray.outcomes import TrialState
 from vit_ray.report import tables as report_tables
 
@@ -19,16 +32,16 @@ if TYPE_CHECKING:
     from vit_ray.experiments.sweep import SweepResult
 
 _SHOWN = (
-    ("eval/top1", "top-1 accuracy", "{:.2%}"),
-    ("eval/last_top1", "top-1 accuracy of the last evaluation", "{:.2%}"),
-    ("eval/averaged_top1", "top-1 accuracy, averaged weights", "{:.2%}"),
-    ("eval/mean_average_precision", "mean average precision", "{:.2%}"),
-    ("eval/loss", "evaluation loss", "{:.4f}"),
-    ("train/loss", "last training loss", "{:.4f}"),
-    ("train/images_per_s", "images/s", "{:.0f}"),
-    ("data/wait_fraction", "share of time waiting for data", "{:.1%}"),
-    ("perf/mfu", "MFU", "{:.1%}"),
-    ("startup/first_step_s", "Ray up to first step, s", "{:.1f}"),
+    (EVAL_TOP1, "top-1 accuracy", "{:.2%}"),
+    (EVAL_LAST_TOP1, "top-1 accuracy of the last evaluation", "{:.2%}"),
+    (EVAL_AVERAGED_TOP1, "top-1 accuracy, averaged weights", "{:.2%}"),
+    (EVAL_MEAN_AVERAGE_PRECISION, "mean average precision", "{:.2%}"),
+    (EVAL_LOSS, "evaluation loss", "{:.4f}"),
+    (TRAIN_LOSS, "last training loss", "{:.4f}"),
+    (TRAIN_IMAGES_PER_S, "images/s", "{:.0f}"),
+    (DATA_WAIT_FRACTION, "share of time waiting for data", "{:.1%}"),
+    (PERF_MFU, "MFU", "{:.1%}"),
+    (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )
 
 
@@ -41,8 +54,8 @@ def print_result(result: RunResult) -> int:
         if key in result.metrics:
             table.add_row(title, form.format(result.metrics[key]))
     for key, value in sorted(result.metrics.items()):
-        if key.startswith("few_shot/"):
-            table.add_row(key.removeprefix("few_shot/").replace("_", " "), f"{value:.2%}")
+        if key.startswith(FEW_SHOT_GROUP):
+            table.add_row(key.removeprefix(FEW_SHOT_GROUP).replace("_", " "), f"{value:.2%}")
     _show(table)
     note = " (it was complete before)" if result.already_complete else ""
     print(f"checkpoint: {result.checkpoint}{note}")

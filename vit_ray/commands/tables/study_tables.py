@@ -11,14 +11,22 @@ from vit_ray.commands.tables.printed_tables import print_link
 from vit_ray.config.secrets import redact
 from vit_ray.experiments.study import StudyResult
 from vit_ray.experiments.study_cells import CellResult
+from vit_ray.metric_names import (
+    EVAL_AVERAGED_TOP1,
+    EVAL_TOP1,
+    STUDY_EXAFLOPS,
+    STUDY_IMAGES_SEEN,
+    TRANSFER_GROUP,
+    few_shot_top1,
+)
 
 _COLUMNS = (
-    ("exaFLOPs", "study/exaflops", "{:.3g}"),
-    ("images seen", "study/images_seen", "{:.0f}"),
-    ("5-shot", "few_shot/5_shot_top1", "{:.2%}"),
-    ("top-1", "eval/top1", "{:.2%}"),
+    ("exaFLOPs", STUDY_EXAFLOPS, "{:.3g}"),
+    ("images seen", STUDY_IMAGES_SEEN, "{:.0f}"),
+    ("5-shot", few_shot_top1(5), "{:.2%}"),
+    ("top-1", EVAL_TOP1, "{:.2%}"),
 )
-_AVERAGED = ("top-1 averaged", "eval/averaged_top1", "{:.2%}")
+_AVERAGED = ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}")
 
 
 def print_study(result: StudyResult) -> int:
@@ -46,7 +54,7 @@ def print_study(result: StudyResult) -> int:
 def _transfer_columns(result: StudyResult) -> list[tuple[str, str, str]]:
     """One for each task that any cell has an accuracy on."""
     keys = dict.fromkeys(key for cell in result.cells for key in cell.metrics)
-    found = [re.fullmatch(r"transfer/(.+)_top1", key) for key in keys]
+    found = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in keys]
     return [(match[1], match[0], "{:.2%}") for match in found if match]
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from vit_ray.config import Recipe
+from vit_ray.config.training_sections import DataConfig
 from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.shuffle import ShuffleWindow
@@ -19,61 +19,66 @@ _MEMORY_SHARE: Final = 0.75
 """Of a task's memory that a window takes on average by default; images differ in size."""
 
 
-def with_window(recipe: Recipe, manifest: Manifest, begun: int | None = None) -> Recipe:
-    """The recipe with `shuffle_window=auto` made definite: as the run began, or else as is best.
+def window_rows(
+    data: DataConfig,
+    batch: int,
+    sides: tuple[int, int],
+    manifest: Manifest,
+    begun: int | None = None,
+) -> int:
+    """Images of the shuffle window, with `auto` made definite: as the run began, or as is best.
 
     Args:
+        batch: images of a global batch.
+        sides: pixels of a crop.
         begun: the window of the run that is continued; None for a new one.
 
     Raises:
         ValueError: the window is no whole number of batches, or too large for a task's memory.
     """
-    rows, batch = recipe.data.shuffle_window, recipe.train.global_batch_size
+    rows = data.shuffle_window
     if rows == "auto":
-        rows = _best_window(recipe, manifest) if begun is None else begun
+        rows = _best_window(data, batch, sides, manifest) if begun is None else begun
     if rows % batch:
         nearest = max(1, round(rows / batch)) * batch
         raise ValueError(
             f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
             f"the nearest is {nearest}, and 0 is none"
         )
-    memory_mib = recipe.data.task_memory_mib
+    memory_mib = data.task_memory_mib
     if rows > max(_MOST_READS * batch, _rows_that_fit(memory_mib, manifest)):
         needed = (rows + _cut_rows(manifest)) * _image_bytes(manifest) / 2**20
         raise ValueError(
             f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
             f"and data.task_memory_mib={memory_mib}; lower the one or raise the other"
         )
-    return recipe.with_changes(data={"shuffle_window": rows})
+    return rows
 
 
-def shuffle_window(recipe: Recipe, manifest: Manifest) -> ShuffleWindow | None:
-    """The window of a recipe where it is definite.
+def shuffle_window(rows: int, batch: int, manifest: Manifest) -> ShuffleWindow | None:
+    """The window of so many images, if it is more than a batch.
 
     Several data sets have one of a single batch at least, so that each batch has their proportions.
     """
-    rows, batch = recipe.data.shuffle_window, recipe.train.global_batch_size
-    assert rows != "auto"
     has_window = rows > batch or manifest.num_sets > 1
     return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
 
 
-def rows_per_task(recipe: Recipe, manifest: Manifest, window: ShuffleWindow, usual: int) -> int:
+def rows_per_task(memory_mib: int, manifest: Manifest, window: ShuffleWindow, usual: int) -> int:
     """Rows of a reading task: a whole window of all ranks, as far as they fit into its memory."""
-    fits = max(window.batch_size, _rows_that_fit(recipe.data.task_memory_mib, manifest))
+    fits = max(window.batch_size, _rows_that_fit(memory_mib, manifest))
     return max(usual, window.num_rows if window.num_rows <= fits else min(fits, _MOST_ROWS))
 
 
-def _best_window(recipe: Recipe, manifest: Manifest) -> int:
+def _best_window(data: DataConfig, batch: int, sides: tuple[int, int], manifest: Manifest) -> int:
     """Images of the largest window of negligible cost; 0 if that is a single batch."""
-    most = min(_MOST_ROWS, _rows_that_fit(_MEMORY_SHARE * recipe.data.task_memory_mib, manifest))
-    if recipe.data.object_store_mib is not None:
+    most = min(_MOST_ROWS, _rows_that_fit(_MEMORY_SHARE * data.task_memory_mib, manifest))
+    if data.object_store_mib is not None:
         # Rows whose pixels take half of it. A window is made by one task, and blocks of the next
         # task wait at the same time as those of the one that is in turn: with tasks of 64 blocks,
         # 33 MiB more than the limit of 24 were in use (measured).
-        height, width = recipe.model.sides
-        most = min(most, (recipe.data.object_store_mib << 19) // (3 * height * width))
-    batch, batches = recipe.train.global_batch_size, 1
+        most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
+    batches = 1
     while 2 * batches * batch <= most:
         batches *= 2
     return batches * batch if batches > 1 else 0

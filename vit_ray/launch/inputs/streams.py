@@ -13,19 +13,22 @@ from typing import Final
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig
+from vit_ray.config.training_sections import (
+    DataConfig,
+)
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined_datasets import JoinedManifest, join
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.augmentations import augmentation_of
+from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.sample_weights import Weights, row_weights
 from vit_ray.data.order.selection import JoinedSelection, RowSelection, Selection, select
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.data_order import rows_per_task, shuffle_window, with_window
+from vit_ray.launch.inputs.data_order import rows_per_task, shuffle_window, window_rows
 from vit_ray.launch.model_checks import check_model, check_own_parts
 
 logger = logging.getLogger(__name__)
@@ -86,7 +89,9 @@ def resolve_run(
         path = require(path, key, "the folder of a converted data set")
         manifest = _to_train_on(path) if needs_train else open_dataset(path)
     check_own_parts(recipe, manifest.num_classes)
-    recipe = with_window(recipe, manifest, begun)
+    batch = recipe.train.global_batch_size
+    window_size = window_rows(data, batch, recipe.model.sides, manifest, begun)
+    recipe = recipe.with_changes(data={"shuffle_window": window_size})
     rows, held_out = select(
         manifest,
         seed=recipe.seed,
@@ -95,12 +100,14 @@ def resolve_run(
     )
 
     def evaluated(manifest: Manifest, rows: Selection | None = None) -> StreamSpec:
-        return _spec(recipe, manifest, data.eval_augment, rows)
+        cut = augmentation_of(recipe.model, data.eval_augment)
+        return _spec(data, recipe.seed, cut, manifest, rows)
 
-    train = _spec(recipe, manifest, data.augment, None if rows.is_all else rows)
-    window, task_rows = shuffle_window(recipe, manifest), train.task_rows
+    cut = augmentation_of(recipe.model, data.augment)
+    train = _spec(data, recipe.seed, cut, manifest, None if rows.is_all else rows)
+    window, task_rows = shuffle_window(window_size, batch, manifest), train.task_rows
     if window is not None and window.num_batches > 1:
-        task_rows = rows_per_task(recipe, manifest, window, task_rows)
+        task_rows = rows_per_task(data.task_memory_mib, manifest, window, task_rows)
     weights = _row_weights(manifest, rows, data.sample_weights) if needs_train else None
     streams = {"train": replace(train, window=window, task_rows=task_rows, weights=weights)}
     if data.test_set is not None:
@@ -121,22 +128,22 @@ def resolve_run(
         _check_classes("data.eval", test, manifest if needs_train else tests[0])
     if needs_train:
         check_batch(recipe, rows.count)
-        total_steps = recipe.optim.total_steps(rows.count, recipe.train.global_batch_size)
+        total_steps = recipe.optim.total_steps(rows.count, batch)
     return ResolvedRun(recipe, manifest, streams, total_steps)
 
 
 def _spec(
-    recipe: Recipe,
+    data: DataConfig,
+    seed: int,
+    augmentation: Augmentation,
     manifest: Manifest,
-    augment: AugmentConfig | EvalAugmentConfig,
     rows: Selection | None,
 ) -> StreamSpec:
-    data = recipe.data
     cache = data.cache_dir and LocalCache(data.cache_dir, int(data.cache_gib * 2**30))
     return StreamSpec(
         manifest,
-        augmentation_of(recipe.model, augment),
-        seed=recipe.seed,
+        augmentation,
+        seed=seed,
         rows=rows,
         max_bad_fraction=data.max_bad_fraction,
         num_cpus=data.cpus_per_task,

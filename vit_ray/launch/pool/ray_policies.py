@@ -213,7 +213,8 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
             node: n for node, n in cpus_by_node().items() if node not in FAILING_NODES.hosts
         } or cpus_by_node()
         selector = self.scaling_config.label_selector
-        meant = cpus_by_node(selector) if selector else cpus
+        # All workers of a group have the same labels.
+        meant = cpus_by_node(selector) if isinstance(selector, dict) and selector else cpus
         counts = {
             node: int(min(held.get(key, 0.0) // n for key, n in wanted.items() if n > 0))
             for node, held in reserved_resources.items()

@@ -26,6 +26,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.measure.best_evaluation import with_best
+from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1
 from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.models.weights.folder_config import weights_file
 from vit_ray.own_parts import is_own
@@ -172,10 +173,10 @@ def _training_facts(
 def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] | None:
     """Name of the test set, accuracy, and how many images it is of where that is known."""
     metrics, data = with_best(position.progress.metrics), recipe.data
-    key = next((key for key in ("eval/top1", "dev/top1") if key in metrics), None)
+    key = next((key for key in (EVAL_TOP1, DEV_TOP1) if key in metrics), None)
     if key is None:
         return None
-    path = data.test_set if key == "eval/top1" else None
+    path = data.test_set if key == EVAL_TOP1 else None
     train = data.train if isinstance(data.train, str) else _UNKNOWN
     name = _place(path or train)
     name = name if path else f"{name} (held out)"
@@ -215,7 +216,7 @@ def _evaluation(recipe: Recipe, position: Position) -> str:
         line += f" (95 % interval of {images:,} images: {low:.2%} to {high:.2%}; one seed)"
     label, note = "proxy", "the test set is not there any more, or is none of the paper's"
     if images and recipe.data.eval:
-        table = evaluation_table(recipe, {"eval/top1": top1})
+        table = evaluation_table(recipe, {EVAL_TOP1: top1})
         if table is not None:
             label, note = str(table.rows[0][-2]), str(table.rows[0][-1])
     if label == "data":

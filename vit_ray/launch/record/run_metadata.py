@@ -141,26 +141,21 @@ def recipe_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(alone.recorded(), sort_keys=False)
 
 
-def training_cost(recipe: Recipe, resolved: ResolvedRun, steps: int) -> dict[str, float]:
+def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
     """Compute and data of so many steps: `study/...`."""
     from vit_ray.models.flops import count_exaflops, forward_macs  # with torch: seconds
 
-    model = recipe.model
+    model, batch = resolved.recipe.model, resolved.recipe.train.global_batch_size
     macs = forward_macs(
         model.name, resolved.manifest.num_classes, model.image_size, **model.options()
     )
-    images_seen = steps * recipe.train.global_batch_size
+    images_seen = steps * batch
     return {
         STUDY_EXAFLOPS: count_exaflops(macs, images_seen),
         STUDY_FORWARD_GMACS: macs / 1e9,
         STUDY_IMAGES_SEEN: float(images_seen),
         STUDY_TRAIN_IMAGES: float(resolved.num_images),
     }
-
-
-def is_on_dev_split(recipe: Recipe) -> bool:
-    """Whether accuracy is measured on images held out of the training set."""
-    return recipe.data.eval is None and recipe.data.held_out_fraction > 0
 
 
 def command_line() -> str:

@@ -11,7 +11,26 @@ from typing import Any, Final
 
 from vit_ray.config import branch_origin
 from vit_ray.config.resume_compatibility import LENGTH
-from vit_ray.metric_names import EVAL_MEAN_AVERAGE_PRECISION, RESULT_STEP
+from vit_ray.metric_names import (
+    COST_CORE_DAYS,
+    DATA_WAIT_FRACTION,
+    EVAL_AVERAGED_TOP1,
+    EVAL_GROUP,
+    EVAL_LAST_TOP1,
+    EVAL_LOSS,
+    EVAL_MEAN_AVERAGE_PRECISION,
+    EVAL_TOP1,
+    EVAL_TOP5,
+    FEW_SHOT_GROUP,
+    PERF_MFU,
+    RESULT_STEP,
+    STUDY_EXAFLOPS,
+    STUDY_FORWARD_GMACS,
+    STUDY_IMAGES_SEEN,
+    TRAIN_IMAGES_PER_S,
+    TRAIN_LOSS,
+    few_shot_top1,
+)
 from vit_ray.report.figures.charts import BEST, FAMILIES, Axis, Chart, Point, Series
 from vit_ray.report.paper import TABLE_6
 from vit_ray.report.runs import DEV, IMAGES_KEY, MEAN_TRANSFER, Archive, RecordedRun
@@ -36,12 +55,12 @@ MARKED_POINTS: Final = 30
 """A line of more points is drawn without markers."""
 
 CURVES: Final = {
-    "train/loss": Axis("training loss"),
-    "eval/loss": Axis("validation loss"),
+    TRAIN_LOSS: Axis("training loss"),
+    EVAL_LOSS: Axis("validation loss"),
     EVAL_MEAN_AVERAGE_PRECISION: Axis("validation mean average precision", is_percent=True),
-    "eval/top1": Axis("validation top-1", is_percent=True),
-    "eval/averaged_top1": Axis("validation top-1 of averaged weights", is_percent=True),
-    "few_shot/5_shot_top1": Axis("5-shot accuracy", is_percent=True),
+    EVAL_TOP1: Axis("validation top-1", is_percent=True),
+    EVAL_AVERAGED_TOP1: Axis("validation top-1 of averaged weights", is_percent=True),
+    few_shot_top1(5): Axis("5-shot accuracy", is_percent=True),
 }
 # Tag of a sweep's run, what its accuracy was measured on.
 SWEEP_STAGES: Final = {"sweep_trial": DEV, "finetune": "test set"}
@@ -93,13 +112,13 @@ def by_family(
     """
     points: dict[str, list[Point]] = {family: [] for family in FAMILIES}
     held = [run for run in runs if y[1] in run.metrics and x[1](run) is not None]
-    gmacs = [one for run in held if (one := run.metrics.get("study/forward_gmacs", 0.0)) > 0]
+    gmacs = [one for run in held if (one := run.metrics.get(STUDY_FORWARD_GMACS, 0.0)) > 0]
     width = math.log(max(gmacs) / min(gmacs)) if gmacs else 0.0
     for members in by_group(held).values():
         finished = [run for run in members if run.status == "FINISHED"]
         for alike in ([finished] if finished else []) + [[r] for r in members if r not in finished]:
-            at = statistics.fmean(one for run in alike if (one := x[1](run)) is not None)
-            own = alike[0].metrics.get("study/forward_gmacs", 0.0)
+            at = statistics.fmean(value for run in alike if (value := x[1](run)) is not None)
+            own = alike[0].metrics.get(STUDY_FORWARD_GMACS, 0.0)
             size = math.log(max(own, min(gmacs)) / min(gmacs)) / width if width else None
             point = replace(mean_point(at, alike, y[1]), size=size)
             points[alike[0].family].append(point)
@@ -122,7 +141,7 @@ def state_of(run: RecordedRun, key: str) -> str:
     """Of a point that is no result on a test set: what it is of; empty for a result."""
     if run.status != "FINISHED":
         return run.status.lower()
-    is_accuracy = key.startswith(("eval/", "few_shot/"))
+    is_accuracy = key.startswith((EVAL_GROUP, FEW_SHOT_GROUP))
     return DEV if is_accuracy and not run.is_tested(key) else ""
 
 
@@ -221,14 +240,14 @@ def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
     days = Axis("core-days of training (log scale)", is_log=True)
     charts = [
         by_family(f"What does {accuracy_name(key)} cost?{whose}", members,
-                  (days, partial(cost_of, key=key, cost="cost/core_days")),
+                  (days, partial(cost_of, key=key, cost=COST_CORE_DAYS)),
                   (Axis(accuracy_name(key), is_percent=True), key))
         for key in accuracies_of(runs)[:3]
         for whose, members in by_sets(runs, key)
     ]  # fmt: skip
     if any(run.family == "Axial" for run in runs):
         speed = Axis("images/s of training (log scale)", is_log=True)
-        x = speed, partial(RecordedRun.number, key="train/images_per_s")
+        x = speed, partial(RecordedRun.number, key=TRAIN_IMAGES_PER_S)
         charts += [
             by_family(f"How fast is {accuracy_name(key)} reached? (as Figure 13){whose}", members,
                       x, (Axis(accuracy_name(key), is_percent=True), key))
@@ -236,11 +255,11 @@ def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
             for whose, members in by_sets(runs, key)
         ]  # fmt: skip
     size = Axis("forward multiply-adds (GMAC, log scale)", is_log=True)
-    speeds = {"train/images_per_s": Axis("images/s, log scale", is_log=True),
-              "perf/mfu": Axis("MFU", is_percent=True)}  # fmt: skip
+    speeds = {TRAIN_IMAGES_PER_S: Axis("images/s, log scale", is_log=True),
+              PERF_MFU: Axis("MFU", is_percent=True)}  # fmt: skip
     titles = ("How fast does each model train?", "How well are the devices used?")
     for title, (key, axis) in zip(titles, speeds.items(), strict=True):
-        x = size, partial(RecordedRun.number, key="study/forward_gmacs")
+        x = size, partial(RecordedRun.number, key=STUDY_FORWARD_GMACS)
         charts.append(by_family(title, runs, x, (axis, key)))
     return charts
 
@@ -285,7 +304,7 @@ def curve_series(
         if len(points) > 1:
             if run.status != "FINISHED":
                 points[-1] = replace(points[-1], state=run.status.lower())
-            if not key.startswith("train/"):
+            if key != TRAIN_LOSS:
                 best = run.recorded.get(RESULT_STEP)
                 points = [replace(p, state=BEST) if p.x == best else p for p in points]
             series.append(
@@ -305,7 +324,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
     """One row per training, every number that was recorded at its end, and where MLflow has it."""
 
     def measured_on(run: RecordedRun) -> str | None:
-        if not run.is_tested("eval/top1"):
+        if not run.is_tested(EVAL_TOP1):
             return DEV
         if (count := run.best_of_tests) is not None:
             return f"best of {count} evaluations on the test set"
@@ -323,30 +342,30 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
         numbers("data fraction", "data.fraction"),
         numbers("epochs", "optim.epochs"),
         numbers("steps", "optim.steps"),
-        numbers("exaFLOPs", "study/exaflops"),
-        *(numbers(f"{n}-shot %", f"few_shot/{n}_shot_top1", percent) for n in (1, 5, 10, 25)),
+        numbers("exaFLOPs", STUDY_EXAFLOPS),
+        *(numbers(f"{n}-shot %", few_shot_top1(n), percent) for n in (1, 5, 10, 25)),
         numbers("mean average precision %", EVAL_MEAN_AVERAGE_PRECISION, percent),
-        numbers("top-1 %", "eval/top1", percent),
+        numbers("top-1 %", EVAL_TOP1, percent),
         (Column("measured on"), measured_on),
-        numbers("last top-1 %", "eval/last_top1", percent),
-        numbers("best at step", "result/step"),
+        numbers("last top-1 %", EVAL_LAST_TOP1, percent),
+        numbers("best at step", RESULT_STEP),
         tag("transfer to", "transfer_task"),
         *(
             numbers(f"{accuracy_name(key)} %", key, percent)
             for key in (MEAN_TRANSFER, *transfer_keys(runs))
         ),
         tag("branched from", "branched_from"),
-        numbers("top-1 % averaged", "eval/averaged_top1", percent),
-        numbers("top-5 %", "eval/top5", percent),
-        numbers("eval loss", "eval/loss"),
+        numbers("top-1 % averaged", EVAL_AVERAGED_TOP1, percent),
+        numbers("top-5 %", EVAL_TOP5, percent),
+        numbers("eval loss", EVAL_LOSS),
         numbers("training images", IMAGES_KEY),
-        numbers("images seen", "study/images_seen"),
+        numbers("images seen", STUDY_IMAGES_SEEN),
         numbers("learning rate", "optim.learning_rate"),
         numbers("seed", "seed"),
-        numbers("images/s", "train/images_per_s"),
-        numbers("MFU %", "perf/mfu", percent),
-        numbers("data wait %", "data/wait_fraction", percent),
-        numbers("core-days", "cost/core_days"),
+        numbers("images/s", TRAIN_IMAGES_PER_S),
+        numbers("MFU %", PERF_MFU, percent),
+        numbers("data wait %", DATA_WAIT_FRACTION, percent),
+        numbers("core-days", COST_CORE_DAYS),
         (Column("wall time", duration), lambda run: run.elapsed_s),
         (Column("status"), lambda run: run.status.lower()),
         (Column("group"), lambda run: run.group.digest),
@@ -362,7 +381,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
 
 def own_share(run: RecordedRun) -> float:
     """Of a training that branched off another one: the part of its compute that is its own."""
-    batch, seen = run.number("train.global_batch_size"), run.metrics.get("study/images_seen")
+    batch, seen = run.number("train.global_batch_size"), run.metrics.get(STUDY_IMAGES_SEEN)
     return branch_origin.own_share(run.tags.get("vit_ray.branched_from", ""), batch, seen)
 
 

@@ -6,7 +6,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from vit_ray.metric_names import EVAL_MEAN_AVERAGE_PRECISION
+from vit_ray.metric_names import (
+    EVAL_GROUP,
+    EVAL_MEAN_AVERAGE_PRECISION,
+    EVAL_TOP1,
+    FEW_SHOT_GROUP,
+    STUDY_EXAFLOPS,
+    STUDY_IMAGES_SEEN,
+    few_shot_top1,
+)
 from vit_ray.report.runs import IMAGES_KEY, MEAN_TRANSFER, TRAININGS, TRANSFER, RecordedRun
 from vit_ray.report.statistics.groups import (
     FEW_SHOT_SETS,
@@ -24,12 +32,12 @@ def averaged(key: str) -> str:
 
 
 _LAST: Final = {
-    "few_shot/5_shot_top1": "5-shot linear accuracy",
-    "few_shot/10_shot_top1": "10-shot linear accuracy",
-    "few_shot/25_shot_top1": "25-shot linear accuracy",
-    "few_shot/1_shot_top1": "1-shot linear accuracy",
+    few_shot_top1(5): "5-shot linear accuracy",
+    few_shot_top1(10): "10-shot linear accuracy",
+    few_shot_top1(25): "25-shot linear accuracy",
+    few_shot_top1(1): "1-shot linear accuracy",
     EVAL_MEAN_AVERAGE_PRECISION: "mean average precision",
-    "eval/top1": "top-1 accuracy",
+    EVAL_TOP1: "top-1 accuracy",
 }
 ACCURACIES: Final = _LAST | {
     averaged(key): f"{name} of averaged weights" for key, name in _LAST.items()
@@ -58,8 +66,8 @@ def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
     The first ones of averaged weights where all that have been measured have them.
     """
     held = {key for run in runs for key in run.metrics}
-    few_shot = [key for key in _LAST if key in held and key.startswith("few_shot/")][:1]
-    own = [*few_shot, *(key for key in _LAST if key in held and key.startswith("eval/"))]
+    few_shot = [key for key in _LAST if key in held and key.startswith(FEW_SHOT_GROUP)][:1]
+    own = [*few_shot, *(key for key in _LAST if key in held and key.startswith(EVAL_GROUP))]
     mean = [MEAN_TRANSFER] if MEAN_TRANSFER in held else []
     return [decided_key(runs, key) for key in own] + mean + transfer_keys(runs)
 
@@ -83,7 +91,7 @@ def decided_key(runs: Sequence[RecordedRun], key: str) -> str:
 
 def decided_top1(run: RecordedRun) -> float | None:
     """Accuracy of the averaged weights where the run averaged any, or else of the last ones."""
-    return run.metrics.get(decided_key([run], "eval/top1"))
+    return run.metrics.get(decided_key([run], EVAL_TOP1))
 
 
 def accuracy_name(key: str) -> str:
@@ -106,7 +114,7 @@ def by_sets(runs: Sequence[RecordedRun], key: str) -> list[tuple[str, list[Recor
     Each with `, training set NAME, test set NAME`, as far as these differ among the runs. The test
     set of a transfer is that of its fine-tunings.
     """
-    tests = FEW_SHOT_SETS if key.startswith("few_shot/") else (TEST_SET,)
+    tests = FEW_SHOT_SETS if key.startswith(FEW_SHOT_GROUP) else (TEST_SET,)
     parts: dict[Group, list[RecordedRun]] = {}
     for run in runs:
         if key not in run.metrics:
@@ -131,7 +139,7 @@ def tunings_of(run: RecordedRun, task: str) -> list[RecordedRun]:
     ]
 
 
-def cost_of(run: RecordedRun, key: str, cost: str = "study/exaflops") -> float | None:
+def cost_of(run: RecordedRun, key: str, cost: str = STUDY_EXAFLOPS) -> float | None:
     """Cost at which an accuracy stands: of pre-training and fine-tuning together.
 
     The accuracy on a task after fine-tuning, of a run's own metrics, has the mean cost of the
@@ -162,5 +170,5 @@ def epochs_of(run: RecordedRun) -> float | None:
     """Length of a training; one in steps or images counts in epochs, too."""
     if (epochs := run.number("optim.epochs")) is not None:
         return epochs
-    images, seen = run.metrics.get(IMAGES_KEY), run.metrics.get("study/images_seen")
+    images, seen = run.metrics.get(IMAGES_KEY), run.metrics.get(STUDY_IMAGES_SEEN)
     return seen / images if seen and images else None

@@ -22,8 +22,8 @@ from vit_ray.deepspeed_internals import compile_backend
 from vit_ray.measure.meters import DeviceTimes
 from vit_ray.train.engine.compiling import compile_failures, compile_model, compile_s
 from vit_ray.train.engine.deepspeed_setup import initialize
+from vit_ray.train.engine.elastic_state import TrainingState
 from vit_ray.train.engine.exact_biases import ExactBiases
-from vit_ray.train.engine.state import TrainingState
 from vit_ray.train.loop import StepResult
 from vit_ray.train.objective import LossFunction
 from vit_ray.train.optim.optimizers import StepGuard, build_optimizer, set_rate

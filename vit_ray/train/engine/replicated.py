@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vit_ray.train.engine.gradient_clipping import clip_gradients
 from vit_ray.train.optim.adafactor import GuardedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
 
@@ -83,8 +84,7 @@ class ReplicatedOptimizer:
         gradients = [self._gradient(weight) for weight in self.masters]
         norm = torch.nn.utils.get_total_norm(gradients)
         self._guard.note_norm(norm)
-        if self._clip_norm:
-            torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
+        clip_gradients(gradients, norm, self._clip_norm)
         self.optimizer.step()
         for flat in self._flats:
             flat.grad.zero_()  # type: ignore[union-attr]

@@ -33,6 +33,7 @@ from vit_ray.data.format.schema import (
     VERSIONS_FOLDER,
 )
 from vit_ray.data.format.sidecars import write_checksums
+from vit_ray.data.prepare.conversion_plan import LISTS, RESULT, Plan
 from vit_ray.data.prepare.convert.make_shards import ShardResult
 from vit_ray.data.prepare.convert.source_record import read_record
 from vit_ray.data.prepare.convert.staged_files import (
@@ -40,7 +41,6 @@ from vit_ray.data.prepare.convert.staged_files import (
     read_many_facts,
     read_row_groups,
 )
-from vit_ray.data.prepare.plan import LISTS, RESULT, Plan
 from vit_ray.lock import check_lock
 from vit_ray.storage import Location
 

@@ -19,6 +19,7 @@ from pyarrow import fs
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.manifest import open_dataset
 from vit_ray.data.format.schema import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
+from vit_ray.data.prepare.conversion_plan import PLAN, Plan, plan_conversion, settings_of
 from vit_ray.data.prepare.convert.commit import (
     HALF_WRITTEN,
     OUTPUT,
@@ -35,7 +36,6 @@ from vit_ray.data.prepare.convert.source_record import (
 )
 from vit_ray.data.prepare.convert.staged_files import read_facts
 from vit_ray.data.prepare.in_place import check_in_place
-from vit_ray.data.prepare.plan import PLAN, Plan, plan_conversion, settings_of
 from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.entries import relative
 from vit_ray.data.prepare.sources.formats import list_units

@@ -9,10 +9,10 @@ from vit_ray.data.format.manifest import ImageFile
 from vit_ray.data.format.schema import STAGING_FOLDER, checksum
 from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.jpeg_index.restart_markers import restart_writer
+from vit_ray.data.prepare.conversion_plan import RESULT, Plan
 from vit_ray.data.prepare.convert.shard_images import checked, read_ahead
 from vit_ray.data.prepare.convert.shard_lists import list_of_shard
 from vit_ray.data.prepare.convert.staged_files import write_facts
-from vit_ray.data.prepare.plan import RESULT, Plan
 from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import SourceChangedError, printable, storable

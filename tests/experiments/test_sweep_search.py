@@ -13,9 +13,9 @@ from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import sweep
-from vit_ray.experiments.remembered import RememberedSearch
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.sweep import SweepPlan, Trials, trial_recipe
+from vit_ray.experiments.sweep_state import RememberedSearch
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.run import RunResult
 from vit_ray.storage import locate

@@ -16,15 +16,15 @@ from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import sweep
-from vit_ray.experiments.remembered import (
+from vit_ray.experiments.runner import Room
+from vit_ray.experiments.sweep import Trials
+from vit_ray.experiments.sweep_state import (
     RememberedAsha,
     RungResult,
     grace_steps,
     rung_steps,
     trial_key,
 )
-from vit_ray.experiments.runner import Room
-from vit_ray.experiments.sweep import Trials
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult

@@ -1,0 +1,24 @@
+"""Clipping of gradients to `optim.clip_norm`: here at stage 0, by DeepSpeed at stages 1 to 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def clip_gradients(gradients: list[Tensor], norm: Tensor, clip_norm: float) -> None:
+    """Scale gradients, in place, so that their global norm is at most `clip_norm`; 0 = as they are.
+
+    Args:
+        norm: of all of them together.
+    """
+    if clip_norm:
+        torch._foreach_mul_(gradients, torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
+
+
+def deepspeed_clipping(clip_norm: float, stage: int) -> dict[str, Any]:
+    """Of DeepSpeed's configuration; at stage 0 it would clip a second time."""
+    return {"gradient_clipping": clip_norm if stage else 0.0}

@@ -9,7 +9,7 @@ import pytest
 
 from vit_ray.data import prepare
 
-STEPS = ("convert.conversion", "convert.commit", "convert.make_shards", "plan")
+STEPS = ("convert.conversion", "convert.commit", "convert.make_shards", "conversion_plan")
 
 
 def one_by_one(

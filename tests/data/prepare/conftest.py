@@ -10,7 +10,7 @@ import pytest
 from vit_ray.data import prepare
 from vit_ray.data.prepare.progress import Shown
 
-STEPS = ("convert.conversion", "convert.commit", "convert.make_shards", "plan")
+STEPS = ("convert.conversion", "convert.commit", "convert.make_shards", "conversion_plan")
 
 
 def one_by_one(

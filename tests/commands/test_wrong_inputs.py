@@ -96,8 +96,8 @@ MISTAKES = [
     ),
     ("verify digits", "verify is not set; give verify.path"),
     (
-        "verify digits verify.path=nosuch sweep.seeds=2 optim.steps=3",
-        "note: verify does not read sweep.seeds, optim.steps\n.*no data set at 'nosuch'",
+        "verify digits verify.path=nosuch sweep.seeds=2 train.log_every_steps=3",
+        "note: verify does not read sweep.seeds, train.log_every_steps\n.*no data set at 'nosuch'",
     ),
     ("verify digits verify.path=nosuch", "no data set at 'nosuch': the folder does not exist"),
     ("verify digits verify.path=note.txt", "no data set at 'note.txt'"),
@@ -107,8 +107,11 @@ MISTAKES = [
     (f"{DEDUPLICATE} deduplicate.source=nosuch", "no data set at 'nosuch': the folder does not"),
     (f"{DEDUPLICATE} deduplicate.evaluation_sets=[]", "at least 1 item"),
     ("pretrain mine.yaml data.train=nosuch", "no data set at .*nosuch': the folder does not exist"),
-    ("pretrain mine.yaml data.train=note.txt", "no data set at .*note.txt': .*manifest.parquet"),
-    ("pretrain mine.yaml data.train=s3://", "'s3://' names no bucket"),
+    (
+        "pretrain mine.yaml data.train=note.txt data.eval=note.txt",
+        "no data set at .*note.txt': .*manifest.parquet",
+    ),
+    ("pretrain mine.yaml data.train=s3:// data.eval=note.txt", "'s3://' names no bucket"),
     ("pretrain paper/vit_b16_jft", "'s3://BUCKET/jft' is a placeholder of a shipped recipe"),
     ("sweep finetune/cifar10", "'s3://BUCKET/.*' is a placeholder"),
     (f"{CONVERT} convert.source=s3://BUCKET/a/*.tar", "'s3://BUCKET/a.*' is a placeholder"),
@@ -160,7 +163,7 @@ STARTS = [
     "inspect_model tiny.yaml", "export tiny.yaml export.path=x.npz",
 ]  # fmt: skip
 BAD_WEIGHTS = {
-    "sets/none.npz": "init_from: weights .*none.npz do not exist; give a .npz or .safetensors file",
+    "sets/none.npz": "init_from: weights .*none.npz.* do not exist; give a .npz or .safetensors file",
     "sets/junk.npz": "init_from: weights .*junk.npz cannot be read: ",
     "sets/junk.safetensors": "init_from: weights .*junk.safetensors cannot be read: ",
     "sets/cut.safetensors": "init_from: weights .*cut.safetensors cannot be read: ",

@@ -50,8 +50,8 @@ def trained(is_complete: bool = True, **metrics: float) -> RunResult:
     return RunResult(None, "cell", int(is_complete), 1, metrics, "folder")
 
 
-def resolved(steps: int = 10) -> Any:
+def resolved(steps: int = 10, recipe: Any = None) -> Any:
     """What a cell's recipe makes of its data."""
     return SimpleNamespace(
-        total_steps=steps, manifest=SimpleNamespace(num_classes=10), num_images=640
+        recipe=recipe, total_steps=steps, manifest=SimpleNamespace(num_classes=10), num_images=640
     )

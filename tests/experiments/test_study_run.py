@@ -47,7 +47,9 @@ def run_cells(
     in_process(monkeypatch, parent, train, room_now)
     monkeypatch.setattr(study, "cluster_room", lambda most, _: replace(room_now(), runs=most or 99))
     config = study_of(study_recipe("/x", [study_row("any")], **keys))
-    return StudyRun(config, cells, [resolved() for _ in cells], finished or {}, parent).run()
+    return StudyRun(
+        config, cells, [resolved(recipe=cell.recipe) for cell in cells], finished or {}, parent
+    ).run()
 
 
 @pytest.mark.parametrize("earlier", [None, "b" * 32])

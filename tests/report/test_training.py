@@ -71,7 +71,7 @@ def record(uri, *, num_classes=5, cluster="2 nodes, 8 CPUs, 4 GPUs", workers="4"
         for name, content in picture("examples", squares, about).items()
     }
     texts |= {
-        f"data/{name}": content
+        f"images/{name}": content
         for name, content in training_files(np.stack(squares), range(4), labels, CLASSES).items()
     }
     rows = [[name, name, 3] for name in CLASSES[:num_classes]] + [[CRAFTED, "=1+1", 1]]

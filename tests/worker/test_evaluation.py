@@ -328,8 +328,12 @@ def test_a_training_without_its_record_goes_on(
     actor = FakeRun()
     monkeypatch.setattr(actor, "content", lost)
     job = make_job(tmp_path, data={"eval": "somewhere"})
-    hooks = Worker(job, Engine(), actor, lambda name, start: share(0, 1)).hooks
-    assert hooks.evaluate(TOTAL)["eval/top1"] == pytest.approx(4 / 19)
+    found, expected = (
+        Worker(job, Engine(), run, lambda name, start: share(0, 1)).hooks.evaluate(TOTAL)
+        for run in (actor, FakeRun())
+    )
+    assert found == expected
+    assert "eval/top1" in found
 
 
 CLASSES = tuple("abcde")

@@ -345,16 +345,21 @@ class RunWriter:
                 continue
             if key.startswith(EVAL_GROUP):
                 key = group + key.removeprefix(EVAL_GROUP)
-            point = points.get(key)  # the run's own, which is not logged a second time
-            same = point is not None and point.value == value
+            # The run's own point, which is not logged a second time: of the best evaluation, perhaps.
+            point = points.get(key)
+            if point is not None and point.value != value:
+                history = self.client.get_metric_history(self.run_id, key)
+                point = next((one for one in reversed(history) if one.value == value), None)
+                if point is None:
+                    continue
             context = _CONTEXTS[key.partition("/")[0]]
             data = contexts.get(context) or contexts.get(_CONTEXTS["eval"])
             self.client.log_metric(
                 self.run_id,
                 key,
                 value,
-                point.timestamp if point and same else record["time_ms"],
-                point.step if point and same else record["step"],
+                point.timestamp if point else record["time_ms"],
+                point.step if point else record["step"],
                 model_id=model_id,
                 dataset_name=data and data["name"],
                 dataset_digest=data and data["digest"],

@@ -118,9 +118,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_broken_images_are_refused(name: str) -> None:
-    with pytest.raises(BadImageError, match="not decodable"):
+    told = "not decodable" if BROKEN[name] else "has no bytes"
+    with pytest.raises(BadImageError, match=told):
         decode(BROKEN[name])
-    with pytest.raises(BadImageError, match="not decodable"):
+    with pytest.raises(BadImageError, match=told):
         training_crop(BROKEN[name], Augmentation(size=16), (0, 0, 0))
 
 

@@ -257,12 +257,9 @@ def start_head(
     _start_ray(host, role, num_cpus, environment)
 
 
-def start_raylet(
-    host: Host, head: Host, num_cpus: int = 2, labels: str = "", **environment: str
-) -> None:
+def start_raylet(host: Host, head: Host, num_cpus: int = 2, **environment: str) -> None:
     """A worker node on the host, which starts again when its raylet ends, as a pod does."""
-    role = [f"--address={head.address}:{PORT}", *([f"--labels={labels}"] if labels else [])]
-    _start_ray(host, role, num_cpus, environment, again=True)
+    _start_ray(host, [f"--address={head.address}:{PORT}"], num_cpus, environment, again=True)
 
 
 def _start_ray(

@@ -255,7 +255,7 @@ _PLACES = (
 )  # fmt: skip
 
 
-_MAPPINGS: Final = ("data.eval", "data.label_selector", "tracking.tags", "workers.label_selector")
+_MAPPINGS: Final = ("data.eval", "tracking.tags")
 """Keys whose value may be a mapping, which is no section."""
 
 

@@ -26,10 +26,6 @@ def _is_dotted(name: str) -> str:
 
 OwnPart = Annotated[str, AfterValidator(_is_dotted)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
-LabelSelector = dict[
-    str, Annotated[str, Field(pattern=r"^!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)$")]
-]
-"""Of Ray: label of a node -> `value`, `!value`, `in(a, b)` or `!in(a, b)`."""
 ImageSize = Positive | tuple[Positive, Positive]
 
 

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from vit_ray.config.section import (
     Fraction,
     ImageSize,
-    LabelSelector,
     NotNegative,
     NotNegativeFloat,
     OnResume,
@@ -249,8 +248,6 @@ class DataConfig(Section):
     cpus_per_task: Annotated[PositiveFloat, OnResume.FREE] = 0.66
     """CPUs that one read-and-decode task reserves. Below 1 because tasks wait for storage: three
     keep two cores busy."""
-    label_selector: Annotated[LabelSelector | None, OnResume.FREE] = None
-    """Labels of the nodes that read training and evaluation images, as `workers.label_selector`."""
     max_tasks: Annotated[Positive | None, OnResume.FREE] = None
     """Most read-and-decode tasks at a time; unset = as many as the CPUs left for data allow."""
     decode: Literal["host", "device"] = "host"
@@ -576,9 +573,6 @@ class WorkersConfig(Section):
     """One GPU per worker; `auto` = if the cluster has GPUs."""
     cpus_per_worker: PositiveFloat = 1.0
     """CPUs that a worker reserves for its threads; the other CPUs of the cluster read data."""
-    label_selector: LabelSelector | None = None
-    """Labels of the nodes that train, in Ray's syntax, such as `{ray.io/accelerator-type: H100}`;
-    also `!value`, `in(a, b)`, `!in(a, b)`; unset = any node."""
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row without a new checkpoint between them that the run survives; -1 = any
     number. Preempted nodes and micro-batches that do not fit into memory do not count."""

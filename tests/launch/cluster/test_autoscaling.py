@@ -17,7 +17,6 @@ from vit_ray.launch.cluster import connection as module
 from vit_ray.launch.cluster.autoscaling import Growth, find_growth, growth_of
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.cluster.node_labels import has_labels
 
 SHIPPED = Path(__file__).parents[3] / "cluster" / "ray_up.yaml"
 
@@ -86,54 +85,6 @@ def test_where_it_is_not_known_what_may_be_started_the_recipe_says_whether_gpus_
     assert check_cluster(recipe_of(4, use_gpu=True), cluster(unknown)) is True
     assert check_cluster(recipe_of(4, use_gpu=False), cluster(unknown)) is False
     assert check_cluster(recipe_of(4), cluster(unknown, cpus=8, gpus=4)) is True
-
-
-MIXED = (
-    ({"kind": "H100"}, {"CPU": 16.0, "GPU": 8.0}),
-    ({"kind": "A100"}, {"CPU": 16.0, "GPU": 8.0}),
-    ({}, {"CPU": 32.0}),
-)
-
-
-@pytest.mark.parametrize(
-    ("selector", "rooms"),
-    [
-        ({"kind": "H100"}, [True, False, False]),
-        ({"kind": "!H100"}, [False, True, True]),
-        ({"kind": "in(H100, A100)"}, [True, True, False]),
-        ({"kind": "!in(H100,A100)"}, [False, False, True]),
-        ({"kind": "H100", "zone": "a"}, [False, False, False]),
-        ({"kind": "H100", "zone": "!a"}, [True, False, False]),
-        ({}, [True, True, True]),
-    ],
-)
-def test_a_selector_means_the_nodes_that_ray_would_take(
-    selector: dict[str, str], rooms: list[bool]
-) -> None:
-    """As Ray's documentation of label selectors has it; `test_hosts.py` tries one on Ray."""
-    assert [has_labels(labels, selector) for labels, _ in MIXED] == rooms
-
-
-def labelled(growth: Growth | None, workers: int, **data: Any) -> Any:
-    up = ClusterShape(3, 64.0, 16.0, 0.0, growth=growth, nodes=MIXED)
-    recipe = recipe_of(workers, label_selector={"kind": "H100"}).with_changes(data=data)
-    return lambda: check_cluster(recipe, up)
-
-
-def test_labels_that_no_node_has_or_will_have_are_refused_with_those_that_there_are() -> None:
-    assert labelled(None, 8)() is True
-    with pytest.raises(
-        ValueError,
-        match=r"workers.label_selector=\{.*H100.*\}: nodes with these labels have room for 8 of 16 "
-        r"that take 1 CPU and 1 GPU each; labels there are: kind=A100, kind=H100. Start nodes",
-    ):
-        labelled(None, 16)()
-    with pytest.raises(ValueError, match=r"data.label_selector=.*room for 0 of 1 that take 1 CPU"):
-        labelled(None, 8, label_selector={"kind": "none"})()
-    # Nodes that may be started count, and where those are not known nothing is refused.
-    one = {"max_workers": 1, "resources": {"CPU": 16, "GPU": 8}, "labels": {"kind": "H100"}}
-    assert labelled(growth_of({"available_node_types": {"g": one}}), 16)() is True
-    assert labelled(Growth(None), 16)() is True
 
 
 def test_a_cluster_that_stays_as_it_is_refuses_as_ever() -> None:

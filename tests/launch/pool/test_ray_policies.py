@@ -96,7 +96,6 @@ class Coordinator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.nodes = 0.0, ["a"]
-        self.selector: dict[str, str] | None = None
         monkeypatch.setattr(ray, "get", lambda reference, **_: reference)
         monkeypatch.setattr(ray, "is_initialized", lambda: False)  # it counts when it is told to
         self._counts = _AutoscalingCoordinatorActor(
@@ -112,17 +111,14 @@ class Coordinator:
 
     def alive(self) -> list[dict[str, Any]]:
         held = {"CPU": 1.0}
-        one = {"Alive": True, "Resources": held}
-        return [{"NodeID": n, "Labels": {"name": n}, **one} for n in self.nodes]
+        return [{"NodeID": n, "Alive": True, "Resources": held} for n in self.nodes]
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(self._counts, method))
 
     def start(self, run: str) -> DivisorScalingPolicy:
         """Policy of a run's controller, which has sent its first request."""
-        scaling = ScalingConfig(
-            num_workers=(1, 2), resources_per_worker={"CPU": 0.75}, label_selector=self.selector
-        )
+        scaling = ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 0.75})
         policy = DivisorScalingPolicy(scaling, [1, 2], 0.25, lambda: None)
         policy.GET_RESERVED_RESOURCES_INTERVAL_S = 0
         policy.after_controller_start(SimpleNamespace(run_id=run))
@@ -142,15 +138,6 @@ def test_a_node_is_counted_as_soon_as_it_is_there_or_gone(monkeypatch: pytest.Mo
     coordinator.nodes = ["a", "b"]
     assert coordinator.size(policy) == 2
     coordinator.nodes = ["b"]
-    assert coordinator.size(policy) == 1
-
-
-def test_nodes_without_a_groups_labels_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(monkeypatch)
-    coordinator.nodes, coordinator.selector = ["a", "b", "c"], {"name": "!a"}
-    policy = coordinator.start("run")
-    assert coordinator.size(policy) == 2
-    coordinator.nodes = ["a", "b"]
     assert coordinator.size(policy) == 1
 
 
@@ -393,12 +380,7 @@ DIED = ray.exceptions.RayActorError(
     error_msg="Worker exits with a connection error code 2. End of file."
 )
 RAY_NODES = [
-    {
-        "NodeID": node,
-        "Alive": node != "gone",
-        "Labels": {"kind": f"kind{node}"},
-        "Resources": {"CPU": 4.0, "GPU": 2.0},
-    }
+    {"NodeID": node, "Alive": node != "gone", "Resources": {"CPU": 4.0, "GPU": 2.0}}
     for node in ("1", "2", "gone")
 ]
 
@@ -438,11 +420,6 @@ def test_a_node_on_which_a_group_fails_twice_in_a_row_is_left_out(
         assert chosen == (selector and {"ray.io/node-id": selector})
     texts = [text for kind, text, _ in workers.events if kind is EventKind.NODE_LEFT_OUT]
     assert len(texts) == (selector is not None)
-    # Nodes with the group's own labels, and of these not the bad one.
-    own = {"kind": "in(kind1, kind2)"}
-    with_labels = replace(scaling, label_selector=own)
-    chosen = callback.on_controller_start_worker_group(scaling_config=with_labels, num_workers=2)
-    assert chosen == (selector and {**own, "ray.io/node-id": selector})
     # Where no other nodes have room for it, a group with the bad one is better than none.
     assert callback.on_controller_start_worker_group(scaling_config=scaling, num_workers=3) is None
 

@@ -42,7 +42,6 @@ class StreamSpec:
         weights: by which training rows are drawn, as `samples.Plan` takes them; None for each once.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
-        label_selector: Ray's, of the nodes that read; None for any.
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
         block_rows: rows that travel together, about; a multiple of the micro-batch is used.
         task_rows: rows that one task makes, about.
@@ -63,7 +62,6 @@ class StreamSpec:
     weights: Weights | None = field(default=None, repr=False, compare=False)
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
-    label_selector: dict[str, str] | None = field(default=None, hash=False)
     concurrency: int | None = None
     block_rows: int = 128
     task_rows: int = 1024

@@ -120,7 +120,7 @@ def segments_of(
         # crosses no network; where there is one server alone, Ray Data spreads the tasks.
         current = DataContext.get_current()
         plain = current.scheduling_strategy
-        if share < 1 and spec.label_selector is None:
+        if share < 1:
             current.scheduling_strategy = NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
             )
@@ -140,9 +140,7 @@ def segments_of(
         limits = ExecutionResources.inf()
         if most_bytes is not None:
             limits = ExecutionResources.for_limits(object_store_memory=most_bytes)
-        context.execution_options = ExecutionOptions(
-            preserve_order=True, resource_limits=limits, label_selector=spec.label_selector
-        )
+        context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
         context.enable_progress_bars = False
         context.custom_execution_callback_classes = [PauseWhileFull]
         block_ranks = [rank for task in planned for rank in task.ranks]
@@ -210,9 +208,7 @@ def start_beside_server(num_tasks: int) -> None:
 def warm_up(spec: StreamSpec, share: float) -> None:
     """Let idle workers of a cluster import while a stream is planned, without waiting for it."""
     for _ in range(reading_tasks(spec, share)):
-        _import_what_tasks_need.options(
-            num_cpus=spec.num_cpus, label_selector=spec.label_selector
-        ).remote()
+        _import_what_tasks_need.options(num_cpus=spec.num_cpus).remote()
 
 
 class _BlockSource(Datasource):

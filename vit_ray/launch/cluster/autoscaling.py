@@ -31,7 +31,6 @@ class NodeType:
     most: int
     """Nodes of this type at a time."""
     resources: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         held = ", ".join(f"{count:g} {key}" for key, count in self.resources.items())
@@ -110,7 +109,6 @@ def growth_of(config: Mapping[str, Any]) -> Growth:
                 name,
                 int(min(each.get("max_workers", most_nodes), most_nodes)),
                 {key: float(count) for key, count in (each.get("resources") or {}).items()},
-                each.get("labels") or {},
             )
             for name, each in config.get("available_node_types", {}).items()
             if name != head

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from vit_ray.config import Recipe
-from vit_ray.config.validation import value_text
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.cluster.node_labels import has_labels
 from vit_ray.train.memory.micro_batch import micro_batch_size
 
 
@@ -74,33 +71,4 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
             "Raise max_workers of a node type, or lower workers.num_workers or "
             "workers.cpus_per_worker"
         )
-    _check_labels("workers.label_selector", workers.label_selector, cluster, each, least)
-    reading = {"CPU": recipe.data.cpus_per_task}
-    _check_labels("data.label_selector", recipe.data.label_selector, cluster, reading, 1)
     return use_gpu
-
-
-def _check_labels(
-    name: str,
-    selector: Mapping[str, str] | None,
-    cluster: ClusterShape,
-    each: Mapping[str, float],
-    count: int,
-) -> None:
-    """Nodes with the labels, up or to come, have room for so many of what takes `each`."""
-    types = cluster.growth.types if cluster.growth else ()
-    if selector is None or types is None:  # what may be started is not known
-        return
-    nodes = [*cluster.nodes, *((t.labels, t.resources) for t in types for _ in range(t.most))]
-    held = [resources for labels, resources in nodes if has_labels(labels, selector)]
-    room = sum(int(min(one.get(key, 0.0) / need for key, need in each.items())) for one in held)
-    if room < count:
-        what = " and ".join(f"{need:g} {key}" for key, need in each.items())
-        own = sorted(
-            {f"{k}={labels[k]}" for labels, _ in nodes for k in labels if k != "ray.io/node-id"}
-        )
-        raise ValueError(
-            f"{name}={value_text(dict(selector))}: nodes with these labels have room for {room} of "
-            f"{count} that take {what} each; labels there are: {', '.join(own) or 'none'}. Start "
-            "nodes with the labels (`ray start --labels`), or change the selector"
-        )

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,8 +69,6 @@ class ClusterShape:
     """This driver has started it, and it ends with this driver."""
     growth: Growth | None = None
     """What its autoscaler may start; None if it stays as it is."""
-    nodes: tuple[tuple[Mapping[str, str], Mapping[str, float]], ...] = ()
-    """Labels and resources of each node that is up."""
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
@@ -268,8 +266,7 @@ def _address() -> str:
 def shape(ready_s: float) -> ClusterShape:
     """The connected cluster as it is now."""
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    alive = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
-    held = [n["Resources"] for n in alive]
+    held = [n["Resources"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
     is_private = _address() in _STARTED
     head: dict[str, float] = next((resources for resources in held if _HEAD in resources), {})
     return ClusterShape(
@@ -279,7 +276,6 @@ def shape(ready_s: float) -> ClusterShape:
         ready_s,
         is_private=is_private,
         growth=None if is_private else find_growth(_address(), head),
-        nodes=tuple((n["Labels"], n["Resources"]) for n in alive),
     )
 
 

@@ -147,7 +147,6 @@ def _spec(
         rows=rows,
         max_bad_fraction=data.max_bad_fraction,
         num_cpus=data.cpus_per_task,
-        label_selector=data.label_selector,
         concurrency=data.max_tasks,
         cache_mib=data.task_memory_mib,
         decode=data.decode,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import ray
@@ -20,7 +20,6 @@ from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
-from vit_ray.launch.cluster.node_labels import has_labels
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED
 from vit_ray.launch.pool.failing_nodes import FAILING_NODES
 from vit_ray.launch.pool.failure_causes import cause, failing_node, is_defect
@@ -212,13 +211,10 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         cpus = {
             node: n for node, n in cpus_by_node().items() if node not in FAILING_NODES.hosts
         } or cpus_by_node()
-        selector = self.scaling_config.label_selector
-        # All workers of a group have the same labels.
-        meant = cpus_by_node(selector) if isinstance(selector, dict) and selector else cpus
         counts = {
             node: int(min(held.get(key, 0.0) // n for key, n in wanted.items() if n > 0))
             for node, held in reserved_resources.items()
-            if node in cpus and node in meant
+            if node in cpus
         }
         most, cpus_per_worker = sum(counts.values()), wanted.get("CPU", 0.0)
         spare = max(
@@ -229,8 +225,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         return max((size for size in self._sizes if size <= most), default=0)
 
 
-def cpus_by_node(selector: Mapping[str, str] | None = None) -> dict[str, float]:
-    """CPUs of each node that is alive and has the labels, by its id."""
+def cpus_by_node() -> dict[str, float]:
+    """CPUs of each node that is alive, by its id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    meant = [n for n in nodes if n["Alive"] and has_labels(n["Labels"], selector)]
-    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in meant}
+    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes if n["Alive"]}

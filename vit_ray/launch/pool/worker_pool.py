@@ -86,8 +86,6 @@ class PoolShape:
     collective_timeout_s: int
     replaces_failed: bool
     """A worker whose process has died is replaced alone."""
-    labels: tuple[tuple[str, str], ...] = ()
-    """Ray's label selector of the nodes that it is placed on."""
 
     @classmethod
     def of(
@@ -108,7 +106,6 @@ class PoolShape:
             workers.collective_timeout_s,
             # A blocked call of NCCL would have to be aborted, which has not been tried on GPUs.
             workers.replace_failed and not use_gpu,
-            tuple(sorted((workers.label_selector or {}).items())),
         )
 
     @property
@@ -326,7 +323,6 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         num_workers=shape.num_workers,
         use_gpu=shape.use_gpu,
         resources_per_worker=shape.resources,
-        label_selector=dict(shape.labels) or None,
     )
     current_job = _CurrentJob(server)
     callbacks: list[Any] = [

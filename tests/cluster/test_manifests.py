@@ -17,7 +17,7 @@ import ray.autoscaler
 import yaml
 from celpy.adapter import json_to_cel
 from ray._private import ray_constants
-from ray.autoscaler._private.util import validate_config
+from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.commands.command_line import run_cli
 from vit_ray.commands.plans.manifest import _apply_patch, cluster_sizes, manifest, recipe_text
@@ -649,7 +649,7 @@ def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
         *SMALL, "cluster.kind=ray_up", f"cluster.gpus={count}", "workers.cpus_per_worker=7.5"
     )
     config = yaml.safe_load(text)
-    validate_config(config)  # Ray's own
+    validate_config(fillout_defaults(config))  # Ray's own
     recipe = load_recipe(
         RECIPE, [*SMALL, f"workers.num_workers={count}", "workers.cpus_per_worker=7.5"]
     )

@@ -285,7 +285,7 @@ class Worker:
         self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
         nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.", lambda: 0)
-        context = RankContext(TOTAL, self.rank, self.rank + 1, MICRO, sum_of_one)
+        context = RankContext(TOTAL, self.rank, 1, MICRO, sum_of_one)
         self.hooks = Attempt(
             self.job, context, self.link, engine, batches(), evaluator, self.saver, nonfinite,
             self.watchdog, Progress(), self.notice,

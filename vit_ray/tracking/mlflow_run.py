@@ -345,7 +345,7 @@ class RunWriter:
                 continue
             if key.startswith(EVAL_GROUP):
                 key = group + key.removeprefix(EVAL_GROUP)
-            # The run's own point, which is not logged a second time: of the best evaluation, perhaps.
+            # The run's own point, which is not logged again; of the best evaluation, perhaps.
             point = points.get(key)
             if point is not None and point.value != value:
                 history = self.client.get_metric_history(self.run_id, key)

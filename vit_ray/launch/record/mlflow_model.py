@@ -146,10 +146,12 @@ class PyfuncModel:
             raise ValueError(f"params: output={output!r}; give one of {', '.join(_OUTPUTS)}")
         if output == "logits":
             return self._model.logits(images)
-        import pandas as pd  # which MLflow has imported
+        import pyarrow as pa  # which the process that logs models need not load
 
+        columns = ("class", "probability", "label")
         found = self._model.predict(images)
-        return pd.DataFrame(found, columns=["class", "probability", "label"])
+        table = {name: [row[i] for row in found] for i, name in enumerate(columns)}
+        return pa.table(table).to_pandas()
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any]) -> PyfuncModel:

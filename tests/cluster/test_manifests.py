@@ -518,7 +518,7 @@ def _leaves(node, path=""):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_three_sizes_differ_from_the_shipped_file_as_they_did(size, shipped_rayjob):
-    """As `sizes.yaml` has them. The command wrote that file; only data nodes were computed by hand."""
+    """As `sizes.yaml` has them, which the command wrote; only data nodes were computed by hand."""
     config, job = documents_of(written(*SIZES[size]))
     found, shipped = _leaves(job), _leaves(shipped_rayjob)
     changed = {key: value for key, value in found.items() if shipped.get(key) != value}

@@ -65,7 +65,7 @@ def test_a_page_shows_the_differences_and_both_runs_curves(uri: str, tmp_path: P
     assert compare("a", "b", *words) == 0
     page = (tmp_path / "runs" / "compare-a-b" / "compare.html").read_text()
     body = page[page.index("<body") : page.index("<footer>")]
-    cells = [unescape(re.sub("<.*?>", "", c)) for c in re.findall("<t[hd] .*?</t[hd]>", body)]
+    cells = [unescape(re.sub("<.*?>", "", c)) for c in re.findall(r"<t[hd]\b.*?</t[hd]>", body)]
     assert cells[cells.index("top-1 accuracy %") :][:4] == [
         "top-1 accuracy %", "50.00", "75.00", "+25.00",
     ]  # fmt: skip

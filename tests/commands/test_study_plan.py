@@ -195,6 +195,7 @@ def studied_hours(monkeypatch: pytest.MonkeyPatch, plan: StudyPlan, room: Room) 
     monkeypatch.setattr(transfer, "open_sweep", lambda *_: contextlib.nullcontext(parent))
     resolved_runs: list[Any] = [
         SimpleNamespace(
+            recipe=one.cell.recipe,
             total_steps=one.facts.total_steps,
             num_images=one.facts.num_images,
             manifest=SimpleNamespace(num_classes=one.facts.num_classes),

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -267,6 +268,34 @@ def test_a_killed_process_leaves_half_a_line_and_loses_nothing_else(config, log_
     second.log.metrics(2, {"train/loss": 2.0})
     assert second.finish()
     assert _history(config.uri, second.run_id, "train/loss") == [(1, 3.0), (2, 2.0)]
+
+
+def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_openings(
+    config, log_path, monkeypatch
+):
+    create, creates, may_create = MlflowClient.create_run, threading.Event(), threading.Event()
+
+    def slow(*args, **fields):
+        creates.set()
+        assert may_create.wait(30)
+        return create(*args, **fields)
+
+    monkeypatch.setattr(MlflowClient, "create_run", slow)
+    monkeypatch.setattr(sender, "NEVER_REACHED_S", 0.1)
+    first = started(config, "rungs", log_path, wait_s=0.0)
+    first.log.metrics(10, {"train/loss": 2.0})
+    assert creates.wait(30)
+    assert not first.finish("KILLED")
+    second = started(config, "rungs", log_path, wait_s=0.0)
+    second.log.metrics(20, {"train/loss": 1.0})
+    time.sleep(1.0)  # so that it could create another
+    may_create.set()
+    monkeypatch.setattr(sender, "NEVER_REACHED_S", 30.0)
+    assert second.finish()
+    first._points.join(30)
+    run = _only_run(config.uri)
+    assert run.info.status == "FINISHED"
+    assert _history(config.uri, run.info.run_id, "train/loss") == [(10, 2.0), (20, 1.0)]
 
 
 def test_the_log_of_another_run_is_set_aside_not_mixed_in(config, log_path):

@@ -44,6 +44,9 @@ _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 _DATABASE: Final = "BAD_REQUEST"
 """MLflow's word for nearly every error of its database: a wrong value, a full pool, a failover."""
 
+_finding: Final = threading.Lock()
+"""Held by whoever finds or creates a run: of one log there is never a second one."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -53,14 +56,14 @@ class Repeater(threading.Thread):
     def __init__(self, name: str, step: Callable[[], bool]) -> None:
         """`step`: returns False if some of it failed and is to be tried later."""
         super().__init__(name=name, daemon=True)
-        self._step, self._num_tries, self._ends = step, 0, False
+        self._step, self._num_tries, self.ends = step, 0, False
         self._wake = threading.Event()
         self._progress = threading.Condition()
 
     def run(self) -> None:
         """Repeat the step."""
         pause_s = 0.0
-        while not self._ends:
+        while not self.ends:
             pause_s = (
                 0.0 if self._step() else min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
             )
@@ -72,7 +75,7 @@ class Repeater(threading.Thread):
 
     def end(self, join_s: float) -> None:
         """Repeat no more, and wait up to `join_s` for the step under way."""
-        self._ends = True
+        self.ends = True
         self._wake.set()
         self.join(join_s)
 
@@ -209,14 +212,18 @@ class Tracker:
         """Find or create the run, and send all but files; after any error MLflow counts as away."""
         try:
             if self._writer is None:
-                self._writer = RunWriter(
-                    self._uri, self._first, self.log.path.parent, self._wanted, self._start
-                )
+                # One that was ended before a slow MLflow answered may still be creating the run.
+                with _finding:
+                    self._writer = RunWriter(
+                        self._uri, self._first, self.log.path.parent, self._wanted, self._start
+                    )
                 self.log.mark_sent(run_id=self._writer.run_id)
             cuts, offset = self._points_at
             if cuts != self.log.num_cuts:  # what MLflow has is not sent twice
                 cuts, offset = self.log.num_cuts, 0
             while (found := next_batch(self.log, offset, files=False))[1] > offset:
+                if self._points.ends:  # the next opening's tracker sends it
+                    break
                 send_each(self._writer, found[0], self._refuses)
                 self._failed_tries = 0
                 self._is_away = False  # before whoever waits for this offset looks at the files

@@ -31,6 +31,9 @@ from tests.hosts import Network
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
+from vit_ray.launch.record.run_time import marks_of
+from vit_ray.measure.goodput import account
+from vit_ray.tracking.metrics_log import MetricsLog
 
 STEPS_PER_FAULT: Final = 60
 EVERY: Final = 10
@@ -66,6 +69,14 @@ class Soak(HostCluster):
         self.on_disk = recipe.with_changes(output=str(self.buckets / "runs"))
         """The same run as the server of S3 has it."""
         self.driver: subprocess.Popen[bytes] | None = None
+        self.struck_s = 0.0
+        """Unix time of the fault, where it sets that itself."""
+
+    def spent(self) -> dict[str, float]:
+        """Where the run's time went until what was known of it last, by the files of its record."""
+        found = sorted((self.folder / "home").rglob(f"{self.recipe.name}/metrics.jsonl"))
+        marks = [mark for path in found for mark in marks_of(MetricsLog(path).timeline())]
+        return dict(account(marks).seconds)
 
     def wait_for_checkpoint(self) -> bool:
         """Until there is a new one; drivers are started as needed. False if the run is complete."""
@@ -94,6 +105,7 @@ class Soak(HostCluster):
     def end_driver(self, *signals: signal.Signals) -> None:
         """Send it signals, one right after the other, and wait for its end."""
         assert self.driver is not None
+        self.struck_s = time.time()
         for number in signals:
             self.signal("head", number, "jobs/pretrain.py")
             time.sleep(self.rng.uniform(0.0, 0.5))
@@ -103,6 +115,7 @@ class Soak(HostCluster):
     def signal(self, host: str, number: signal.Signals, words: str) -> bool:
         """Send a signal to the processes of a host whose command has these words, if any."""
         command = ("pkill", f"-{number.name[3:]}", "-f", words)
+        self.struck_s = time.time()
         return self.hosts[host].run(*command)[0] == 0
 
     def signal_worker(self, number: signal.Signals) -> None:
@@ -273,13 +286,18 @@ def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
             # Of the first ones each kind once, in an order of the seed's.
             order = random.Random(f"{seed} {number // len(FAULTS)}").sample(FAULTS, len(FAULTS))
             fault, step = order[number % len(FAULTS)], soak.newest_step()
+            spent, soak.struck_s = soak.spent(), time.time()
             fault(soak)
-            entry = {"number": number, "fault": fault.__name__, "step": step, "time_s": time.time()}
+            entry = {
+                "number": number, "fault": fault.__name__, "step": step, "spent": spent,
+                "struck_s": soak.struck_s, "time_s": time.time(),
+            }  # fmt: skip
             with log.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
             print(entry, flush=True)
         while soak.wait_for_checkpoint():
             pass
+        (folder / "spent.json").write_text(json.dumps(soak.spent()))
     kinds = Counter(json.loads(line)["fault"] for line in log.read_text().splitlines())
     is_equal = same_weights(weights_of(soak.on_disk), weights_of(quiet))
     print(f"{sum(kinds.values())} faults, {dict(kinds)}: weights equal: {is_equal}")

@@ -63,6 +63,13 @@ def kinds_of(recipe: Recipe) -> list[EventKind]:
     return [kind for kind, _ in events_of(recipe)]
 
 
+def is_lost_until_noticed(recipe: Recipe, struck_s: float) -> bool:
+    """Whether the run counts as lost, within 2 s, the time from a fault until it was noticed."""
+    timeline = MetricsLog(metrics_log_path(recipe.run_folder)).timeline()
+    noticed_s = next(one["time_ms"] / 1000 for one in timeline if one["kind"] == "event")
+    return abs(seconds_of(recipe)["lost"] - (noticed_s - struck_s)) < 2
+
+
 def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:
     """Of all workers that train, or of actors of another kind."""
     filters = [("class_name", "=", kind), ("state", "=", "ALIVE")]

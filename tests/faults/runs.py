@@ -55,7 +55,7 @@ def seconds_of(recipe: Recipe) -> dict[str, float]:
 def events_of(recipe: Recipe) -> list[tuple[EventKind, int]]:
     """Kind and step of what happened to a run, in its order: texts are for people."""
     log = MetricsLog(metrics_log_path(recipe.run_folder))
-    found = [record for record, _ in log.read(0, 2**40) if record["kind"] == "event"]
+    found = [record for record, _ in log.read(0, log.size) if record["kind"] == "event"]
     return [(EventKind(one["event"]), one["step"]) for one in found]
 
 

@@ -27,9 +27,12 @@ class OpenRun:
         )
 
 
-@pytest.mark.parametrize(("kind", "has_cost"), [("pretrain", True), ("evaluate", False)])
+@pytest.mark.parametrize(
+    ("kind", "has_cost", "has_gpus"),
+    [("pretrain", True, False), ("pretrain", True, True), ("evaluate", False, True)],
+)
 def test_a_training_that_fails_has_the_compute_of_its_steps(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, has_cost: bool
+    monkeypatch: pytest.MonkeyPatch, kind: Any, has_cost: bool, has_gpus: bool
 ) -> None:
     opened = OpenRun()
 
@@ -41,7 +44,7 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
         raise RunFailedError("worker 1 died")
 
     for name, stand_in in {
-        "connect": lambda recipe: None, "check_cluster": lambda *_: False,
+        "connect": lambda recipe: None, "check_cluster": lambda *_: has_gpus,
         "open_record": open_record, "_job": lambda *_: None, "run_workers": fail,
         "shown_progress": lambda *_, **__: nullcontext(),
         "stopping_on_signals": lambda *_: nullcontext(),
@@ -59,4 +62,5 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
         assert cost["study/images_seen"] == 7 * 128
         assert cost["study/exaflops"] > 0
         assert (cost["cost/core_days"], cost["run/goodput"]) == (2.0, 1.0)
-        assert cost["cost/price"] == cost["cost/price_training"] == 2 * 24 * 2.0
+        prices = [cost.get("cost/price"), cost.get("cost/price_training")]
+        assert prices == ([2 * 24 * 2.0] * 2 if has_gpus else [None] * 2)

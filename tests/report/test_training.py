@@ -43,19 +43,19 @@ def store(empty_store, tmp_path_factory):
     return uri
 
 
-def record(uri, *, num_classes=5, cluster="2 nodes, 8 CPUs, 4 GPUs", workers="4", files=True):
+def record(uri, *, num_classes=5, gpu_hours=4 * 8200 / 3600, files=True):
     """A finished training whose every second image is wrong; its id."""
     client = MlflowClient(uri)
-    run = made({"workers.num_workers": 4}, kind="pretrain", cluster=cluster,
+    run = made({"workers.num_workers": 4}, kind="pretrain",
                **{"mlflow.source.name": f"pretrain.py {CRAFTED}"})  # fmt: skip
     run_id = client.create_run("1", run_name=CRAFTED, tags=run.tags).info.run_id
-    params = {**run.params, "workers.num_workers": workers}
     values = {**run.run.data.metrics, **METRICS}
+    values |= {"cost/gpu_hours": gpu_hours} if gpu_hours else {}
     curve = [Metric("eval/top1", 0.1 * step / 10, step, step) for step in (10, 20, 30)]
     client.log_batch(
         run_id,
         [*curve, *(Metric(k, float(v), 30, 30) for k, v in values.items())],
-        [Param(k, str(v)) for k, v in params.items()],
+        [Param(k, str(v)) for k, v in run.params.items()],
     )
     facts = json.dumps({"num_images": 200, "num_classes": num_classes})
     held = Dataset("flowers", "d" * 32, "vit_ray", "/data/flowers", profile=facts)
@@ -177,14 +177,9 @@ def test_every_second_has_its_price_but_for_those_without_a_place(page):
 
 @pytest.mark.parametrize(
     ("more", "price", "cost"),
-    [
-        ({}, None, None),
-        ({"cluster": "1 node, 8 CPUs, 0 GPUs"}, 3.0, None),
-        # An elastic run has had 0.5 days of workers in 2 hours of steps: 6 of them.
-        ({"workers": "(2, 8)"}, 3.0, 36.0),
-    ],
+    [({}, None, None), ({"gpu_hours": None}, 3.0, None), ({}, 3.0, 24.0)],
 )
-def test_the_price_needs_gpus_whose_number_is_known(store, more, price, cost):
+def test_there_is_a_cost_where_there_is_a_price_and_were_gpus(store, more, price, cost):
     (table,) = sections(store, record(store, **more), price)["Where the time went"].tables
     trained = {c.title: v for c, v in zip(table.columns, table.rows[0], strict=True)}
     assert trained["spent on"] == "training"

@@ -182,11 +182,11 @@ def run_prepared(
             except Exception:
                 if prepared.trains:  # what has been computed of it
                     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                        _record_cost(prepared, run, run.control.status().step)
+                        _record_cost(prepared, run, run.control.status().step, use_gpu=use_gpu)
                 raise
         result = _result(job, run)
         if prepared.trains:
-            cost = _record_cost(prepared, run, result.steps)
+            cost = _record_cost(prepared, run, result.steps, use_gpu=use_gpu)
             result = replace(result, metrics={**result.metrics, **cost})
         run.is_complete = result.is_complete
         if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
@@ -265,13 +265,15 @@ def _result_of(
     )
 
 
-def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
+def _record_cost(
+    prepared: PreparedRun, run: OpenRun, step: int, *, use_gpu: bool
+) -> dict[str, float]:
     """Record the cost of a training up to a step, and where its time went; return both."""
     cost, spent = training_cost(prepared.resolved, step), run.control.account()
     # A checkpoint has the days of drivers whose log is elsewhere, but not of steps done twice.
     known_days = run.control.status().metrics.get(COST_CORE_DAYS, 0.0)
-    price = prepared.recipe.plan.price_per_gpu_hour
-    cost |= {**spent.metrics(price), COST_CORE_DAYS: max(known_days, spent.core_days)}
+    paid = spent.metrics(use_gpu=use_gpu, price=prepared.recipe.plan.price_per_gpu_hour)
+    cost |= {**paid, COST_CORE_DAYS: max(known_days, spent.core_days)}
     # Before the end, which comes next; days of a step that was logged before are replaced.
     run.record.metrics(step, cost, ANSWER_LIMIT_S, again=True)
     return cost

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Final, TypeVar
 
 from vit_ray.metric_names import (
+    COST_GPU_HOURS,
     COST_PRICE,
     COST_PRICE_TRAINING,
     RUN_GOODPUT,
@@ -53,6 +54,10 @@ class TimeClass(StrEnum):
     STOPPED = "stopped"
     """No driver was there; not a part of the goodput."""
     UNKNOWN = "unknown"
+
+
+UNPAID: Final = (TimeClass.STOPPED, TimeClass.PLACE)
+"""No workers are held."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +140,22 @@ class Account:
         """Share of the wall clock that trained what had not been trained before."""
         return self.seconds[TimeClass.TRAINING] / self.wall_s if self.wall_s > 0 else 0.0
 
-    def metrics(self, price_per_hour: float | None = None) -> dict[str, float]:
+    def metrics(self, *, use_gpu: bool = False, price: float | None = None) -> dict[str, float]:
         """`run/goodput`, `run/wall_s`, and `run/<class>_s` for each class.
 
         Args:
-            price_per_hour: of a worker. Adds the price of all seconds but those without workers
-                (stopped, waiting for a place), and of the goodput.
+            use_gpu: a worker has a GPU. Adds the hours in which they were held: of all seconds but
+                those without workers (stopped, waiting for a place).
+            price: of a GPU-hour. Adds that of these hours, and of the goodput's part of them.
         """
         parts = {f"{RUN_GROUP}{kind}_s": value for kind, value in self.seconds.items()}
-        if price_per_hour is not None:
-            paid = {kind: s * price_per_hour / 3600 for kind, s in self.worker_seconds.items()}
-            free = (TimeClass.STOPPED, TimeClass.PLACE)
-            parts[COST_PRICE] = sum(price for kind, price in paid.items() if kind not in free)
-            parts[COST_PRICE_TRAINING] = paid[TimeClass.TRAINING]
+        if use_gpu:
+            held = [s for kind, s in self.worker_seconds.items() if kind not in UNPAID]
+            parts[COST_GPU_HOURS] = sum(held) / 3600
+            if price is not None:
+                parts[COST_PRICE] = price * parts[COST_GPU_HOURS]
+                trained_s = self.worker_seconds[TimeClass.TRAINING]
+                parts[COST_PRICE_TRAINING] = price * trained_s / 3600
         return {RUN_GOODPUT: self.goodput, RUN_WALL_S: self.wall_s, **parts}
 
 

@@ -22,16 +22,13 @@ from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.measure.goodput import TimeClass
 from vit_ray.metric_names import (
-    COST_CORE_DAYS,
     DEV_GROUP,
     DEV_LOSS,
     EVAL_AVERAGED_TOP1,
     EVAL_GROUP,
     EVAL_TOP1,
     RESULT_EVALUATIONS,
-    RUN_GROUP,
     STUDY_EXAFLOPS,
     STUDY_TRAIN_IMAGES,
     TRANSFER_GROUP,
@@ -225,18 +222,6 @@ class RecordedRun:
             use = uses[0] if uses else ""
             found.append(DataSet(use, held.name, str(held.digest), str(held.source), facts))
         return found
-
-    @property
-    def num_gpus(self) -> float | None:
-        """GPUs that it had, on average where their number changed; None without any, or unknown."""
-        if not re.search(r"[1-9][0-9.]* GPUs", self.tags.get("vit_ray.cluster", "")):
-            return None
-        if (workers := self.number("workers.num_workers")) is not None:
-            return workers
-        kinds = (TimeClass.TRAINING, TimeClass.DATA, TimeClass.REPEATED)
-        seconds = sum(self.recorded.get(f"{RUN_GROUP}{kind}_s", 0.0) for kind in kinds)
-        days = self.recorded.get(COST_CORE_DAYS)
-        return 86_400 * days / seconds if days and seconds else None
 
     def num_tested(self, key: str) -> int | None:
         """Images that an accuracy of an evaluation is a share of, where one set was evaluated."""

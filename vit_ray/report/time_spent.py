@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vit_ray.measure.goodput import SHOWN, TimeClass
-from vit_ray.metric_names import RUN_GROUP, RUN_WALL_S
+from vit_ray.measure.goodput import SHOWN, UNPAID, TimeClass
+from vit_ray.metric_names import COST_GPU_HOURS, RUN_GROUP, RUN_WALL_S
 from vit_ray.report.document import Section
 from vit_ray.report.runs import RecordedRun
 from vit_ray.report.tables import Column, Table, duration, percent
@@ -24,8 +24,7 @@ def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
         spent = [run.recorded.get(f"{RUN_GROUP}{kind}_s", 0.0) for run in known]
         if any(spent):
             costs = [_cost(run, kind, s, price) for run, s in zip(known, spent, strict=True)]
-            known_costs = [cost for cost in costs if cost is not None]
-            cost = sum(known_costs) if len(known_costs) == len(costs) else None
+            cost = None if None in costs else sum(filter(None, costs), 0.0)
             rows.append([name, sum(spent), sum(spent) / wall_s, cost])
     heads = [Column("spent on"), Column("time", duration), Column("% of the time", percent, True)]
     heads.append(Column("cost", "{:,.2f}".format))
@@ -34,8 +33,8 @@ def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
     priced = [cost for *_, cost in rows if isinstance(cost, float)]
     if rows and len(priced) == len(rows):
         texts.append(
-            f"In all {sum(priced):,.2f}, at {price:g} per GPU-hour: GPUs cost while a training is "
-            "set up or stands still, too, but not while it waits for a place."
+            f"In all {sum(priced):,.2f}, at {price:g} per GPU-hour: GPU time during start-up and "
+            "stalls is included; waiting for free GPUs is not."
         )
     return Section("Where the time went", texts, tables=[table])
 
@@ -48,6 +47,12 @@ def goodput_of(runs: Sequence[RecordedRun]) -> str:
 
 
 def _cost(run: RecordedRun, kind: TimeClass, seconds: float, price: float | None) -> float | None:
-    """Of so much of its time; None without a price, or GPUs."""
-    gpus = 0.0 if kind is TimeClass.PLACE else run.num_gpus
-    return None if price is None or gpus is None else price * gpus * seconds / 3600
+    """Of so much of its time; None without a price, or GPUs.
+
+    Where the number of GPUs changed, the hours are shared out by time.
+    """
+    hours = run.recorded.get(COST_GPU_HOURS)
+    if price is None or hours is None:
+        return None
+    held_s = sum(run.recorded.get(f"{RUN_GROUP}{k}_s", 0.0) for k in SHOWN if k not in UNPAID)
+    return price * hours * seconds / held_s if held_s and kind not in UNPAID else 0.0

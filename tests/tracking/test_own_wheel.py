@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 import vit_ray
+from vit_ray.tracking import own_wheel
 from vit_ray.tracking.own_wheel import write_wheel
 
 PACKAGE = Path(vit_ray.__file__).parent
@@ -42,6 +45,26 @@ def test_pip_installs_it_and_the_installed_package_is_this_one(tmp_path: Path) -
     assert {Requirement(one).name for one in requirements} >= {"torch", "pyarrow", "mlflow"}
     found = (target / f"vit_ray-{version}.dist-info" / "METADATA").read_text()
     assert all(f"Requires-Dist: {one}" in found for one in requirements)
+
+
+def test_it_has_nothing_that_lies_beside_the_code_and_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / ".env").write_text("TOKEN=secret-pw")
+    (recipes / "weights.pt").write_bytes(b"secret-pw")
+    (recipes / "mine.yaml").write_text(
+        "name: mine\ntracking: {uri: 'https://me:secret-pw@host/x'}\n"
+    )
+    monkeypatch.setattr(own_wheel, "recipes_folder", lambda: recipes)
+    file = write_wheel(tmp_path / "wheels")
+    assert file is not None
+    with zipfile.ZipFile(file) as wheel:
+        contents = {name: wheel.read(name) for name in wheel.namelist()}
+    recipe = contents["vit_ray/recipes/mine.yaml"].decode()
+    assert recipe == "name: mine\ntracking: {uri: 'https://host/x'}\n"
+    assert not [name for name, content in contents.items() if b"secret-pw" in content]
 
 
 def test_equal_code_is_an_equal_wheel(tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
+from vit_ray.config.secrets import redact
 from vit_ray.config.shipped_recipes import recipes_folder
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _WHEEL: Final = "Wheel-Version: 1.0\nGenerator: vit_ray\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_SUFFIXES: Final = (".py", ".yaml", ".html", ".js", ".css", ".txt", ".typed")
+"""Of the package's own files: nothing else that lies beside them leaves the machine."""
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 """Of all files, so that equal code is an equal wheel."""
 
@@ -34,8 +37,11 @@ def write_wheel(folder: Path) -> Path | None:
         f"vit_ray/{prefix}{path.relative_to(root).as_posix()}": path.read_bytes()
         for prefix, root in (("", _PACKAGE), ("recipes/", recipes_folder()))
         for path in sorted(root.rglob("*"))
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and path.suffix in _SUFFIXES
     }
+    for path, content in files.items():
+        if path.endswith(".yaml"):  # which may be a user's own
+            files[path] = redact(content.decode()).encode()
     info = f"{name}.dist-info"
     files[f"{info}/METADATA"] = (installed.read_text("METADATA") or "").encode()
     files[f"{info}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()

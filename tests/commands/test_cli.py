@@ -93,6 +93,9 @@ def test_a_dry_run_without_a_plan_shows_the_keys_that_are_set() -> None:
     both = run_cli(*words, "--recipe").stdout
     assert both.startswith(done.stdout.rstrip())
     assert yaml.safe_load(both.partition("data/x\n")[2])["verify"]["path"] == "data/x"
+    secret = run_cli(*words, "verify.path=https://me:secret-pw@host/x").stdout
+    assert "https://host/x" in secret
+    assert "secret-pw" not in secret
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def _print_usage(command: Command, program: str, console: Console) -> None:
         ("--dry-run", f"print the {plan}; start nothing (--recipe adds the recipe)"),
         ("--recipe", "print the resolved recipe; start nothing"),
         ("--module NAME", "a Python module that parts of a checkpoint may be imported from"),
-        ("--help", "the keys of a first day; with a recipe, its own values"),
+        ("--help", "the most used keys; with a recipe, its own values"),
         (f"--help {ALL}", "every key that this command reads"),
         ("--help KEY", f"a section or a key, of any command: {others}"),
     ):

@@ -46,7 +46,7 @@ def describe_sections(recipe: Recipe | None = None) -> list[SectionHelp]:
     Args:
         recipe: whose values to show instead of the schema's defaults.
     """
-    return list(_sections(Recipe, recipe.model_dump(mode="json") if recipe else {}, ""))
+    return list(_sections(Recipe, recipe.recorded() if recipe else {}, ""))
 
 
 def key_names() -> list[str]:

@@ -204,18 +204,34 @@ def test_without_failures_only_stalls_are_lost() -> None:
     assert rare.days[2] == pytest.approx(rare.days[0], rel=1e-3)
 
 
+def test_checkpoints_come_by_steps_as_fast_as_the_data() -> None:
+    by_steps = ("checkpoint.every_steps=100", "checkpoint.every_minutes=null")
+    slow = points_of("plan.cpus_per_server=8", *by_steps)[64]
+    assert slow.loads["data CPUs"] > 2
+    assert slow.interval_s == pytest.approx(100 * slow.step.most_s * slow.loads["data CPUs"])
+
+
+def test_auto_saves_each_hour_at_least() -> None:
+    rare = points_of("plan.gpu_days_per_failure=1e6", "checkpoint.every_minutes=auto")[8]
+    assert rare.met.best_interval_s > 7200
+    assert rare.interval_s == 3600
+
+
 def test_a_run_that_would_not_end_has_no_days() -> None:
     recipe = recipe_of("plan.gpu_days_per_failure=0.001", "plan.restart_s=3600")
     points = scale_points(recipe, told_facts(recipe))
     assert points[-1].days is None
     row = scale_table(recipe, points).rows[-1]
     assert row[-1] == math.inf
+    failing = next(one for one in scale_figure(recipe, points).series if "failures" in one.name)
+    assert len(failing.points) == sum(one.days is not None for one in points)
+    assert svg(scale_figure(recipe, points))
 
 
-def test_many_failures_are_not_played_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_failures_are_not_simulated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     often = ("plan.gpu_days_per_failure=0.3", "checkpoint.every_minutes=auto", "plan.restart_s=10")
     played = points_of(*often)[64]
-    monkeypatch.setattr(scale, "MOST_PLAYED", 0)
+    monkeypatch.setattr(scale, "MOST_SIMULATED", 0)
     counted = points_of(*often)[64]
     assert played.days is not None
     assert counted.days is not None
@@ -288,7 +304,7 @@ def test_assumptions_are_named_with_their_values(measured: None) -> None:
     assert done.exit_code == 0, done.stderr
     for said in (
         "assumed   40 % MFU", "assumed   96 cores and 12.5 GB/s", "a failure each 2,100 GPU-days",
-        "30 s until workers", "110,631 bytes an image (ImageNet photographs; assumed)",
+        "30 s until the workers", "110,631 bytes an image (ImageNet photographs; assumed)",
         "measured  on CPUs: 0.88 ms", "for each power of two the most that divide the batch of 8",
     ):  # fmt: skip
         assert said in done.stdout

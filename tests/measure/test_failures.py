@@ -1,4 +1,4 @@
-"""Expected goodput and intervals against Daly, an exact minimum, single played runs and limits."""
+"""Expected goodput and intervals against Daly, an exact minimum, simulated runs and limits."""
 
 import math
 import random

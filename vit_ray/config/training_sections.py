@@ -514,8 +514,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; unset = only by minutes, and at the end."""
     every_minutes: PositiveFloat | Literal["auto"] | None = 15.0
     """Minutes between checkpoints; null = only by steps. `auto` = Young's and Daly's best interval,
-    by how long training stood still for the last one and by the failures that `plan` expects of so
-    many workers (`gpu_days_per_failure`, `server_days_per_preemption`)."""
+    an hour at most, from the stall of the last checkpoint and the failure rate in `plan` for this
+    number of workers (`gpu_days_per_failure`, `server_days_per_preemption`)."""
     keep_last: Positive = 2
     """Newest checkpoints kept."""
     keep_every_steps: Positive | None = None
@@ -623,8 +623,7 @@ class TrackingConfig(Section):
     def _are_own(cls, tags: dict[str, str]) -> dict[str, str]:
         if taken := [name for name in tags if not name or name.startswith(("mlflow.", "vit_ray."))]:
             raise ValueError(
-                f"the tag {taken[0]!r} is not free: names that begin with mlflow. or vit_ray. are "
-                "those programs'; choose another"
+                f"the tag {taken[0]!r} is reserved (mlflow.*, vit_ray.*); choose another name"
             )
         return tags
 

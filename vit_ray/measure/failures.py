@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+MOST_AUTO_S: Final = 3600.0
+"""Longest interval that `checkpoint.every_minutes=auto` takes: not all failures are of hardware."""
 
 
 def best_interval_s(stall_s: float, failure_s: float) -> float:
@@ -33,7 +37,7 @@ def best_interval_s(stall_s: float, failure_s: float) -> float:
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What a run meets beside its steps, in seconds.
+    """What interrupts a run, in seconds.
 
     Attributes:
         failure_s: mean time between two failures; inf = there are none.

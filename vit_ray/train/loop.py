@@ -23,7 +23,7 @@ from torch import Tensor
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
 from vit_ray.config.cadence import Cadence
-from vit_ray.measure.failures import best_interval_s
+from vit_ray.measure.failures import MOST_AUTO_S, best_interval_s
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
@@ -227,7 +227,7 @@ class _Training:
                 self._progress.metrics.get(CHECKPOINT_STALL_S, FIRST_STALL_S), LEAST_STALL_S
             )
             failure_s = self._recipe.plan.failure_s(self._context.world_size)
-            minutes = best_interval_s(stall_s, failure_s) / 60
+            minutes = min(best_interval_s(stall_s, failure_s), MOST_AUTO_S) / 60
         return Cadence(config.every_steps, minutes)
 
     def step(self) -> _Step:

@@ -100,7 +100,7 @@ def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
     tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
     assert (tags["team"], tags["data.eval"]) == ("vision", "a/test")
-    with pytest.raises(ValueError, match=r"tracking\.tags.*'vit_ray\.kind' is not free"):
+    with pytest.raises(ValueError, match=r"tracking\.tags.*'vit_ray\.kind' is reserved"):
         recipe.with_changes(tracking={"tags": {"vit_ray.kind": "mine"}})
 
 

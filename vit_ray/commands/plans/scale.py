@@ -29,7 +29,7 @@ from vit_ray.commands.plans.plan import (
 )
 from vit_ray.config import Recipe
 from vit_ray.launch.record.run_metadata import trained_params
-from vit_ray.measure.failures import Interruptions
+from vit_ray.measure.failures import MOST_AUTO_S, Interruptions
 from vit_ray.measure.memory import GIB
 from vit_ray.measure.step_time import DAY_S, StepTime
 from vit_ray.metric_names import PLAN_GROUP
@@ -48,8 +48,8 @@ SERVER_MS_PER_IMAGE: Final = 1.70 / 128
 """Of the stream server of a host: stream_scale_cpu_2026-11-24.md, two servers at 64 ranks."""
 HEARTBEAT_S: Final = 1.422e-3
 """CPU of a heartbeat in the process that records the run: many_ranks_cpu_2026-11-24.md."""
-SAVE_S: Final = 6.5
-"""Requests of a save by 512 ranks, on two cores: many_ranks_cpu_2026-11-24.md."""
+SAVE_S, SAVING_RANKS = 6.5, 512
+"""Requests of a save by so many ranks, on two cores: many_ranks_cpu_2026-11-24.md."""
 STALL_S, STALL_S_PER_GIB = 0.14, 0.277
 """Of a save, and of each GiB of a rank's part of it: checkpoint_stall_cpu_2026-11-21.md."""
 IMAGE_BYTES: Final = 110_631
@@ -57,13 +57,13 @@ IMAGE_BYTES: Final = 110_631
 REQUESTS_PER_S: Final = 5500.0
 """GET requests that S3 answers for one prefix: Amazon S3 User Guide, performance guidelines."""
 NUM_RUNS, SHARES = 1000, (0.05, 0.95)
-"""Runs that are played for each point, and the part of them below either end of its range."""
+"""Runs that are simulated for each point, and the part of them below either end of its range."""
 BESIDE: Final = ("checkpoints", "record")
 """Loads that slow nothing down: the next checkpoint comes later, heartbeats wait."""
-MOST_PLAYED: Final = 3000
-"""Failures of a run above which it is not played: their number hardly varies."""
+MOST_SIMULATED: Final = 3000
+"""Failures of a run above which it is not simulated: their number hardly varies."""
 LEAST_GOODPUT: Final = 0.01
-"""Below it a run is said not to end."""
+"""Below this goodput a run is reported as never ending."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ScalePoint:
         """Expected wall clock, and its range; None: it would not end.
 
         The low end hides all communication and meets few failures, the high end hides none and
-        meets many, as 5 % of the played runs do.
+        meets many, as 5 % of the simulated runs do.
         """
         if self.kept < LEAST_GOODPUT:
             return None
@@ -150,7 +150,7 @@ class ScalePoint:
             self.total_steps * self.paced_s(one) for one in (self.step.least_s, self.step.most_s)
         )
         low_s, mean_s, high_s = (one / self.kept for one in (least_s, most_s, most_s))
-        if mean_s / self.met.failure_s < MOST_PLAYED:
+        if mean_s / self.met.failure_s < MOST_SIMULATED:
             low_s, high_s = (
                 float(np.quantile(self.met.simulated_s(self.interval_s, s, NUM_RUNS, rng), share))
                 for s, share in zip((least_s, most_s), SHARES, strict=True)
@@ -191,14 +191,13 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     gpus_here = min(num_gpus, network.gpus_per_server)
     # A server that has not all its GPUs in the run is taken to have CPUs in proportion.
     cpus = plan.cpus_per_server * gpus_here / network.gpus_per_server
-    loads = {
+    sources = {
         "data CPUs": images_per_s / servers * cpu_ms / 1e3 / cpus,
         "bytes into hosts": images_per_s * image_bytes / (servers * into_server),
         "store requests": images_per_s / facts.group_images / REQUESTS_PER_S,
-        "record": (1 + (num_gpus - 1) / beats_between(num_gpus)) * HEARTBEAT_S,
     }
     if plan.storage_gb_per_s is not None:
-        loads["store bandwidth"] = images_per_s * image_bytes / into_all
+        sources["store bandwidth"] = images_per_s * image_bytes / into_all
     shape = state_shape(recipe, facts.num_classes, num_gpus)
     state_bytes = 4 * shape.num_frozen + shape.num_parameters * (
         4 + shape.moment_bytes + 4 * shape.has_average
@@ -207,10 +206,15 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
         plan.failure_s(num_gpus),
         plan.restart_s + state_bytes / min(into_server, into_all / servers),
         STALL_S + STALL_S_PER_GIB * state_bytes / num_gpus / GIB,
-        SAVE_S + 2 * state_bytes / into_all,  # written, and read back to be checked
+        # written, and read back to be checked
+        SAVE_S * num_gpus / SAVING_RANKS + 2 * state_bytes / into_all,
     )
-    interval_s = _interval_s(recipe, met, step_s, facts.total_steps)
-    loads["checkpoints"] = met.write_s / (interval_s + met.stall_s)
+    paced_s = step_s * max(1.0, *sources.values())
+    interval_s = _interval_s(recipe, met, paced_s, facts.total_steps)
+    loads = sources | {
+        "record": (1 + (num_gpus - 1) / beats_between(num_gpus)) * HEARTBEAT_S,
+        "checkpoints": met.write_s / (interval_s + met.stall_s),
+    }
     is_inside = servers == 1 or not network.is_limited_by_adapters(num_gpus)
     return ScalePoint(
         num_gpus,
@@ -230,7 +234,7 @@ def _interval_s(recipe: Recipe, met: Interruptions, step_s: float, total_steps: 
     """Seconds of training between two checkpoints, by the recipe; the last step has one, too."""
     config, wanted = recipe.checkpoint, [total_steps * step_s]
     if config.every_minutes == "auto":
-        wanted.append(met.best_interval_s)
+        wanted.append(min(met.best_interval_s, MOST_AUTO_S))
     elif config.every_minutes is not None:
         wanted.append(60 * config.every_minutes)
     if config.every_steps is not None:
@@ -293,7 +297,7 @@ def scale_figure(recipe: Recipe, points: Sequence[ScalePoint]) -> Chart:
     lines = {
         "no communication": [p.batch / p.step.compute_s for p in points],
         "with communication": [p.batch / p.step.most_s for p in points],
-        "with failures": [p.images_per_s * p.kept for p in points],
+        "with failures": [p.images_per_s * p.kept if p.days else None for p in points],
         **{
             name: [p.batch / p.step.most_s / p.loads[name] for p in points]
             for name in points[0].sources
@@ -306,7 +310,7 @@ def scale_figure(recipe: Recipe, points: Sequence[ScalePoint]) -> Chart:
         [
             Series(
                 name,
-                [Point(p.num_gpus, rate) for p, rate in zip(points, rates, strict=True)],
+                [Point(p.num_gpus, r) for p, r in zip(points, rates, strict=True) if r],
                 dash=0 if number < 3 else 1 + number % 3,
                 has_markers=number < 3,
             )
@@ -331,15 +335,16 @@ def assumptions(recipe: Recipe, facts: TrainingFacts) -> list[str]:
         f"of a row group of {facts.group_images:.0f} images each; nothing cached",
         f"assumed   a failure each {plan.gpu_days_per_failure:,g} GPU-days, "
         + (f"a server taken back after {spot:g} days, " if spot else "no spot servers, ")
-        + f"{plan.restart_s:g} s until workers are there again",
+        + f"{plan.restart_s:g} s until the workers run again",
         f"images    {image}",
         f"measured  on CPUs: {reading_ms:g} ms of a core to read an image "
         f"and {SERVER_MS_PER_IMAGE:.3f} to serve it, {STALL_S:g} s and {STALL_S_PER_GIB:g} s/GiB "
-        f"of stall, {SAVE_S:g} s of requests for a save, {HEARTBEAT_S * 1e3:g} ms for a heartbeat",
-        "range     low: all communication hidden, and as few failures as in 5 % of "
-        f"{NUM_RUNS:,} played runs; high: none hidden, and as many as in 5 %",
-        "columns   CPUs, bytes and requests are shares of what there is; record: of one core; "
-        "checkpoints: of the time, while one is written",
+        f"of stall, {SAVE_S:g} s of requests for a save by {SAVING_RANKS} ranks, "
+        f"{HEARTBEAT_S * 1e3:g} ms for a heartbeat",
+        f"range     low: all communication hidden, 5th percentile of {NUM_RUNS:,} simulated runs; "
+        "high: none hidden, 95th percentile",
+        "columns   share of capacity (CPUs, bytes, requests), of one core (record), of the time "
+        "spent writing (checkpoints)",
     ]
 
 
@@ -349,7 +354,10 @@ def describe_scale(recipe: Recipe, facts: TrainingFacts, points: Sequence[ScaleP
     table, batch = scale_table(recipe, points), recipe.train.global_batch_size
     notes = []
     if [one.num_gpus for one in points] != POWERS:
-        notes = [f"GPUs      for each power of two the most that divide the batch of {batch:,}"]
+        notes = [
+            "GPUs      for each power of two, the largest count up to it that divides the batch "
+            f"of {batch:,}"
+        ]
     return "\n".join([
         *describe_work(recipe, facts, cluster)[:4], "",
         *_printed(table), "", *assumptions(recipe, facts), *notes,
@@ -365,6 +373,7 @@ def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
     if is_dry:
         return 0
     table, name = scale_table(recipe, points), f"{recipe.name}-scale"
+    figure = svg(scale_figure(recipe, points))
     planned = {key: value for key, value in recipe.flat().items() if key.startswith("plan.")}
     with tempfile.TemporaryDirectory(prefix="vit_ray-") as folder:
         opening = RunOpening(
@@ -383,9 +392,9 @@ def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
             )
         tracker.log.text("scale.txt", text)
         tracker.log.text("scale.csv", table.csv())
-        tracker.log.text("scale.svg", svg(scale_figure(recipe, points)))
+        tracker.log.text("scale.svg", figure)
         if not tracker.finish():
-            print("MLflow does not have the plan: it did not answer", file=sys.stderr)
+            print("MLflow did not answer; the plan is not recorded", file=sys.stderr)
             return 1
     print(f"MLflow page: {tracker.hint}")
     return 0

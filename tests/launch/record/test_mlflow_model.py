@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import mlflow
 import numpy as np
@@ -32,6 +33,7 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import training_crop
+from vit_ray.launch.record import mlflow_model
 from vit_ray.launch.record.mlflow_model import card_of, model_files
 from vit_ray.launch.run import RunResult, _log_model
 from vit_ray.tracking.metrics_log import RunOpening
@@ -178,7 +180,9 @@ def test_the_environment_names_the_wheel_beside_it_and_nothing_that_nobody_owns(
     assert read.python == platform.python_version()
 
 
-def test_the_card_is_a_file_of_the_model_and_its_description(trained: Any, tmp_path: Path) -> None:
+def test_the_card_is_a_file_of_the_model_and_its_description(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe, _, checkpoint = trained
     card = card_of(recipe, CLASSES, checkpoint)
     assert "5 classes, images of 32 x 32 pixels" in card
@@ -196,6 +200,10 @@ def test_the_card_is_a_file_of_the_model_and_its_description(trained: Any, tmp_p
     (kept,) = (tmp_path / "mlruns").rglob("README.md")
     assert kept.read_text() == card
     assert card_of(recipe, CLASSES, str(tmp_path / "nothing")) == ""
+    # A storage that fails at this moment must not fail the training.
+    unreachable = Mock(side_effect=OSError("S3 does not answer"))
+    monkeypatch.setattr(mlflow_model, "open_checkpoint", unreachable)
+    assert card_of(recipe, CLASSES, checkpoint) == ""
 
 
 def test_the_folder_is_as_mlflow_itself_writes_it(trained: Any, tmp_path: Path) -> None:

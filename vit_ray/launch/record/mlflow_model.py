@@ -7,6 +7,7 @@ does, cuts them as the recipe's evaluation does, and returns float32 logits (N, 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import platform
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ model = mlflow.pyfunc.load_model("models:/...")  # the id or name on the model's
 table = model.predict(["image.jpg"], params={"output": "classes"})"""
 _OUTPUTS: Final = ("logits", "classes")
 """What `predict` returns by its parameter `output`; the first is the default."""
+
+logger = logging.getLogger(__name__)
 
 
 def model_files(
@@ -107,16 +110,20 @@ def model_files(
 
 
 def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
-    """The card of a training's result, in Markdown; empty where its checkpoint is not there."""
+    """The card of a training's result, in Markdown; empty where its checkpoint cannot be read."""
     from vit_ray.launch.record.model_card import model_card  # with torch, and the hub's library
 
-    found = open_checkpoint(locate(checkpoint))
-    if found is None:
-        return ""
-    count = sum(math.prod(shape) for shape in found.position.shapes.values())
     # Weights named as by an export without a folder of its own.
     config = ExportConfig(path=recipe.name, layout="vit_ray")
-    return str(model_card(recipe, config, (count, len(classes)), classes, found.position, _USE))
+    try:
+        found = open_checkpoint(locate(checkpoint))
+        if found is None:
+            return ""
+        count = sum(math.prod(shape) for shape in found.position.shapes.values())
+        return str(model_card(recipe, config, (count, len(classes)), classes, found.position, _USE))
+    except (OSError, ValueError) as error:  # the training has ended well all the same
+        logger.warning("the logged model has no card: %s", error)
+        return ""
 
 
 class PyfuncModel:

@@ -27,6 +27,7 @@ from tests.models.weights.published import (
 from tests.recipes import recipe_with
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.init_weights import initialize_weights
+from vit_ray.checkpoints.weight_files import published_use
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe
 from vit_ray.launch import feature_extraction as extraction
@@ -61,6 +62,28 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return str(folder), arrays
+
+
+@pytest.mark.parametrize(
+    ("told", "crop"),
+    [
+        ({}, {"kind": "resize"}),
+        ({"crop_pct": 0.9}, {"kind": "center_crop", "resize": 248}),  # timm: floor(224 / 0.9)
+        ({"crop_pct": 0.95, "crop_mode": "center"}, {"kind": "center_crop", "resize": 235}),
+        ({"crop_pct": 1.0, "crop_mode": "squash"}, {"kind": "resize"}),
+    ],
+)
+def test_images_are_cropped_as_timm_crops_them(
+    told: dict[str, Any], crop: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    settings = {"architecture": "vit_base_patch16_224", "num_classes": 3}
+    told = {"input_size": [3, 224, 224], **told}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "pretrained_cfg": told}))
+    file.touch()
+    found = published_use(str(file))
+    assert found is not None
+    assert found["data"]["eval_augment"] == crop
 
 
 def recipe_of(folder: Path, path: str, **model: Any) -> Recipe:

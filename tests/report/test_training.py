@@ -14,6 +14,7 @@ from mlflow.tracking import MlflowClient
 from tests.report.made_runs import made
 from vit_ray.evaluate.examples import picture, training_files
 from vit_ray.report.document import with_content
+from vit_ray.report.figures.chart_list import curve_series
 from vit_ray.report.page import write_report
 from vit_ray.report.runs import Archive
 from vit_ray.report.time_spent import time_section
@@ -144,8 +145,18 @@ def test_the_best_evaluation_is_marked_on_its_curves_alone(page):
     assert [row["state"] for row in rows] == ["", "best evaluation", ""]
 
 
+def test_the_best_evaluation_is_marked_where_a_long_curve_leaves_it_out(store, monkeypatch):
+    archive = Archive(store, record(store))
+    (run,) = archive.runs
+    monkeypatch.setattr(archive, "curves", lambda *_: {run.run_id: [(10, 0.1), (30, 0.3)]})
+    (series,) = curve_series(archive, [run], "eval/top1", {run.run_id: "mine"})
+    assert [(p.x, p.y, p.state) for p in series.points] == [
+        (10, 0.1, ""), (20, 0.75, "best evaluation"), (30, 0.3, ""),
+    ]  # fmt: skip
+
+
 def test_each_class_stands_against_each_in_shares_of_its_images(page):
-    rows = page[1]["which_classes_are_taken_for_which"]
+    rows = page[1]["confusion_matrix"]
     assert len(rows) == 5
     mine = next(row for row in rows if row["class"] == CRAFTED)
     assert (mine["images"], mine[CRAFTED], mine["=1+1"]) == ("4", "0.75", "0.25")
@@ -154,7 +165,7 @@ def test_each_class_stands_against_each_in_shares_of_its_images(page):
 
 def test_of_many_classes_the_most_frequent_errors_stand(store):
     (table,) = sections(store, record(store, num_classes=30))["Images and errors"].tables
-    assert table.caption == "Which errors are most frequent: of 1 pairs of classes"
+    assert table.caption == "Most frequent errors: 1 of 1 pairs of classes"
     assert table.rows == [[CRAFTED, "=1+1", 1, 0.25]]
 
 
@@ -200,7 +211,22 @@ def test_a_training_whose_files_are_away_has_the_rest(store):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"[{}]", b"\xff\xfe", b'{"a": [1]}'])
+EVENT = b'[{"kind": "k", "text": "t", "step": 1, "time_s": 1e20}]'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1]",
+        b"{}",
+        b"[{}]",
+        b"\xff\xfe",
+        b'{"a": [1]}',
+        EVENT,
+        b"class,predicted,images\n" + b"".join(b"%d,%d,0\n" % (n, n) for n in range(9)),
+    ],
+)
 def test_files_of_something_else_are_left_out(store, content):
     run_id = record(store)
     folder = Path(MlflowClient(store).get_run(run_id).info.artifact_uri)

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 
+from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.report.document import Gallery, Section
 from vit_ray.report.runs import Archive, RecordedRun
 from vit_ray.report.tables import Column, Table, Value, number, percent
@@ -19,7 +20,7 @@ MOST_CLASSES = 20
 """Of a table of classes by classes; of more the most frequent errors are listed."""
 MOST_EVENTS = 200
 _PICTURES = {
-    "evaluation/examples": "How are test images classified?",
+    "evaluation/examples": "How are {} images classified?",
     "evaluation/errors": "Which errors have the highest loss?",
     "images/training": "What do the training images look like to the model?",
 }
@@ -32,7 +33,8 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
     Args:
         price: of a GPU-hour.
     """
-    pictures = {name: _gallery(archive, run, name, title) for name, title in _PICTURES.items()}
+    tested = "held-out" if run.is_on_dev(EVAL_TOP1) else "test"
+    pictures = {n: _gallery(archive, run, n, t.format(tested)) for n, t in _PICTURES.items()}
     shown = [one for name, one in pictures.items() if one and name.startswith("evaluation/")]
     seen = pictures["images/training"]
     return [
@@ -66,7 +68,7 @@ def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Galle
     elif name.endswith("errors"):
         note = "Wrong predictions, the one with the highest loss first."
     else:
-        note = f"The first {len(texts)} of the set by their number; wrong ones are crossed."
+        note = f"The first {len(texts)} images; a cross marks a wrong prediction."
     return Gallery(title, strip, texts, wrong, note)
 
 
@@ -75,7 +77,8 @@ def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
     content = archive.file(run, "evaluation/confusion.csv")
     try:
         rows = list(csv.DictReader(io.StringIO((content or b"").decode())))
-        counts = {(row["class"], row["predicted"]): int(row["images"]) for row in rows}
+        found = ((row["class"], row["predicted"], int(row["images"])) for row in rows)
+        counts = {(truth, guess): count for truth, guess, count in found if count > 0}
     except (ValueError, TypeError, KeyError):
         return
     images: dict[str, int] = {}
@@ -92,13 +95,13 @@ def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
             for truth in names
             if truth in images
         ]
-        yield Table("Which classes are taken for which: % of the images of each row", heads, parts)
+        yield Table("Confusion matrix: % of each true class (rows)", heads, parts)
         return
     wrong = sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda p: -counts[p])
     heads = [Column("class"), Column("taken for"), Column("images", number)]
     heads.append(Column("% of the class", percent, is_bar=True))
     yield Table(
-        f"Which errors are most frequent: of {len(wrong):,} pairs of classes",
+        f"Most frequent errors: {min(len(wrong), MOST_CLASSES)} of {len(wrong):,} pairs of classes",
         heads,
         [[*pair, counts[pair], counts[pair] / images[pair[0]]] for pair in wrong[:MOST_CLASSES]],
     )
@@ -117,7 +120,7 @@ def _events(archive: Archive, run: RecordedRun) -> Table:
             for one in json.loads(content):
                 at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one["time_s"]))
                 found.append((one["time_s"], [at, one["kind"], one["step"], one["text"]]))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, OSError):
             continue
     found.sort(key=lambda pair: pair[0])
     heads = [Column("UTC"), Column("event"), Column("step", number), Column("what happened")]

@@ -29,6 +29,7 @@ from vit_ray.metric_names import (
     STUDY_IMAGES_SEEN,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
+    best_key,
     few_shot_top1,
 )
 from vit_ray.report.figures.charts import BEST, FAMILIES, Axis, Chart, Point, Series
@@ -305,8 +306,10 @@ def curve_series(
             if run.status != "FINISHED":
                 points[-1] = replace(points[-1], state=run.status.lower())
             if key != TRAIN_LOSS:
-                best = run.recorded.get(RESULT_STEP)
-                points = [replace(p, state=BEST) if p.x == best else p for p in points]
+                best, value = run.recorded.get(RESULT_STEP), run.recorded.get(best_key(key))
+                if best is not None and value is not None:  # of a long curve it may not be a point
+                    others = [p for p in points if p.x != best]
+                    points = sorted([*others, Point(best, value, state=BEST)], key=lambda p: p.x)
             series.append(
                 Series(
                     names[run.run_id],

@@ -13,6 +13,7 @@ from vit_ray.metric_names import (
     FEW_SHOT_GROUP,
     STUDY_EXAFLOPS,
     STUDY_IMAGES_SEEN,
+    averaged_key,
     few_shot_top1,
 )
 from vit_ray.report.runs import IMAGES_KEY, MEAN_TRANSFER, TRAININGS, TRANSFER, RecordedRun
@@ -25,12 +26,6 @@ from vit_ray.report.statistics.groups import (
 )
 from vit_ray.report.statistics.seeds import Mean, by_group, mean_of
 
-
-def averaged(key: str) -> str:
-    """The same metric of the averaged weights instead of the last ones."""
-    return key.replace("/", "/averaged_", 1)
-
-
 _LAST: Final = {
     few_shot_top1(5): "5-shot linear accuracy",
     few_shot_top1(10): "10-shot linear accuracy",
@@ -40,7 +35,7 @@ _LAST: Final = {
     EVAL_TOP1: "top-1 accuracy",
 }
 ACCURACIES: Final = _LAST | {
-    averaged(key): f"{name} of averaged weights" for key, name in _LAST.items()
+    averaged_key(key): f"{name} of averaged weights" for key, name in _LAST.items()
 }
 """Metric keys, and what a person calls each."""
 BASELINE: Final = "ViT"
@@ -83,7 +78,7 @@ def decided_key(runs: Sequence[RecordedRun], key: str) -> str:
 
     And of the same images: a test set, or a dev split.
     """
-    measured, other = [run for run in runs if key in run.metrics], averaged(key)
+    measured, other = [run for run in runs if key in run.metrics], averaged_key(key)
     has_all = measured and all(other in run.metrics for run in measured)
     is_alike = all(run.is_on_dev(key) == run.is_on_dev(other) for run in measured)
     return other if has_all and is_alike else key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
 import runpy
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
 import vit_ray
 from docs.reference_hook import api_names, api_page
@@ -39,6 +41,8 @@ def test_a_package_is_called_as_the_function_of_its_name(
         importlib.import_module(f"vit_ray.{name}.{module}")
     called.append(getattr(vit_ray, name)("recipe", until_step=5))
     assert called == [(("recipe",), {"until_step": 5})] * len(called)
+    received = pickle.loads(cloudpickle.dumps(getattr(vit_ray, name)))  # as in a user's task
+    assert received is getattr(vit_ray, name)
 
 
 def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_page() -> None:

@@ -67,8 +67,12 @@ _ROOMS = {
 class CallableRoom(ModuleType):
     """A package whose name is that of a function, too: `vit_ray.train(recipe)` trains.
 
-    It is called as the function of the same name in `vit_ray.api`.
+    It is called as the function of the same name in `vit_ray.api`, which has its documentation.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as any module: functions that are sent to workers refer to it."""
+        return importlib.import_module, (self.__name__,)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         function = getattr(importlib.import_module("vit_ray.launch.run"), self.__name__[8:])

@@ -352,7 +352,7 @@ class RunWriter:
                 point = next((one for one in reversed(history) if one.value == value), None)
                 if point is None:
                     continue
-            context = _CONTEXTS[key.partition("/")[0]]
+            context = _CONTEXTS.get(key.partition("/")[0], "evaluation")
             data = contexts.get(context) or contexts.get(_CONTEXTS["eval"])
             self.client.log_metric(
                 self.run_id,

@@ -19,6 +19,8 @@ from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 HANG_REPORT_S: Final = 10.0
 RUN_ID_S: Final = 20.0
 DELIVERY_S: Final = 120.0
+SHOW_S: Final = 10.0
+"""Of a file that training does not depend on."""
 """For what must have arrived: a worker that gets no answer ends, and its group starts again."""
 _BEATS_AT_A_TIME: Final = 128
 """Of a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
@@ -208,15 +210,17 @@ class RunLink:
             return [rank for rank in self._control.silent_ranks(silent_s) if rank != self.rank]
         return []
 
-    def keep_file(self, name: str, content: bytes, folder: str = "profile") -> None:
+    def keep_file(
+        self, name: str, content: bytes, folder: str = "profile", limit_s: float = DELIVERY_S
+    ) -> None:
         """Keep a file with the run, in a folder of its artifacts; returns once it has arrived."""
-        self._record.content(name, content, folder, DELIVERY_S)
+        self._record.content(name, content, folder, limit_s)
 
     def show_files(self, files: Mapping[str, bytes], folder: str) -> None:
         """As `keep_file`, of files that training does not depend on: lost without an answer."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             for name, content in files.items():
-                self.keep_file(name, content, folder)
+                self.keep_file(name, content, folder, SHOW_S)
 
     def tracking_run_id(self) -> str | None:
         """MLflow's id of the run on rank 0; None where it is not known in time."""

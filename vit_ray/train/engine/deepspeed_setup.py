@@ -23,7 +23,6 @@ from vit_ray.deepspeed_internals import (
     watch_norm,
 )
 from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
-from vit_ray.train.engine.gradient_clipping import deepspeed_clipping
 from vit_ray.train.engine.replicated import ReplicatedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
 
@@ -108,7 +107,7 @@ def deepspeed_config(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
-        **deepspeed_clipping(clip_norm, stage),
+        "gradient_clipping": clip_norm if stage else 0.0,  # at stage 0 it would clip twice
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

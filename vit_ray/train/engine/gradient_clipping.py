@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,3 @@ def clip_gradients(gradients: list[Tensor], norm: Tensor, clip_norm: float) -> N
     """
     if clip_norm:
         torch._foreach_mul_(gradients, torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
-
-
-def deepspeed_clipping(clip_norm: float, stage: int) -> dict[str, Any]:
-    """Of DeepSpeed's configuration; at stage 0 it would clip a second time."""
-    return {"gradient_clipping": clip_norm if stage else 0.0}

@@ -222,7 +222,10 @@ def test_help_shows_the_keys_of_a_first_day_and_the_others_on_request() -> None:
     first = run_cli("pretrain", "--help").stdout
     shown = [line.split()[0] for line in first.splitlines() if re.match(r"  [a-z_]+\S*  ", line)]
     keys = [name for name in shown if name in key_names()]
-    assert keys == [name for name in key_names() if name in FIRST_DAY[:20]]
+    read = COMMANDS["pretrain"].reads
+    first_day = [n for n in FIRST_DAY if any(n == key or n.startswith(f"{key}.") for key in read)]
+    assert len(first_day) > 15
+    assert sorted(keys) == sorted(first_day)
     assert first.rstrip().endswith("more keys: --help all, or --help SECTION")
     every = run_cli("pretrain", "--help", "all").stdout
     assert "optim.momentum" in every

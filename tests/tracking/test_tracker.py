@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from mlflow.exceptions import MlflowException
@@ -940,7 +941,7 @@ def test_the_hint_opens_the_runs(config, log_path):
     )
 
 
-def test_the_view_of_the_link_is_kept_with_the_experiment_once(config, log_path):
+def test_the_view_of_the_link_is_kept_with_the_experiment_once(config, log_path, monkeypatch):
     started(config, "first", log_path).finish()
     client = MlflowClient(config.uri)
     tags = client.get_experiment(_only_run(config.uri).info.experiment_id).tags
@@ -949,7 +950,10 @@ def test_the_view_of_the_link_is_kept_with_the_experiment_once(config, log_path)
     assert shown == ["train/loss", "dev/top1", "eval/top1", "train/images_per_s", "run/goodput"]
     assert "metrics.`eval/top1`" in view["selectedColumns"]
     assert tags["mlflow.note.content"].startswith("Trainings of vit_ray.")
+    again = Mock()
+    monkeypatch.setattr(MlflowClient, "set_experiment_tag", again)
     assert share_view(client, _only_run(config.uri).info.experiment_id)
+    assert not again.called
 
 
 def test_without_the_right_to_keep_a_view_the_link_is_the_plain_one(config, log_path, monkeypatch):

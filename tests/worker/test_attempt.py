@@ -82,11 +82,11 @@ def test_it_goes_on_at_the_step_where_it_is_set_up(tmp_path: Path) -> None:
     assert worker.engine.applied_steps == TOTAL - 4
 
 
-@pytest.mark.parametrize(("rank", "start", "is_kept"), [(0, 0, True), (0, 4, False)])
+@pytest.mark.parametrize(("start", "is_kept"), [(0, True), (4, False)])
 def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
-    tmp_path: Path, rank: int, start: int, is_kept: bool
+    tmp_path: Path, start: int, is_kept: bool
 ) -> None:
-    worker = Worker(make_job(tmp_path), rank=rank)
+    worker = Worker(make_job(tmp_path))
     run_attempt(worker.link, lambda: worker.attempt(start))
     assert worker.engine.applied_steps == TOTAL - start
     assert ({"training.jpg", "training.json"} <= {*worker.actor.files}) is is_kept

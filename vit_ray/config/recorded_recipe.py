@@ -28,7 +28,7 @@ def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[
 
 
 def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a recorded recipe the sections and keys by which its model is used."""
+    """The sections of a recorded recipe that inference needs."""
     kept = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
     found = {
         section: {key: recipe[section][key] for key in keys if key in recipe.get(section, {})}

@@ -27,9 +27,9 @@ _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
     "mlflow.note.content": (
         "Trainings of vit_ray. A sweep, study or VTAB is a run with its trainings below it; its "
-        "artifacts hold `report.html`, and every run's hold `recipe.yaml`, which runs again as it "
-        "is. Metrics are `group/name_unit`: `dev/` is of images held out of the training set, "
-        "`eval/` of the test set."
+        "artifacts hold `report.html`, and each run has `recipe.yaml`, which can be run "
+        "unchanged. Metrics are `group/name_unit`: `dev/` is of images held out of the training "
+        "set, `eval/` of the test set."
     ),
 }
 VIEW: Final = "vit_ray"

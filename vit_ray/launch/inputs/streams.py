@@ -13,9 +13,7 @@ from typing import Final
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.training_sections import (
-    DataConfig,
-)
+from vit_ray.config.training_sections import DataConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined_datasets import JoinedManifest, join
 from vit_ray.data.format.labels import first_labels

@@ -128,9 +128,9 @@ def by_family(
         for family, found in points.items()
     ]
     drawn = [point for found in points.values() for point in found]
-    notes = ["A point is one training"]
+    notes = ["Each point is one run"]
     if any(point.seeds for point in drawn):
-        notes[0] += ", or a mean over seeds, which are the small marks; its bar is one deviation"
+        notes[0] += " or a mean over seeds; small marks are the seeds, bars one standard deviation"
     if width:
         notes.append("the larger a mark, the larger the model")
     if any(point.low is not None and not point.seeds for point in drawn):

@@ -48,8 +48,8 @@ class TimeClass(StrEnum):
     REPEATED = "repeated"
     """Steps that an earlier attempt had done, and the waits for their data."""
     LOST = "lost"
-    """From what an attempt completed last until its failure was noticed; and what a step took
-    beyond the usual while it waited for a host that could not be reached, by `PAUSE_S`."""
+    """From what an attempt completed last until its failure was noticed; and what a step
+    took beyond the usual, by `PAUSE_S`: of a host that could not be reached, or of own code."""
     ENDING = "ending"
     STOPPED = "stopped"
     """No driver was there; not a part of the goodput."""

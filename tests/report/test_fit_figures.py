@@ -47,6 +47,7 @@ def test_each_family_has_its_points_and_its_law_with_a_band(runs):
     for points, line in ((curves.series[i], curves.series[i + 1]) for i in (0, 2)):
         assert len(points.points) == 6
         assert all(point.low <= point.y <= point.high for point in line.points)
+        assert all(point.low >= 0 and point.high <= 1 for point in line.points)
         assert line.points[-1].x > points.points[-1].x  # on to what is not measured
     (ratio,) = ratios.series
     assert ratio.name == "ResNet"

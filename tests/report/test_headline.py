@@ -8,7 +8,7 @@ from scipy import stats
 
 from tests.report.made_runs import archived, made
 from vit_ray.report.gains import gain_sentences
-from vit_ray.report.headline import headline
+from vit_ray.report.headline import best_sentences, headline
 from vit_ray.report.sweeps import sweep_charts, sweep_sentences
 
 
@@ -73,11 +73,41 @@ def test_the_fitted_optimum_is_the_top_of_a_parabola():
     assert len(chart.series) == 1
 
 
+def of_rate(name, rate, top1, seed=0):
+    params = {"model.name": name, "optim.learning_rate": rate, "seed": seed}
+    return made(params, kind="study_cell", metrics={"dev/top1": top1})
+
+
+def test_a_study_of_rates_says_which_is_best_for_each_model_and_which_to_try():
+    cells = [of_rate("ViT-B/32", rate, top1) for rate, top1 in ((1e-3, 0.8), (3e-3, 0.7))]
+    cells += [of_rate("R50x1", rate, 0.5 + rate) for rate in (1e-3, 3e-3, 1e-2)]
+    cells.append(of_rate("ViT-L/16", 1e-3, 0.9))  # of one rate there is nothing to choose
+    assert sweep_sentences(archived(cells)) == [
+        "ViT-B/32: learning rate 0.001 wins on the dev split (80.00 %), best of 2. 0.001 is the "
+        "smallest rate tried: try 0.0003.",
+        "R50x1: learning rate 0.01 wins on the dev split (51.00 %), best of 3. 0.01 is the largest "
+        "rate tried: try 0.03.",
+    ]
+    (chart,) = sweep_charts(archived(cells))
+    assert [series.name for series in chart.series] == ["ViT-B/32, dev split", "R50x1, dev split"]
+    assert "1 of 1" not in headline(None, archived(cells), [])[0]
+
+
+def test_the_best_of_several_evaluations_on_the_test_set_is_said():
+    one = made(metrics={"eval/top1": 0.5, "eval/best_top1": 0.75, "result/step": 20,
+                        "result/evaluations": 3})  # fmt: skip
+    (sentence,) = best_sentences(archived([one]))
+    assert (
+        " top-1 accuracy, the best of 3 evaluations on the test set (the last: 50.00 %), after"
+        in sentence
+    )
+
+
 def test_a_study_counts_its_cells_and_names_its_best():
     cells = [made({"seed": seed}, metrics={"eval/top1": 0.8 + seed / 50}) for seed in range(2)]
     cells.append(made({"model.name": "R50x1"}, metrics={"eval/top1": 0.99}, status="FAILED"))
     assert headline(None, archived(cells), []) == [
-        "Best top-1 accuracy: 81.00 +- 1.41 % over 2 seeds, by ViT-B/32. "
+        "Best top-1 accuracy: 81.00 % (95 %: 68.29 to 93.71, 2 seeds), by ViT-B/32. "
         "2 of 3 cells have finished."
     ]
 

@@ -159,7 +159,7 @@ def test_the_best_evaluation_is_the_result_beside_the_last(store, tmp_path):
     text, ((row),) = store.page(tmp_path)
     assert (row["top-1 %"], row["last top-1 %"], row["best at step"]) == ("0.75", "0.5", "40.0")
     assert row["measured on"] == "best of 12 evaluations on the test set"
-    assert "1 best of 12 evaluations on the test set: cell-a" in text
+    assert "1 with an accuracy that is the best of 12 evaluations on the test set: cell-a" in text
     assert [y for _, y in drawn_points(text)] == [0.75]
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vit_ray.metric_names import COST_CORE_DAYS, EVAL_TOP1, STUDY_EXAFLOPS, TRAIN_LOSS
+from vit_ray.metric_names import (
+    COST_CORE_DAYS,
+    EVAL_LAST_TOP1,
+    EVAL_TOP1,
+    STUDY_EXAFLOPS,
+    TRAIN_LOSS,
+)
 from vit_ray.report.figures.chart_list import interval_of, length_of, own_share
 from vit_ray.report.figures.fit_figures import FamilyLaws, fit_sentences
 from vit_ray.report.gains import gain_sentences
@@ -16,7 +22,8 @@ from vit_ray.report.statistics.accuracies import (
     by_sets,
     studied,
 )
-from vit_ray.report.statistics.seeds import Mean
+from vit_ray.report.statistics.intervals import of_mean
+from vit_ray.report.statistics.seeds import Mean, by_group
 from vit_ray.report.sweeps import sweep_sentences
 from vit_ray.report.tables import duration, number, percent
 from vit_ray.report.time_spent import goodput_of
@@ -36,11 +43,12 @@ def headline(
     if any(run.kind == "study_cell" for run in runs):
         cells = studied(runs)
         finished = sum(run.status == "FINISHED" for run in cells)
-        ratios = [text for text in fit_sentences(laws) if "for the same accuracy" in text]
+        ratios = [text for text in fit_sentences(laws) if "the same accuracy" in text]
         best = best_sentences(cells)[:MOST_SENTENCES]
         count = f"{finished} of {len(cells)} cells have finished."
         gains = gain_sentences(cells)
-        return [*ratios[:MOST_SENTENCES], *gains[:MOST_SENTENCES], " ".join([*best, count])]
+        first = [*ratios[:MOST_SENTENCES], *gains[:MOST_SENTENCES], *sweep_sentences(cells)]
+        return [*first, " ".join([*best, count])]
     others = [run for run in runs if "vit_ray.sweep_stage" not in run.tags]
     return [*sweep_sentences(runs), *best_sentences(others)] or list(map(_unmeasured, runs[-1:]))
 
@@ -55,10 +63,16 @@ def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
         for whose, members in by_sets(runs, key):
             if best := best_of(members, key):
                 run, mean = best
-                result, name = described(run, mean, key), f"{accuracy_name(key)}{whose}"
-                single = f"{run.label} on {run.training_name} reaches {result} {name} {_made(run)}."
-                several = f"Best {name}: {result}, by {run.label}."
-                found.append(single if len(runs) == 1 else several)
+                name, result = f"{accuracy_name(key)}{whose}", described(run, mean, key)
+                of_tests = _chosen(run, key)
+                if len(runs) == 1:
+                    where = f"{run.label} on {run.training_name} reaches {result} {name}"
+                    found.append(f"{where}{of_tests and of_tests + ','} {_made(run)}.")
+                    continue
+                tested = [one for one in members if one.is_tested(key)]
+                count = len(by_group(one for one in tested if one.status == "FINISHED"))
+                chosen = f", the best of {count} on the test set" if count > 1 else ""
+                found.append(f"Best {name}: {result}, by {run.label}{chosen}{of_tests}.")
     held_out = [run for run in runs if run.is_on_dev(EVAL_TOP1)]
     if not found and held_out:
         run = max(held_out, key=lambda one: one.metrics[EVAL_TOP1])
@@ -72,12 +86,23 @@ def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
 
 def described(run: RecordedRun, mean: Mean, key: str) -> str:
     """A value in percent with its deviation over seeds, or the interval of a single one."""
-    if mean.count > 1:
-        return f"{mean} % over {mean.count} seeds"
+    if mean.deviation is not None:
+        of_seeds = of_mean(mean.value, mean.deviation, mean.count)
+        ends = f"{percent(max(0.0, of_seeds.low))} to {percent(min(1.0, of_seeds.high))}"
+        return f"{percent(mean.value)} % (95 %: {ends}, {mean.count} seeds)"
     if (interval := interval_of(run, key)) is None:
         return f"{mean} %"
     low, high = percent(interval.low), percent(interval.high)
     return f"{mean} % (95 %: {low} to {high}, {run.num_tested(key):,} images)"
+
+
+def _chosen(run: RecordedRun, key: str) -> str:
+    """That it is the best of several evaluations on the test set."""
+    if not (key == EVAL_TOP1 and run.best_of_tests):
+        return ""
+    last = run.recorded.get(EVAL_LAST_TOP1)
+    told = "" if last is None else f" (the last: {percent(last)} %)"
+    return f", the best of {run.best_of_tests} evaluations on the test set{told}"
 
 
 def totals(runs: Sequence[RecordedRun]) -> list[str]:

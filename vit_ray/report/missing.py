@@ -53,13 +53,16 @@ def what_is_missing(
     }
     for run in finished:
         if run.best_of_tests:
-            what = f"best of {run.best_of_tests} evaluations on the test set"
+            one_of = f"the best of {run.best_of_tests} evaluations on the test set"
+            what = f"with an accuracy that is {one_of}"
             named.setdefault(what, []).append(run)
     found = []
     for what, runs in named.items():
-        names = ", ".join(run.name for run in runs[:LONGEST_LIST])
+        names = ": " + ", ".join(run.name for run in runs[:LONGEST_LIST])
         more = f" and {len(runs) - LONGEST_LIST} more" if len(runs) > LONGEST_LIST else ""
-        found += [f"{len(runs)} {what}: {names}{more}"] if runs else []
+        if len(runs) == len(shown) > LONGEST_LIST:
+            names = more = ""
+        found += [f"{'all ' if not names else ''}{len(runs)} {what}{names}{more}"] if runs else []
     for parent in archive.runs:
         # A study says how many cells it has.
         total = parent.tags.get("vit_ray.num_cells", "")

@@ -28,7 +28,7 @@ from vit_ray.report.figures.fit_figures import (
 from vit_ray.report.gains import gain_sentences
 from vit_ray.report.headline import headline, totals
 from vit_ray.report.missing import what_is_missing
-from vit_ray.report.paper_tables import comparing, paper_tables
+from vit_ray.report.paper_tables import THEIRS, comparing, paper_tables
 from vit_ray.report.runs import Archive
 from vit_ray.report.statistics.accuracies import accuracies_of, studied, trainings
 from vit_ray.report.statistics.seeds import one_run_a_cell
@@ -99,10 +99,16 @@ def write_report(
     laws = laws_of(compared)
     is_study = any(run.kind == "study_cell" for run in runs)
     table = figures.cells(runs, archive)
-    papers = paper_tables(counted) if is_study else comparing(paper_tables(counted))
+    papers = Section(
+        "Tables of the paper",
+        tables=paper_tables(counted) if is_study else comparing(paper_tables(counted)),
+    )
+    shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
+    ablations = [Section("Ablations", charts=[*shaped, *empirical_cost(archive.runs)])]
     curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
     every = Section("Trainings", tables=[table])
     alone = training_sections(archive, runs[0], price_per_gpu_hour) if len(runs) == 1 else []
+    time = [] if alone else [time_section(runs, price_per_gpu_hour)]
     sections = [Section("Sweep", charts=sweep_charts(runs)), curves, *alone, every]
     if is_study or len({run.metrics.get(STUDY_EXAFLOPS) for run in compared}) > MIN_AMOUNTS:
         compute, sentences = figures.against_compute(compared), fit_sentences(laws)
@@ -112,14 +118,14 @@ def write_report(
             Section("Fitted power laws", [_LAWS, *sentences], fit_charts(laws), fit_tables(laws))
             if any(one.fits for one in laws)
             else Section("Fitted power laws", [*_unfitted(laws)]),
-            *sections,
+            papers,
+            *ablations,
             Section("Cost and speed", totals(runs), figures.cost_and_speed(compared)),
+            *time,
+            *sections,
         ]
-    if not alone:
-        sections.append(time_section(runs, price_per_gpu_hour))
-    shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
-    ablations = Section("Ablations", charts=[*shaped, *empirical_cost(archive.runs)])
-    sections = [*sections, Section("Tables of the paper", tables=papers), ablations]
+    else:
+        sections += [*time, papers, *ablations]
     missing = what_is_missing(archive, runs, left_out)
     is_live = any(run.status == "RUNNING" for run in archive.runs)
     paths = {path for run in runs for path in run.training_sets}
@@ -127,7 +133,7 @@ def write_report(
     short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
     whose = f", run {archive.parent.run_id} and the runs below it" if archive.parent else ""
     lead = headline(archive, runs, laws)
-    if is_study or papers:
+    if _shows_the_papers(sections):
         lead.append(
             f"These results are a proxy: trained on {', '.join(sorted(short)) or 'other data'}, "
             "and not on the paper's JFT-300M, which is private."
@@ -164,6 +170,13 @@ def parts_of(page: Path) -> list[tuple[Path, str]]:
     parts = [(page, ""), (page.with_suffix(".csv"), "")]
     folder = document.files_folder(page)
     return [*parts, (folder, folder.name)] if folder.is_dir() else parts
+
+
+def _shows_the_papers(sections: Sequence[Section]) -> bool:
+    """Whether numbers of the paper stand on the page."""
+    titles = [column.title for one in sections for table in one.tables for column in table.columns]
+    charts = [chart.title for one in sections for chart in one.charts]
+    return figures.PAPER in charts or any(title.startswith(THEIRS) for title in titles)
 
 
 def _unfitted(laws: Sequence[FamilyLaws]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from vit_ray.report.statistics.seeds import by_group, mean_of
 from vit_ray.report.tables import number, percent
 
 RATE = "optim.learning_rate"
+CELL = "study_cell"
 MIN_RATES = 4
 """From which on a parabola through them says more than they do."""
 
@@ -33,6 +34,9 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     series, optima = [], []
     for (name, stage), alike in lines.items():
         for group, rest in differences([*alike]).items():
+            is_cell = alike[group][0][1][0].kind == CELL
+            if is_cell and len({rate for rate, _ in alike[group]}) < 2:
+                continue
             key = decided_key([run for _, some in alike[group] for run in some], EVAL_TOP1)
             title = f"{name}, {stage}" + (f", differs in {rest}" if rest else "")
             line = line_of_means(title, alike[group], key)
@@ -40,7 +44,7 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
             if stage == DEV and (fitted := _parabola(line)):
                 top = max(fitted, key=lambda point: point.y)
                 series.append(
-                    replace(line, name="fitted", points=fitted, has_markers=False, dash=1)
+                    replace(line, name=f"{title}, fitted", points=fitted, has_markers=False, dash=1)
                 )
                 optima.append(f"the parabola of {title} has its top at {number(top.x)}")
     note = "Rates are chosen on the dev split, hollow; filled marks are the test set"
@@ -68,13 +72,17 @@ def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
     And mean and deviation over seeds of the finished runs with the chosen rate.
     """
     finished = [r for r in runs if r.status == "FINISHED" and decided_top1(r) is not None]
-    trials: dict[str, list[RecordedRun]] = {}
+    trials: dict[tuple[str, Group | None], list[RecordedRun]] = {}
     for run in finished:
         if run.is_trial:
-            trials.setdefault(_sweep_name(run), []).append(run)
+            trials.setdefault((_sweep_name(run), None), []).append(run)
+        elif run.kind == CELL and _stage(run):  # of a study of rates
+            trials.setdefault((_sweep_name(run), run.group.without(RATE)), []).append(run)
     sentences = []
-    for name, members in trials.items():
+    for (name, rest), members in trials.items():
         key, groups = decided_key(members, EVAL_TOP1), by_group(members)
+        if rest is not None and len(groups) < 2:
+            continue
         means = {
             group: mean
             for group, some in groups.items()
@@ -101,13 +109,16 @@ def _edge(rates: Mapping[Group, float | None], best: Group) -> str:
 
 
 def _test_sentences(finished: Sequence[RecordedRun]) -> list[str]:
-    sweeps = by_group(run for run in finished if _stage(run) and not run.is_trial)
+    tuned = (run for run in finished if _stage(run) and not run.is_trial and run.kind != CELL)
+    sweeps, alike = by_group(tuned), dict[str, list[Group]]()
+    for group, (run, *_) in sweeps.items():
+        alike.setdefault(_sweep_name(run), []).append(group.without(RATE))
+    others = {name: differences(groups) for name, groups in alike.items()}
     sentences = []
     for group, chosen in sweeps.items():
         mean = mean_of([value for run in chosen if (value := decided_top1(run)) is not None])
         name = _sweep_name(chosen[0])
-        alike = [one.without(RATE) for one, (run, *_) in sweeps.items() if _sweep_name(run) == name]
-        rest = differences(alike)[group.without(RATE)]
+        rest = others[name][group.without(RATE)]
         seeds = f"{len(chosen)} seeds" if len(chosen) > 1 else "one seed"
         key = decided_key(chosen[:1], EVAL_TOP1)
         interval = interval_of(chosen[0], key) if len(chosen) == 1 else None
@@ -122,10 +133,12 @@ def _test_sentences(finished: Sequence[RecordedRun]) -> list[str]:
 
 
 def _stage(run: RecordedRun) -> str:
-    """What a run of a sweep was measured on; empty for others."""
+    """What a run of a sweep, or of a study of rates, was measured on; empty for others."""
+    if run.kind == CELL:
+        return DEV if run.is_on_dev(EVAL_TOP1) else ""
     return SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", ""), "")
 
 
 def _sweep_name(run: RecordedRun) -> str:
-    """The trial's own name without what differs between trials."""
-    return re.sub(r"-(lr|seed)[\w.-]*$", "", run.name)
+    """The trial's own name without what differs between trials; of a study the model."""
+    return run.label if run.kind == CELL else re.sub(r"-(lr|seed)[\w.-]*$", "", run.name)

@@ -32,7 +32,7 @@ from vit_ray.metric_names import (
     best_key,
     few_shot_top1,
 )
-from vit_ray.report.figures.charts import BEST, FAMILIES, Axis, Chart, Point, Series
+from vit_ray.report.figures.charts import BEST, FAMILIES, MOST_LABELS, Axis, Chart, Point, Series
 from vit_ray.report.paper import TABLE_6
 from vit_ray.report.runs import DEV, IMAGES_KEY, MEAN_TRANSFER, Archive, RecordedRun
 from vit_ray.report.statistics.accuracies import (
@@ -201,13 +201,24 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
         line.append((members[0].metrics[IMAGES_KEY], members))
     if not any(len({at for at, _ in line}) > 1 for line in lines.values()):
         return []
-    names = _line_names({group: line[0][1][0] for group, line in lines.items()})
-    series = [line_of_means(names[group], line, key) for group, line in lines.items()]
-    accuracy = Axis(accuracy_name(key), is_percent=True)
+    firsts = {group: line[0][1][0] for group, line in lines.items()}
+    names, accuracy = _line_names(firsts), Axis(accuracy_name(key), is_percent=True)
     title = f"How does {accuracy_name(key)} grow with the amount of data?"
     note = "A line joins trainings that differ in the amount of data alone"
     note += "; bars: one deviation; small marks: the seeds."
-    return [Chart(title, IMAGES, accuracy, series, note)]
+    if len(lines) <= MOST_LABELS:
+        series = [line_of_means(names[group], line, key) for group, line in lines.items()]
+        return [Chart(title, IMAGES, accuracy, series, note)]
+    # Small multiples by length, so that each line can have its label.
+    by_length: dict[str, list[Series]] = {}
+    for group, line in lines.items():
+        if len({at for at, _ in line}) > 1:
+            of_length = by_length.setdefault(length_of(firsts[group]), [])
+            of_length.append(line_of_means(names[group], line, key))
+    return [
+        Chart(f"{title} Trainings of {length}", IMAGES, accuracy, series, note)
+        for length, series in by_length.items()
+    ]
 
 
 def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:

@@ -407,7 +407,7 @@ class Chart:
         seen = f"(indexof({marked}, datum.line) >= 0 || datum.line === picked)"
         tip = {"tooltip": {"field": "tip"}, "description": {"field": "said"}}
         size = {"size": {"field": "size", "type": "quantitative", "legend": None,
-                         "scale": {"domain": [0, 1], "range": [45, 320]}}}  # fmt: skip
+                         "scale": {"domain": [0, 1], "range": [90, 380]}}}  # fmt: skip
         mark = {"type": "point", "filled": False, "strokeWidth": 2, "opacity": 1, "size": 75}
         for word in self.states:
             yield {

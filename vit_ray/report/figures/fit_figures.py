@@ -31,7 +31,6 @@ from vit_ray.report.statistics.accuracies import (
 )
 from vit_ray.report.statistics.fits import (
     EqualAccuracy,
-    Estimate,
     Fit,
     NoFitError,
     amounts,
@@ -184,18 +183,35 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
     for one in laws:
         for family, equal in one.compared.items():
             if isinstance(equal, EqualAccuracy):
-                low, high = (percent(end) for end in equal.accuracy[[0, -1]])
-                first, last = (number(end) for end in equal.ratio[[0, -1]])
-                found.append(
-                    f"{one.name}: for the same accuracy {family} needs {first} times the compute "
-                    f"of {BASELINE} at {low} % and {last} times at {high} %; the median over that "
-                    f"range is {number(equal.typical.value)} ({_interval(equal.typical)})."
-                )
+                found.append(f"{one.name}: {_ratio_sentence(family, equal)}")
             elif family in one.fits:
                 found.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
         if one.left_out and one.fits:
             found.append(f"{one.name}: no law goes through {one.left_out}.")
     return found
+
+
+def _ratio_sentence(family: str, equal: EqualAccuracy) -> str:
+    """In two digits; the fitted laws alone where they have no interval."""
+    low, high = (percent(end) for end in equal.accuracy[[0, -1]])
+    first, last = (two_digits(end) for end in equal.ratio[[0, -1]])
+    whole, median = f"{low} to {high} %", two_digits(equal.typical.value)
+    if not math.isfinite(equal.typical.low + equal.typical.high):
+        return (
+            f"how much compute {family} needs for the same accuracy is not determined by these "
+            f"points; the fitted laws say {first} times that of {BASELINE} at {low} % and {last} "
+            f"times at {high} %."
+        )
+    ends = f"{two_digits(equal.typical.low)} to {two_digits(equal.typical.high)}"
+    return (
+        f"for the same accuracy {family} needs {median} times the compute of {BASELINE} (95 %: "
+        f"{ends}), in the median over {whole}: {first} times at {low} %, {last} at {high} %."
+    )
+
+
+def two_digits(value: float) -> str:
+    """As many as a ratio of laws is known to."""
+    return f"{float(f'{value:.2g}'):,.12g}"
 
 
 def _laws(runs: Sequence[RecordedRun], key: str, whose: str) -> FamilyLaws:
@@ -237,9 +253,11 @@ def _by_law(runs: Sequence[RecordedRun]) -> dict[str, list[list[RecordedRun]]]:
         kept = (*SIZES, *_LENGTHS, *(_OWN if is_one else ()))
         for group, members in groups.items():
             apart.setdefault((family, group.without(*kept)), []).append(members)
-    named = {}
+    named: dict[str, list[list[RecordedRun]]] = {}
+    families = {family for family, _ in apart}
+    others = {its: differences([one for f, one in apart if f == its]) for its in families}
     for (family, rest), all_members in apart.items():
-        other = differences([one for its, one in apart if its == family])[rest]
+        other = others[family][rest]
         named[f"{family}, differs in {other}" if other else family] = all_members
     return named
 
@@ -259,7 +277,7 @@ def _curves(one: FamilyLaws) -> Chart:
             errors = np.stack([compute, fit.error_at(compute), *fit.band(compute)], axis=1)
             name = f"{law}, fitted"
             points = [
-                Point(c, 1 - error, name, 1 - high, 1 - low)
+                Point(c, 1 - error, name, max(0.0, 1 - high), min(1.0, 1 - low))
                 for c, error, low, high in errors.tolist()
             ]
             series.append(Series(name, points, runs[0].family, has_markers=False))
@@ -289,11 +307,6 @@ def _ratios(one: FamilyLaws) -> Chart:
         series,
         note,
     )
-
-
-def _interval(of: Estimate) -> str:
-    ends = _end(of.low), _end(of.high)
-    return "no 95 % interval" if {*ends} == {UNKNOWN} else f"95 %: {ends[0]} to {ends[1]}"
 
 
 def _end(value: float) -> str:

@@ -119,7 +119,8 @@ class Fit:
         """
         at = np.array([compute])
         noise = np.random.default_rng(1).standard_normal(len(self.scatter))
-        draws = self.draws.error_at(at)[:, 0] + self.scatter * noise
+        # No error is below 0, or above 1.
+        draws = np.clip(self.draws.error_at(at)[:, 0] + self.scatter * noise, 0.0, 1.0)
         return _estimate(float(self.error_at(at)[0]), draws)
 
 

@@ -32,10 +32,9 @@ def of_share(share: float, count: int) -> Estimate:
     return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def of_mean(values: Sequence[float]) -> Estimate:
-    """Student's interval of a mean over at least two seeds or tasks."""
-    half = stdtrit(len(values) - 1, 0.975) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
+def of_mean(mean: float, deviation: float, count: int) -> Estimate:
+    """Student's interval of a mean over at least two seeds, of which the deviation is known."""
+    half = float(stdtrit(count - 1, 0.975)) * deviation / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half)
 
 

@@ -15,6 +15,8 @@ from vit_ray.config.validation import value_text
 
 FailureDays = Annotated[float, Field(ge=1e-3)]
 """Days between failures: no less than a minute and a half."""
+PodMemory = Annotated[int, Field(ge=8)]
+"""GiB: 30 % are Ray's object store, which takes whole ones."""
 
 
 class ConvertConfig(Section):
@@ -554,14 +556,14 @@ class ClusterConfig(Section):
     """GPUs of a node that trains."""
     cpus_per_node: Positive = 64
     """CPUs of a node that trains."""
-    memory_gib_per_node: Positive = 512
+    memory_gib_per_node: PodMemory = 512
     """Memory of a node that trains in GiB."""
     data_nodes: NotNegative | None = None
     """Nodes that only read and decode; unset = as many as the GPUs need, by the plan's images per
     second and the measured CPU time of an image. Slurm has none."""
     cpus_per_data_node: Positive = 32
     """CPUs of a node that reads."""
-    memory_gib_per_data_node: Positive = 96
+    memory_gib_per_data_node: PodMemory = 96
     """Memory of a node that reads in GiB."""
     network: Literal["tcp", "efa", "rdma"] = "tcp"
     """Network between nodes: the pods' own, AWS's EFA, or InfiniBand and RoCE."""

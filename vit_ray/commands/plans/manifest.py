@@ -249,7 +249,7 @@ def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[st
     pod = group["template"]["spec"]
     held = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **gpus}
     pod["containers"][0]["resources"] = {"requests": held, "limits": dict(held)}
-    pod["volumes"][0]["emptyDir"]["sizeLimit"] = f"{store_gib * 11 // 10}Gi"
+    pod["volumes"][0]["emptyDir"]["sizeLimit"] = f"{-(-store_gib * 11 // 10)}Gi"
 
 
 def _apply_patch(document: Any, operations: list[dict[str, Any]]) -> None:

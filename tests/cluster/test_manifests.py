@@ -22,6 +22,7 @@ from ray.autoscaler._private.util import fillout_defaults, validate_config
 from tests.commands.command_line import run_cli
 from vit_ray.commands.plans.manifest import _apply_patch, cluster_sizes, manifest, recipe_text
 from vit_ray.config import load_recipe
+from vit_ray.commands.plans.plan import plan_stage
 from vit_ray.config.command_sections import PlanConfig
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.launch.cluster.autoscaling import growth_of
@@ -609,6 +610,36 @@ def test_a_recipe_is_the_same_after_it_was_written_down(name, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe_text(recipe))
     assert load_recipe(file).model_dump() == recipe.model_dump()
+
+def test_pods_of_the_least_memory_have_an_object_store_and_shared_memory_a_tenth_larger():
+    _, job = documents_of(written(*SMALL, "cluster.gpus=8", "cluster.memory_gib_per_node=8"))
+    _, gpu, *_ = _pods(job)
+    store = int(gpu["rayStartParams"]["object-store-memory"])
+    shared = _bytes(gpu["template"]["spec"]["volumes"][0]["emptyDir"]["sizeLimit"])
+    assert 0 < 1.1 * store <= shared
+
+
+def test_the_plan_is_made_once(monkeypatch):
+    made = []
+
+    def counted(*arguments):
+        made.append(arguments)
+        return plan_stage(*arguments)
+
+    monkeypatch.setattr("vit_ray.commands.plans.manifest.plan_stage", counted)
+    manifest(load_recipe(RECIPE, [*PLACES, *SMALL, "cluster.gpus=8"]))
+    assert len(made) == 1
+
+
+def test_nodes_that_read_too_slowly_are_named():
+    """As many CPUs as stay free, where there are no nodes that only read."""
+    overrides = ("cluster.kind=slurm", "cluster.gpus=8", "workers.cpus_per_worker=7.5")
+    told = [line for line in written(*SMALL, *overrides).splitlines() if line.startswith("# ")]
+    (reading,) = [line for line in told if line.startswith("# reading ")]
+    assert reading.endswith("4 are free where it trains; data will limit training")
+    assert not [line for line in told if line.startswith("# nodes that read")]
+    assert "data will limit" not in written(*SMALL, "cluster.gpus=8", "workers.cpus_per_worker=7.5")
+
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -19,9 +19,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ClusterConfig
 from vit_ray.storage import PLACEHOLDER
 
-CPU_MS: Final = {"host": 0.88, "device": 0.17}
-"""CPU time of an image in the whole stream by `data.decode`
-(`benchmarks/results/data_stream_decode_cpu_2026-11-22.md`)."""
+CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
+"""By `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of `data_cores.py`."""
 NETWORK_GB_PER_S: Final = {"tcp": 12.5, "efa": 400.0, "rdma": 400.0}
 """That a node sends by its data sheet: one adapter of 100 Gbit/s, or eight of 400."""
 _MOST_STORE_GIB: Final = 100
@@ -85,7 +84,7 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
             "train.zero_stage, cluster.gpus or train.activation_checkpointing"
         )
     images_per_s = gpus // size * batch / stage.time.least_s
-    reading = images_per_s * CPU_MS[recipe.data.decode] / 1000
+    reading = images_per_s * CPU_MS_PER_IMAGE[recipe.data.decode] / 1000
     gpu_nodes = math.ceil(gpus / each)
     data_nodes = cluster.data_nodes
     if data_nodes is None:
@@ -96,22 +95,33 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
     return ClusterSizes(gpus, gpu_nodes, data_nodes, images_per_s, reading, gpu_nodes * free)
 
 
-def describe_sizes(recipe: Recipe) -> str:
-    """The nodes, and why so many."""
-    cluster, sizes = recipe.cluster or ClusterConfig(), cluster_sizes(recipe)
-    cpu_ms = CPU_MS[recipe.data.decode]
-    return "\n".join(
-        [
-            f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in all, "
-            f"{cluster.cpus_per_node} CPUs and {cluster.memory_gib_per_node} GiB each",
+def describe_sizes(recipe: Recipe, sizes: ClusterSizes | None = None) -> str:
+    """The nodes, and why so many.
+
+    Args:
+        recipe: whose cluster it is.
+        sizes: its `cluster_sizes`, if they are at hand.
+    """
+    cluster, sizes = recipe.cluster or ClusterConfig(), sizes or cluster_sizes(recipe)
+    lines = [
+        f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in all, "
+        f"{cluster.cpus_per_node} CPUs and {cluster.memory_gib_per_node} GiB each"
+    ]
+    if sizes.data_nodes:
+        lines.append(
             f"nodes that read      {sizes.data_nodes} with {cluster.cpus_per_data_node} CPUs and "
-            f"{cluster.memory_gib_per_data_node} GiB each",
-            f"training             {sizes.images_per_s:,.0f} images/s on {recipe.plan.device} at "
-            f"{recipe.plan.mfu * 100:g} % MFU",
-            f"reading              {sizes.reading_cpus:,.1f} CPUs at {cpu_ms} ms an image; "
-            f"{sizes.free_cpus:g} are free where it trains",
-        ]
-    )
+            f"{cluster.memory_gib_per_data_node} GiB each"
+        )
+    lines += [
+        f"training             {sizes.images_per_s:,.0f} images/s on {recipe.plan.device} at "
+        f"{recipe.plan.mfu * 100:g} % MFU",
+        f"reading              {sizes.reading_cpus:,.1f} CPUs at "
+        f"{CPU_MS_PER_IMAGE[recipe.data.decode]} ms an image; {sizes.free_cpus:g} are free where "
+        "it trains",
+    ]
+    if sizes.reading_cpus > sizes.free_cpus + sizes.data_nodes * cluster.cpus_per_data_node:
+        lines[-1] += "; data will limit training"
+    return "\n".join(lines)
 
 
 def print_manifest(recipe: Recipe) -> int:
@@ -136,7 +146,10 @@ def manifest(recipe: Recipe) -> str:
     }[cluster.kind]
     text = fill((_FILES / name).read_text(), _recipe_there(recipe, cluster, sizes), cluster, sizes)
     first, interpreter, rest = text.partition("#!/bin/bash\n")
-    told = [f"By `vit-ray manifest` from cluster/{name}", *describe_sizes(recipe).splitlines()]
+    told = [
+        f"By `vit-ray manifest` from cluster/{name}",
+        *describe_sizes(recipe, sizes).splitlines(),
+    ]
     return "".join([interpreter, *(f"# {line}\n" for line in told), first, rest])
 
 

@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from importlib import metadata
@@ -699,3 +700,12 @@ def test_the_files_named_in_the_readme_exist():
     text = (CLUSTER / "README.md").read_text()
     for name in set(re.findall(r"(?:cluster|jobs)/[\w/]+\.\w+", text)) - {"jobs/NAME.py"}:
         assert (ROOT / name).exists(), name
+def test_the_launcher_file_says_with_which_overrides_to_submit():
+    """It has no recipe, so that places in the recipe may wait until then."""
+    text = manifest(
+        load_recipe(RECIPE, [*SMALL, IMAGE, "cluster.kind=ray_up", "workers.num_workers=[4,16]"])
+    )
+    (line,) = re.findall(r"^# Submit with (.*);", text, re.M)
+    assert load_recipe(RECIPE, shlex.split(line)).workers.num_workers == (4, 16)
+
+

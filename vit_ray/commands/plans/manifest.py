@@ -6,8 +6,10 @@ alone.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -314,6 +316,7 @@ def _ray_up(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
             node.pop("InstanceMarketOptions", None)
     if not sizes.data_nodes:
         del types["cpu"]
-    sets = f"workers.num_workers={recipe.workers.num_workers} workers.use_gpu=true"
+    workers = f"workers.num_workers={json.dumps(recipe.workers.num_workers)}"
+    sets = f"{shlex.quote(workers)} workers.use_gpu=true"
     line = f"# Submit with {sets}; the instance types must hold `resources`.\n"
     return line + yaml.dump(config, Dumper=_Dumper, sort_keys=False, width=100)

@@ -234,7 +234,7 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
     gpu["maxReplicas"] = sizes.gpu_nodes
     gpus = {"nvidia.com/gpu": str(min(sizes.gpus, cluster.gpus_per_node))}
     _fill_group(gpu, cluster.cpus_per_node, cluster.memory_gib_per_node, gpus)
-    cpu |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), sizes.data_nodes)
+    cpu |= dict.fromkeys(("replicas", "maxReplicas"), sizes.data_nodes)
     _fill_group(cpu, cluster.cpus_per_data_node, cluster.memory_gib_per_data_node, {})
     for group, kinds in ((gpu, ("none", "data")), (cpu, ("none",))):
         if cluster.spot in kinds:

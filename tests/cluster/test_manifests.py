@@ -659,7 +659,7 @@ def test_the_script_for_slurm_gets_sizes_partition_and_recipe(tmp_path):
         "cluster.kind=slurm",
         "cluster.gpus=64",
         "cluster.queue=gpu",
-        "name=my run".replace(" ", "."),
+        "name=my.run",
     )
     ours, theirs = (
         [line for line in one.partition("<<'RECIPE'")[0].splitlines() if "#SBATCH" in line]

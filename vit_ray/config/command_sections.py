@@ -571,7 +571,7 @@ class ClusterConfig(Section):
     """Nodes that may be spot ones, never the head; unset = as the file has it."""
     image: str | None = None
     """Container image that you built from `cluster/Dockerfile` and pushed."""
-    queue: str | None = None
+    queue: Annotated[str, Field(pattern=r"^[\w.,-]+$")] | None = None
     """Kueue's LocalQueue, or Slurm's partition."""
 
     def problems(self) -> dict[str, object]:

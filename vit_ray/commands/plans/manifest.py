@@ -283,11 +283,10 @@ def _apply_patch(document: Any, operations: list[dict[str, Any]]) -> None:
 
 
 def _slurm(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> str:
-    name = re.sub(r"[^\w.+-]", "-", recipe.name)
     partition = f"\n#SBATCH --partition={cluster.queue}" if cluster.queue else ""
     gpus = min(sizes.gpus, cluster.gpus_per_node)
     for pattern, filled in (
-        (r"(#SBATCH --job-name=).*", rf"\g<1>{name}{partition}"),
+        (r"(#SBATCH --job-name=).*", rf"\g<1>{recipe.name}{partition}"),
         (r"(#SBATCH --nodes=).*", rf"\g<1>{sizes.gpu_nodes}"),
         (r"(#SBATCH --gpus-per-node=).*", rf"\g<1>{gpus}"),
         (r"(python -m vit_ray )pretrain", rf"\g<1>{cluster.job}"),

@@ -583,7 +583,7 @@ def test_nodes_that_read_are_as_many_as_the_gpus_need():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("cluster.gpus=12",), r"gpus=12 are not whole nodes of gpus_per_node=8; use 8 or 16"),
+        (("cluster.gpus=12",), "gpus=12 is not a multiple of gpus_per_node=8; use 8 or 16"),
         (("cluster.gpus=24",), r"24 workers do not divide train.global_batch_size=4096; use 16"),
         (("cluster.gpus=8", "cluster.cpus_per_node=8"), "leaves 0 CPUs for reading beside 8 work"),
         (("cluster.kind=slurm", "cluster.data_nodes=2"), "nodes of one kind; leave it unset"),

@@ -578,7 +578,7 @@ class ClusterConfig(Section):
         """Sizes that contradict one another, or the kind of cluster."""
         gpus, each = self.gpus or 0, self.gpus_per_node
         return {
-            f"gpus={gpus} are not whole nodes of gpus_per_node={each}; use {gpus - gpus % each} or "
+            f"gpus={gpus} is not a multiple of gpus_per_node={each}; use {gpus - gpus % each} or "
             f"{gpus - gpus % each + each}": gpus > each and gpus % each,
             f"data_nodes={self.data_nodes} with kind=slurm: its file has nodes of one kind; leave "
             "it unset, and the nodes with GPUs read": self.data_nodes and self.kind == "slurm",

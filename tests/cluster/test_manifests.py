@@ -22,8 +22,8 @@ from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.commands.command_line import run_cli
 from vit_ray.commands.plans.manifest import _apply_patch, cluster_sizes, manifest, recipe_text
-from vit_ray.config import load_recipe
 from vit_ray.commands.plans.plan import plan_stage
+from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import PlanConfig
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.launch.cluster.autoscaling import growth_of
@@ -589,11 +589,16 @@ def test_nodes_that_read_are_as_many_as_the_gpus_need():
         (("cluster.kind=slurm", "cluster.data_nodes=2"), "nodes of one kind; leave it unset"),
         (("cluster.kind=slurm", "cluster.network=efa"), "only kuberay's pods need settings for it"),
         (("cluster.kind=ray_up", "cluster.queue=a"), "which has no queue; leave it unset"),
-        (("output=runs",), "output=runs is a folder of one node, .* give s3://BUCKET/FOLDER"),
+        (("output=runs",), "output=runs is a folder on one node .* give s3://BUCKET/FOLDER"),
+        (("data.train=[{path: s3://mine/a}, {path: b}]",), "data.train=b is a folder on one node"),
+        (("data.eval={one: s3://mine/a, two: b}",), "data.eval=b is a folder on one node"),
+        (("init_from=runs/a",), "init_from=runs/a is a folder on one node"),
         (("output=s3://BUCKET/runs",), "output=s3://BUCKET/runs is a placeholder; give output="),
-        (("tracking.uri=sqlite:///a.db",), "is a file of the head, .* such as http://mlflow:5000"),
+        (("tracking.uri=sqlite:///a.db",), "is a file on the head node .* such as http://mlflow"),
         (("cluster.image=null",), "cluster.image is not set; give the image that you built"),
-        (("tracking.uri=postgresql://me:pw@h/d",), "has an address with a password"),
+        (("tracking.uri=postgresql://me:pw@h/d",), "contains a password, .*; remove it, and "),
+        (("cluster.memory_gib_per_data_node=7",), "memory_gib_per_data_node.* 8"),
+        (("cluster.queue=a b",), "cluster.queue"),
         (("cluster.gpu=8",), r"unknown key cluster.gpu; did you mean cluster.gpus\?"),
         (("cluster.kind=k8s",), "cluster.kind"),
     ],
@@ -605,13 +610,6 @@ def test_what_no_cluster_can_be_is_refused_in_one_line(overrides, told):
     assert re.search(told, line), line
     assert "pw" not in line
 
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_is_the_same_after_it_was_written_down(name, tmp_path):
-    recipe = load_recipe(name)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(recipe_text(recipe))
-    assert load_recipe(file).model_dump() == recipe.model_dump()
 
 def test_pods_of_the_least_memory_have_an_object_store_and_shared_memory_a_tenth_larger():
     _, job = documents_of(written(*SMALL, "cluster.gpus=8", "cluster.memory_gib_per_node=8"))
@@ -642,6 +640,13 @@ def test_nodes_that_read_too_slowly_are_named():
     assert not [line for line in told if line.startswith("# nodes that read")]
     assert "data will limit" not in written(*SMALL, "cluster.gpus=8", "workers.cpus_per_worker=7.5")
 
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_the_same_after_it_was_written_down(name, tmp_path):
+    recipe = load_recipe(name)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe_text(recipe))
+    assert load_recipe(file).model_dump() == recipe.model_dump()
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -697,10 +702,6 @@ def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
     assert set(profiles.values()) == {"vit-ray-worker"}
 
 
-def test_the_files_named_in_the_readme_exist():
-    text = (CLUSTER / "README.md").read_text()
-    for name in set(re.findall(r"(?:cluster|jobs)/[\w/]+\.\w+", text)) - {"jobs/NAME.py"}:
-        assert (ROOT / name).exists(), name
 def test_the_launcher_file_says_with_which_overrides_to_submit():
     """It has no recipe, so that places in the recipe may wait until then."""
     text = manifest(
@@ -710,3 +711,7 @@ def test_the_launcher_file_says_with_which_overrides_to_submit():
     assert load_recipe(RECIPE, shlex.split(line)).workers.num_workers == (4, 16)
 
 
+def test_the_files_named_in_the_readme_exist():
+    text = (CLUSTER / "README.md").read_text()
+    for name in set(re.findall(r"(?:cluster|jobs)/[\w/]+\.\w+", text)) - {"jobs/NAME.py"}:
+        assert (ROOT / name).exists(), name

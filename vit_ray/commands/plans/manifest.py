@@ -157,34 +157,45 @@ def manifest(recipe: Recipe) -> str:
 
 def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
     """What each node must reach is named, and is not one node's own."""
+    if cluster.kind != "slurm" and not cluster.image:
+        raise ValueError(
+            "cluster.image is not set; give the image that you built from cluster/Dockerfile and "
+            "pushed, such as cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0"
+        )
+    if cluster.kind == "ray_up":  # its file has no recipe
+        return
     for key, value in recipe.flat().items():
         if f"{PLACEHOLDER}/" in value:
             raise ValueError(f"{key}={value} is a placeholder; give {key}=s3://MY-BUCKET/FOLDER")
     if recipe.recorded() != recipe.model_dump(mode="json"):
         raise ValueError(
-            "the recipe has an address with a password, which everybody could read in this file; "
-            "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the "
-            "head"
+            "the recipe contains a password, which would be readable in this file; remove it, and "
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the head"
         )
     if cluster.kind == "slurm":
         return
-    if not cluster.image:
-        raise ValueError(
-            "cluster.image is not set; give the image that you built from cluster/Dockerfile and "
-            "pushed, such as cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0"
-        )
-    places = {"output": recipe.output, "data.train": recipe.data.train}
-    for key, place in places.items():
-        if isinstance(place, str) and "://" not in place and not place.startswith("/"):
-            raise ValueError(
-                f"{key}={place} is a folder of one node, which ends with it; give "
-                "s3://BUCKET/FOLDER, or the full path of a file system that all nodes mount"
-            )
     if re.match("sqlite:///[^/]", recipe.tracking.uri):
         raise ValueError(
-            f"tracking.uri={recipe.tracking.uri} is a file of the head, which ends with it; give a "
-            "server such as http://mlflow:5000 (cluster/mlflow.yaml)"
+            f"tracking.uri={recipe.tracking.uri} is a file on the head node and is lost with it; "
+            "give a server such as http://mlflow:5000 (cluster/mlflow.yaml)"
         )
+    train = recipe.data.train
+    train_paths = [one.path for one in train] if isinstance(train, tuple) else [train]
+    places = [
+        ("output", recipe.output),
+        ("init_from", recipe.init_from),
+        *(("data.train", path) for path in train_paths),
+        *(("data.eval", path) for path in recipe.data.eval_sets.values()),
+        ("evaluate.few_shot_train", recipe.evaluate.few_shot_train),
+        ("evaluate.few_shot_test", recipe.evaluate.few_shot_test),
+        ("vtab.data", recipe.vtab and recipe.vtab.data),
+    ]
+    for key, place in places:
+        if place and "://" not in place and not place.startswith("/"):
+            raise ValueError(
+                f"{key}={place} is a folder on one node and is lost with it; give "
+                "s3://BUCKET/FOLDER, or the full path of a file system that all nodes mount"
+            )
 
 
 def _recipe_there(recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> Recipe:

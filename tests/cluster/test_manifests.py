@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from importlib import metadata
@@ -21,6 +22,7 @@ from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.commands.command_line import run_cli
 from vit_ray.commands.plans.manifest import _apply_patch, cluster_sizes, manifest, recipe_text
+from vit_ray.commands.plans.plan import plan_stage
 from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import PlanConfig
 from vit_ray.config.shipped_recipes import recipe_names
@@ -501,7 +503,8 @@ def test_the_gpus_start_when_the_job_asks_for_them(rayjob):
     _, gpu, *others = _pods(rayjob)
     assert cluster["enableInTreeAutoscaling"] is True
     assert gpu["replicas"] == gpu["minReplicas"] == 0 < gpu["maxReplicas"]
-    assert all(o["replicas"] == o["minReplicas"] == o["maxReplicas"] > 0 for o in others)
+    # Those that read start with the head, and end when they have no work, as after exit code 2.
+    assert all(o["minReplicas"] == 0 < o["replicas"] == o["maxReplicas"] for o in others)
     # Longer than a group takes to start again.
     assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] >= 300
     # Of its second version, which is the default from Ray 2.47 on.
@@ -580,17 +583,22 @@ def test_nodes_that_read_are_as_many_as_the_gpus_need():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("cluster.gpus=12",), r"gpus=12 are not whole nodes of gpus_per_node=8; use 8 or 16"),
+        (("cluster.gpus=12",), "gpus=12 is not a multiple of gpus_per_node=8; use 8 or 16"),
         (("cluster.gpus=24",), r"24 workers do not divide train.global_batch_size=4096; use 16"),
         (("cluster.gpus=8", "cluster.cpus_per_node=8"), "leaves 0 CPUs for reading beside 8 work"),
         (("cluster.kind=slurm", "cluster.data_nodes=2"), "nodes of one kind; leave it unset"),
         (("cluster.kind=slurm", "cluster.network=efa"), "only kuberay's pods need settings for it"),
         (("cluster.kind=ray_up", "cluster.queue=a"), "which has no queue; leave it unset"),
-        (("output=runs",), "output=runs is a folder of one node, .* give s3://BUCKET/FOLDER"),
+        (("output=runs",), "output=runs is a folder on one node .* give s3://BUCKET/FOLDER"),
+        (("data.train=[{path: s3://mine/a}, {path: b}]",), "data.train=b is a folder on one node"),
+        (("data.eval={one: s3://mine/a, two: b}",), "data.eval=b is a folder on one node"),
+        (("init_from=runs/a",), "init_from=runs/a is a folder on one node"),
         (("output=s3://BUCKET/runs",), "output=s3://BUCKET/runs is a placeholder; give output="),
-        (("tracking.uri=sqlite:///a.db",), "is a file of the head, .* such as http://mlflow:5000"),
+        (("tracking.uri=sqlite:///a.db",), "is a file on the head node .* such as http://mlflow"),
         (("cluster.image=null",), "cluster.image is not set; give the image that you built"),
-        (("tracking.uri=postgresql://me:pw@h/d",), "has an address with a password"),
+        (("tracking.uri=postgresql://me:pw@h/d",), "contains a password, .*; remove it, and "),
+        (("cluster.memory_gib_per_data_node=7",), "memory_gib_per_data_node.* 8"),
+        (("cluster.queue=a b",), "cluster.queue"),
         (("cluster.gpu=8",), r"unknown key cluster.gpu; did you mean cluster.gpus\?"),
         (("cluster.kind=k8s",), "cluster.kind"),
     ],
@@ -601,6 +609,36 @@ def test_what_no_cluster_can_be_is_refused_in_one_line(overrides, told):
     (line,) = result.stderr.splitlines()
     assert re.search(told, line), line
     assert "pw" not in line
+
+
+def test_pods_of_the_least_memory_have_an_object_store_and_shared_memory_a_tenth_larger():
+    _, job = documents_of(written(*SMALL, "cluster.gpus=8", "cluster.memory_gib_per_node=8"))
+    _, gpu, *_ = _pods(job)
+    store = int(gpu["rayStartParams"]["object-store-memory"])
+    shared = _bytes(gpu["template"]["spec"]["volumes"][0]["emptyDir"]["sizeLimit"])
+    assert 0 < 1.1 * store <= shared
+
+
+def test_the_plan_is_made_once(monkeypatch):
+    made = []
+
+    def counted(*arguments):
+        made.append(arguments)
+        return plan_stage(*arguments)
+
+    monkeypatch.setattr("vit_ray.commands.plans.manifest.plan_stage", counted)
+    manifest(load_recipe(RECIPE, [*PLACES, *SMALL, "cluster.gpus=8"]))
+    assert len(made) == 1
+
+
+def test_nodes_that_read_too_slowly_are_named():
+    """As many CPUs as stay free, where there are no nodes that only read."""
+    overrides = ("cluster.kind=slurm", "cluster.gpus=8", "workers.cpus_per_worker=7.5")
+    told = [line for line in written(*SMALL, *overrides).splitlines() if line.startswith("# ")]
+    (reading,) = [line for line in told if line.startswith("# reading ")]
+    assert reading.endswith("4 are free where it trains; data will limit training")
+    assert not [line for line in told if line.startswith("# nodes that read")]
+    assert "data will limit" not in written(*SMALL, "cluster.gpus=8", "workers.cpus_per_worker=7.5")
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -626,7 +664,7 @@ def test_the_script_for_slurm_gets_sizes_partition_and_recipe(tmp_path):
         "cluster.kind=slurm",
         "cluster.gpus=64",
         "cluster.queue=gpu",
-        "name=my run".replace(" ", "."),
+        "name=my.run",
     )
     ours, theirs = (
         [line for line in one.partition("<<'RECIPE'")[0].splitlines() if "#SBATCH" in line]
@@ -662,6 +700,15 @@ def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
     }
     assert profiles.pop("head") == "vit-ray-head"
     assert set(profiles.values()) == {"vit-ray-worker"}
+
+
+def test_the_launcher_file_says_with_which_overrides_to_submit():
+    """It has no recipe, so that places in the recipe may wait until then."""
+    text = manifest(
+        load_recipe(RECIPE, [*SMALL, IMAGE, "cluster.kind=ray_up", "workers.num_workers=[4,16]"])
+    )
+    (line,) = re.findall(r"^# Submit with (.*);", text, re.M)
+    assert load_recipe(RECIPE, shlex.split(line)).workers.num_workers == (4, 16)
 
 
 def test_the_files_named_in_the_readme_exist():

@@ -17,6 +17,7 @@ from tests import hosts
 from tests.conftest import ROOT, Digits
 from tests.end_to_end.runs import checkpoint_steps, constant_recipe, same_weights, weights_of
 from tests.hosts import Host, Network
+from vit_ray import trust_modules
 from vit_ray.commands.plans.manifest import manifest
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.digits import write_digits
@@ -35,7 +36,7 @@ SlurmctldHost=node1({head})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=30
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -52,9 +53,10 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdTimeout=30
-KillWait=5
 PartitionName=all Nodes=node[1-3] Default=YES State=UP
 """
+STEPS = 120
+DRIVER = "vit_ray pretrain"
 NODE = (
     "NodeName={} NodeAddr={} Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=2000 Gres=gpu:1"
 )
@@ -102,7 +104,7 @@ class Slurm:
     def log(self, recipe: Recipe) -> Path:
         return self.folder / f"{recipe.name}.log"
 
-    def wait(self, job: str, until: Callable[[str], bool], timeout_s: float = 300) -> str:
+    def wait(self, job: str, until: Callable[[str], bool], timeout_s: float = 600) -> str:
         """The job's state and number of restarts, such as `RUNNING 0`, once it is as wanted."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -115,10 +117,19 @@ class Slurm:
             assert time.monotonic() < deadline, f"{told}\n{logs}"
             time.sleep(1)
 
-    def left_behind(self) -> list[str]:
-        """Processes of Ray and of drivers on any host."""
-        found = [p for host in self.nodes.values() for p in host.processes()]
-        return [p for p in found if re.search(r"ray::|raylet|gcs_server|vit_ray pretrain", p)]
+    def wait_until_nothing_is_left(self) -> None:
+        """Until no host has a process of Ray or a driver, or a file of a job."""
+        deadline = time.monotonic() + 120
+        while True:
+            left = [p for host in self.nodes.values() for p in host.processes()]
+            left = [p for p in left if re.search(rf"ray::|raylet|gcs_server|{DRIVER}", p)]
+            left += [
+                str(p) for host in self.nodes.values() for p in host.folder.glob("tmp-ray/ray-*")
+            ]
+            if not left:
+                return
+            assert time.monotonic() < deadline, left
+            time.sleep(1)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +154,7 @@ def slurm() -> Iterator[Slurm]:
         nodes["node1"].serve("slurmctld.log", "slurmctld", "-D", environment=cluster.environment)
         for name in NODES:
             cluster.start_node(name)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             code, told = nodes["node1"].run(
                 "sinfo", "-h", "-o", "%T %D", environment=cluster.environment
@@ -169,24 +180,28 @@ def digits(slurm: Slurm) -> Digits:
     return Digits(folder / "images", str(folder / "train"), str(folder / "test"))
 
 
-def slowed(name: str, digits: Digits, folder: Path) -> Recipe:
-    """400 steps, 2.5 s longer after each fourth until Slurm has started the job again."""
+def slowed(name: str, digits: Digits, folder: Path, every_steps: int = 1000) -> Recipe:
+    """Each fourth step takes 5 s longer, until Slurm has started the job again."""
+    trust_modules("tests.cluster.test_slurm")
     train = {"callbacks": ["tests.cluster.test_slurm.wait_before_restart"]}
+    checkpoint = {"every_steps": every_steps}
     return constant_recipe(
-        name, digits, folder, optim={"steps": 400}, train=train, checkpoint={"every_steps": 200}
+        name, digits, folder, optim={"steps": STEPS}, train=train, checkpoint=checkpoint
     )
 
 
 def wait_before_restart(step: int, metrics: object) -> None:
     """A part of the recipe, on rank 0."""
     if "SLURM_RESTART_COUNT" not in os.environ:
-        time.sleep(2.5)
+        time.sleep(5)
+
+
+def has_said(text: str, recipe: Recipe, slurm: Slurm) -> Callable[[str], bool]:
+    return lambda _: slurm.log(recipe).exists() and text in slurm.log(recipe).read_text()
 
 
 def has_begun(recipe: Recipe, slurm: Slurm) -> Callable[[str], bool]:
-    return lambda _: (
-        "first step:" in slurm.log(recipe).read_text() if slurm.log(recipe).exists() else False
-    )
+    return has_said("first step:", recipe, slurm)
 
 
 def is_over(state: str) -> bool:
@@ -196,17 +211,69 @@ def is_over(state: str) -> bool:
 def test_at_the_time_limit_a_run_is_saved_and_queued_again_and_ends_with_the_same_weights(
     slurm: Slurm, digits: Digits, tmp_path: Path
 ) -> None:
-    straight = constant_recipe("straight", digits, tmp_path, optim={"steps": 400})
+    straight = constant_recipe("straight", digits, tmp_path, optim={"steps": STEPS})
     job = slurm.submit(straight)
     assert slurm.wait(job, is_over) == "COMPLETED 0", slurm.log(straight).read_text()
-    assert slurm.left_behind() == []
+    slurm.wait_until_nothing_is_left()
     limited = slowed("limited", digits, tmp_path)
-    job = slurm.submit(limited, "--time=3", "--signal=B:USR1@60")
+    submitted_s = time.monotonic()
+    job = slurm.submit(limited, "--signal=B:USR1@60")
+    slurm.wait(job, has_begun(limited, slurm))
+    minutes = int(time.monotonic() - submitted_s) // 60
+    slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
     slurm.wait(job, lambda state: state.endswith(" 1"))
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     (saved,) = checkpoint_steps(limited)
-    assert 0 < saved < 400
+    assert 0 < saved < STEPS
     assert slurm.wait(job, is_over) == "COMPLETED 1", slurm.log(limited).read_text()
     assert same_weights(weights_of(limited), weights_of(straight))
+
+
+def test_a_signal_while_ray_starts_queues_a_job_again_or_ends_it(
+    slurm: Slurm, digits: Digits, tmp_path: Path
+) -> None:
+    recipe = constant_recipe("early", digits, tmp_path, optim={"steps": 8})
+    job = slurm.submit(recipe)
+    slurm.wait(job, has_said("Local node IP", recipe, slurm))
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait(job, lambda state: state == "RUNNING 1")
+    assert not has_begun(recipe, slurm)("")
+    slurm.run("scancel", job)
+    assert slurm.wait(job, is_over) == "CANCELLED 1"
+    slurm.log(recipe).unlink()
+    job = slurm.submit(recipe)
+    slurm.wait(job, has_said("Local node IP", recipe, slurm))
+    slurm.run("scancel", "--batch", "--signal=TERM", job)
+    assert slurm.wait(job, is_over) == "FAILED 0"
+    slurm.wait_until_nothing_is_left()
+
+
+def test_a_ray_that_cannot_start_ends_the_job_at_once(
+    slurm: Slurm, digits: Digits, tmp_path: Path
+) -> None:
+    recipe = constant_recipe("taken", digits, tmp_path, optim={"steps": 8})
+    listen = "import socket, time; s = socket.create_server(('', 6379)); time.sleep(3600)"
+    slurm.nodes["node1"].start(sys.executable, "-c", listen)
+    try:
+        job = slurm.submit(recipe)
+        assert slurm.wait(job, is_over) == "FAILED 0"
+    finally:
+        slurm.nodes["node1"].run("pkill", "-f", "create_server")
+    log = slurm.log(recipe).read_text()
+    assert "error: Ray could not be started; see the messages above" in log
+    slurm.wait_until_nothing_is_left()
+
+
+def test_a_raylet_that_is_lost_is_replaced(slurm: Slurm, digits: Digits, tmp_path: Path) -> None:
+    recipe = slowed("replaced", digits, tmp_path, every_steps=20)
+    job = slurm.submit(recipe)
+    slurm.wait(job, lambda _: checkpoint_steps(recipe) != [])
+    code, output = slurm.nodes["node2"].run("pkill", "-KILL", "-x", "raylet")
+    assert code == 0, output
+    slurm.wait(job, has_said("resumed: from step", recipe, slurm))
+    slurm.run("scancel", job)
+    assert slurm.wait(job, is_over) == "CANCELLED 0"
+    slurm.wait_until_nothing_is_left()
 
 
 def test_a_run_that_is_stopped_is_saved_and_not_queued_again(
@@ -218,22 +285,27 @@ def test_a_run_that_is_stopped_is_saved_and_not_queued_again(
     slurm.run("scancel", "--batch", "--signal=TERM", job)
     assert slurm.wait(job, is_over) == "FAILED 0"  # by exit code 3
     (saved,) = checkpoint_steps(recipe)
-    assert 0 < saved < 400
+    assert 0 < saved < STEPS
+    slurm.log(recipe).unlink()
     job = slurm.submit(recipe)
     slurm.wait(job, has_begun(recipe, slurm))
+    assert f"resumed: from step {saved}" in slurm.log(recipe).read_text()
     slurm.run("scancel", job)
     assert slurm.wait(job, is_over) == "CANCELLED 0"
-    assert slurm.left_behind() == []
-    assert checkpoint_steps(recipe)[0] == saved
+    slurm.wait_until_nothing_is_left()
+    assert checkpoint_steps(recipe) == [saved]
 
 
 def test_after_a_node_has_gone_down_the_run_continues_on_another(
     slurm: Slurm, digits: Digits, tmp_path: Path
 ) -> None:
-    recipe = slowed("lost", digits, tmp_path)
+    """The last test: node2 stays down."""
+    recipe = slowed("lost", digits, tmp_path, every_steps=20)
     job = slurm.submit(recipe)
-    slurm.wait(job, has_begun(recipe, slurm))
+    slurm.wait(job, lambda _: checkpoint_steps(recipe) != [])
     slurm.nodes["node2"].lose()
     slurm.wait(job, lambda state: state.endswith(" 1"))
+    saved = checkpoint_steps(recipe)[-1]
     assert slurm.wait(job, is_over) == "COMPLETED 1", slurm.log(recipe).read_text()
-    assert checkpoint_steps(recipe)[-1] == 400
+    assert f"resumed: from step {saved}" in slurm.log(recipe).read_text()
+    assert checkpoint_steps(recipe)[-1] == STEPS

@@ -15,6 +15,8 @@ from vit_ray.config.validation import value_text
 
 FailureDays = Annotated[float, Field(ge=1e-3)]
 """Days between failures: no less than a minute and a half."""
+PodMemory = Annotated[int, Field(ge=8)]
+"""GiB: 30 % are Ray's object store, which takes whole ones."""
 
 
 class ConvertConfig(Section):
@@ -554,14 +556,14 @@ class ClusterConfig(Section):
     """GPUs of a node that trains."""
     cpus_per_node: Positive = 64
     """CPUs of a node that trains."""
-    memory_gib_per_node: Positive = 512
+    memory_gib_per_node: PodMemory = 512
     """Memory of a node that trains in GiB."""
     data_nodes: NotNegative | None = None
     """Nodes that only read and decode; unset = as many as the GPUs need, by the plan's images per
     second and the measured CPU time of an image. Slurm has none."""
     cpus_per_data_node: Positive = 32
     """CPUs of a node that reads."""
-    memory_gib_per_data_node: Positive = 96
+    memory_gib_per_data_node: PodMemory = 96
     """Memory of a node that reads in GiB."""
     network: Literal["tcp", "efa", "rdma"] = "tcp"
     """Network between nodes: the pods' own, AWS's EFA, or InfiniBand and RoCE."""
@@ -569,14 +571,14 @@ class ClusterConfig(Section):
     """Nodes that may be spot ones, never the head; unset = as the file has it."""
     image: str | None = None
     """Container image that you built from `cluster/Dockerfile` and pushed."""
-    queue: str | None = None
+    queue: Annotated[str, Field(pattern=r"^[\w.,-]+$")] | None = None
     """Kueue's LocalQueue, or Slurm's partition."""
 
     def problems(self) -> dict[str, object]:
         """Sizes that contradict one another, or the kind of cluster."""
         gpus, each = self.gpus or 0, self.gpus_per_node
         return {
-            f"gpus={gpus} are not whole nodes of gpus_per_node={each}; use {gpus - gpus % each} or "
+            f"gpus={gpus} is not a multiple of gpus_per_node={each}; use {gpus - gpus % each} or "
             f"{gpus - gpus % each + each}": gpus > each and gpus % each,
             f"data_nodes={self.data_nodes} with kind=slurm: its file has nodes of one kind; leave "
             "it unset, and the nodes with GPUs read": self.data_nodes and self.kind == "slurm",

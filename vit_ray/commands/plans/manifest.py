@@ -6,8 +6,10 @@ alone.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +21,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ClusterConfig
 from vit_ray.storage import PLACEHOLDER
 
-CPU_MS: Final = {"host": 0.88, "device": 0.17}
-"""CPU time of an image in the whole stream by `data.decode`
-(`benchmarks/results/data_stream_decode_cpu_2026-11-22.md`)."""
+CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
+"""By `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of `data_cores.py`."""
 NETWORK_GB_PER_S: Final = {"tcp": 12.5, "efa": 400.0, "rdma": 400.0}
 """That a node sends by its data sheet: one adapter of 100 Gbit/s, or eight of 400."""
 _MOST_STORE_GIB: Final = 100
@@ -85,7 +86,7 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
             "train.zero_stage, cluster.gpus or train.activation_checkpointing"
         )
     images_per_s = gpus // size * batch / stage.time.least_s
-    reading = images_per_s * CPU_MS[recipe.data.decode] / 1000
+    reading = images_per_s * CPU_MS_PER_IMAGE[recipe.data.decode] / 1000
     gpu_nodes = math.ceil(gpus / each)
     data_nodes = cluster.data_nodes
     if data_nodes is None:
@@ -96,22 +97,33 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
     return ClusterSizes(gpus, gpu_nodes, data_nodes, images_per_s, reading, gpu_nodes * free)
 
 
-def describe_sizes(recipe: Recipe) -> str:
-    """The nodes, and why so many."""
-    cluster, sizes = recipe.cluster or ClusterConfig(), cluster_sizes(recipe)
-    cpu_ms = CPU_MS[recipe.data.decode]
-    return "\n".join(
-        [
-            f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in all, "
-            f"{cluster.cpus_per_node} CPUs and {cluster.memory_gib_per_node} GiB each",
+def describe_sizes(recipe: Recipe, sizes: ClusterSizes | None = None) -> str:
+    """The nodes, and why so many.
+
+    Args:
+        recipe: whose cluster it is.
+        sizes: its `cluster_sizes`, if they are at hand.
+    """
+    cluster, sizes = recipe.cluster or ClusterConfig(), sizes or cluster_sizes(recipe)
+    lines = [
+        f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in all, "
+        f"{cluster.cpus_per_node} CPUs and {cluster.memory_gib_per_node} GiB each"
+    ]
+    if sizes.data_nodes:
+        lines.append(
             f"nodes that read      {sizes.data_nodes} with {cluster.cpus_per_data_node} CPUs and "
-            f"{cluster.memory_gib_per_data_node} GiB each",
-            f"training             {sizes.images_per_s:,.0f} images/s on {recipe.plan.device} at "
-            f"{recipe.plan.mfu * 100:g} % MFU",
-            f"reading              {sizes.reading_cpus:,.1f} CPUs at {cpu_ms} ms an image; "
-            f"{sizes.free_cpus:g} are free where it trains",
-        ]
-    )
+            f"{cluster.memory_gib_per_data_node} GiB each"
+        )
+    lines += [
+        f"training             {sizes.images_per_s:,.0f} images/s on {recipe.plan.device} at "
+        f"{recipe.plan.mfu * 100:g} % MFU",
+        f"reading              {sizes.reading_cpus:,.1f} CPUs at "
+        f"{CPU_MS_PER_IMAGE[recipe.data.decode]} ms an image; {sizes.free_cpus:g} are free where "
+        "it trains",
+    ]
+    if sizes.reading_cpus > sizes.free_cpus + sizes.data_nodes * cluster.cpus_per_data_node:
+        lines[-1] += "; data will limit training"
+    return "\n".join(lines)
 
 
 def print_manifest(recipe: Recipe) -> int:
@@ -136,40 +148,54 @@ def manifest(recipe: Recipe) -> str:
     }[cluster.kind]
     text = fill((_FILES / name).read_text(), _recipe_there(recipe, cluster, sizes), cluster, sizes)
     first, interpreter, rest = text.partition("#!/bin/bash\n")
-    told = [f"By `vit-ray manifest` from cluster/{name}", *describe_sizes(recipe).splitlines()]
+    told = [
+        f"By `vit-ray manifest` from cluster/{name}",
+        *describe_sizes(recipe, sizes).splitlines(),
+    ]
     return "".join([interpreter, *(f"# {line}\n" for line in told), first, rest])
 
 
 def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
     """What each node must reach is named, and is not one node's own."""
+    if cluster.kind != "slurm" and not cluster.image:
+        raise ValueError(
+            "cluster.image is not set; give the image that you built from cluster/Dockerfile and "
+            "pushed, such as cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0"
+        )
+    if cluster.kind == "ray_up":  # its file has no recipe
+        return
     for key, value in recipe.flat().items():
         if f"{PLACEHOLDER}/" in value:
             raise ValueError(f"{key}={value} is a placeholder; give {key}=s3://MY-BUCKET/FOLDER")
     if recipe.recorded() != recipe.model_dump(mode="json"):
         raise ValueError(
-            "the recipe has an address with a password, which everybody could read in this file; "
-            "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the "
-            "head"
+            "the recipe contains a password, which would be readable in this file; remove it, and "
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the head"
         )
     if cluster.kind == "slurm":
         return
-    if not cluster.image:
-        raise ValueError(
-            "cluster.image is not set; give the image that you built from cluster/Dockerfile and "
-            "pushed, such as cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0"
-        )
-    places = {"output": recipe.output, "data.train": recipe.data.train}
-    for key, place in places.items():
-        if isinstance(place, str) and "://" not in place and not place.startswith("/"):
-            raise ValueError(
-                f"{key}={place} is a folder of one node, which ends with it; give "
-                "s3://BUCKET/FOLDER, or the full path of a file system that all nodes mount"
-            )
     if re.match("sqlite:///[^/]", recipe.tracking.uri):
         raise ValueError(
-            f"tracking.uri={recipe.tracking.uri} is a file of the head, which ends with it; give a "
-            "server such as http://mlflow:5000 (cluster/mlflow.yaml)"
+            f"tracking.uri={recipe.tracking.uri} is a file on the head node and is lost with it; "
+            "give a server such as http://mlflow:5000 (cluster/mlflow.yaml)"
         )
+    train = recipe.data.train
+    train_paths = [one.path for one in train] if isinstance(train, tuple) else [train]
+    places = [
+        ("output", recipe.output),
+        ("init_from", recipe.init_from),
+        *(("data.train", path) for path in train_paths),
+        *(("data.eval", path) for path in recipe.data.eval_sets.values()),
+        ("evaluate.few_shot_train", recipe.evaluate.few_shot_train),
+        ("evaluate.few_shot_test", recipe.evaluate.few_shot_test),
+        ("vtab.data", recipe.vtab and recipe.vtab.data),
+    ]
+    for key, place in places:
+        if place and "://" not in place and not place.startswith("/"):
+            raise ValueError(
+                f"{key}={place} is a folder on one node and is lost with it; give "
+                "s3://BUCKET/FOLDER, or the full path of a file system that all nodes mount"
+            )
 
 
 def _recipe_there(recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> Recipe:
@@ -219,7 +245,7 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
     gpu["maxReplicas"] = sizes.gpu_nodes
     gpus = {"nvidia.com/gpu": str(min(sizes.gpus, cluster.gpus_per_node))}
     _fill_group(gpu, cluster.cpus_per_node, cluster.memory_gib_per_node, gpus)
-    cpu |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), sizes.data_nodes)
+    cpu |= dict.fromkeys(("replicas", "maxReplicas"), sizes.data_nodes)
     _fill_group(cpu, cluster.cpus_per_data_node, cluster.memory_gib_per_data_node, {})
     for group, kinds in ((gpu, ("none", "data")), (cpu, ("none",))):
         if cluster.spot in kinds:
@@ -249,7 +275,7 @@ def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[st
     pod = group["template"]["spec"]
     held = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **gpus}
     pod["containers"][0]["resources"] = {"requests": held, "limits": dict(held)}
-    pod["volumes"][0]["emptyDir"]["sizeLimit"] = f"{store_gib * 11 // 10}Gi"
+    pod["volumes"][0]["emptyDir"]["sizeLimit"] = f"{-(-store_gib * 11 // 10)}Gi"
 
 
 def _apply_patch(document: Any, operations: list[dict[str, Any]]) -> None:
@@ -268,11 +294,10 @@ def _apply_patch(document: Any, operations: list[dict[str, Any]]) -> None:
 
 
 def _slurm(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> str:
-    name = re.sub(r"[^\w.+-]", "-", recipe.name)
     partition = f"\n#SBATCH --partition={cluster.queue}" if cluster.queue else ""
     gpus = min(sizes.gpus, cluster.gpus_per_node)
     for pattern, filled in (
-        (r"(#SBATCH --job-name=).*", rf"\g<1>{name}{partition}"),
+        (r"(#SBATCH --job-name=).*", rf"\g<1>{recipe.name}{partition}"),
         (r"(#SBATCH --nodes=).*", rf"\g<1>{sizes.gpu_nodes}"),
         (r"(#SBATCH --gpus-per-node=).*", rf"\g<1>{gpus}"),
         (r"(python -m vit_ray )pretrain", rf"\g<1>{cluster.job}"),
@@ -301,6 +326,7 @@ def _ray_up(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
             node.pop("InstanceMarketOptions", None)
     if not sizes.data_nodes:
         del types["cpu"]
-    sets = f"workers.num_workers={recipe.workers.num_workers} workers.use_gpu=true"
+    workers = f"workers.num_workers={json.dumps(recipe.workers.num_workers)}"
+    sets = f"{shlex.quote(workers)} workers.use_gpu=true"
     line = f"# Submit with {sets}; the instance types must hold `resources`.\n"
     return line + yaml.dump(config, Dumper=_Dumper, sort_keys=False, width=100)

@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 
+from vit_ray.commands.plans.manifest import CPU_MS_PER_IMAGE
 from vit_ray.commands.plans.plan import (
     TrainingFacts,
     describe_work,
@@ -42,8 +43,6 @@ from vit_ray.train.memory.micro_batch import pass_sizes
 from vit_ray.worker.run_link import beats_between
 
 POWERS: Final = [2**power for power in range(11)]
-CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
-"""By `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of `data_cores.py`."""
 SERVER_MS_PER_IMAGE: Final = 1.70 / 128
 """Of the stream server of a host: stream_scale_cpu_2026-11-24.md, two servers at 64 ranks."""
 HEARTBEAT_S: Final = 1.422e-3

@@ -261,7 +261,8 @@ def test_what_no_law_goes_through_is_said():
     ]
     sentences = fit_sentences(laws_of(runs))
     assert sentences == [
-        "Top-1 accuracy: no law goes through 2 trained on fewer than 50k images, 1 not finished."
+        "Top-1 accuracy: trainings left out of the laws: 2 trained on fewer than 50k images, "
+        "1 not finished."
     ]
     assert fit_sentences(laws_of(studied())) == []
 

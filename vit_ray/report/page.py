@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vit_ray.metric_names import STUDY_EXAFLOPS
@@ -133,6 +133,8 @@ def write_report(
     short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
     whose = f", run {archive.parent.run_id} and the runs below it" if archive.parent else ""
     lead = headline(archive, runs, laws)
+    # What stands at the top is not said again below.
+    sections = [replace(one, texts=[t for t in one.texts if t not in lead]) for one in sections]
     if _shows_the_papers(sections):
         lead.append(
             f"These results are a proxy: trained on {', '.join(sorted(short)) or 'other data'}, "

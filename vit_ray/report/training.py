@@ -19,6 +19,8 @@ LEAST_CLASSES = 5
 MOST_CLASSES = 20
 """Of a table of classes by classes; of more the most frequent errors are listed."""
 MOST_EVENTS = 200
+MOST_LETTERS = 40
+"""Of the name of a class."""
 _PICTURES = {
     "evaluation/examples": "How are {} images classified?",
     "evaluation/errors": "Which errors have the highest loss?",
@@ -77,7 +79,9 @@ def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
     content = archive.file(run, "evaluation/confusion.csv")
     try:
         rows = list(csv.DictReader(io.StringIO((content or b"").decode())))
-        found = ((row["class"], row["predicted"], int(row["images"])) for row in rows)
+        found = (
+            (_short(row["class"]), _short(row["predicted"]), int(row["images"])) for row in rows
+        )
         counts = {(truth, guess): count for truth, guess, count in found if count > 0}
     except (ValueError, TypeError, KeyError):
         return
@@ -105,6 +109,11 @@ def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
         heads,
         [[*pair, counts[pair], counts[pair] / images[pair[0]]] for pair in wrong[:MOST_CLASSES]],
     )
+
+
+def _short(name: str) -> str:
+    """Of a class, so that its column is no wider than others."""
+    return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 1]}…"
 
 
 def _share(value: float) -> str:

@@ -202,23 +202,25 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
     if not any(len({at for at, _ in line}) > 1 for line in lines.values()):
         return []
     firsts = {group: line[0][1][0] for group, line in lines.items()}
-    names, accuracy = _line_names(firsts), Axis(accuracy_name(key), is_percent=True)
+    accuracy = Axis(accuracy_name(key), is_percent=True)
     title = f"How does {accuracy_name(key)} grow with the amount of data?"
     note = "A line joins trainings that differ in the amount of data alone"
     note += "; bars: one deviation; small marks: the seeds."
     if len(lines) <= MOST_LABELS:
+        names = _line_names(firsts)
         series = [line_of_means(names[group], line, key) for group, line in lines.items()]
         return [Chart(title, IMAGES, accuracy, series, note)]
     # Small multiples by length, so that each line can have its label.
-    by_length: dict[str, list[Series]] = {}
+    by_length: dict[str, list[Group]] = {}
     for group, line in lines.items():
         if len({at for at, _ in line}) > 1:
-            of_length = by_length.setdefault(length_of(firsts[group]), [])
-            of_length.append(line_of_means(names[group], line, key))
-    return [
-        Chart(f"{title} Trainings of {length}", IMAGES, accuracy, series, note)
-        for length, series in by_length.items()
-    ]
+            by_length.setdefault(length_of(firsts[group]), []).append(group)
+    charts = []
+    for length, groups in by_length.items():
+        names = _line_names({group: firsts[group] for group in groups})
+        series = [line_of_means(names[group], lines[group], key) for group in groups]
+        charts.append(Chart(f"{title} Trainings of {length}", IMAGES, accuracy, series, note))
+    return charts
 
 
 def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:

@@ -187,7 +187,7 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
             elif family in one.fits:
                 found.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
         if one.left_out and one.fits:
-            found.append(f"{one.name}: no law goes through {one.left_out}.")
+            found.append(f"{one.name}: trainings left out of the laws: {one.left_out}.")
     return found
 
 

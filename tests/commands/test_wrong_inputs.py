@@ -89,6 +89,8 @@ MISTAKES = [
     (f"{CONVERT} convert.source=note.txt", "note.txt' is a file of no known format; give"),
     (f"{CONVERT} convert.source=gs://a/b", "gs:// address is not served; .*give s3://"),
     (f"{CONVERT} convert.source=s3://", "'s3://' names no bucket; give s3://bucket/folder"),
+    (f"{CONVERT} convert.destination=recipes", "'recipes' is in convert.source='recipes'; choose"),
+    (f"{CONVERT} convert.destination=./recipes/a --dry-run", "'./recipes/a' is in convert.source="),
     (f"{CONVERT} convert.destination=note.txt", "destination=.*note.txt' is to be a folder, but"),
     (
         f"{CONVERT} convert.destination=note.txt/a",

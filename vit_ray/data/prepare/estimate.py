@@ -206,7 +206,8 @@ def _tried(
     images: Iterator[bytes | ValueError], config: ConvertConfig
 ) -> tuple[int, list[int], list[str], float, float]:
     """Images that were read and checked: how many, the shorter sides of the usable ones, why others
-    are rejected, and bytes and seconds of one."""
+    are rejected, and bytes and seconds of one.
+    """
     libjpeg, reasons, sides = restart_writer(), list[str](), list[int]()
     tried = num_bytes = 0
     begin_s = time.monotonic()

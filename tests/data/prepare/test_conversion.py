@@ -512,7 +512,7 @@ def test_a_file_of_somebody_else_is_never_replaced(
 
 def test_a_destination_in_the_source_is_refused(serial: None, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "pets", 2, 2)
-    with pytest.raises(ValueError, match="is in convert.source=.*choose a folder outside"):
+    with pytest.raises(ValueError, match=r"is in convert\.source=.*choose a folder outside"):
         convert(tmp_path / "pets", tmp_path / "pets" / "train")
     assert sorted(path.name for path in (tmp_path / "pets").iterdir()) == ["class_0", "class_1"]
     convert(tmp_path / "pets", tmp_path / "pets_converted")

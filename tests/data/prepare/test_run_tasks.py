@@ -40,6 +40,7 @@ def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster: None) -> No
 
 def half_done(item: int) -> int:
     report_done(item, noted=1)
+    time.sleep(3)  # until the count has come, which no task waits for
     return item
 
 
@@ -58,7 +59,9 @@ def test_tasks_report_what_they_have_done_while_others_work(
         while (0, 60, 3) not in seen and time.monotonic() < deadline_s:
             time.sleep(0.05)
     assert (0, 60, 3) in seen
+    seen.clear()
     assert sorted(run_tasks(half_done, [1, 2], 0.5, shown=Shown("working", 3))) == [1, 2]
+    assert seen[-1] == (2, 3, 2)
 
 
 def test_a_task_says_at_most_once_a_second_and_at_its_end_what_it_has_done() -> None:

@@ -54,7 +54,7 @@ def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: 
     assert done.exit_code == 1
     bad = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("BAD")}
     assert bad.keys() == {"Ray", "MLflow", "output", "data.train", "data.eval"}
-    assert "RAY_ADDRESS=foo is no address" in bad["Ray"]
+    assert "RAY_ADDRESS=foo is not an address" in bad["Ray"]
     assert "not a database" in bad["MLflow"]
     assert "no right to write there" in bad["output"]
 

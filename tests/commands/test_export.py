@@ -30,8 +30,10 @@ from tests.models.small import TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.weight_files import published_classes
+from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trained.export import export
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.section import Section
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation, training_crop
@@ -131,6 +133,42 @@ def export_to(folder: Path, run: Path, **settings: Any) -> Path:
         export(tiny_recipe(folder, init_from=str(run), export={"path": str(path), **settings})) == 0
     )
     return path
+
+
+@pytest.mark.parametrize("name", ["export", "plan"])
+def test_what_a_command_uses_of_a_recipe_is_what_it_says_it_reads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = trained_run(tmp_path)
+    data = {"train": f"{tmp_path}/data/train"}
+    path = {"path": str(tmp_path / "given")}
+    optim = {"steps": 2, "warmup_steps": 0}
+    train = {"global_batch_size": 2, "micro_batch_size": 2}
+    recipe = tiny_recipe(
+        tmp_path, init_from=str(run), export=path, data=data, train=train, optim=optim
+    )
+    sections = {"": recipe} | {
+        f"{key}.": part for key, part in vars(recipe).items() if isinstance(part, Section)
+    }
+    places = {id(part): key for key, part in sections.items()}
+    used: set[str] = set()
+    read = Section.__getattribute__
+
+    def noted(self: Section, key: str) -> Any:
+        value = read(self, key)
+        place = places.get(id(self))
+        if place is not None and key in type(self).model_fields and not isinstance(value, Section):
+            used.add(f"{place}{key}")
+        return value
+
+    monkeypatch.setattr(Section, "__getattribute__", noted)
+    command = COMMANDS[name]
+    command.describe(recipe) if command.plan else command.run(recipe)
+    monkeypatch.undo()
+    assert "data.train" in used
+    assert {
+        key for key in used if not any(f"{key}.".startswith(f"{one}.") for one in command.reads)
+    } == set()
 
 
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface", "vit_ray"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
+import shlex
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,13 @@ from PIL import Image
 
 from tests.commands.command_line import run_cli
 from tests.data.pictures import encoded, picture
+from tests.data.prepare.conftest import run_in_this_process
+from vit_ray.commands import convert, init
 from vit_ray.config import load_recipe
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data import open_dataset
+from vit_ray.data.prepare import estimate
+from vit_ray.data.prepare.estimate import Estimate
 
 
 @pytest.fixture
@@ -51,6 +58,63 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) 
     assert "120 of 3 classes (counted in my set, which is not converted yet)" in planned.stdout
     text = (here / "my-set.yaml").read_text()
     assert "convert.split=test convert.destination=data/my-set/test" in text
+    assert "finetune" not in text  # pictures of 40 pixels
+    assert "# 7 steps per epoch; " in text
+
+
+@pytest.mark.parametrize(
+    ("images", "folder"), [("data/pets", "data/pets-converted"), ("data", "data-converted")]
+)
+def test_the_printed_conversions_work_where_the_images_lie_under_data(
+    images: str, folder: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "connect", lambda recipe: None)
+    run_in_this_process(monkeypatch)
+    for split, count in (("train", 6), ("test", 2), ("val", 3)):
+        write_images(here / images / split, 2, count, 40, 40)
+    done = run_cli("init", images, "--out=mine.yaml")
+    assert done.exit_code == 0, done.stderr
+    lines = (here / "mine.yaml").read_text().splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("#   vit-ray convert")]
+    assert len(commands) == 2
+    for _, *words in commands:
+        done = run_cli(*words)
+        assert done.exit_code == 0, done.stderr
+    recipe = load_recipe("mine.yaml")
+    # The test split may have no labels.
+    assert (recipe.data.train, recipe.data.test_set) == (f"{folder}/train", f"{folder}/validation")
+    assert open_dataset(recipe.data.train or "").num_images == 12
+    assert open_dataset(recipe.data.test_set or "").num_images == 6
+
+
+@pytest.mark.parametrize("name", ["2024", "on", "null", "1e5"])
+def test_a_name_that_yaml_takes_for_another_value_is_text(name: str, here: Path) -> None:
+    write_images(here / name, 2, 2, 40, 40)
+    done = run_cli("init", name)
+    assert done.exit_code == 0, done.stderr
+    assert load_recipe(f"{name}.yaml").name == name
+
+
+def test_a_source_that_takes_long_is_not_counted_to_its_end(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
+    write_images(here / "images", 3, 4, 40, 40)
+    assert "images: about 12 images of at least 3 classes" in run_cli("init", "images").stdout
+
+
+def test_a_source_that_is_wrong_is_looked_at_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def refuse(config: ConvertConfig) -> None:
+        asked.append(config.split)
+        raise ValueError("it is damaged")
+
+    monkeypatch.setattr(init, "estimate_conversion", refuse)
+    done = run_cli("init", "images")
+    assert (done.exit_code, done.stderr, asked) == (2, "error: it is damaged\n", [None])
 
 
 @pytest.mark.parametrize(("count", "batch"), [(3, 4), (40, 16)])
@@ -66,6 +130,21 @@ def test_large_images_without_a_test_split_hold_some_out(
     assert recipe.train.global_batch_size == batch
     planned = run_cli("pretrain", "mine.yaml", "--dry-run")
     assert planned.exit_code == 0, planned.stderr
+    (hint,) = (
+        line for line in (here / "mine.yaml").read_text().splitlines() if "finetune/pets" in line
+    )
+    _, name, *words = shlex.split(hint.removeprefix("#"))
+    tuned = load_recipe(words[0], words[1:])
+    assert (name, tuned.model.name) == ("finetune", "ViT-B/16")
+    assert tuned.data.train == recipe.data.train
+
+
+def test_above_a_million_images_no_weights_are_recommended() -> None:
+    found = Estimate(2_000_000, 9, [None], 1, 1, 0, 0, 1, 1.0, 128, 0, 256, "")
+    look = init._Look(found, None, None)
+    text = init._recipe_text("images", Path("a.yaml"), "a", PurePosixPath("data/a"), look)
+    assert "ViT-B/16" in text
+    assert "finetune" not in text
 
 
 def test_parquet_of_the_hub_is_looked_at_without_being_packed(here: Path) -> None:
@@ -90,7 +169,7 @@ def test_files_that_are_no_images_are_told_and_some_are_no_matter(here: Path) ->
     (here / "images" / "class_1" / "0.jpg").write_bytes(b"")
     done = run_cli("init", "images")
     assert done.exit_code == 0, done.stderr
-    assert "2 of 6 files that were opened are no images (not decodable" in done.stdout
+    assert "2 of 6 sampled files are not images (" in done.stdout
 
 
 def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: Path) -> None:
@@ -107,7 +186,7 @@ def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: P
         (["nothing"], "no such folder or file; check the path"),
         (["empty"], "holds nothing of the format 'folder'; expected"),
         (["one"], "'one' has 1 class; a classifier needs two or more"),
-        (["texts"], "'texts' holds no image that can be decoded; the first of 2"),
+        (["texts"], "convert.source='texts': none of 2 sampled images can be used; the first: "),
     ]:
         done = run_cli("init", *words)
         assert (done.exit_code, done.stdout) == (2, ""), words

@@ -17,6 +17,8 @@ import vit_ray
 from tests.commands.command_line import run_cli
 from tests.launch.test_trained_model import CLASSES, COUNT, run_of, write_images
 from tests.models.small import small_model
+from vit_ray.evaluate import inspection_figures
+from vit_ray.launch import trained_model
 from vit_ray.models.weights import save_weights
 
 
@@ -132,6 +134,11 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) ->
         (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .csv, .png"),
         (["{0}/images", "--out={0}/notes.parquet"], "is there already; name another file"),
         (["{0}/images", "--out=s3://b/a.png"], "a picture is written to a local file"),
+        (["{0}/images", "--out={0}/a.csv", "--out=file://{0}/a.csv"], "is given twice"),
+        (["{0}/images", "--out={0}/no/a.png"], "there is no folder '{0}/no'"),
+        (["{0}/texts.parquet"], "its column 'image' is string; expected encoded images"),
+        (["{0}/lists.parquet"], "its column 'image' is list<"),
+        (["{0}/paths.parquet"], "its column 'image' is struct<path: string>"),
         (["{0}/images", "model.depht=3"], "no such file or folder"),
     ],
 )
@@ -143,6 +150,8 @@ def test_what_cannot_work_is_refused_before_torch_is_there(
     Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")
     (tmp_path / "notes.parquet").write_text("notes")
     pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
+    for name, value in (("texts", "a.jpg"), ("lists", [1, 2]), ("paths", {"path": "a.jpg"})):
+        pq.write_table(pa.table({"image": [value]}), tmp_path / f"{name}.parquet")
     script = (
         "import sys; from vit_ray.commands.cli import vit_ray as command\n"
         "try: command.main(sys.argv[1:])\n"
@@ -153,7 +162,7 @@ def test_what_cannot_work_is_refused_before_torch_is_there(
         [sys.executable, "-c", script, "predict", "run", *given], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "set()\n"), done.stderr
-    assert told in done.stderr
+    assert told.format(tmp_path) in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -174,3 +183,58 @@ def test_classes_have_the_names_of_the_training_set(run: str, tmp_path: Path) ->
     shares = [float(one.split()[1].rstrip("%")) for one in done.stdout.split(": ")[1].split(", ")]
     assert shares == sorted(shares, reverse=True)
     assert np.sum(shares) <= 100.2
+
+
+def test_keys_change_the_recipe_of_a_run_and_leave_the_rest(run: str, tmp_path: Path) -> None:
+    image = str(tmp_path / "images" / "00.jpg")
+    whole, cut = (
+        run_cli("predict", run, image, *keys) for keys in ((), ("data.eval_augment.kind=resize",))
+    )
+    assert (whole.exit_code, cut.exit_code) == (0, 0), cut.stderr
+    changed = vit_ray.load(run, overrides={"data.eval_augment.kind": "resize"}).predict(image)
+    assert f": {changed[0].name} {changed[0].probability:.1%}, " in cut.stdout
+    assert whole.stdout != cut.stdout
+
+
+def test_a_folder_that_is_called_as_a_key_is_a_folder(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").rename(tmp_path / "output")
+    done = run_cli("predict", run, "output")
+    assert done.exit_code == 0, done.stderr
+    assert len(done.stdout.splitlines()) == COUNT
+
+
+def test_names_are_spelt_out_and_only_what_was_written_is_named(run: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "a\x1b[31m\nb.jpg").write_text("a text")
+    outputs = [f"{tmp_path}/a.csv", f"file://{tmp_path}/a.png"]
+    words = [f"--out={output}" for output in outputs]
+    done = run_cli("predict", run, str(bad), *words)
+    assert done.exit_code == 1
+    assert r"a\x1b[31m\nb.jpg: not decodable" in done.stderr
+    assert [line for line in done.stderr.splitlines() if "wrote" in line] == [f"wrote {outputs[0]}"]
+    (tmp_path / "a.csv").unlink()
+    assert run_cli("predict", run, str(tmp_path / "images"), *words).exit_code == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_captions_have_the_whole_name_and_the_probability(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def draw(images: object, captions: list[str], *_: object) -> None:
+        drawn.extend(captions)
+
+    monkeypatch.setattr(inspection_figures, "draw_images", draw)
+    monkeypatch.setattr(
+        trained_model, "class_names", lambda *_: tuple(f"{name}, tame" for name in CLASSES)
+    )
+    done = run_cli("predict", run, str(tmp_path / "images" / "00.jpg"), f"--out={tmp_path}/a.png")
+    assert done.exit_code == 0, done.stderr
+    name, share = drawn[0].rsplit(" ", 1)
+    assert name in {f"{one}, tame" for one in CLASSES}
+    assert done.stdout.split(": ", 1)[1].startswith(f"{name} {share}, ")

@@ -15,6 +15,9 @@ from tests.data.pictures import jpeg
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
 from vit_ray.commands import cli
+from vit_ray.commands.early_checks import check_places
+from vit_ray.commands.job_list import COMMANDS
+from vit_ray.config import load_recipe
 from vit_ray.lock import is_lock_file
 from vit_ray.models.weights import save_weights
 
@@ -89,6 +92,8 @@ MISTAKES = [
     (f"{CONVERT} convert.source=note.txt", "note.txt' is a file of no known format; give"),
     (f"{CONVERT} convert.source=gs://a/b", "gs:// address is not served; .*give s3://"),
     (f"{CONVERT} convert.source=s3://", "'s3://' names no bucket; give s3://bucket/folder"),
+    (f"{CONVERT} convert.destination=recipes", "'recipes' is in convert.source='recipes'; choose"),
+    (f"{CONVERT} convert.destination=./recipes/a --dry-run", "'./recipes/a' is in convert.source="),
     (f"{CONVERT} convert.destination=note.txt", "destination=.*note.txt' is to be a folder, but"),
     (
         f"{CONVERT} convert.destination=note.txt/a",
@@ -380,6 +385,20 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
     assert re.search(told, message, re.S)
     left = {path.name for path in set(folder.rglob("*")) - before if not path.is_dir()}
     assert {name for name in left if not is_lock_file(name)} <= {"text.db.lock"}
+
+
+@pytest.mark.parametrize("name", ["finetune", "evaluate"])
+def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_path: Path) -> None:
+    changes = ["init_from=gone", f"output={tmp_path}", "name=mine", "data.train=null"]
+    recipe = load_recipe("digits", [*changes, "data.eval=null"])
+    with pytest.raises(ValueError, match="init_from: 'gone' holds no whole checkpoint"):
+        check_places(COMMANDS[name], recipe)
+    (tmp_path / "mine").mkdir()
+    if name == "finetune":
+        check_places(COMMANDS[name], recipe)
+    else:
+        with pytest.raises(ValueError, match="init_from: 'gone' holds no whole checkpoint"):
+            check_places(COMMANDS[name], recipe)
 
 
 def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> None:

@@ -22,14 +22,17 @@ from tests.models.small import TINY_VIT, small_model
 from tests.train.engine_runs import build_engine
 from tests.train.ranks import run_ranks
 from tests.trained_runs import tiny_recipe, write_run
-from vit_ray.checkpoints.init_weights import initialize_weights
+from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.commands.trained.export import export
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.data import open_dataset
+from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.trained_model import class_names
 from vit_ray.models.weights import save_weights
 from vit_ray.train.objective import build_objective
 from vit_ray.worker.evaluation import _predictions
@@ -154,6 +157,7 @@ def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path: 
         (np.zeros((3, 9, 9)), r"float64 \(3, 9, 9\); give \(H, W, 3\)"),
         (np.full((4, 4, 3), 300), r"from 300 to 300; give floats in \[0, 1\] or integers"),
         (np.full((4, 4, 3), np.nan), "from nan to nan"),
+        (np.zeros((0, 4, 3), np.uint8), r"pixels are \(0, 4, 3\), of no size"),
         (b"no image", "not decodable"),
         (b"", "it has no bytes"),
     ],
@@ -201,7 +205,39 @@ def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path
     recipe = tiny_recipe(tmp_path, train={"precision": "fp32"})
     assert vit_ray.load(tmp_path / "a.npz", recipe).classes == ("0", "1", "2", "3", "4")
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.recorded()))
-    assert len(vit_ray.load(tmp_path / "a.npz", str(tmp_path / "recipe.yaml")).classes) == 5
+    for path in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):
+        assert len(vit_ray.load(tmp_path / "a.npz", path).classes) == 5
+    with pytest.raises(ValueError, match="overrides change a recipe that is named or recorded"):
+        vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
+
+
+def test_overrides_change_the_recipe_of_a_run(tmp_path: Path) -> None:
+    write_images(tmp_path / "data")
+    run = run_of(tmp_path, loss="sigmoid")
+    found = vit_ray.load(run, overrides=["data.eval_augment.kind=resize"]).recipe
+    expected = vit_ray.load(run).recipe.with_changes(data={"eval_augment": {"kind": "resize"}})
+    assert found == expected
+    assert (found.train.loss, found.evaluate.batch_size) == ("sigmoid", BATCH)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_classes_of_another_data_set_are_not_believed(
+    is_mixed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_images(tmp_path / "data")
+    data: Any = open_dataset(str(tmp_path / "data"))
+    recorded: Any = data.path
+    if is_mixed:
+        data, recorded = join([data, data], [1, 2]), [
+            {"path": data.path, "weight": 1.0}, {"path": data.path, "weight": 2.0}
+        ]  # fmt: skip
+    for fingerprint, names in ((data.fingerprint, tuple(CLASSES)), ("other", ())):
+        recipe = {"data": {"train": recorded}}
+        facts = {"recipe": recipe, "data_fingerprint": fingerprint}
+        run = write_run(tmp_path / fingerprint, small_model("ViT"), facts=facts)
+        position = open_weights(run).position
+        assert class_names(run, position, None, 5) == names
+    assert [record.getMessage().count("classes are numbers") for record in caplog.records] == [1]
 
 
 def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path: Path) -> None:

@@ -153,7 +153,10 @@ def _command(command: Command) -> click.Command:
         if not words:
             pkgutil.resolve_name("vit_ray.commands.help_pages:print_usage")(command, program)
             sys.exit(2)
-        flag = next((one for one in command.flags if flags[one.lstrip("-")]), None)
+        given = [one for one in command.flags if flags[one.lstrip("-").replace("-", "_")]]
+        if len(given) > 1:
+            raise click.UsageError(f"{' and '.join(given)} exclude each other; give one of them")
+        flag = next(iter(given), None)
         sys.exit(run_recipe(command, words, is_dry, shows_recipe, flag))
 
     return _Job(
@@ -259,8 +262,8 @@ vit_ray = _Names(
             ),
             click.Option(
                 ["--recipe"],
-                help="Recipe of weights that do not say which model they are of; PATHS may have "
-                "key=value among them, such as model.name=ViT-B/16.",
+                help="Recipe for weight files that do not record their model; or give keys such as "
+                "model.name=ViT-B/16 after SOURCE.",
             ),
             click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
         ),

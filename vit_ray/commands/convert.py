@@ -45,7 +45,7 @@ def describe_conversion(recipe: Recipe) -> str:
     config = convert_of(recipe)
     check_conversion(config)
     plan = estimate_conversion(config, recipe.seed)
-    about = "" if plan.num_counted == plan.num_parts else "about "
+    about, least = ("", "") if plan.is_exact else ("about ", "at least ")
     parts = f"{plan.num_counted:,} of {plan.num_parts:,} parts counted"
     splits = ", ".join(split or "none named" for split in plan.splits)
     made = f"{plan.written_bytes / 2**20:,.1f} MiB"
@@ -55,14 +55,15 @@ def describe_conversion(recipe: Recipe) -> str:
     cores, rate = num_cores(), plan.num_images / plan.seconds
     return "\n".join(
         [
-            f"images      {about}{plan.num_images:,} of {plan.num_classes:,} classes ({parts})",
+            f"images      {about}{plan.num_images:,} of {least}{plan.num_classes:,} classes "
+            f"({parts})",
             f"splits      {splits} (convert.split={config.split or 'null'})",
             f"source      {config.source}: {source}",
             f"data set    {config.destination}: "
             f"{'images read in place' if config.in_place else made}, {shards}",
-            f"rejected    {plan.num_rejected} of {plan.num_sampled} images that were tried{reason}",
+            f"rejected    {plan.num_rejected} of {plan.num_sampled} sampled images{reason}",
             f"time        about {clock(plan.seconds / cores)} on the {cores} cores of this machine "
-            f"({platform.node()}), at {rate:,.0f} images/s on each",
+            f"({platform.node()}), {rate:,.0f} images/s per core",
         ]
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.ray_address import host_and_port
 
+_RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
 _IN_PATTERNS = frozenset("*?[{")
 
 
@@ -21,7 +23,7 @@ def check_places(command: Command, recipe: Recipe) -> None:
 
     Raises:
         ValueError: it is not there; the batch does not divide among the workers; or `RAY_ADDRESS`
-            is no address.
+            is not an address.
     """
     for key in command.opens:
         for path in _paths(attrgetter(key)(recipe)):
@@ -31,6 +33,8 @@ def check_places(command: Command, recipe: Recipe) -> None:
                 if not _IN_PATTERNS & set(path):
                     raise ValueError(f"{key}={path!r}: no such folder or file; check the path.")
             elif key == "init_from":
+                if command.name in _RESUMED and _has_begun(recipe):
+                    continue  # a run that is continued does not read it
                 if path.endswith((".npz", ".safetensors")):
                     raise ValueError(
                         f"init_from: weights {path!r} do not exist; give a .npz or .safetensors "
@@ -51,8 +55,21 @@ def check_places(command: Command, recipe: Recipe) -> None:
         host_and_port(address)
 
 
+def _has_begun(recipe: Recipe) -> bool:
+    folder = recipe.run_folder
+    if "://" not in folder:
+        return Path(folder).expanduser().exists()
+    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does without
+    return not storage.is_placeholder(folder) and bool(storage.locate(folder).exists())
+
+
 def note_unread(command: Command, overrides: list[str]) -> None:
-    """Say which keys of a command line the command does not read."""
+    """Say which keys of a command line the command does not read.
+
+    `manifest` hands the whole recipe to the job that it is for.
+    """
+    if command.name == "manifest":
+        return
     parts = [word.partition("=")[0] for word in overrides]
     unread = [
         key

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import re
 import shlex
-import statistics
 import sys
-from collections.abc import Iterator
-from itertools import islice
+import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-import yaml
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.config.loading import load_recipe
+from vit_ray.data.prepare.estimate import Estimate, estimate_conversion
+from vit_ray.data.prepare.sources.splits import SeveralSplitsError
+from vit_ray.storage import Location, locate
 
-from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.data.images.crops import BadImageError, decode
-from vit_ray.data.prepare.sources.formats import index_unit, list_units
-from vit_ray.data.prepare.sources.hub import rows_of
-from vit_ray.data.prepare.sources.source_count import SourceCount, count_source
-from vit_ray.storage import locate
-
-_SAMPLED_UNITS: Final = 16
-_SAMPLED_PER_UNIT: Final = 4
 _IMAGES_SEEN: Final = 90 * 1_281_167
 """90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580)."""
 _MOST_EPOCHS, _LEAST_EPOCHS = 300, 7
@@ -39,16 +32,19 @@ _MODELS: Final = (
 class _Look(NamedTuple):
     """What is seen of a source."""
 
-    counted: SourceCount
+    found: Estimate
     """Of the split to train on."""
     split: str | None
     """Its name, where the source has several."""
     test_split: str | None
-    side: int
-    """Median of the shorter sides of some images, in pixels."""
-    num_opened: int
-    bad: list[str]
-    """Why those that were opened cannot be decoded."""
+
+    @property
+    def counts(self) -> str:
+        """Images and classes, for people."""
+        about, least = ("", "") if self.found.is_exact else ("about ", "at least ")
+        return (
+            f"{about}{self.found.num_images:,} images of {least}{self.found.num_classes:,} classes"
+        )
 
 
 def write_recipe(images: str, out: str | None) -> int:
@@ -70,15 +66,18 @@ def write_recipe(images: str, out: str | None) -> int:
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
     look = _look_at(images)
-    text = _recipe_text(images, file, name, look)
-    recipe_from_dict(yaml.safe_load(text), where=str(file))
+    text = _recipe_text(images, file, name, _destination(place, name), look)
+    with tempfile.TemporaryDirectory() as scratch:
+        written = Path(scratch, file.name)
+        written.write_text(text, encoding="utf-8")
+        load_recipe(written)
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
-    print(f"{images}: {look.counted.num_images:,} images of {look.counted.num_classes:,} classes")
-    if look.bad:
+    print(f"{images}: {look.counts}")
+    if look.found.num_rejected:
         print(
-            f"{len(look.bad)} of {look.num_opened} files that were opened are no images ("
-            f"{look.bad[0]}); the conversion will list all of them"
+            f"{look.found.num_rejected} of {look.found.num_sampled} sampled files are not images ("
+            f"{look.found.reason}); `convert` lists all of them"
         )
     print(f"wrote {file}; next: vit-ray pretrain {shlex.quote(str(file))} --dry-run")
     return 0
@@ -90,51 +89,36 @@ def _look_at(images: str) -> _Look:
     Raises:
         ValueError: there is nothing to train on.
     """
+    config = ConvertConfig(source=images, destination="")
+    splits: tuple[str | None, ...] = (None,)
     try:
-        counts: dict[str | None, SourceCount] = {None: count_source(images)}
-    except ValueError:
-        counts = {}
-        for part in ("train", "validation", "test"):
-            with contextlib.suppress(ValueError):
-                counts[part] = count_source(images, "auto", part)
-        if "train" not in counts:
+        found = estimate_conversion(config)
+    except SeveralSplitsError as error:
+        splits = error.splits
+        if "train" not in splits:
             raise
-    split = next(iter(counts))
-    count = counts[split]
-    sides, bad = [], []
-    for content in _sample(images, split):
-        try:
-            sides.append(min(decode(content).shape[:2]))
-        except BadImageError as error:
-            bad.append(str(error))
-    if not sides:
-        reason = f"; the first of {len(bad)} that were opened: {bad[0]}" if bad else ""
-        raise ValueError(f"{images!r} holds no image that can be decoded{reason}")
-    if count.num_classes < 2:
+        found = estimate_conversion(config.model_copy(update={"split": "train"}))
+    if found.num_classes < 2 and found.is_exact:
         raise ValueError(
-            f"{images!r} has {count.num_classes} class; a classifier needs two or more, such as "
+            f"{images!r} has {found.num_classes} class; a classifier needs two or more, such as "
             "IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"
         )
-    test_split = next((one for one in ("test", "validation") if one in counts), None)
-    side = round(statistics.median(sides))
-    return _Look(count, split, test_split, side, len(sides) + len(bad), bad)
+    # A test split may have no labels, as ImageNet's on the hub.
+    test_split = next((one for one in ("validation", "test") if one in splits), None)
+    return _Look(found, "train" if splits != (None,) else None, test_split)
 
 
-def _sample(images: str, split: str | None) -> Iterator[bytes]:
-    """The first images of units all over the source."""
-    units = list_units(images, "auto", split)
-    for unit in units[:: -(-len(units) // _SAMPLED_UNITS)]:
-        if unit.format == "huggingface":
-            yield from (image for _, _, image in islice(rows_of(unit), _SAMPLED_PER_UNIT))
-            continue
-        for entry in islice(index_unit(unit, locate(unit.path)), _SAMPLED_PER_UNIT):
-            if entry.problem is None:
-                with contextlib.suppress(ValueError):  # the file cannot be read
-                    yield entry.read()
+def _destination(source: Location, name: str) -> PurePosixPath:
+    """A folder for the converted splits, outside of the source."""
+    usual = PurePosixPath("data", name)
+    if f"{locate(str(usual)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):
+        beside = PurePosixPath(source.path).with_name(f"{name}-converted")
+        return PurePosixPath(os.path.relpath(beside))
+    return usual
 
 
-def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
-    count, side = look.counted.num_images, look.side
+def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look: _Look) -> str:
+    count, side = look.found.num_images, look.found.shorter_side
     held_out = 0.0 if look.test_split else min(0.1, round(10_000 / count, 6))
     trained = count - round(count * held_out)
     batch = 4096
@@ -142,14 +126,13 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
         batch //= 2
     epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, round(_IMAGES_SEEN / trained)))
     steps = epochs * trained // batch
-    model, why = _model(side, count)
     split, test = look.split, look.test_split
-    destination = str(PurePosixPath("data", name, split or "train"))
+    destination, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
+    model, why = _model(side, count)
     source: dict[str, Any] = {"source": images, "destination": destination}
     source |= {"split": split} if split else {}
     data = [f"  train: {json.dumps(destination)}"]
     if test:
-        evaluated = str(PurePosixPath("data", name, test))
         data.append(f"  eval: {json.dumps(evaluated)}")
     else:
         data.append(
@@ -159,25 +142,31 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
     command = f"vit-ray {{}} {shlex.quote(str(file))}"
     lines = [command.format("convert")]
     if test:
-        lines.append(f"{lines[0]} convert.split={test} convert.destination={evaluated}")
+        changed = shlex.quote(f"convert.destination={evaluated}")
+        lines.append(f"{lines[0]} convert.split={test} {changed}")
     lines.append(f"{command.format('pretrain')} --dry-run   # steps, memory, time; starts nothing")
     lines.append(command.format("pretrain"))
     lines.append(f"vit-ray predict runs/{name} PICTURES")
+    if side > 64 and count < 1_000_000:
+        why += "\n# Below a million images, fine-tuning ImageNet-21k weights is more accurate:"
+        why += f"\n#   {_fine_tuning(name, destination, evaluated if test else None)}"
     is_small = side <= 64
+    steps_per_epoch = max(1, trained // batch)
     return "\n".join(
         [
-            f"# {count:,} images of {look.counted.num_classes:,} classes in {images}",
+            f"# {look.counts} in {images!r}",
             "# Commands:",
             *(f"#   {line}" for line in lines),
-            f"name: {name}",
+            f"name: {json.dumps(name)}",
             "output: runs",
             f"convert: {json.dumps(source)}",
             f"# {why}",
             f"model: {json.dumps(model)}",
             "data:",
             *data,
-            f"# {epochs} epochs: {round(_IMAGES_SEEN / trained):,} would show as many images as 90 "
-            f"of ImageNet-1k; usual are {_LEAST_EPOCHS} to {_MOST_EPOCHS}.",
+            f"# {epochs} epochs: 90 epochs of ImageNet-1k would be "
+            f"{round(_IMAGES_SEEN / trained):,} epochs here; the range used is {_LEAST_EPOCHS} to "
+            f"{_MOST_EPOCHS}.",
             "# For a first look take 10: `optim.epochs=10 optim.warmup_steps=100`.",
             "optim:",
             "  name: adamw",
@@ -187,8 +176,9 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
             f"  epochs: {epochs}",
             f"  warmup_steps: {max(1, min(10_000, steps // 20))}  # a twentieth of {steps:,} steps",
             "train:",
-            f"  global_batch_size: {batch}  # {max(1, trained // batch):,} steps an epoch; the "
-            "paper's 4,096 needs a million images",
+            f"  global_batch_size: {batch}  # {steps_per_epoch:,} "
+            f"step{'s' if steps_per_epoch > 1 else ''} per epoch; the paper's 4,096 needs a "
+            "million images",
             f"  precision: {'fp32' if is_small else 'bf16'}  # "
             + ("also fast on CPUs at this size; bf16 for GPUs" if is_small else "for GPUs"),
             f"evaluate: {{every_steps: {max(1, steps // 20)}}}",
@@ -212,13 +202,20 @@ def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
         }  # fmt: skip
         return model, (
             f"Sides are {side} pixels (median): patches of {patch} make {(size // patch) ** 2} "
-            "tokens. Small, since a large ViT learns such a set by heart."
+            "tokens. Small, because a large ViT overfits a set of this size."
         )
     size = 224 if side >= 224 else side // 16 * 16
     most, name, parameters = next(one for one in _MODELS if count < one[0])
     bound = f"; for {most:,} images and more take a larger one" if most < sys.maxsize else ""
     return {"name": name, "image_size": size}, (
-        f"Shorter sides are {side} pixels (median), {parameters} parameters{bound}. Weights that "
-        "know ImageNet-21k are better below\n# a million images: `vit-ray finetune` with "
-        "init_from=hf://google/vit-base-patch16-224-in21k model.name=ViT-B/16."
+        f"Shorter sides are {side} pixels (median), {parameters} parameters{bound}."
+    )
+
+
+def _fine_tuning(name: str, train: str, test: str | None) -> str:
+    """The command, with the schedule of a shipped recipe."""
+    evaluated = f"data.eval={test}" if test else "data.eval=null data.held_out_fraction=0.1"
+    return (
+        f"vit-ray finetune finetune/pets name={name}-finetuned output=runs model.name=ViT-B/16 "
+        f"init_from=hf://google/vit-base-patch16-224-in21k data.train={train} {evaluated}"
     )

@@ -123,8 +123,8 @@ _ALL = (
         "init_from; ReaL, ObjectNet and others by `benchmark`.",
         "vit_ray.commands.train:evaluate",
         (
-            "name", *_WEIGHTS, "benchmark", "paper", "model", "data.eval", "data.train",
-            "data.held_out_fraction", "data.eval_augment", "evaluate", "workers", "tracking",
+            "name", "seed", "output", *_WEIGHTS, "benchmark", "paper", "model", "data", "train",
+            "evaluate", "workers", "tracking",
         ),
         "cifar10 init_from=runs/cifar10-vit",
         needs=("init_from",),
@@ -136,8 +136,8 @@ _ALL = (
         "features that are kept for the next time.",
         "vit_ray.commands.trained.features:run_few_shot_job",
         (
-            "name", "output", *_WEIGHTS, "model", "data.eval_augment", "evaluate",
-            "workers", "tracking",
+            "name", "seed", "output", *_WEIGHTS, "model", "data", "train", "evaluate", "workers",
+            "tracking",
         ),
         "cifar10 init_from=runs/cifar10-vit evaluate.few_shot_train=data/cifar10/train "
         "evaluate.few_shot_test=data/cifar10/test",
@@ -149,8 +149,8 @@ _ALL = (
         "Write features, logits and keys of a data set as parquet, by the weights in init_from.",
         "vit_ray.commands.trained.features:run_extract",
         (
-            "extract", "name", *_WEIGHTS, "model", "data.eval_augment", "evaluate.batch_size",
-            "workers", "tracking",
+            "extract", "name", "seed", "output", *_WEIGHTS, "model", "data", "train",
+            "evaluate.batch_size", "workers", "tracking",
         ),
         "cifar10 init_from=runs/cifar10-vit extract.data=data/cifar10/train extract.path=features",
         needs=("extract", "init_from"),
@@ -192,7 +192,7 @@ _ALL = (
         "`report compare A B [RECIPE] [key=value ...]` shows what differs between two runs or two "
         "studies, given by name or id.",
         "vit_ray.commands.report:report_page",
-        ("report", "name", "output", "tracking"),
+        ("report", "name", "output", "tracking", "plan.price_per_gpu_hour"),
         "digits",
         verbs={"compare": "vit_ray.commands.trained.compare:compare_words"},
     ),
@@ -212,8 +212,8 @@ _ALL = (
         "of plan.device; starts nothing.",
         "vit_ray.commands.plans.plan:print_plan",
         (
-            "plan", "model", "optim", "train", "checkpoint", "workers", "data.train",
-            "data.fraction", "data.decode", "convert", "name", "tracking",
+            "plan", "model", "optim", "train", "checkpoint", "evaluate", "workers", "data", "seed",
+            "convert", "name", "output", "tracking",
         ),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
         "vit_ray.commands.plans.plan:describe_plan",
@@ -238,7 +238,7 @@ _ALL = (
         "Write the weights in init_from (a run, a checkpoint or a published file) to export.path "
         "in export.layout: jax, timm, huggingface or vit_ray.",
         "vit_ray.commands.trained.export:export",
-        ("export", *_WEIGHTS, "model"),
+        ("export", "name", *_WEIGHTS, "model", "data.train", "data.eval_augment"),
         "cifar10 init_from=runs/cifar10-vit export.path=vit.npz",
         needs=("export", "init_from"),
         opens=("init_from",),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -20,13 +20,14 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from vit_ray.config.help import key_names
-from vit_ray.config.loading import load_recipe, recipe_without_file
+from vit_ray.config.loading import load_recipe
+from vit_ray.config.secrets import redact
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.data.images.crops import BadImageError, UInt8Array
 from vit_ray.data.images.explore import open_dataset
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
-from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS
+from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images
 from vit_ray.own_parts import trust_modules
 from vit_ray.storage import Location, closed_after, locate
 
@@ -71,37 +72,46 @@ def print_predictions(
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
     trust_modules(*modules)
-    for output in outputs:
-        _check_output(output)
+    _check_outputs(outputs)
     known = set(key_names())
-    changes = [word for word in paths if word.partition("=")[0] in known]
+    changes = [word for word in paths if "=" in word and word.partition("=")[0] in known]
     images = [_images_at(path) for path in paths if path not in changes]
-    given = load_recipe(recipe, changes) if recipe else None
-    if changes and given is None:
-        given = recipe_without_file("trained", changes)
-    model: TrainedModel = pkgutil.resolve_name("vit_ray.launch.trained_model:load")(source, given)
-    print(f"{model}", file=sys.stderr)
+    load = pkgutil.resolve_name("vit_ray.launch.trained_model:load")
+    model: TrainedModel = (
+        load(source, load_recipe(recipe, changes)) if recipe else load(source, overrides=changes)
+    )
+    print(_line(f"{model}"), file=sys.stderr)
     counts, drawn = Counter[str](), list[tuple[UInt8Array, str]]()
     with ExitStack() as files:
         tables = [files.enter_context(_table(out)) for out in outputs if not out.endswith(".png")]
         for rows, crops in _predicted(model, chain.from_iterable(images)):
             for row in rows:
                 place = sys.stderr if row.get("problem") else sys.stdout
-                print(f"{row['image']}: {row.get('problem') or row['text']}", file=place)
+                print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=place)
                 counts[row.get("class", "")] += 1
-            texts = (row["text"].partition(",")[0] for row in rows if "text" in row)
+            texts = (f"{row['class']} {row['probability']:.1%}" for row in rows if "text" in row)
             drawn += list(zip(crops, texts, strict=True))[: _NUM_DRAWN - len(drawn)]
             for table in tables:
                 table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
     num_bad, total = counts.pop("", 0), counts.total()
-    if pictures := [output for output in outputs if drawn and output.endswith(".png")]:
+    pictures = [output for output in outputs if output.endswith(".png")]
+    if drawn and pictures:
         draw = pkgutil.resolve_name("vit_ray.evaluate.inspection_figures:draw_images")
         for output in pictures:
-            draw(*zip(*drawn, strict=True), f"{source}: {len(drawn)} of {total:,} images", output)
+            title = f"{source}: {len(drawn)} of {total:,} images"
+            draw(*zip(*drawn, strict=True), title, locate(output).path)
     most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
-    print(f"{total:,} images{most and f': {most}'}{bad}", *outputs, file=sys.stderr, sep="\nwrote ")
+    written = [output for output in outputs if drawn or output not in pictures]
+    print(_line(f"{total:,} images{most and f': {most}'}{bad}"), file=sys.stderr)
+    for output in written:
+        print(f"wrote {output}", file=sys.stderr)
     return 1 if num_bad else 0
+
+
+def _line(text: str) -> str:
+    """What may be shown of names and errors, on one line."""
+    return redact(text).replace("\n", r"\n")
 
 
 def _predicted(
@@ -181,6 +191,7 @@ def _rows_of(files: list[Location]) -> Iterator[Named]:
                 f"{file.uri!r} has the columns {schema.names}; encoded images are read from "
                 f"{', '.join(IMAGE_COLUMNS)}"
             )
+        path_of_images(schema, name, repr(file.uri))
         columns.append((name, "key" in schema.names))
 
     def rows() -> Iterator[Named]:
@@ -197,18 +208,26 @@ def _rows_of(files: list[Location]) -> Iterator[Named]:
     return rows()
 
 
-def _check_output(output: str) -> None:
-    """Refuse a file of another kind, or one that is there.
+def _check_outputs(outputs: Sequence[str]) -> None:
+    """Refuse what could not be written when all is computed.
 
     Raises:
-        ValueError: as said.
+        ValueError: a file of another kind, one that is there or given twice, or a picture that is
+            not in a local folder.
     """
-    if PurePosixPath(output).suffix not in _OUTPUTS:
-        raise ValueError(f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}")
-    if output.endswith(".png") and not locate(output).is_local:
-        raise ValueError(f"--out {output}: a picture is written to a local file")
-    if locate(output).exists():
-        raise ValueError(f"--out {output} is there already; name another file, or delete it")
+    for number, output in enumerate(outputs):
+        place = locate(output)
+        if PurePosixPath(output).suffix not in _OUTPUTS:
+            raise ValueError(f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}")
+        if output.endswith(".png"):
+            if not place.is_local:
+                raise ValueError(f"--out {output}: a picture is written to a local file")
+            if not (folder := Path(place.path).parent).is_dir():
+                raise ValueError(f"--out {output}: there is no folder {str(folder)!r}")
+        if place.exists():
+            raise ValueError(f"--out {output} is there already; name another file, or delete it")
+        if place.uri in [locate(other).uri for other in outputs[:number]]:
+            raise ValueError(f"--out {output} is given twice; name each file once")
 
 
 @contextmanager

@@ -48,6 +48,17 @@ def recipe_without_file(name: str, overrides: Iterable[str]) -> Recipe:
 def _overridden(
     tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], where: str
 ) -> Recipe:
+    recipe = recipe_from_dict(changed(tree, overrides), where=where)
+    trust_named(tree)
+    return recipe
+
+
+def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The tree itself, with the values of the overrides, as `load_recipe` takes them.
+
+    Raises:
+        ValueError: an override is no `key=value`, or its key leads through a value.
+    """
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
     for key, value in given:
         node = tree
@@ -59,9 +70,7 @@ def _overridden(
             if not isinstance(node, dict):
                 raise ValueError(f"override of {key}: {parent} is a value, not a section")
         node[last] = value
-    recipe = recipe_from_dict(tree, where=where)
-    trust_named(tree)
-    return recipe
+    return tree
 
 
 def _parsed(override: str) -> tuple[str, Any]:

@@ -6,9 +6,12 @@ are its own to the last bit where a process has as many threads.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +24,12 @@ from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.init_weights import SavedWeights, open_weights
 from vit_ray.checkpoints.weight_files import published_classes, published_use
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data import open_dataset
+from vit_ray.data.format.joined_datasets import join
+from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import (
     BadImageError,
@@ -34,8 +40,11 @@ from vit_ray.data.images.crops import (
 )
 from vit_ray.models import build_model
 from vit_ray.models.layers import Head
+from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate
 from vit_ray.train.objective import normalize
+
+logger = logging.getLogger(__name__)
 
 AnImage = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any]
 """An address, an encoded image, Pillow's image, or pixels: (H, W, 3), uint8 or floats in [0, 1]."""
@@ -59,6 +68,8 @@ class TrainedModel:
 
     Attributes:
         model: in evaluation mode, on a GPU where there is one; (B, 3, H, W) in [-1, 1] to logits.
+            Its parameters have the precision of the training: of a bf16 run they are rounded, so
+            save the weights from the checkpoint (`open_weights`, `vit-ray export`), not from here.
         recipe: its model, evaluation crop, loss, precision and batch size are as trained.
         classes: names in the order of the logits; numbers as text where they are not known.
         source: which weights these are.
@@ -118,6 +129,8 @@ class TrainedModel:
             )
         is_float = pixels.dtype.kind == "f"
         scaled = np.rint(pixels * 255) if is_float else pixels
+        if not pixels.size:
+            raise BadImageError(f"pixels are {pixels.shape}, of no size")
         if not (scaled.min() >= 0 and scaled.max() <= 255):
             raise BadImageError(
                 f"pixels are {pixels.dtype} from {pixels.min():g} to {pixels.max():g}; give floats "
@@ -178,8 +191,9 @@ class TrainedModel:
 
 def load(
     source: str | os.PathLike[str],
-    recipe: Recipe | str | None = None,
+    recipe: Recipe | str | os.PathLike[str] | None = None,
     *,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
     averaged: bool | None = None,
 ) -> TrainedModel:
     """A trained model that takes images, from a run, a checkpoint or a file of weights.
@@ -189,6 +203,8 @@ def load(
             file, an exported or published folder, or `hf://OWNER/NAME`.
         recipe: a recipe, or the name or path of one, which says of a file which model it is of; a
             run and an exported folder know that themselves.
+        overrides: changes of the recipe, as `load_recipe` takes them; of the run's own where none
+            is given.
         averaged: take a run's averaged weights; None = if it has any.
 
     Raises:
@@ -197,16 +213,20 @@ def load(
     """
     source = os.fspath(source)
     weights = open_weights(source, averaged)
-    if isinstance(recipe, str):
-        recipe = load_recipe(recipe)
+    if isinstance(recipe, (str, os.PathLike)):
+        recipe = load_recipe(Path(recipe), overrides)
+    elif recipe is not None and overrides:
+        raise ValueError("overrides change a recipe that is named or recorded; change yours itself")
     if recipe is None:
         tree = used_sections(weights.position.recipe) if weights.position else published_use(source)
-        if tree is None:
+        if tree is None and not overrides:
             raise ValueError(
                 f"{source!r} does not say which model it is of; give the recipe that trained it, "
                 "or the model, such as model.name=ViT-B/16"
             )
-        recipe = recipe_from_dict({"name": "trained", **tree}, where=source)
+        trust_named(changed({}, overrides))  # and not what a checkpoint names
+        tree = changed(copy.deepcopy({"name": "trained", **(tree or {})}), overrides)
+        recipe = recipe_from_dict(tree, where=source)
     classes = class_names(source, weights.position, recipe.data.train, weights.num_classes)
     try:
         return TrainedModel(recipe, weights, classes)
@@ -219,7 +239,8 @@ def class_names(
 ) -> tuple[str, ...]:
     """Names of the head's classes; none where they are not known.
 
-    From the folder of published weights, or the run's training set, or the recipe's.
+    From the folder of published weights, or the run's training set, or the recipe's. A set that is
+    not the one that the run was trained on is not asked.
 
     Args:
         source: as `load` takes it.
@@ -230,16 +251,38 @@ def class_names(
     if position is None:
         found.append(published_classes(source))
     recorded = position.recipe.get("data", {}).get("train") if position else None
+    others = []
     for train in (recorded, given):
-        first = train[0] if isinstance(train, (list, tuple)) else train
-        path = first["path"] if isinstance(first, dict) else getattr(first, "path", first)
-        if path is None:
-            continue
         try:
-            found.append(tuple(open_dataset(str(path)).classes))
+            data = _training_set(train)
         except (ValueError, OSError):
             continue
-    return next((names for names in found if names and len(names) == num_classes), ())
+        if data is None:
+            continue
+        if position and position.data_fingerprint not in ("", data.fingerprint):
+            others.append(data.path)
+        else:
+            found.append(tuple(data.classes))
+    names = next((names for names in found if names and len(names) == num_classes), ())
+    if others and not names:
+        logger.warning(
+            "%s was trained on another data set than %s now is; classes are numbers",
+            source,
+            others[0],
+        )
+    return names
+
+
+def _training_set(train: Any) -> Manifest | None:
+    """The data of `data.train`, of a recipe or as a checkpoint records it.
+
+    Raises:
+        ValueError, OSError: it is not there, or not whole.
+    """
+    if train is None or isinstance(train, str):
+        return open_dataset(train) if train else None
+    sets = [one if isinstance(one, dict) else one.model_dump() for one in train]
+    return join([open_dataset(one["path"]) for one in sets], [one["weight"] for one in sets])
 
 
 def _several(images: Images) -> Iterable[AnImage]:

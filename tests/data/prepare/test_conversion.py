@@ -510,6 +510,14 @@ def test_a_file_of_somebody_else_is_never_replaced(
     assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == [file]
 
 
+def test_a_destination_in_the_source_is_refused(serial: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "pets", 2, 2)
+    with pytest.raises(ValueError, match=r"is in convert\.source=.*choose a folder outside"):
+        convert(tmp_path / "pets", tmp_path / "pets" / "train")
+    assert sorted(path.name for path in (tmp_path / "pets").iterdir()) == ["class_0", "class_1"]
+    convert(tmp_path / "pets", tmp_path / "pets_converted")
+
+
 def test_a_file_that_came_meanwhile_is_not_tidied_away(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,13 @@
 import io
+import threading
 import time
 from contextvars import copy_context
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from vit_ray.data.prepare import progress
 from vit_ray.data.prepare.progress import (
     TASK,
     Display,
@@ -40,6 +43,7 @@ def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster: None) -> No
 
 def half_done(item: int) -> int:
     report_done(item, noted=1)
+    time.sleep(3)  # until the count has come, which no task waits for
     return item
 
 
@@ -58,7 +62,20 @@ def test_tasks_report_what_they_have_done_while_others_work(
         while (0, 60, 3) not in seen and time.monotonic() < deadline_s:
             time.sleep(0.05)
     assert (0, 60, 3) in seen
+    seen.clear()
     assert sorted(run_tasks(half_done, [1, 2], 0.5, shown=Shown("working", 3))) == [1, 2]
+    assert seen[-1] == (2, 3, 2)
+
+
+def test_the_last_count_is_shown_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(Display, "update", lambda _, *counts: seen.append(counts))
+    monkeypatch.setattr(progress.ray, "get", lambda sums, timeout: sums)
+    tally = SimpleNamespace(sums=SimpleNamespace(remote=lambda: (60, 3)))
+    ended = threading.Event()
+    ended.set()
+    progress._show(Shown("working", 60), 3, lambda: 3, tally, ended)
+    assert seen == [(3, 60, 3)]
 
 
 def test_a_task_says_at_most_once_a_second_and_at_its_end_what_it_has_done() -> None:

@@ -143,7 +143,9 @@ def test_other_errors_of_joining_are_rays_own(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("address", ["foo", "8265", "localhost"])
 def test_an_address_without_a_port_is_refused_by_the_name_of_its_variable(address: str) -> None:
-    with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} is no address; give HOST:PORT"):
+    with pytest.raises(
+        ValueError, match=f"RAY_ADDRESS={address} is not an address; give HOST:PORT"
+    ):
         check_reachable(address)
 
 

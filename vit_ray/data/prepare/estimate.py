@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from vit_ray.data.prepare.sources.formats import class_names_in_file, index_unit
 from vit_ray.data.prepare.sources.hub import facts_in_place, rows_of
 from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.data.prepare.sources.splits import ALL_SPLITS, split_of
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
 
 COUNTED_S: Final = 20.0
 SAMPLED_S: Final = 5.0
@@ -36,13 +38,16 @@ class Estimate:
     """What a source holds, and what a conversion makes of it.
 
     Attributes:
+        num_images: extrapolated where not all parts were counted.
+        num_classes: at least, where not all parts were counted.
         splits: of the whole source, and not only of the one that is converted; None = no split.
-        num_parts, num_counted: folders, archives or files, and how many of them were counted; the
-            images and bytes of the others are taken to be like these.
+        num_parts, num_counted: folders, archives or files, and how many of them were counted whole;
+            the images and bytes of the others are taken to be like these.
         source_bytes: 0 where lists do not say the sizes of files.
         written_bytes, seconds: for all images, by those sampled; one core.
         num_sampled, num_rejected: images that were read, and those of them that are not usable.
-        reason: why the first of these is not; empty where there is none.
+        shorter_side: median of the usable ones, in pixels.
+        reason: why the first of the others is not usable; empty where there is none.
     """
 
     num_images: int
@@ -56,63 +61,60 @@ class Estimate:
     seconds: float
     num_sampled: int
     num_rejected: int
+    shorter_side: int
     reason: str
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all images and classes were counted."""
+        return self.num_counted == self.num_parts
 
 
 def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
     """Count what a source lists for up to 20 s, and read and check a few of its images.
 
     Raises:
-        ValueError: the source is missing or empty, or has several splits and none is chosen.
+        ValueError: the source is missing or empty, has several splits and none is chosen, or none
+            of the images that were read is usable.
     """
     units = units_of(config)
     every = units  # where no split is chosen there is one
     if config.split is not None:
         every = list_units(config.source, config.format, ALL_SPLITS)
     order = random.Random(seed)  # noqa: S311  # a sample
-    counted, images, num_bytes = 0, 0, 0
-    labels, sample = set(config.classes or ()), _Sample(order)
-    end_s = time.monotonic() + COUNTED_S
-    for unit in order.sample(units, len(units)):
-        labels.update(() if config.classes else class_names_in_file(unit) or ())
-        if unit.format == "huggingface":
-            found = facts_in_place(unit)
-            images += sum(rows for rows, _ in found.groups)
-            num_bytes += sum(size for _, size in found.groups)
-            labels |= set() if labels else found.labels
-        else:
-            for entry in _entries(unit):
-                images += 1
-                num_bytes += max(entry.length, 0) + entry.extra_bytes
-                labels.update(() if config.classes else entry.labels)
-                sample.offer(entry)
-                if time.monotonic() > end_s:
-                    break
-        counted += 1
-        if time.monotonic() > end_s:
-            break
-    if not images:
-        raise ValueError(
-            f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
-            "that were looked at; check its format"
+    with tempfile.TemporaryDirectory() as scratch:
+        found = _counted(order.sample(units, len(units)), config, _Sample(order), scratch)
+        if not found.images:
+            raise ValueError(
+                f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} "
+                "parts that were looked at; check its format"
+            )
+        images, num_bytes = (
+            round(n * len(units) / found.parts) for n in (found.images, found.bytes)
         )
-    images, num_bytes = (round(n * len(units) / counted) for n in (images, num_bytes))
-    is_read_whole = units[0].format == "huggingface"
-    read = (image for _, _, image in rows_of(units[0])) if is_read_whole else sample.images()
-    tried, reasons, mean_bytes, mean_s = _tried(read, config)
+        read = found.sample.images()
+        if units[0].format == "huggingface":
+            read = (image for unit in units for _, _, image in rows_of(unit))
+        tried, sides, reasons, mean_bytes, mean_s = _tried(read, config)
+    if not sides:
+        raise ValueError(
+            f"convert.source={config.source!r}: none of {tried} sampled images can be used; the "
+            f"first: {reasons[0]}"
+        )
     written = 0 if config.in_place else round(images * mean_bytes)
     return Estimate(
         num_images=images,
-        num_classes=len(labels),
+        num_classes=len(found.labels),
         splits=sorted({split_of(unit.name) for unit in every}, key=str),
         num_parts=len(units),
-        num_counted=counted,
+        num_counted=int(found.parts),
         source_bytes=num_bytes,
         written_bytes=written,
         num_shards=len(units) if config.in_place else shards_for(written, images, config),
         seconds=images * mean_s,
         num_sampled=tried,
         num_rejected=len(reasons),
+        shorter_side=round(statistics.median(sides)),
         reason=next(iter(reasons), ""),
     )
 
@@ -122,10 +124,57 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _entries(unit: SourceUnit) -> Iterator[IndexEntry]:
+@dataclass
+class _Counted:
+    """Images, their bytes and classes, of so many parts and of a fraction of one."""
+
+    sample: _Sample
+    labels: set[str]
+    images: int = 0
+    bytes: int = 0
+    parts: float = 0
+
+
+def _counted(
+    units: list[SourceUnit], config: ConvertConfig, sample: _Sample, scratch: str
+) -> _Counted:
+    """Of units one after another, until the time is over.
+
+    A file that images lie in is left in its middle; lists and folders are counted whole.
+    """
+    found = _Counted(sample, set(config.classes or ()))
+    end_s = time.monotonic() + COUNTED_S
+    for number, unit in enumerate(units):
+        declared = config.classes or class_names_in_file(unit)
+        found.labels.update(declared or ())
+        if unit.format == "huggingface":
+            facts = facts_in_place(unit)
+            found.images += sum(rows for rows, _ in facts.groups)
+            found.bytes += sum(size for _, size in facts.groups)
+            found.labels.update(() if declared else facts.labels)
+        else:
+            for entry in _entries(unit, locate(f"{scratch}/{number}")):
+                found.images += 1
+                found.bytes += max(entry.length, 0) + entry.extra_bytes
+                found.labels.update(() if config.classes else entry.labels)
+                sample.offer(entry)
+                is_inside = entry.path == unit.path and entry.problem is None
+                if is_inside and time.monotonic() > end_s:
+                    size = locate(unit.path).info().size or 0
+                    found.parts += (entry.offset + entry.length) / size
+                    return found
+        found.parts += 1
+        if time.monotonic() > end_s:
+            break
+    if units[0].format == "folder" and not config.classes:
+        found.labels.update(unit.path.rsplit("/", 1)[-1] for unit in units[int(found.parts) :])
+    return found
+
+
+def _entries(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     """What the index of a unit lists, up to its damage if there is any."""
     try:
-        yield from index_unit(unit, locate(unit.path))
+        yield from index_unit(unit, pack)
     except DamagedUnitError:
         return
 
@@ -155,17 +204,21 @@ class _Sample:
 
 def _tried(
     images: Iterator[bytes | ValueError], config: ConvertConfig
-) -> tuple[int, list[str], float, float]:
-    """Images that were read and checked, why some are rejected, and bytes and seconds of one."""
-    libjpeg, reasons = restart_writer(), list[str]()
+) -> tuple[int, list[int], list[str], float, float]:
+    """Images that were read and checked: how many, the shorter sides of the usable ones, why others
+    are rejected, and bytes and seconds of one.
+    """
+    libjpeg, reasons, sides = restart_writer(), list[str](), list[int]()
     tried = num_bytes = 0
     begin_s = time.monotonic()
     for image in images:
         tried += 1
         try:
-            num_bytes += len(checked(image, "", (), config, libjpeg).image)
+            row = checked(image, "", (), config, libjpeg)
+            num_bytes += len(row.image)
+            sides.append(min(row.width, row.height))
         except ValueError as error:
             reasons.append(str(error))
         if tried == SAMPLED or time.monotonic() - begin_s > SAMPLED_S:
             break
-    return tried, reasons, num_bytes / tried, (time.monotonic() - begin_s) / tried
+    return tried, sides, reasons, num_bytes / tried, (time.monotonic() - begin_s) / tried

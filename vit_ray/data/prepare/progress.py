@@ -121,7 +121,9 @@ def _show(
     console = Console(file=sys.stderr)
     display = Display(shown, num_parts, console)
     with display.bar if console.is_terminal else contextlib.nullcontext():
-        while not ended.wait(_POLL_S):
+        has_ended = False
+        while not has_ended:  # and once more when all have ended
+            has_ended = ended.wait(_POLL_S)
             with contextlib.suppress(ray.exceptions.RayError):  # busy or gone: no task ends by it
                 images, noted = ray.get(tally.sums.remote(), timeout=_ANSWER_S)
                 display.update(num_ended(), images, noted)

@@ -18,7 +18,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
         return match[1], int(match[2])
     if "://" not in address and address not in ("auto", "local"):
         raise ValueError(
-            f"RAY_ADDRESS={address} is no address; give HOST:PORT as `ray start --head` printed "
-            "it, ray://HOST:PORT, or auto for the Ray of this machine; or unset RAY_ADDRESS"
+            f"RAY_ADDRESS={address} is not an address; give HOST:PORT as `ray start --head` "
+            "printed it, ray://HOST:PORT, or auto for the Ray of this machine; or unset RAY_ADDRESS"
         )
     return None

@@ -64,11 +64,13 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     Raises:
         ValueError: if the source holds no images, is damaged or has several splits, the
             destination holds a data set of another source or other settings, or another conversion
-            writes it, an interrupted one had other settings, or too much is rejected.
+            writes it, an interrupted one had other settings, or too much is rejected; or the
+            destination is in the source.
     """
     folder = locate(config.destination)
     check_names(config.classes or (), "convert.classes")
     check_columns(config.columns)
+    _check_apart(config)
     _check_free(folder)
     if config.in_place:
         check_in_place(config, folder)
@@ -104,11 +106,12 @@ def check_conversion(config: ConvertConfig) -> None:
 
     Raises:
         ValueError: there is nothing at the source, it is a file of no known format, or the
-            destination is taken. What is in a folder is seen by the conversion.
+            destination is taken or in the source. What is in a folder is seen by the conversion.
     """
     source = config.source
     if is_pattern(source) or locate(source).info().type != fs.FileType.Directory:
         list_units(source, config.format, config.split)
+    _check_apart(config)
     _check_free(locate(config.destination))
 
 
@@ -172,6 +175,16 @@ def _alone(folder: Location) -> Iterator[int]:
         ) from error
     except LockLostError as error:
         raise ValueError(f"convert.destination={folder.uri!r}: {error}") from error
+
+
+def _check_apart(config: ConvertConfig) -> None:
+    """Refuse a destination in the source, where the conversion would index its own files."""
+    source, folder = locate(config.source).uri, locate(config.destination).uri
+    if not config.in_place and f"{folder}/".startswith(f"{source.rstrip('/')}/"):
+        raise ValueError(
+            f"convert.destination={config.destination!r} is in convert.source={config.source!r}; "
+            "choose a folder outside the source"
+        )
 
 
 def _check_free(folder: Location) -> None:

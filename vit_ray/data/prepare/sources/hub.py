@@ -202,14 +202,7 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
             raise ValueError(
                 f"{whose} has {lacks} {name!r} of convert.columns; it has {schema.names}"
             )
-    kind, image_path = schema.field(image).type, image
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        kind, image_path = kind.field("bytes").type, f"{image}.bytes"
-    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        raise ValueError(
-            f"{whose}: its column {image!r} is {schema.field(image).type}; expected encoded "
-            "images, as binary or as a struct with `bytes`"
-        )
+    image_path = path_of_images(schema, image, whose)
     element, num_lists = schema.field(label).type, 0
     while hasattr(element, "value_type"):  # of a list, or of a dictionary
         num_lists += not pa.types.is_dictionary(element)
@@ -231,6 +224,23 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
             )
         check_names(names, whose)
     return _Columns(image, image_path, label, names)
+
+
+def path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
+    """The column of encoded images, or the one in it, without the file names next to them.
+
+    Raises:
+        ValueError: its type is another.
+    """
+    kind, path = schema.field(column).type, column
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind, path = kind.field("bytes").type, f"{column}.bytes"
+    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise ValueError(
+            f"{whose}: its column {column!r} is {schema.field(column).type}; expected encoded "
+            "images, as binary or as a struct with `bytes`"
+        )
+    return path
 
 
 def _has_binary(kind: pa.DataType) -> bool:

@@ -22,6 +22,14 @@ _NUMBERED: Final = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-\w+)?")
 Item = TypeVar("Item")
 
 
+class SeveralSplitsError(ValueError):
+    """A source has several splits, and none is chosen."""
+
+    def __init__(self, message: str, splits: tuple[str | None, ...] = ()) -> None:
+        super().__init__(message)
+        self.splits = splits
+
+
 def named_split(name: str) -> str | None:
     """The split whose name this is as a whole; None if it is none's."""
     return _SPLIT_OF_WORD.get(name.lower())
@@ -49,15 +57,17 @@ def choose_split(
         items: by split; those under None are of no split.
 
     Raises:
-        ValueError: there are several and none is wanted, or not the one that is.
+        SeveralSplitsError: there are several and none is wanted.
+        ValueError: there is not the one that is wanted.
     """
     listed = ", ".join(split or "(files of no split)" for split in sorted(items, key=str))
     if wanted == ALL_SPLITS or (wanted is None and len(items) == 1):
         return [item for split in sorted(items, key=str) for item in items[split]]
     if wanted is None:
-        raise ValueError(
+        raise SeveralSplitsError(
             f"convert.source={source!r} has several splits: {listed}; give one as convert.split, "
-            f"or convert.split={ALL_SPLITS} to make one data set of them all"
+            f"or convert.split={ALL_SPLITS} to make one data set of them all",
+            tuple(items),
         )
     split = named_split(wanted) or wanted
     if split not in items:

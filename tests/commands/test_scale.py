@@ -305,7 +305,7 @@ def test_assumptions_are_named_with_their_values(measured: None) -> None:
     for said in (
         "assumed   40 % MFU", "assumed   96 cores and 12.5 GB/s", "a failure each 2,100 GPU-days",
         "30 s until the workers", "110,631 bytes an image (ImageNet photographs; assumed)",
-        "measured  on CPUs: 0.88 ms", "for each power of two the most that divide the batch of 8",
+        "measured  on CPUs: 0.88 ms", "the largest count up to it that divides the batch of 8",
     ):  # fmt: skip
         assert said in done.stdout
 

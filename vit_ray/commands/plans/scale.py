@@ -293,7 +293,7 @@ def _printed(table: Table) -> list[str]:
 
 def scale_figure(recipe: Recipe, points: Sequence[ScalePoint]) -> Chart:
     """Images a second against GPUs: of training, after failures, and what each source can give."""
-    lines = {
+    lines: dict[str, list[float | None]] = {
         "no communication": [p.batch / p.step.compute_s for p in points],
         "with communication": [p.batch / p.step.most_s for p in points],
         "with failures": [p.images_per_s * p.kept if p.days else None for p in points],

@@ -331,7 +331,9 @@ def test_a_pre_training_that_did_not_finish_is_in_no_table(status):
 def test_table_6_has_a_row_for_each_model_size_and_length_beside_the_papers():
     cells = [cell("ViT-B/32", seed, **{"eval/top1": 0.5 + seed / 10}) for seed in (0, 1)]
     cells += [cell("ViT-L/16", 0, 14.0), cell("mine", 0)]
-    rows = texts(table_6(cells, transfers(cells)))
+    table = table_6(cells, transfers(cells))
+    assert "; the paper's columns, on JFT-300M, are Dosovitskiy et al." in table.caption
+    rows = texts(table)
     assert [(row["model"], row["epochs"], row["runs"]) for row in rows] == [
         ("ViT-B/32", "7", "2"),
         ("ViT-L/16", "14", "1"),

@@ -59,6 +59,15 @@ def test_settings_that_differ_little_are_read_and_reported(
         assert relative_difference(model(some_images()), peer(some_images()).logits) < 5e-3
 
 
+@pytest.mark.parametrize("epsilon", [None, "1e-6", -1e-6, float("nan")])
+def test_an_epsilon_that_is_none_is_refused(tmp_path: Path, epsilon: Any) -> None:
+    transformers_folder(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "layer_norm_eps": epsilon}))
+    with pytest.raises(ValueError, match="layer_norm_eps="):
+        load_weights(fitting_model(), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -128,9 +128,9 @@ def differences_of(config: dict[str, Any]) -> list[str]:
     if "quickgelu" in str(config.get("architecture")):
         raise ValueError(f"{FOLDER_CONFIG} has architecture={config['architecture']!r}; use gelu")
     epsilon = settings.get("layer_norm_eps", LAYER_NORM_EPS)
-    if epsilon > MOST_EPS:
+    if not isinstance(epsilon, int | float) or not 0 <= epsilon <= MOST_EPS:
         raise ValueError(
-            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon:g}; models here have {LAYER_NORM_EPS:g}, "
+            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon!r}; models here have {LAYER_NORM_EPS:g}, "
             f"and only values up to {MOST_EPS:g} are close to it"
         )
     found = [] if epsilon == LAYER_NORM_EPS else [f"layer_norm_eps={epsilon:g}"]

@@ -135,11 +135,13 @@ def test_a_broken_line_of_a_list_is_rejected_alone(serial: None, tmp_path: Path)
 
 def test_a_key_is_taken_once(serial: None, tmp_path: Path) -> None:
     """The second list names an image of the first, and one of its own twice."""
+    source = tmp_path / "source"
+    source.mkdir()
     for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.jpg").write_bytes(IMAGES["000"])
-    (tmp_path / "one.csv").write_text("path,label\na.jpg,cat\nb.jpg,dog\n")
-    (tmp_path / "two.csv").write_text("path,label\nc.jpg,cat\na.jpg,dog\nc.jpg,dog\n")
-    report = convert(str(tmp_path), str(tmp_path / "set"), max_rejected_fraction=0.9)
+        (source / f"{name}.jpg").write_bytes(IMAGES["000"])
+    (source / "one.csv").write_text("path,label\na.jpg,cat\nb.jpg,dog\n")
+    (source / "two.csv").write_text("path,label\nc.jpg,cat\na.jpg,dog\nc.jpg,dog\n")
+    report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.9)
     assert (report.num_images, report.num_rejected) == (3, 2)
     assert report.label_histogram == {"cat": 2, "dog": 1}
     rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()

@@ -97,14 +97,13 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
     return ClusterSizes(gpus, gpu_nodes, data_nodes, images_per_s, reading, gpu_nodes * free)
 
 
-def describe_sizes(recipe: Recipe, sizes: ClusterSizes | None = None) -> str:
-    """The nodes, and why so many.
+def describe_sizes(recipe: Recipe) -> str:
+    """The nodes, and why so many."""
+    return "\n".join(_size_lines(recipe, cluster_sizes(recipe)))
 
-    Args:
-        recipe: whose cluster it is.
-        sizes: its `cluster_sizes`, if they are at hand.
-    """
-    cluster, sizes = recipe.cluster or ClusterConfig(), sizes or cluster_sizes(recipe)
+
+def _size_lines(recipe: Recipe, sizes: ClusterSizes) -> list[str]:
+    cluster = recipe.cluster or ClusterConfig()
     lines = [
         f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in all, "
         f"{cluster.cpus_per_node} CPUs and {cluster.memory_gib_per_node} GiB each"
@@ -123,7 +122,7 @@ def describe_sizes(recipe: Recipe, sizes: ClusterSizes | None = None) -> str:
     ]
     if sizes.reading_cpus > sizes.free_cpus + sizes.data_nodes * cluster.cpus_per_data_node:
         lines[-1] += "; data will limit training"
-    return "\n".join(lines)
+    return lines
 
 
 def print_manifest(recipe: Recipe) -> int:
@@ -150,7 +149,7 @@ def manifest(recipe: Recipe) -> str:
     first, interpreter, rest = text.partition("#!/bin/bash\n")
     told = [
         f"By `vit-ray manifest` from cluster/{name}",
-        *describe_sizes(recipe, sizes).splitlines(),
+        *_size_lines(recipe, sizes),
     ]
     return "".join([interpreter, *(f"# {line}\n" for line in told), first, rest])
 

@@ -65,21 +65,22 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("told", "crop"),
+    ("facts", "crop"),
     [
         ({}, {"kind": "resize"}),
+        ({"crop_pct": 0.9, "input_size": None}, {"kind": "resize"}),
         ({"crop_pct": 0.9}, {"kind": "center_crop", "resize": 248}),  # timm: floor(224 / 0.9)
         ({"crop_pct": 0.95, "crop_mode": "center"}, {"kind": "center_crop", "resize": 235}),
         ({"crop_pct": 1.0, "crop_mode": "squash"}, {"kind": "resize"}),
     ],
 )
 def test_images_are_cropped_as_timm_crops_them(
-    told: dict[str, Any], crop: dict[str, Any], tmp_path: Path
+    facts: dict[str, Any], crop: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "model.safetensors"
     settings = {"architecture": "vit_base_patch16_224", "num_classes": 3}
-    told = {"input_size": [3, 224, 224], **told}
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "pretrained_cfg": told}))
+    facts = {"input_size": [3, 224, 224], **facts}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "pretrained_cfg": facts}))
     file.touch()
     found = published_use(str(file))
     assert found is not None

@@ -128,8 +128,9 @@ def published_use(path: str) -> dict[str, Any] | None:
     if processor.get("do_center_crop") and isinstance(edge, int):
         crop = {"kind": "center_crop", "resize": edge}
     timm = settings.get("pretrained_cfg") or {}
-    if (share := timm.get("crop_pct")) and timm.get("crop_mode", "center") == "center":
-        crop = {"kind": "center_crop", "resize": int(max(timm["input_size"][1:]) / share)}
+    share, size = timm.get("crop_pct"), timm.get("input_size")
+    if share and size and timm.get("crop_mode", "center") == "center":
+        crop = {"kind": "center_crop", "resize": int(max(size[1:]) / share)}
     return {"model": model, "data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
 
 

@@ -30,6 +30,7 @@ from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.schema import VERSIONS_FOLDER
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import (
     BadImageError,
@@ -254,7 +255,7 @@ def class_names(
     others = []
     for train in (recorded, given):
         try:
-            data = _training_set(train)
+            data = _training_set(train, position.data_fingerprint if position else "")
         except (ValueError, OSError):
             continue
         if data is None:
@@ -273,14 +274,23 @@ def class_names(
     return names
 
 
-def _training_set(train: Any) -> Manifest | None:
+def _training_set(train: Any, fingerprint: str) -> Manifest | None:
     """The data of `data.train`, of a recipe or as a checkpoint records it.
+
+    Args:
+        fingerprint: of a set that was extended since then its version of that time.
 
     Raises:
         ValueError, OSError: it is not there, or not whole.
     """
-    if train is None or isinstance(train, str):
-        return open_dataset(train) if train else None
+    if not train:
+        return None
+    if isinstance(train, str):
+        data = open_dataset(train)
+        if fingerprint not in ("", data.fingerprint):
+            before = locate(train).child(VERSIONS_FOLDER).child(fingerprint)
+            return open_dataset(before.uri) if before.exists() else data
+        return data
     sets = [one if isinstance(one, dict) else one.model_dump() for one in train]
     return join([open_dataset(one["path"]) for one in sets], [one["weight"] for one in sets])
 

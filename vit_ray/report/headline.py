@@ -101,8 +101,8 @@ def _chosen(run: RecordedRun, key: str) -> str:
     if not (key == EVAL_TOP1 and run.best_of_tests):
         return ""
     last = run.recorded.get(EVAL_LAST_TOP1)
-    told = "" if last is None else f" (the last: {percent(last)} %)"
-    return f", the best of {run.best_of_tests} evaluations on the test set{told}"
+    note = "" if last is None else f" (the last: {percent(last)} %)"
+    return f", the best of {run.best_of_tests} evaluations on the test set{note}"
 
 
 def totals(runs: Sequence[RecordedRun]) -> list[str]:

@@ -294,8 +294,8 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
             row.exaflops if row else None,
         ])  # fmt: skip
     has_theirs = any(row[-1] is not None for row in rows)
-    told = f"; the paper's columns, on JFT-300M, are {paper.SOURCE}" if has_theirs else ""
-    caption = f"Table 6: scaling{told}"
+    source = f"; the paper's columns, on JFT-300M, are {paper.SOURCE}" if has_theirs else ""
+    caption = f"Table 6: scaling{source}"
     return Table(caption, columns, rows).used()
 
 

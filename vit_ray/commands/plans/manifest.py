@@ -147,11 +147,8 @@ def manifest(recipe: Recipe) -> str:
     }[cluster.kind]
     text = fill((_FILES / name).read_text(), _recipe_there(recipe, cluster, sizes), cluster, sizes)
     first, interpreter, rest = text.partition("#!/bin/bash\n")
-    told = [
-        f"By `vit-ray manifest` from cluster/{name}",
-        *_size_lines(recipe, sizes),
-    ]
-    return "".join([interpreter, *(f"# {line}\n" for line in told), first, rest])
+    comments = [f"By `vit-ray manifest` from cluster/{name}", *_size_lines(recipe, sizes)]
+    return "".join([interpreter, *(f"# {line}\n" for line in comments), first, rest])
 
 
 def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:

@@ -160,8 +160,9 @@ def _counted(
                 sample.offer(entry)
                 is_inside = entry.path == unit.path and entry.problem is None
                 if is_inside and time.monotonic() > end_s:
-                    size = locate(unit.path).info().size or 0
-                    found.parts += (entry.offset + entry.length) / size
+                    # Of a compressed file the offsets are those of its content.
+                    size = max(locate(unit.path).info().size or 0, found.bytes, 1)
+                    found.parts += max(entry.offset + entry.length, 1) / size
                     return found
         found.parts += 1
         if time.monotonic() > end_s:

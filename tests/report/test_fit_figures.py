@@ -77,7 +77,12 @@ def rows_of(table):
 
 
 def test_the_compute_at_equal_accuracy_is_a_table_with_its_interval(runs):
-    _, table = fit_tables(laws_of(runs))
+    _, table, levels = fit_tables(laws_of(runs))
+    drawn = [(p.x, p.y, p.low, p.high) for p in fit_charts(laws_of(runs))[1].series[0].points]
+    assert len(levels.rows) == 5
+    for _, family, *shown in levels.rows:  # a row is a point of the figure
+        assert family == "ResNet"
+        assert any(np.allclose(np.array(shown, float), point, rtol=0.01) for point in drawn), shown
     (row,) = rows_of(table).values()
     assert row["family"] == "ResNet"
     assert row["compute / compute of ViT"] == pytest.approx(3, rel=0.2)

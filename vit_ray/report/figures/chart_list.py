@@ -90,14 +90,20 @@ def against_compute(runs: Sequence[RecordedRun]) -> list[Chart]:
 def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
     """The paper's Figure 5: a point for each group of seeds, one colour per model family.
 
-    A chart for each pair of a training and a test set.
+    A chart for each pair of a training and a test set, and for each amount of data.
     """
-    accuracy = Axis(accuracy_name(key), is_percent=True)
-    charts = [
-        by_family(f"How does {accuracy_name(key)} grow with compute?{whose}", members,
-                  (EXAFLOPS, lambda run: cost_of(run, key)), (accuracy, key))
-        for whose, members in by_sets(runs, key)
-    ]  # fmt: skip
+    x, accuracy = (
+        (EXAFLOPS, lambda run: cost_of(run, key)),
+        Axis(accuracy_name(key), is_percent=True),
+    )
+    title, charts = f"How does {accuracy_name(key)} grow with compute?", []
+    for whose, members in by_sets(runs, key):
+        amounts: dict[float | None, list[RecordedRun]] = {}
+        for run in members:
+            amounts.setdefault(run.metrics.get(IMAGES_KEY), []).append(run)
+        for images, some in sorted(amounts.items(), key=lambda one: -(one[0] or 0.0)):
+            of = f", {number(images)} images" if images and len(amounts) > 1 else ""
+            charts.append(by_family(f"{title}{whose}{of}", some, x, (accuracy, key)))
     return [one for one in charts if one.rows]
 
 

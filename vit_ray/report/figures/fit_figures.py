@@ -43,6 +43,8 @@ from vit_ray.report.statistics.groups import Group, differences
 from vit_ray.report.statistics.seeds import by_group
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
+LEVELS: Final = 5
+"""Accuracies at which the ratio of compute is a row."""
 _CURVE_POINTS: Final = 60
 MIN_AMOUNTS: Final = 3
 """Different amounts of compute from which on a reader may expect laws: not of a sweep's trials."""
@@ -134,6 +136,7 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
     """Parameters of the laws, and compute at equal accuracy, as far as there is anything to say."""
     parameters: list[list[Value]] = []
     ratios: list[list[Value]] = []
+    levels: list[list[Value]] = []
     for one in laws:
         for law, points in one.points.items():
             values: list[Value] = [None] * 10
@@ -156,6 +159,10 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
                 typical, ends = equal.typical, (float(equal.accuracy[0]), float(equal.accuracy[-1]))
                 interval = _end(typical.low), _end(typical.high)
                 ratios.append([one.name, law, typical.value, *interval, *ends, None])
+                for at in np.linspace(0, len(equal.accuracy) - 1, LEVELS).round().astype(int):
+                    low, high = float(equal.low[at]), float(equal.high[at])
+                    shown = float(equal.accuracy[at]), float(equal.ratio[at])
+                    levels.append([one.name, law, *shown, _end(low), _end(high)])
     of_laws = [
         Column("accuracy"), Column("family"), Column("points", number),
         Column("exponent b", number), Column("b from", number), Column("b to"),
@@ -169,10 +176,15 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
         Column("from"), Column("to"), Column("over accuracies from %", percent),
         Column("over accuracies to %", percent), Column("not known because"),
     ]  # fmt: skip
+    of_levels = [
+        Column("accuracy"), Column("family"), Column("at %", percent),
+        Column(f"compute / compute of {BASELINE}", number), Column("from"), Column("to"),
+    ]  # fmt: skip
     title = f"Compute at equal accuracy, over that of {BASELINE}"
     tables = [
         Table("Power laws: error = a C^-b + c, 95 % intervals", of_laws, parameters),
         Table(f"{title}: median over a range of accuracies, 95 % intervals", of_ratios, ratios),
+        Table(f"{title}: at some accuracies, 95 % intervals", of_levels, levels),
     ]
     return [table.used() for table in tables if table.rows]
 

@@ -34,7 +34,9 @@ def shipped_health_checks(group: str) -> dict[str, str]:
     Args:
         group: `headGroupSpec` or `workerGroupSpecs`.
     """
-    spec = yaml.safe_load((ROOT / "cluster" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    documents = yaml.safe_load_all((ROOT / "cluster" / "rayjob.yaml").read_text())
+    (job,) = (one for one in documents if one["kind"] == "RayJob")
+    spec = job["spec"]["rayClusterSpec"]
     its = spec[group] if isinstance(spec[group], dict) else spec[group][0]
     (container,) = its["template"]["spec"]["containers"]
     names = re.compile("RAY_(health_check|grpc_keepalive)_")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(
         address = f"127.0.0.1:{store.port}"
         with joined_process_group(place, where, address, store, backend="gloo", timeout_s=60):
             assert os.environ["LOCAL_RANK"] == local_rank
+
+
+def test_the_store_listens_on_the_address_that_the_ranks_use_alone() -> None:
+    store = open_store("127.0.0.1", 60)
+    socket.create_connection(("127.0.0.1", store.port), 60).close()
+    with pytest.raises(ConnectionRefusedError):  # a second address of the same machine
+        socket.create_connection(("127.0.0.2", store.port), 60)
 
 
 def test_places_of_ranks_follow_from_their_hosts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,13 +48,23 @@ class RankPlace:
 def open_store(host: str, timeout_s: float) -> TCPStore:
     """Rank 0's store, by which the ranks find each other.
 
-    The system chooses a port and holds it: one that was only found free can be lost.
+    The system chooses a port and holds it: one that was only found free can be lost. The store has
+    no password, and torch's own socket listens on every network of the node; this one only on
+    `host`'s.
 
     Args:
         host: the address of this rank's node, as the other nodes reach it.
     """
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(place[:2], family=family)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ BOTH := --numprocesses=2 --dist=loadgroup
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-slow test-all test-generic test-gpu test-faults soak test-processors check check-docs test-browser newcomer screenshots clean
+.PHONY: env quickstart test test-slow test-all test-generic test-gpu test-faults soak test-processors check check-docs test-browser image newcomer screenshots clean
 
 env: $(STAMP)
 
@@ -99,6 +99,24 @@ build/axe.min.js:
 	mkdir -p build && cd build && npm pack --silent axe-core@4.14.1
 	tar -xzf build/axe-core-4.14.1.tgz -C build --strip-components=1 package/axe.min.js
 	rm build/axe-core-4.14.1.tgz
+
+# The image of cluster/Dockerfile on a Debian of its own, as root and without a daemon or a registry
+# (apt-get install buildah debootstrap), and a training in it. IMAGE_FLAGS are of `buildah build`.
+BUILDAH := buildah --root $(CURDIR)/build/image/store --runroot $(CURDIR)/build/image/run --storage-driver vfs
+image: build/image/debian.tar
+	$(BUILDAH) build --isolation chroot --tag vit-ray-base --file cluster/base.Dockerfile build/image
+	$(BUILDAH) build --isolation chroot --tag vit-ray --file cluster/Dockerfile \
+	    --build-arg BASE=localhost/vit-ray-base $(IMAGE_FLAGS) .
+	$(BUILDAH) rm vit-ray-tried 2>/dev/null || true
+	$(BUILDAH) from --name vit-ray-tried localhost/vit-ray
+	$(BUILDAH) run --isolation chroot vit-ray-tried -- bash -exc 'id; \
+	    vit-ray recipes; vit-ray pretrain digits --dry-run; cd /tmp; vit-ray quickstart digits $(TRIED_WITH)'
+
+build/image/debian.tar:
+	mkdir -p build/image && debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv \
+	    bookworm build/image/debian http://deb.debian.org/debian
+	tar --directory build/image/debian --exclude './dev/*' --one-file-system -cf $@ .
+	rm -rf build/image/debian
 
 # README, tutorial and how-to pages in a fresh clone with an environment of its own: half an hour.
 newcomer:

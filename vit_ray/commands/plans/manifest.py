@@ -233,7 +233,8 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
     name = (name if name[:1].isalpha() else f"vit-{name}")[:47].rstrip("-")  # a DNS-1035 label
     shipped = next(yaml.safe_load_all(text))["metadata"]["name"]
     text = text.replace(shipped, name).replace("jobs/pretrain.py", f"jobs/{cluster.job}.py")
-    config, job = yaml.safe_load_all(re.sub(r"REGISTRY/vit-ray:\S+", str(cluster.image), text))
+    text = re.sub(r"REGISTRY/vit-ray:\S+", str(cluster.image), text)
+    config, network, job = yaml.safe_load_all(text)
     config["data"]["recipe.yaml"] = recipe_text(recipe)
     spec = job["spec"]["rayClusterSpec"]
     gpu, cpu = spec["workerGroupSpecs"]
@@ -258,7 +259,7 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
         del spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]
         del job["spec"]["deletionStrategy"]
         job["spec"] |= {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": 600}
-    return yaml.dump_all([config, job], Dumper=_Dumper, sort_keys=False, width=100)
+    return yaml.dump_all([config, network, job], Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[str, str]) -> None:

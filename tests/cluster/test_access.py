@@ -1,0 +1,326 @@
+"""Who reaches what on Kubernetes: the rows of docs/security.md that a manifest answers for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.cluster.test_manifests import CLUSTER, SIZES, SMALL, written
+
+Document = dict[str, Any]
+OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}  # of KubeRay's Helm chart
+API = "/var/run/secrets/kubernetes.io/serviceaccount"
+RAY_PORTS = (6379, 8265, 8080, 10001, 29500)
+
+
+def team() -> list[Document]:
+    return list(yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text()))
+
+
+@functools.cache
+def jobs() -> list[list[Document]]:
+    """The shipped file, and those that the command writes for three networks and for a queue."""
+    texts = [(CLUSTER / "rayjob.yaml").read_text()]
+    for overrides in (*SIZES.values(), ("cluster.gpus=16", "cluster.queue=team")):
+        texts.append(written(*SMALL, *overrides))
+    return [list(yaml.safe_load_all(text)) for text in texts]
+
+
+class Pod(NamedTuple):
+    """A pod template, and whose it is."""
+
+    owner: str
+    labels: dict[str, str]
+    spec: Document
+
+
+def pods(documents: list[Document]) -> Iterator[Pod]:
+    for document in documents:
+        kind, spec = document["kind"], document.get("spec", {})
+        templates = {
+            "Deployment": lambda spec: [spec["template"]],
+            "CronJob": lambda spec: [spec["jobTemplate"]["spec"]["template"]],
+            "RayJob": lambda spec: [
+                group["template"]
+                for group in (
+                    spec["rayClusterSpec"]["headGroupSpec"],
+                    *spec["rayClusterSpec"]["workerGroupSpecs"],
+                )
+            ],
+        }
+        for template in templates.get(kind, lambda _: [])(spec):
+            name = f"{kind} {document['metadata']['name']}"
+            yield Pod(name, template["metadata"]["labels"], template["spec"])
+
+
+def containers(pod: Pod) -> list[Document]:
+    return [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]
+
+
+def all_pods() -> list[Pod]:
+    return [*pods(team()), *(pod for documents in jobs() for pod in pods(documents))]
+
+
+def of_kind(documents: list[Document], kind: str) -> list[Document]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+# Kubernetes' own rule (NetworkPolicySpec): a pod that no policy selects is open; else what any of
+# the policies that select it allows.
+
+
+def _selects(selector: Document | None, labels: dict[str, str]) -> bool:
+    if selector is None:
+        return False
+    for rule in selector.get("matchExpressions", ()):
+        value = labels.get(rule["key"])
+        if rule["operator"] == "Exists" and value is None:
+            return False
+        if rule["operator"] == "In" and value not in rule["values"]:
+            return False
+        assert rule["operator"] in ("Exists", "In")
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def reaches(
+    policies: list[Document], source: dict[str, str], target: dict[str, str], port: int,
+    namespace: str = "",
+) -> bool:  # fmt: skip
+    """Whether pods with these labels may connect; `namespace` is the source's, if another one."""
+    mine = [p["spec"] for p in policies if _selects(p["spec"]["podSelector"], target)]
+    for rule in (rule for spec in mine for rule in spec["ingress"]):
+        if "ports" in rule and port not in [one["port"] for one in rule["ports"]]:
+            continue
+        for peer in rule["from"]:
+            where = peer.get("namespaceSelector")
+            if where is None:
+                is_there = not namespace
+            else:
+                is_there = _selects(where, {"kubernetes.io/metadata.name": namespace})
+            if is_there and _selects(peer.get("podSelector", {}), source):
+                return True
+    return not mine
+
+
+def test_what_the_policies_say_is_read_as_kubernetes_reads_it() -> None:
+    """By the first examples of Kubernetes' page on network policies."""
+    deny = {"spec": {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": []}}
+    frontend = {"podSelector": {"matchLabels": {"role": "frontend"}}}
+    rule = {"from": [frontend], "ports": [{"port": 6379}]}
+    allow = {"spec": {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": [rule]}}
+    assert reaches([], {}, {"role": "db"}, 1)
+    assert not reaches([deny], {}, {"role": "db"}, 1)
+    assert reaches([deny, allow], {"role": "frontend"}, {"role": "db"}, 6379)
+    assert not reaches([deny, allow], {"role": "frontend"}, {"role": "db"}, 6380)
+    assert not reaches([deny, allow], {"role": "frontend"}, {"role": "db"}, 6379, "elsewhere")
+
+
+def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone() -> None:
+    for documents in jobs():
+        policies = of_kind(documents, "NetworkPolicy")
+        for policy in policies:
+            kubernetes_validate.validate(policy, "1.37", strict=True)
+        labels = [pod.labels for pod in pods(documents)]
+        assert len({tuple(one.items()) for one in labels}) == 1
+        mine, stranger = labels[0], {"vit-ray/job": "of-another-team"}
+        for port in RAY_PORTS:
+            assert reaches(policies, mine, mine, port)
+            for label in (stranger, {}, {"app": "mlflow"}):
+                assert not reaches(policies, label, mine, port)
+            assert reaches(policies, OPERATOR, mine, port, "kuberay") is (port == 8265)
+            assert not reaches(policies, mine, mine, port, "of-another-team")
+            assert reaches(policies, {}, mine, port, "prometheus-system") is (port == 8080)
+
+
+def test_mlflow_answers_jobs_alone_and_postgresql_mlflow_alone() -> None:
+    policies = of_kind(team(), "NetworkPolicy")
+    served = {document["metadata"]["name"]: document for document in of_kind(team(), "Service")}
+    by_name = {pod.owner.split()[1]: pod.labels for pod in pods(team())}
+    job = {"vit-ray/job": "any"}
+    mlflow = {"job", "mlflow-gc"}
+    postgres = {"mlflow", "mlflow-gc", "mlflow-backup"}
+    sources = {**by_name, "job": job, "stranger": {"app": "other"}}
+    for service, port, expected in (("mlflow", 5000, mlflow), ("mlflow-postgres", 5432, postgres)):
+        assert [one["port"] for one in served[service]["spec"]["ports"]] == [port]
+        target = served[service]["spec"]["selector"]
+        for name, labels in sources.items():
+            assert reaches(policies, labels, target, port) is (name in expected), (name, service)
+            assert not reaches(policies, labels, target, port, "elsewhere")
+            assert not reaches(policies, labels, target, port + 1)
+
+
+def test_no_container_is_root_or_can_become_it() -> None:
+    for pod in all_pods():
+        security = pod.spec["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostPID", "hostIPC", "shareProcessNamespace"} & pod.spec.keys()
+        assert all("hostPath" not in volume for volume in pod.spec.get("volumes", ()))
+        for container in containers(pod):
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False, pod.owner
+            assert own["capabilities"]["drop"] == ["ALL"]
+            # What locks memory for network adapters; `manifest` adds it for them alone.
+            assert own["capabilities"].get("add", ["IPC_LOCK"]) == ["IPC_LOCK"]
+            assert not {"privileged", "runAsUser", "runAsNonRoot", "procMount"} & own.keys()
+
+
+def test_the_root_is_read_only_but_for_the_pods_of_ray() -> None:
+    """Those unpack jobs' files, compile kernels and write logs wherever their libraries want."""
+    for pod in all_pods():
+        for container in containers(pod):
+            closed = container["securityContext"].get("readOnlyRootFilesystem", False)
+            assert closed is not pod.owner.startswith("RayJob"), pod.owner
+
+
+def test_only_the_autoscaler_can_ask_kubernetes_for_anything() -> None:
+    for pod in all_pods():
+        assert pod.spec["automountServiceAccountToken"] is False, pod.owner
+        mounts = [m for one in containers(pod) for m in one.get("volumeMounts", ())]
+        assert API not in [mount["mountPath"] for mount in mounts]
+    for documents in jobs():
+        (job,) = of_kind(documents, "RayJob")
+        cluster = job["spec"]["rayClusterSpec"]
+        sources = {
+            source
+            for pod in pods(documents)
+            for volume in pod.spec["volumes"]
+            for part in volume.get("projected", {}).get("sources", ())
+            for source in part
+        }
+        if "autoscalerOptions" not in cluster:
+            continue
+        # As the admission controller of ServiceAccounts would have it (`kube-api-access-...`).
+        assert sources == {"serviceAccountToken", "configMap", "downwardAPI"}
+        (mount,) = cluster["autoscalerOptions"]["volumeMounts"]
+        assert (mount["mountPath"], mount["readOnly"]) == (API, True)
+        head = cluster["headGroupSpec"]["template"]["spec"]
+        assert mount["name"] in [volume["name"] for volume in head["volumes"]]
+        closed = head["containers"][0]["securityContext"]
+        assert cluster["autoscalerOptions"]["securityContext"] == closed
+
+
+def test_ray_reads_what_the_autoscaler_is_given() -> None:
+    from ray.autoscaler._private.kuberay import node_provider
+
+    assert {node_provider.IN_CLUSTER_TOKEN_PATH, node_provider.IN_CLUSTER_CA_CERT_PATH} == {
+        f"{API}/token", f"{API}/ca.crt",
+    }  # fmt: skip
+
+
+def test_rights_to_the_bucket_come_from_an_account_and_keys_are_optional() -> None:
+    for pod in all_pods():
+        uses_bucket = pod.owner.startswith("RayJob") or pod.owner == "Deployment mlflow"
+        account = "vit-ray" if pod.owner.startswith("RayJob") else "mlflow"
+        assert pod.spec.get("serviceAccountName") == (account if uses_bucket else None)
+        for container in containers(pod):
+            assert all(one["secretRef"]["optional"] for one in container.get("envFrom", ()))
+            assert not [e for e in container.get("env", ()) if e["name"].startswith("AWS_")]
+
+
+def test_only_the_head_has_the_log_in_to_mlflow() -> None:
+    for pod in (pod for documents in jobs() for pod in pods(documents)):
+        (container,) = containers(pod)
+        secrets = [one["secretRef"]["name"] for one in container["envFrom"]]
+        is_head = container["name"] == "ray-head"
+        assert ("vit-ray-mlflow" in secrets) is is_head
+
+
+def test_every_server_has_probes() -> None:
+    """KubeRay gives Ray's pods theirs."""
+    for document in of_kind(team(), "Deployment"):
+        for container in document["spec"]["template"]["spec"]["containers"]:
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert {"exec", "httpGet"} & container[probe].keys()
+
+
+def test_images_are_named_by_digest_where_the_image_is_not_ones_own() -> None:
+    """Of one's own, `cluster.image` takes a digest."""
+    for pod in pods(team()):
+        for container in containers(pod):
+            image = container["image"]
+            assert image.startswith("REGISTRY/") or re.search("@sha256:[0-9a-f]{64}$", image)
+    image = "registry.example/team/vit-ray@sha256:" + "0" * 64
+    text = written(*SMALL, "cluster.gpus=8", f"cluster.image={image}")
+    documents = list(yaml.safe_load_all(text))
+    assert {one["image"] for pod in pods(documents) for one in containers(pod)} == {image}
+
+
+def test_every_shared_definition_starts_ray_with_a_token() -> None:
+    for documents in jobs():
+        (job,) = of_kind(documents, "RayJob")
+        assert job["spec"]["rayClusterSpec"]["authOptions"]["mode"] == "token"
+    for name in ("ray_up.yaml", "slurm.sbatch"):
+        assert "RAY_AUTH_MODE=token" in (CLUSTER / name).read_text()
+    for line in re.findall(r"^.*\bray start .*$", (CLUSTER / "README.md").read_text(), re.M):
+        assert "RAY_AUTH_MODE=token" in line, line
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("name", ["mlflow.yaml", "rayjob.yaml"])
+def test_kubectl_reads_the_file_as_we_do(name: str) -> None:
+    command = ["kubectl", "label", "--local", "-f", CLUSTER / name, "a=b", "-ojson"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = [json.loads(text) for text in re.split(r"^(?=\{)", done.stdout, flags=re.M) if text]
+    ours = list(yaml.safe_load_all((CLUSTER / name).read_text()))
+    for document in ours:
+        document["metadata"].setdefault("labels", {})["a"] = "b"
+    assert found == ours
+
+
+def test_the_values_for_mlflows_chart_make_the_same_server() -> None:
+    """By the keys of `charts/values.yaml` in MLflow's repository (chart 0.1.1)."""
+    values = yaml.safe_load((CLUSTER / "mlflow_values.yaml").read_text())
+    assert values.keys() <= {
+        "image", "fullnameOverride", "deploymentStrategy", "server", "mlflow", "env", "envFrom",
+        "extraVolumes", "extraVolumeMounts", "extraInitContainers", "podLabels", "resources",
+        "podSecurityContext", "securityContext", "serviceAccount", "networkPolicy",
+    }  # fmt: skip
+    (deployment,) = (
+        document
+        for document in of_kind(team(), "Deployment")
+        if document["metadata"]["name"] == "mlflow"
+    )
+    # What the chart replaces is left out of `kubectl apply` by its label.
+    replaced = [d for d in team() if "vit-ray/mlflow" in d["metadata"].get("labels", {})]
+    assert {(d["kind"], d["metadata"]["name"]) for d in replaced} == {
+        ("ServiceAccount", "mlflow"), ("Deployment", "mlflow"), ("Service", "mlflow"),
+    }  # fmt: skip
+    pod = deployment["spec"]["template"]["spec"]
+    (ours,) = pod["containers"]
+    assert values["fullnameOverride"] == "mlflow"
+    assert values["deploymentStrategy"] == deployment["spec"]["strategy"]
+    assert "{repository}:{tag}".format(**values["image"]) == ours["image"]
+    options = values["server"]["value_options"]
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    assert [word.replace("_", "-") for word in words] == ours["command"][2:]
+    stores = {
+        "MLFLOW_BACKEND_STORE_URI": values["mlflow"]["backendStoreUri"],
+        "MLFLOW_ARTIFACTS_DESTINATION": values["mlflow"]["artifactsDestination"],
+    }
+    env = {one["name"]: one for one in values["env"]}
+    env |= {name: {"name": name, "value": value} for name, value in stores.items()}
+    assert env == {one["name"]: one for one in ours["env"]}
+    assert values["envFrom"] == ours["envFrom"]
+    assert values["podLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert values["extraInitContainers"] == pod["initContainers"]
+    assert values["podSecurityContext"] == pod["securityContext"]
+    assert values["securityContext"] == ours["securityContext"]
+    assert values["resources"] == ours["resources"]
+    # The chart mounts /tmp itself where the root is read-only.
+    assert values["extraVolumeMounts"] == [m for m in ours["volumeMounts"] if m["name"] != "tmp"]
+    assert values["extraVolumes"] == [v for v in pod["volumes"] if v["name"] != "tmp"]
+    assert values["serviceAccount"]["name"] == pod["serviceAccountName"]
+    assert values["serviceAccount"]["automountServiceAccountToken"] is False
+    # Its own opens the port to every namespace; ours selects the pods by their label.
+    assert values["networkPolicy"] == {"enabled": False}

@@ -257,9 +257,12 @@ def start_head(
     _start_ray(host, role, num_cpus, environment)
 
 
-def start_raylet(host: Host, head: Host, num_cpus: int = 2, **environment: str) -> None:
+def start_raylet(
+    host: Host, head: Host, num_cpus: int = 2, options: Sequence[str] = (), **environment: str
+) -> None:
     """A worker node on the host, which starts again when its raylet ends, as a pod does."""
-    _start_ray(host, [f"--address={head.address}:{PORT}"], num_cpus, environment, again=True)
+    role = [f"--address={head.address}:{PORT}", *options]
+    _start_ray(host, role, num_cpus, environment, again=True)
 
 
 def _start_ray(

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.execution.scaling_policy import NoopDecision as NoopDecision
     from ray.train.v2._internal.execution.scaling_policy import ScalingDecision as ScalingDecision
 
+    node_labels_match_selector: Callable[[dict[str, str], dict[str, str]], bool]
+
 VERSION: Final = "2.60"
 """Of Ray, for which all of this was read and tested."""
 _COUNTED_FOR_S: Final = 10.0
@@ -277,6 +279,10 @@ INTERNALS: Final = (
         "ray._raylet", "AuthenticationTokenLoader",
         "A client of an address does not use the token that this machine has.", "#64755",
         {"has_token": ("self", "ignore_auth_mode")},
+    ),
+    Internal(
+        "ray._raylet", "node_labels_match_selector",
+        "Whether any node could take a worker is asked before Ray waits for one.", "",
     ),
     Internal("ray._raylet", "Config", "Reads the authentication mode again.", "#64755"),
     Internal(

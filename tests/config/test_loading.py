@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, require
@@ -385,3 +386,17 @@ def test_an_address_that_mlflow_cannot_open_is_refused_with_the_recipe(
 )
 def test_every_kind_of_address_that_mlflow_opens_is_taken(path: Path, uri: str) -> None:
     assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
+
+
+@pytest.mark.parametrize("key", ["pool", "ray.io/accelerator-type", "-a", "a b", "a/b/c", ""])
+@pytest.mark.parametrize(
+    "value", ["H100", "!spot", "in(a,b)", "!in(a, b-1)", "in()", "in(a,", "-a", "a_", "a b", "!!a"]
+)
+def test_labels_select_nodes_by_rays_own_rules(key: str, value: str) -> None:
+    told = f"workers.label_selector={{{json.dumps(key)}: {json.dumps(value)}}}"
+    if validate_label_selector({key: value}) is None:
+        found = load_recipe("digits", [told]).workers.label_selector
+        assert found == {key: value.replace(" ", "")}
+    else:
+        with pytest.raises(ValueError, match="does not select nodes by a label of Ray's; give"):
+            load_recipe("digits", [told])

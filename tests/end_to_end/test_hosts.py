@@ -38,18 +38,23 @@ def cluster(ray_cluster: None) -> Iterator[tuple[Network, dict[str, Host]]]:
         head = members["head"]
         hosts.start_head(head)
         for name, cpus in (("first", 2), ("second", 2), ("reader", 1)):
-            hosts.start_raylet(members[name], head, cpus)
+            hosts.start_raylet(members[name], head, cpus, [f"--labels=pool={name}"])
         hosts.wait_for_nodes(head, 4)
         yield net, members
 
 
 def train_on(
-    members: dict[str, Host], recipe: Recipe, folder: Path, disturb: Callable[[], bool] = bool
+    members: dict[str, Host],
+    recipe: Recipe,
+    folder: Path,
+    disturb: Callable[[], bool] = bool,
+    processes: re.Pattern[str] = SERVERS,
 ) -> dict[str, set[str]]:
-    """Which kinds of server each host had while a driver on the head trained.
+    """Which kinds of process each host had while a driver on the head trained.
 
     Args:
         disturb: called again and again until it says that it has done its part.
+        processes: their names, with one group.
     """
     head = members["head"]
     environment = {"RAY_ADDRESS": f"{head.address}:{hosts.PORT}", "PYTHONPATH": str(ROOT)}
@@ -61,7 +66,7 @@ def train_on(
     deadline, is_done = time.monotonic() + 720, False
     while driver.poll() is None and time.monotonic() < deadline:
         for name, host in members.items():
-            servers[name] |= {m[1] for p in host.processes() if (m := SERVERS.match(p))}
+            servers[name] |= {m[1] for p in host.processes() if (m := processes.match(p))}
         is_done = is_done or disturb()
         time.sleep(0.5)
     driver.kill()
@@ -89,6 +94,27 @@ def test_two_hosts_train_as_one_and_each_serves_its_own_ranks(
         "second": {"StreamServer"},
         "reader": set(),
     }
+    assert same_weights(weights_of(recipe), weights_of(alone))
+
+
+@pytest.mark.slow
+def test_nodes_of_one_label_train_and_those_of_another_read(
+    cluster: tuple[Network, dict[str, Host]], digits: Digits, tmp_path: Path
+) -> None:
+    _, members = cluster
+    settings: dict[str, Any] = {"optim": {"steps": 200}}
+    alone = constant_recipe("unlabelled", digits, tmp_path, **settings)
+    train(alone)
+    recipe = constant_recipe(
+        "labelled", digits, tmp_path, **settings,
+        workers={"cpus_per_worker": 0.5, "label_selector": {"pool": "second"}},
+        data={"cpus_per_task": 0.5, "label_selector": {"pool": "in(reader, other)"}},
+    )  # fmt: skip
+    doing = re.compile(r"ray::(Read|[^:]*RayTrainWorker|StreamServer)")
+    found = train_on(members, recipe, tmp_path, processes=doing)
+    assert {name for name, kinds in found.items() if "Read" in kinds} == {"reader"}, found
+    assert found["second"] >= {"StreamServer"}, found
+    assert found["first"] == set(), found
     assert same_weights(weights_of(recipe), weights_of(alone))
 
 

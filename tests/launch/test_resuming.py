@@ -231,7 +231,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
             OnResume.FREE,
             "output resume data.train data.train.path data.train.weight data.max_bad_fraction "
             "data.cpus_per_task data.max_tasks data.task_memory_mib data.object_store_mib "
-            "data.cache_dir data.cache_gib data.eval_augment.crop "
+            "data.label_selector data.cache_dir data.cache_gib data.eval_augment.crop "
             "train.micro_batch_size train.zero_stage train.offload "
             "train.activation_checkpointing train.compile train.nonfinite "
             "train.log_every_steps train.profile_steps "

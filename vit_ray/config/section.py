@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Self
@@ -16,6 +17,9 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegativeFloat = Annotated[float, Field(ge=0.0)]
+_LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL_KEY = re.compile(rf"([a-zA-Z0-9][a-zA-Z0-9_.-]*/)?{_LABEL}")
+_LABEL_VALUE = re.compile(rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))")
 
 
 def _is_dotted(name: str) -> str:
@@ -26,6 +30,21 @@ def _is_dotted(name: str) -> str:
 
 OwnPart = Annotated[str, AfterValidator(_is_dotted)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
+
+
+def _are_labels(selector: dict[str, str]) -> dict[str, str]:
+    for key, value in selector.items():
+        if not (_LABEL_KEY.fullmatch(key) and _LABEL_VALUE.fullmatch(value)):
+            raise ValueError(
+                f"{{{key}: {value!r}}} does not select nodes by a label of Ray's; give "
+                "{LABEL: VALUE}, or for the value '!VALUE', 'in(A, B)' or '!in(A, B)'"
+            )
+    # Ray 2.60 takes `in(A, B)`, and then looks for " B".
+    return {key: value.replace(" ", "") for key, value in selector.items()}
+
+
+LabelSelector = Annotated[dict[str, str], AfterValidator(_are_labels)]
+"""Ray's: by label of a node, its value, or `!VALUE`, `in(A, B)` or `!in(A, B)`."""
 ImageSize = Positive | tuple[Positive, Positive]
 
 

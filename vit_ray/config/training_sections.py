@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from vit_ray.config.section import (
     Fraction,
     ImageSize,
+    LabelSelector,
     NotNegative,
     NotNegativeFloat,
     OnResume,
@@ -250,6 +251,9 @@ class DataConfig(Section):
     keep two cores busy."""
     max_tasks: Annotated[Positive | None, OnResume.FREE] = None
     """Most read-and-decode tasks at a time; unset = as many as the CPUs left for data allow."""
+    label_selector: Annotated[LabelSelector, OnResume.FREE] = {}
+    """Labels of the nodes on which images are read and decoded, as `workers.label_selector`; unset
+    = all nodes, those that train first."""
     decode: Literal["host", "device"] = "host"
     """Where training images are decoded: in reading tasks, or on the worker's GPU by nvImageCodec
     where the CPUs cannot keep up. The crops are the same; pixels differ slightly (`device` decodes
@@ -573,6 +577,10 @@ class WorkersConfig(Section):
     """One GPU per worker; `auto` = if the cluster has GPUs."""
     cpus_per_worker: PositiveFloat = 1.0
     """CPUs that a worker reserves for its threads; the other CPUs of the cluster read data."""
+    label_selector: LabelSelector = {}
+    """Labels of the nodes that train, by Ray's rules: `{ray.io/accelerator-type: H100}`, `{pool:
+    "in(a, b)"}`, `{ray.io/market-type: "!spot"}`. Ray labels GPUs by itself, others `ray start
+    --labels` or KubeRay's groups."""
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row without a new checkpoint between them that the run survives; -1 = any
     number. Preempted nodes and micro-batches that do not fit into memory do not count."""

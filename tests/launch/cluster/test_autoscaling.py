@@ -155,3 +155,64 @@ def test_workers_without_gpus_that_fit_on_what_is_up_need_no_other_nodes() -> No
     small = growth_of({"available_node_types": {"s": {"max_workers": 1, "resources": {"CPU": 1}}}})
     asks = recipe_of(4, use_gpu=False, cpus_per_worker=4.0)
     assert check_cluster(asks, cluster(small, cpus=64)) is False
+
+
+def mixed(growth: Growth | None = None) -> ClusterShape:
+    """A head without CPUs, 8 H100s and 8 A100s with CPUs, and a node that has CPUs alone."""
+    held = [
+        ({}, {"CPU": 0.0, "node:__internal_head__": 1.0}),
+        ({"gpu": "H100"}, {"CPU": 16.0, "GPU": 8.0}),
+        ({"gpu": "A100"}, {"CPU": 16.0, "GPU": 8.0}),
+        ({"pool": "read"}, {"CPU": 4.0}),
+    ]
+    nodes = tuple({"Labels": labels, "Resources": resources} for labels, resources in held)
+    return ClusterShape(4, 36.0, 16.0, 0.0, growth=growth, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "trains", "reads", "told"),
+    [
+        (16, {}, {}, None),
+        (8, {"gpu": "H100"}, {"pool": "read"}, None),
+        (16, {"gpu": "in(H100, A100)"}, {"pool": "read"}, None),
+        (16, {"pool": "!read", "gpu": "!A100"}, {}, "needs 16 GPUs; the cluster has 8 "),
+        (8, {"gpu": "B200"}, {}, r'workers.label_selector=\{"gpu": "B200"\}: no node .*gpu=H100'),
+        (8, {}, {"pool": "reed"}, r'data.label_selector=\{"pool": "reed"\}: .*pool=read'),
+        # They train on all CPUs that may read.
+        (8, {"gpu": "H100"}, {"gpu": "H100"}, "leave 0 of 16 CPUs for reading"),
+        (8, {"gpu": "H100"}, {"gpu": "in(H100,A100)"}, None),
+    ],
+)
+def test_only_nodes_with_the_labels_are_counted(
+    num_workers: int, trains: dict[str, str], reads: dict[str, str], told: str | None
+) -> None:
+    recipe = recipe_of(num_workers, label_selector=trains, cpus_per_worker=2.0)
+    recipe = recipe.with_changes(data={"label_selector": reads})
+    if told is None:
+        assert check_cluster(recipe, mixed()) is True
+        return
+    with pytest.raises(ValueError, match=told):
+        check_cluster(recipe, mixed())
+
+
+def test_workers_without_gpus_find_room_on_their_own_nodes_alone() -> None:
+    recipe = recipe_of(8, label_selector={"pool": "read"}, use_gpu=False)
+    with pytest.raises(ValueError, match="each find room for 4 on the nodes that there are"):
+        check_cluster(recipe, mixed())
+
+
+def test_node_types_that_may_be_started_have_the_labels_of_their_definition() -> None:
+    types = {
+        "h": {"max_workers": 1, "resources": {"CPU": 32, "GPU": 8}, "labels": {"gpu": "B200"}},
+        "a": {"max_workers": 1, "resources": {"CPU": 32, "GPU": 8}},
+    }
+    growth = growth_of({"available_node_types": types})
+    told = {"gpu": "B200"}
+    assert check_cluster(recipe_of(8, label_selector=told), mixed(growth)) is True
+    with pytest.raises(ValueError, match="needs 16 GPUs; the cluster has 8 "):
+        check_cluster(recipe_of(16, label_selector=told), mixed(growth))
+    # Which GPUs a node has, it says itself when it is up.
+    detected = {"ray.io/accelerator-type": "B200"}
+    assert check_cluster(recipe_of(16, label_selector=detected), mixed(growth)) is True
+    unknown = mixed(Growth(None))
+    assert check_cluster(recipe_of(64, label_selector=told, use_gpu=True), unknown) is True

@@ -443,6 +443,30 @@ def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it(
     assert nodes.hosts == {"1": "10.0.0.1"}
 
 
+def test_a_group_with_labels_counts_nodes_that_have_them_and_keeps_them_without_a_bad_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = [
+        {"NodeID": node, "Alive": True, "Resources": {"CPU": 4.0}, "Labels": {"pool": pool}}
+        for node, pool in (("a", "train"), ("b", "train"), ("c", "read"))
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(FAILING_NODES, "_left", {})
+    labels = {"pool": "train"}
+    scaling = ScalingConfig(
+        num_workers=(1, 8), resources_per_worker={"CPU": 1.0}, label_selector=labels
+    )
+    policy = DivisorScalingPolicy(scaling, [1, 2, 4, 8], 0.5, lambda: None)
+    held = {node: {"CPU": 4.0} for node in "abc"}
+    assert policy._count_possible_workers(held) == 8
+    callback = LeaveOutNodes(lambda: None)
+    FAILING_NODES._left["b"] = ("10.0.0.2", math.inf)
+    assert policy._count_possible_workers(held) == 4
+    chosen = callback.on_controller_start_worker_group(scaling_config=scaling, num_workers=4)
+    assert chosen == {**labels, "ray.io/node-id": "!in(b)"}
+    assert callback.on_controller_start_worker_group(scaling_config=scaling, num_workers=8) is None
+
+
 def test_a_group_that_may_change_its_size_does_without_a_node_that_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,7 +7,7 @@ Where the device decodes, training batches have the columns of `encoded` in the 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -51,6 +51,7 @@ class StreamSpec:
         cache: on each node's disk, for later epochs; None for none.
         decode: where training images become pixels: `host`, in the reading tasks, or `device`, in
             the training workers. Evaluation images are always decoded by reading tasks.
+        label_selector: labels of the nodes that read; empty for all.
         gives_keys: whether evaluation batches have the images' keys.
     """
 
@@ -69,6 +70,7 @@ class StreamSpec:
     object_store_mib: int | None = None
     cache: LocalCache | None = None
     decode: Literal["host", "device"] = "host"
+    label_selector: Mapping[str, str] = field(default_factory=dict)
     gives_keys: bool = False
 
     @property

@@ -116,8 +116,9 @@ def segments_of(
     job_ref = ray.put(job)
     tasks_left = read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
     while planned := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
-        # A set takes from the context where its tasks run. A block that is made on its ranks' host
-        # crosses no network; where there is one server alone, Ray Data spreads the tasks.
+        # A set takes from the context where its tasks run, unless by their labels. A block that is
+        # made on its ranks' host crosses no network; where there is one server alone, Ray Data
+        # spreads the tasks.
         current = DataContext.get_current()
         plain = current.scheduling_strategy
         if share < 1:
@@ -130,6 +131,7 @@ def segments_of(
                 num_cpus=spec.num_cpus,
                 concurrency=most_tasks,
                 override_num_blocks=1,
+                label_selector=dict(spec.label_selector) or None,
             )
         finally:
             current.scheduling_strategy = plain
@@ -208,7 +210,9 @@ def start_beside_server(num_tasks: int) -> None:
 def warm_up(spec: StreamSpec, share: float) -> None:
     """Let idle workers of a cluster import while a stream is planned, without waiting for it."""
     for _ in range(reading_tasks(spec, share)):
-        _import_what_tasks_need.options(num_cpus=spec.num_cpus).remote()
+        _import_what_tasks_need.options(
+            num_cpus=spec.num_cpus, label_selector=dict(spec.label_selector)
+        ).remote()
 
 
 class _BlockSource(Datasource):

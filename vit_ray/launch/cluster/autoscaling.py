@@ -16,11 +16,13 @@ from typing import Any, Final
 
 import yaml
 
-from vit_ray.ray_internals import has_second_autoscaler
+from vit_ray.ray_internals import has_second_autoscaler, node_labels_match_selector
 
 _PROCESSES: Final = Path("/proc")
 _OPTION: Final = "--autoscaling-config="
 _CLUSTER: Final = "--gcs-address="
+_RAYS_OWN: Final = "ray.io/"
+"""Labels that a node gives itself when it starts, such as the kind of its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class NodeType:
     most: int
     """Nodes of this type at a time."""
     resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         held = ", ".join(f"{count:g} {key}" for key, count in self.resources.items())
@@ -47,6 +50,18 @@ class Growth:
     """Of all types together."""
     head: Mapping[str, float] = field(default_factory=dict)
     """What the head has, which is up and counts as none of them."""
+
+    def matching(self, selector: Mapping[str, str], *, has_head: bool) -> Growth:
+        """Those of the nodes that have, or may come to have, the labels.
+
+        Args:
+            has_head: the head is one of them.
+        """
+        told = {k: v for k, v in selector.items() if not k.startswith(_RAYS_OWN)}
+        types = self.types and tuple(
+            each for each in self.types if node_labels_match_selector(dict(each.labels), told)
+        )
+        return replace(self, types=types, head=self.head if has_head else {})
 
     def total(self, key: str) -> float:
         """The most of a resource that there can be; infinite where it is not known."""
@@ -109,6 +124,7 @@ def growth_of(config: Mapping[str, Any]) -> Growth:
                 name,
                 int(min(each.get("max_workers", most_nodes), most_nodes)),
                 {key: float(count) for key, count in (each.get("resources") or {}).items()},
+                each.get("labels") or {},
             )
             for name, each in config.get("available_node_types", {}).items()
             if name != head

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -32,10 +34,13 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     It can where it may grow to it: the group then asks for its nodes, and waits for them.
 
     Raises:
-        ValueError: more GPUs or CPUs are asked for than there are or may be, or whether there may
-            be GPUs is not known.
+        ValueError: more GPUs or CPUs are asked for than there are or may be, on nodes with the
+            labels that the recipe asks for; or whether there may be GPUs is not known.
     """
     workers, least = recipe.workers, recipe.group_sizes[0]
+    reading = _matching("data", recipe.data.label_selector, cluster)
+    cluster = _matching("workers", workers.label_selector, cluster)
+    both = cluster.matching(recipe.data.label_selector)
     use_gpu = workers.use_gpu
     if use_gpu == "auto":
         if cluster.num_gpus == 0 and math.isinf(cluster.most_gpus):
@@ -52,23 +57,46 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
             f"{cluster.most_gpus:g}, or set workers.use_gpu=false"
         )
     needed = least * workers.cpus_per_worker
-    if cluster.most_cpus - needed < recipe.data.cpus_per_task:
-        most = int((cluster.most_cpus - recipe.data.cpus_per_task) // workers.cpus_per_worker)
+    left = most = reading.most_cpus
+    if not math.isinf(most):  # workers first take the nodes that do not read
+        left -= max(0.0, needed - (cluster.most_cpus - both.most_cpus))
+    if left < recipe.data.cpus_per_task:
+        fit = int((needed + left - recipe.data.cpus_per_task) // workers.cpus_per_worker)
         raise ValueError(
             f"{least} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
-            f"{cluster.most_cpus - needed:g} of {cluster.most_cpus:g} CPUs for reading data, which "
-            f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({cluster}); use at most "
-            f"{max(most, 0)} workers, or fewer CPUs for each"
+            f"{left:g} of {most:g} CPUs for reading data, which "
+            f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({reading}); use at most "
+            f"{max(fit, 0)} workers, or fewer CPUs for each"
         )
     each = {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
     now = {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus}
     has_room = min(now[key] / need for key, need in each.items())
-    if cluster.growth is not None and has_room < least and cluster.growth.holds(each) < least:
+    may_hold = max(has_room, cluster.growth.holds(each) if cluster.growth else 0)
+    if may_hold < least:
         held = " and ".join(f"{count:g} {key}" for key, count in each.items())
         raise ValueError(
             f"workers.num_workers={workers.num_workers} with {held} each find room for "
-            f"{cluster.growth.holds(each):g} on the nodes that the cluster may start ({cluster}). "
-            "Raise max_workers of a node type, or lower workers.num_workers or "
+            f"{int(may_hold)} on the nodes that there are or that the cluster may start "
+            f"({cluster}). Raise max_workers of a node type, or lower workers.num_workers or "
             "workers.cpus_per_worker"
         )
     return use_gpu
+
+
+def _matching(section: str, selector: Mapping[str, str], cluster: ClusterShape) -> ClusterShape:
+    """The part of the cluster whose nodes have the labels.
+
+    Raises:
+        ValueError: there is none, and none may come.
+    """
+    found = cluster.matching(selector)
+    if not selector or found.most_cpus:
+        return found
+    there = sorted({f"{k}={v}" for n in cluster.nodes for k, v in n["Labels"].items()
+                    if k != "ray.io/node-id"})  # fmt: skip
+    raise ValueError(
+        f"{section}.label_selector={json.dumps(dict(selector))}: no node with CPUs has these "
+        f"labels, and none that has them may be started; there are "
+        f"{', '.join(there) or 'no labels'} ({cluster}). Change {section}.label_selector, or start "
+        "nodes with these labels (`ray start --labels`, or `labels` of a group or node type)"
+    )

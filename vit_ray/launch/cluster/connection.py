@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import ray
 
@@ -32,6 +32,7 @@ from vit_ray.ray_internals import (
     hide_printed_messages,
     is_startup_timeout,
     is_warning_of_many_actors,
+    node_labels_match_selector,
     reload_ray_config,
     token_problem,
     version_mismatch,
@@ -69,6 +70,24 @@ class ClusterShape:
     """This driver has started it, and it ends with this driver."""
     growth: Growth | None = None
     """What its autoscaler may start; None if it stays as it is."""
+    nodes: tuple[Mapping[str, Any], ...] = ()
+    """Those that are up, as Ray lists them."""
+
+    def matching(self, selector: Mapping[str, str]) -> ClusterShape:
+        """The part of it whose nodes have the labels."""
+        if not selector:
+            return self
+        nodes = matching_nodes(self.nodes, selector)
+        held = [node["Resources"] for node in nodes]
+        has_head = any(_HEAD in one for one in held)
+        return replace(
+            self,
+            num_nodes=len(nodes),
+            num_cpus=sum(one.get("CPU", 0.0) for one in held),
+            num_gpus=sum(one.get("GPU", 0.0) for one in held),
+            growth=self.growth and self.growth.matching(selector, has_head=has_head),
+            nodes=nodes,
+        )
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
@@ -266,7 +285,8 @@ def _address() -> str:
 def shape(ready_s: float) -> ClusterShape:
     """The connected cluster as it is now."""
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    held = [n["Resources"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = tuple(n for n in ray.nodes() if n["Alive"])  # type: ignore[no-untyped-call]
+    held = [n["Resources"] for n in nodes]
     is_private = _address() in _STARTED
     head: dict[str, float] = next((resources for resources in held if _HEAD in resources), {})
     return ClusterShape(
@@ -276,7 +296,15 @@ def shape(ready_s: float) -> ClusterShape:
         ready_s,
         is_private=is_private,
         growth=None if is_private else find_growth(_address(), head),
+        nodes=nodes,
     )
+
+
+def matching_nodes(
+    nodes: Iterable[Mapping[str, Any]], selector: Mapping[str, str]
+) -> tuple[Mapping[str, Any], ...]:
+    """Nodes, as Ray lists them, that have the labels."""
+    return tuple(n for n in nodes if node_labels_match_selector(n["Labels"], dict(selector)))
 
 
 def refuse_client() -> None:

@@ -148,6 +148,7 @@ def _spec(
         concurrency=data.max_tasks,
         cache_mib=data.task_memory_mib,
         decode=data.decode,
+        label_selector=data.label_selector,
         object_store_mib=data.object_store_mib,
         cache=cache or None,
     )

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import ray
 
+from vit_ray.launch.cluster.connection import matching_nodes
 from vit_ray.outcomes import EventKind, WorkerPlace
 from vit_ray.ray_internals import ControllerCallback
 from vit_ray.worker.job import TrainJob
@@ -69,7 +70,8 @@ class LeaveOutNodes(ControllerCallback):
         """Ray's label selector for each worker; None where any node may take it."""
         hosts = FAILING_NODES.hosts
         wanted = scaling_config._resources_per_worker_not_none
-        if not hosts or _room(wanted) < num_workers:
+        labels = scaling_config.label_selector or {}
+        if not hosts or _room(wanted, labels) < num_workers:
             return None
         if news := hosts.keys() - self._noted:
             self._noted |= news
@@ -82,12 +84,14 @@ class LeaveOutNodes(ControllerCallback):
             with contextlib.suppress(ray.exceptions.RayError):
                 if (job := self._current_job()) is not None:
                     job.record.event(EventKind.NODE_LEFT_OUT, text, 0)
-        return {"ray.io/node-id": f"!in({','.join(sorted(hosts))})"}
+        return {**labels, "ray.io/node-id": f"!in({','.join(sorted(hosts))})"}
 
 
-def _room(wanted: Mapping[str, float]) -> int:
-    """Workers that the nodes which are not left out have room for."""
+def _room(wanted: Mapping[str, float], labels: Mapping[str, str]) -> int:
+    """Workers that the nodes with the labels which are not left out have room for."""
     nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    if labels:
+        nodes = list(matching_nodes(nodes, labels))
     held = [n["Resources"] for n in nodes if n["NodeID"] not in FAILING_NODES.hosts]
     needs = [(key, need) for key, need in wanted.items() if need > 0]
     return sum(int(min(one.get(key, 0.0) // need for key, need in needs)) for one in held)

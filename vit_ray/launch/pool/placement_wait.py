@@ -5,6 +5,7 @@ A stop ends it, too: workers, which learn of one by their heartbeat, are not run
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -91,7 +92,12 @@ def describe_missing(
     )
 
 
-def missing_now(num_workers: int, each: Mapping[str, float]) -> str:
-    """`describe_missing` of the connected cluster."""
+def missing_now(
+    num_workers: int, each: Mapping[str, float], labels: Mapping[str, str] | None = None
+) -> str:
+    """`describe_missing` of the connected cluster, and the labels that the nodes must have."""
     total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
-    return describe_missing(num_workers, each, total, free)
+    text = describe_missing(num_workers, each, total, free)
+    if labels:
+        text += f". Only nodes with workers.label_selector={json.dumps(dict(labels))} are used"
+    return text

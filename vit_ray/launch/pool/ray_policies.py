@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import ray
@@ -20,6 +20,7 @@ from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
+from vit_ray.launch.cluster.connection import matching_nodes
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED
 from vit_ray.launch.pool.failing_nodes import FAILING_NODES
 from vit_ray.launch.pool.failure_causes import cause, failing_node, is_defect
@@ -211,10 +212,12 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         cpus = {
             node: n for node, n in cpus_by_node().items() if node not in FAILING_NODES.hosts
         } or cpus_by_node()
+        labels = self.scaling_config.label_selector
+        fitting = cpus_by_node(labels) if isinstance(labels, dict) else cpus
         counts = {
             node: int(min(held.get(key, 0.0) // n for key, n in wanted.items() if n > 0))
             for node, held in reserved_resources.items()
-            if node in cpus
+            if node in cpus and node in fitting
         }
         most, cpus_per_worker = sum(counts.values()), wanted.get("CPU", 0.0)
         spare = max(
@@ -225,7 +228,8 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         return max((size for size in self._sizes if size <= most), default=0)
 
 
-def cpus_by_node() -> dict[str, float]:
-    """CPUs of each node that is alive, by its id."""
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes if n["Alive"]}
+def cpus_by_node(labels: Mapping[str, str] | None = None) -> dict[str, float]:
+    """CPUs of each node that is alive, and has the labels, by its id."""
+    nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    found = matching_nodes(nodes, labels) if labels else nodes
+    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in found}

@@ -86,6 +86,8 @@ class PoolShape:
     collective_timeout_s: int
     replaces_failed: bool
     """A worker whose process has died is replaced alone."""
+    label_selector: tuple[tuple[str, str], ...] = ()
+    """Labels of the nodes that train."""
 
     @classmethod
     def of(
@@ -106,6 +108,7 @@ class PoolShape:
             workers.collective_timeout_s,
             # A blocked call of NCCL would have to be aborted, which has not been tried on GPUs.
             workers.replace_failed and not use_gpu,
+            tuple(sorted(workers.label_selector.items())),
         )
 
     @property
@@ -169,7 +172,10 @@ class BorrowedPool:
             NoPlaceError: there is no place for the group, or a stop came while there was none.
         """
         shape, server, held = self.shape, self.server, ray.put(streams)
-        watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
+        labels = dict(shape.label_selector)
+        watch = PlacementWait(
+            job, lambda: missing_now(shape.least_workers, shape.resources, labels)
+        )
         _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held))
         while not _ask(server, "wait_until_ended"):
             is_closed, error = _ask(server, "closed")
@@ -323,6 +329,7 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         num_workers=shape.num_workers,
         use_gpu=shape.use_gpu,
         resources_per_worker=shape.resources,
+        label_selector=dict(shape.label_selector) or None,
     )
     current_job = _CurrentJob(server)
     callbacks: list[Any] = [

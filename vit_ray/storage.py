@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -17,7 +17,7 @@ import pyarrow
 from pyarrow import fs
 
 from vit_ray import s3
-from vit_ray.retry import with_retries
+from vit_ray.retry import is_denied, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -26,6 +26,14 @@ PLACEHOLDER: Final = "s3://BUCKET"
 
 READS_OLDER: Final = "bf285d9"
 """The last commit that reads what was written before the formats of this code."""
+
+
+_RIGHTS: Final = {
+    "list": "s3:ListBucket",
+    "read": "s3:GetObject",
+    "write": "s3:PutObject",
+    "delete": "s3:DeleteObject",
+}
 
 
 class Creation(Enum):
@@ -357,6 +365,59 @@ def _s3() -> fs.S3FileSystem:
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
         allow_delayed_open=True,
     )
+
+
+@contextlib.contextmanager
+def needing_right(right: str, uri: str, *, is_probe: bool = False) -> Iterator[None]:
+    """Errors in the block say which right is missing, and what to allow.
+
+    Args:
+        right: `list`, `read`, `write` or `delete`.
+        is_probe: the block does nothing else, so that on a disk every error means this.
+
+    Raises:
+        ValueError: the place refuses it.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_local = "://" not in uri
+        is_refused = isinstance(error, PermissionError) or is_denied(error)
+        if not (is_refused or (is_local and is_probe)):
+            raise
+        remedy = "change the rights of the folder"
+        if not is_local:
+            remedy = f"allow {_RIGHTS[right]} to the role of the node or to AWS_ACCESS_KEY_ID"
+        text = str(error).rstrip(".")
+        raise ValueError(
+            f"{uri}: no right to {right} there: {text}; {remedy}, or choose another place"
+        ) from None
+
+
+def check_rights(folder: Location) -> None:
+    """Try what a run does in its folder, with a small file that is deleted again.
+
+    Raises:
+        ValueError: the store refuses it.
+        OSError: it does not answer.
+    """
+    name = f"rights-{uuid.uuid4().hex}"
+    probe = folder.child(name)
+    uses: dict[str, Callable[[], object]] = {
+        "write": lambda: probe.write(b"vit_ray"),
+        "read": lambda: probe.read() == b"vit_ray",
+        "list": lambda: name in [info.base_name for info in folder.list_files(recursive=False)],
+        "delete": probe.delete,
+    }
+    try:
+        for right, use in uses.items():
+            with needing_right(right, folder.uri, is_probe=True):
+                if use() is False:
+                    raise OSError(f"{folder.uri}: to {right} what was written does not work there")
+    except BaseException:
+        with contextlib.suppress(Exception):  # what is wrong has been said
+            probe.delete()
+        raise
 
 
 def file_version(location: Location) -> str:

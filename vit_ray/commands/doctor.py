@@ -12,7 +12,6 @@ import platform
 import resource
 import shutil
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,7 +20,7 @@ from typing import Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
-from vit_ray.storage import is_placeholder, locate
+from vit_ray.storage import check_rights, is_placeholder, locate
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
 LEAST_SHARED_GIB: Final = 1.0
@@ -144,28 +143,15 @@ def _mlflow(recipe: Recipe) -> str:
 
 
 def _output(recipe: Recipe) -> str:
-    """The rights that checkpoints need, each tried with a file of a name that is not taken."""
+    """The rights that checkpoints need."""
     if is_placeholder(recipe.output):
         raise ValueError(f"{recipe.output} is a placeholder; set output to a folder or bucket")
-    folder, name = locate(recipe.output), f"doctor-{uuid.uuid4().hex}"
-    path, probe = Path(folder.path), folder.child(name)
+    folder = locate(recipe.output)
+    path = Path(folder.path)
     missing = [one for one in (path, *path.parents) if folder.is_local and not one.exists()]
-    rights: dict[str, Callable[[], object]] = {
-        "write": lambda: probe.write(b"vit_ray"),
-        "read": lambda: probe.read() == b"vit_ray",
-        "list": lambda: name in [info.base_name for info in folder.list_files(recursive=False)],
-        "delete": probe.delete,
-    }
     try:
-        for right, use in rights.items():
-            try:
-                if use() is False:
-                    raise ValueError("what was written is not there")
-            except Exception as error:
-                raise ValueError(f"{folder.uri}: no right to {right} there: {error}") from None
+        check_rights(folder)
     finally:
-        with contextlib.suppress(Exception):  # what is wrong has been said
-            probe.delete()
         for made in missing:
             with contextlib.suppress(OSError):
                 made.rmdir()

@@ -24,7 +24,7 @@ from vit_ray.launch.model_checks import (
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import locate
+from vit_ray.storage import check_rights, locate, needing_right
 from vit_ray.worker.job import Extraction
 
 _HEADS: Final[dict[str, bool]] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": False}
@@ -105,6 +105,8 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     # From before the checkpoints are looked at: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
     run_folder.refuse_file_in_its_place("output")
+    if not run_folder.is_local:
+        check_rights(run_folder)
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []
         changes: list[str] = []
@@ -170,7 +172,7 @@ def check_weights(prepared: PreparedRun) -> None:
     from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
 
     model, changes = recipe.model, (prepared.new_head, recipe.init_resize)
-    with errors_of_weights():
+    with errors_of_weights(), needing_right("read", recipe.init_from):
         report = planned_load(model, prepared.num_classes, recipe.init_from, *changes)
         trained = meta_state_of(recipe.init_from).sides
     if trained is None and report.grids is not None:

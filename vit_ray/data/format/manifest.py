@@ -25,7 +25,7 @@ from vit_ray.data.format.schema import (
     STAGING_FOLDER,
 )
 from vit_ray.retry import read_again
-from vit_ray.storage import Location, locate, other_format
+from vit_ray.storage import Location, locate, needing_right, other_format
 
 ABOUT: Final = ("license", "source_url", "evaluation_only")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
@@ -220,8 +220,13 @@ def open_dataset(path: str) -> Manifest:
 
     Raises:
         ValueError: if there is no data set, its conversion never finished, it is empty, or it
-            has another format.
+            has another format; or the store refuses to have it read.
     """
+    with needing_right("read", path):
+        return _open(path)
+
+
+def _open(path: str) -> Manifest:
     folder = locate(path)
     file = folder.child(MANIFEST_FILE)
     if not file.exists():

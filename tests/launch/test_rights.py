@@ -1,0 +1,71 @@
+"""A store that refuses one right: told in one line with its remedy, before anything starts."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data.denying_s3 import ACTIONS, Rights, serve_s3_with_rights
+from tests.recipes import recipe_with
+from vit_ray.commands import doctor
+from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.storage import locate
+
+SET = Path(__file__).parents[1] / "net" / "kept" / "set"
+ALL = tuple(ACTIONS)
+
+
+@pytest.fixture(scope="module")
+def allow() -> Iterator[Callable[[Rights], None]]:
+    files = {f"train/{p.relative_to(SET)}": p.read_bytes() for p in SET.rglob("*") if p.is_file()}
+    with serve_s3_with_rights({"sets": files, "weights": {"w.npz": b""}, "runs": {}}) as allowing:
+        yield allowing
+
+
+def prepare(name: str, **sections: object) -> None:
+    recipe = recipe_with(
+        name, output="s3://runs/all", data={"train": "s3://sets/train", "eval": None},
+        optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 4}, **sections,
+    )  # fmt: skip
+    with prepared_training(recipe, "pretrain"):
+        pass
+
+
+def test_the_rights_that_a_run_needs_are_enough(allow: Callable[[Rights], None]) -> None:
+    allow({"sets": ("read",), "runs": ALL})
+    prepare("enough")
+    names = [info.base_name for info in locate("s3://runs/all/enough").list_files(recursive=True)]
+    assert not [name for name in names if name.startswith("rights-")]  # the probe is gone
+
+
+@pytest.mark.parametrize("right", ALL)
+def test_a_right_that_output_does_not_give_is_named_before_anything_starts(
+    right: str, allow: Callable[[Rights], None]
+) -> None:
+    allow({"sets": ("read", "list"), "runs": [one for one in ALL if one != right]})
+    with pytest.raises(
+        ValueError, match=f"no right to {right} there: .*(ACCESS_DENIED|AccessDenied)"
+    ) as error:
+        prepare(f"without-{right}")
+    assert str(error.value).startswith(f"s3://runs/all/without-{right}: ")
+    assert f"; allow {ACTIONS[right]} to the role of the node or " in str(error.value)
+    assert "\n" not in str(error.value)
+    recipe = recipe_with("r", output="s3://runs/all")
+    (found,) = [one for one in doctor.examine(recipe) if one.what == "output"]
+    assert not found.is_good
+    assert f"no right to {right} there" in found.text
+
+
+@pytest.mark.parametrize(
+    ("rights", "sections", "place"),
+    [
+        ({"sets": ("list",)}, {}, "s3://sets/train"),
+        ({"sets": ("read", "list")}, {"init_from": "s3://weights/w.npz"}, "s3://weights/w.npz"),
+    ],
+)
+def test_what_cannot_be_read_is_named_before_anything_starts(
+    rights: Rights, sections: dict[str, str], place: str, allow: Callable[[Rights], None]
+) -> None:
+    allow({**rights, "runs": ALL})
+    with pytest.raises(ValueError, match=f"{place}: no right to read .*allow s3:GetObject"):
+        prepare("unread", **sections)

@@ -1,13 +1,16 @@
 """How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
 
 import json
+import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray.train import PreemptionInfo
 
 from tests import parts
 from tests.worker.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
@@ -178,7 +181,7 @@ def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
-    notices = iter([None] * 2 + ["node 1"] * TOTAL)
+    notices = iter([None] * 2 + [PreemptionInfo(None, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
     worker.actor.saves = 3  # of an earlier attempt
     worker.link.beat(0)
@@ -192,6 +195,22 @@ def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
     run(worker)
     saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
     assert saves == [("preemption", 2), ("resizing", 4)]
+
+
+@pytest.mark.parametrize(
+    ("leaves_in_s", "told"),
+    [(270, r"took \d s of 270 s until a node leaves$"), (-5, "too long; raise RAY_GRACEFUL_SHUTD")],
+)
+def test_it_is_told_how_long_the_save_took_of_the_time_that_a_node_has(
+    leaves_in_s: int, told: str, tmp_path: Path
+) -> None:
+    deadline_ms = int((time.time() + leaves_in_s) * 1000)
+    notices = iter([None] + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
+    worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
+    run(worker)
+    first, second = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
+    assert re.fullmatch(r"a node leaves in -?\d+ s: checkpoint at once", first)
+    assert re.search(told, second), second
 
 
 def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:

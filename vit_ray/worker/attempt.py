@@ -77,6 +77,8 @@ class Attempt:
     """What the cluster has announced about this group's nodes; None = nothing."""
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
+    _leaves_at_s: float | None = field(default=None, init=False)
+    """Unix time at which a node of this run leaves, for the next checkpoint."""
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> None:
@@ -239,7 +241,8 @@ class Attempt:
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log for how long training stood still."""
         with self.link.clock.within(TimeClass.CHECKPOINT):
-            stall_s = self.saver.save(progress)
+            stall_s = self.saver.save(progress, self._leaves_at_s)
+        self._leaves_at_s = None
         progress.metrics[CHECKPOINT_STALL_S] = stall_s
         self.link.log(progress.step, {CHECKPOINT_STALL_S: stall_s})
 
@@ -261,6 +264,9 @@ class Attempt:
             return False
         self._notice_seen = repr(notice)
         text = "a node is about to leave: checkpoint at once"
+        if notice.deadline_ms is not None:
+            self._leaves_at_s = notice.deadline_ms / 1e3
+            text = f"a node leaves in {self._leaves_at_s - time.time():.0f} s: checkpoint at once"
         self.link.note_own(EventKind.PREEMPTION, text, step)
         return True
 

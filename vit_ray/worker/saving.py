@@ -76,8 +76,12 @@ class CheckpointSaver:
         self._written.set()
         self._error: BaseException | None = None
 
-    def save(self, progress: Progress) -> float:
+    def save(self, progress: Progress, leaves_at_s: float | None = None) -> float:
         """Copy the state now and write it while training continues.
+
+        Args:
+            leaves_at_s: Unix time at which a node is taken away; an event says by how much the
+                checkpoint was in time.
 
         Returns:
             Seconds for which training stood still.
@@ -85,13 +89,13 @@ class CheckpointSaver:
         Raises:
             UnrecoverableError: as `wait_until_written`, of the checkpoint before.
         """
-        start_s = time.perf_counter()
+        start_s, asked_s = time.perf_counter(), time.time()
         self._watchdog.pause()  # waiting has limits of its own
         self.wait_until_written()  # storage slower than the cadence must not pile up copies
         position = make_position(self._job, self._state, progress, self._link.tracking_run_id())
         snapshot = self._state.snapshot(position)
         self._written.clear()
-        self._run_beside(lambda: self._write(snapshot))
+        self._run_beside(lambda: self._write(snapshot, asked_s, leaves_at_s))
         self._watchdog.resume()
         return time.perf_counter() - start_s
 
@@ -150,13 +154,26 @@ class CheckpointSaver:
         """Whether the checkpoint of a step is committed; for when all ranks have written."""
         return self._writer.is_whole(step)
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, asked_s: float, leaves_at_s: float | None) -> None:
         try:
             self._writer.write(snapshot)
+            if leaves_at_s is not None:
+                text = _time_taken(asked_s, time.time(), leaves_at_s)
+                self._link.note(EventKind.PREEMPTION, text, snapshot.position.step)
         except Exception as error:  # raised at the next check in training
             self._error = error
         finally:
             self._written.set()
+
+
+def _time_taken(asked_s: float, ended_s: float, leaves_at_s: float) -> str:
+    text = f"the checkpoint took {ended_s - asked_s:.0f} s of {leaves_at_s - asked_s:.0f} s"
+    if ended_s <= leaves_at_s:
+        return f"{text} until a node leaves"
+    return (
+        f"{text} until a node leaves, which is too long; raise RAY_GRACEFUL_SHUTDOWN_DRAIN_"
+        "TIMEOUT_S, and above it terminationGracePeriodSeconds of its pod"
+    )
 
 
 def check_folder_is_shared(job: TrainJob, node: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.data.pictures import jpeg
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
 from vit_ray.commands import cli
-from vit_ray.commands.early_checks import check_places
+from vit_ray.commands.early_checks import check_packages, check_places
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import load_recipe
 from vit_ray.lock import is_lock_file
@@ -405,3 +406,19 @@ def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> 
     words = "verify digits verify.path=nosuch sweep.seeds=2 train.log_every_steps=3"
     done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
     assert done.stderr.startswith("note: verify does not read sweep.seeds, train.log_every_steps\n")
+
+
+def test_an_image_without_a_dependency_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_packages(COMMANDS["pretrain"])
+    plain = importlib.util.find_spec
+    without = {"deepspeed", "cv2"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in without else plain(name)
+    )
+    result = CliRunner().invoke(cli.vit_ray, ["pretrain", "digits"])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert re.match("error: cv2, deepspeed cannot be imported by .*; use an image or environ", line)
+    check_packages(COMMANDS["convert"])  # which needs neither worker nor GPU

@@ -17,7 +17,7 @@ import click
 import yaml
 from click.shell_completion import CompletionItem
 
-from vit_ray.commands.early_checks import check_places, note_unread
+from vit_ray.commands.early_checks import check_packages, check_places, note_unread
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
 from vit_ray.config.help import key_names, require_keys
@@ -66,6 +66,7 @@ def run_recipe(
         if not (is_dry or shows_recipe):
             example = command.example.removesuffix(" --dry-run")
             require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
+            check_packages(command)
             check_places(command, recipe)
             return command.run(recipe)
         if is_dry and command.plan:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from operator import attrgetter
@@ -15,7 +16,28 @@ from vit_ray.config import Recipe
 from vit_ray.launch.cluster.ray_address import host_and_port
 
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
+_TRAINS = frozenset({"pretrain", "finetune", "sweep", "scaling_study", "vtab", "evaluate"})
+_IMPORTED = (
+    "cv2", "deepspeed", "google_crc32c", "mlflow", "numpy", "pyarrow", "ray", "safetensors",
+    "torch",
+)  # fmt: skip
+"""By drivers, workers and reading tasks, which have one image."""
 _IN_PATTERNS = frozenset("*?[{")
+
+
+def check_packages(command: Command) -> None:
+    """Look for what a training imports; on a cluster its workers would miss it on their GPUs.
+
+    Raises:
+        ValueError: some of it is not installed.
+    """
+    missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
+    if missing and command.name in _TRAINS:
+        raise ValueError(
+            f"{', '.join(missing)} cannot be imported by {sys.executable} on {platform.node()}; "
+            "use an image or environment with all dependencies of vit_ray (cluster/Dockerfile, or "
+            "`pip install` of this package)"
+        )
 
 
 def check_places(command: Command, recipe: Recipe) -> None:

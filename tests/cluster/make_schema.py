@@ -1,9 +1,11 @@
-"""Make the schema that the RayJob manifest is checked against, from KubeRay's own definition.
+"""Make the schemas that the RayJob manifest is checked against, from others' own definitions.
 
     git -C KUBERAY show v1.7.0:ray-operator/config/crd/bases/ray.io_rayjobs.yaml > rayjobs.yaml
-    python tests/cluster/make_schema.py rayjobs.yaml
+    FOLDER=config/components/crd/bases
+    git -C KUEUE show v0.19.2:$FOLDER/kueue.x-k8s.io_workloads.yaml > workloads.yaml
+    python tests/cluster/make_schema.py rayjobs.yaml workloads.yaml
 
-Takes the `openAPIV3Schema` of version v1, unchanged but for its form: JSON, compressed.
+Takes the `openAPIV3Schema` of one version, unchanged but for its form: JSON, compressed.
 """
 
 import gzip
@@ -13,10 +15,18 @@ from pathlib import Path
 
 import yaml
 
-SCHEMA = Path(__file__).with_name("rayjob_v1_kuberay_1.7.0.schema.json.gz")
+FILES = {
+    ("RayJob", "v1"): "rayjob_v1_kuberay_1.7.0.schema.json.gz",
+    ("Workload", "v1beta2"): "workload_v1beta2_kueue_0.19.2.schema.json.gz",
+}
 
 if __name__ == "__main__":
-    definition = yaml.safe_load(Path(sys.argv[1]).read_text())
-    (version,) = [v for v in definition["spec"]["versions"] if v["name"] == "v1"]
-    text = json.dumps(version["schema"]["openAPIV3Schema"], separators=(",", ":"), sort_keys=True)
-    SCHEMA.write_bytes(gzip.compress(text.encode(), mtime=0))
+    for path in sys.argv[1:]:
+        definition = yaml.safe_load(Path(path).read_text())
+        for version in definition["spec"]["versions"]:
+            name = FILES.get((definition["spec"]["names"]["kind"], version["name"]))
+            if name is not None:
+                schema = version["schema"]["openAPIV3Schema"]
+                text = json.dumps(schema, separators=(",", ":"), sort_keys=True)
+                file = Path(__file__).with_name(name)
+                file.write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -1,0 +1,65 @@
+"""The Workload that Kueue makes of a RayJob with a queue, against Kueue's own definition."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.cluster.test_manifests import SMALL, _broken_rules, _problems, _strict, written
+
+FILE = Path(__file__).with_name("workload_v1beta2_kueue_0.19.2.schema.json.gz")
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    schema = json.loads(gzip.decompress(FILE.read_bytes()))
+    # The API server fills and checks metadata by its own schema, which a CRD does not repeat.
+    schema["properties"]["metadata"]["properties"] = {"name": {}}
+    return jsonschema.Draft7Validator(_strict(schema))
+
+
+def workload_of(job: dict[str, Any]) -> dict[str, Any]:
+    """As Kueue (0.19.2) does: `raycluster.BuildPodSets`; no pod submits in HTTPMode."""
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [("head", 1, cluster["headGroupSpec"])]
+    groups += [(g["groupName"], g["replicas"], g) for g in cluster["workerGroupSpecs"]]
+    return {
+        "apiVersion": "kueue.x-k8s.io/v1beta2",
+        "kind": "Workload",
+        "metadata": {"name": f"rayjob-{job['metadata']['name']}"},
+        "spec": {
+            "queueName": job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"],
+            "podSets": [
+                {"name": name, "count": count, "template": group["template"]}
+                for name, count, group in groups
+            ],
+        },
+    }
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_kueue_can_make_a_workload_of_the_rayjob(gpus: int, validator: Any) -> None:
+    text = written(*SMALL, f"cluster.gpus={gpus}", "cluster.queue=team", "cluster.data_nodes=2")
+    (job,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "RayJob"]
+    workload = workload_of(job)
+    assert _problems(validator, workload) == []
+    assert _broken_rules(validator.schema, workload) == []
+    # What is admitted is the whole group at once.
+    held = {one["name"]: one["count"] for one in workload["spec"]["podSets"]}
+    assert held == {"head": 1, "gpu": gpus // 8, "cpu": 2}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [("queueName", "a b", "does not match"), ("podSets", [], "podSets")],
+)
+def test_what_kueue_refuses_is_found(part: str, value: Any, told: str, validator: Any) -> None:
+    text = written(*SMALL, "cluster.gpus=8", "cluster.queue=team", "cluster.data_nodes=2")
+    (job,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "RayJob"]
+    workload = workload_of(job)
+    workload["spec"][part] = value
+    assert told in " ".join(_problems(validator, workload))

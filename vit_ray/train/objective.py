@@ -22,6 +22,8 @@ from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 """(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
+NotesLosses = Callable[[Tensor, Tensor, int], None]
+"""Takes the samples, the losses per image and the step of each micro-batch."""
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
@@ -58,11 +60,44 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def make_loss(recipe: Recipe) -> LossFunction:
+def make_loss(recipe: Recipe, note: NotesLosses | None = None) -> LossFunction:
     """The recipe's loss as the engine calls it.
 
     What is random in it (dropout, mixing, the choice of patches) is a function of the seed, the
     step and the sample, and of nothing that depends on how a batch is cut into workers and passes.
+
+    Args:
+        note: gets the losses per image, which `loss=masked_patch` does not have in training.
+    """
+    if recipe.train.loss == "masked_patch":
+
+        def predict_patches(
+            module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
+        ) -> Tensor:
+            # What is predicted is the pixels themselves; the model rounds its own input.
+            loss: Tensor = module(normalize(images, torch.float32), samples, step)
+            return loss
+
+        return predict_patches
+
+    losses_of = make_image_losses(recipe)
+
+    def classify(
+        module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
+    ) -> Tensor:
+        losses = losses_of(module, images, labels, samples, step)
+        if note is not None:
+            note(samples, losses, step)
+        return losses.mean()
+
+    return classify
+
+
+def make_image_losses(recipe: Recipe) -> LossFunction:
+    """As `make_loss`, with the loss of each image, float32 (b,), in the place of their mean.
+
+    Where images are mixed, an image's loss is that of its mixture with its partner, to which both
+    contribute.
     """
     train = recipe.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -75,7 +110,7 @@ def make_loss(recipe: Recipe) -> LossFunction:
             keys = (sample_keys(samples, recipe.seed, step),)
         if not train.mixes:
             logits = module(normalize(images, dtype), *keys)
-            return classification_loss(logits, labels, train).mean()
+            return classification_loss(logits, labels, train)
         height, width = images.shape[1:3]
         mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)
         mixed = mix_images(normalize(images, torch.float32), mixing.weight)
@@ -83,14 +118,13 @@ def make_loss(recipe: Recipe) -> LossFunction:
         # Both losses are linear in the target, so this is the loss of mixed targets.
         own = classification_loss(logits, labels, train)
         others = classification_loss(logits, partners(labels), train)
-        return torch.lerp(others, own, mixing.own_share).mean()
+        return torch.lerp(others, own, mixing.own_share)
 
     def predict_patches(
         module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
     ) -> Tensor:
-        # What is predicted is the pixels themselves; the model rounds its own input.
-        loss: Tensor = module(normalize(images, torch.float32), samples, step)
-        return loss
+        losses: Tensor = module(normalize(images, torch.float32), samples, step, per_image=True)
+        return losses
 
     return predict_patches if train.loss == "masked_patch" else classify
 

@@ -1,0 +1,53 @@
+"""The losses of single images, kept on the device until a spike asks for them.
+
+Of the step at hand, of the one before, and of a few ordinary steps for comparison.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NUM_ORDINARY: Final = 8
+"""Earlier steps of this attempt, each with the same chance to be among them (reservoir sampling);
+the same ones on all ranks. A step of 4,096 images takes 48 KiB, of all ranks together."""
+
+
+class ImageLosses:
+    """This rank's losses per image, by 0-based step; no call but `take` waits for the device."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random, self._num_noted = np.random.default_rng(seed), 0
+        self._ordinary: list[tuple[int, list[Tensor]]] = []
+        self._before: tuple[int, list[Tensor]] = (-1, [])
+        self._now: tuple[int, list[Tensor]] = (-1, [])
+
+    def note(self, samples: Tensor, losses: Tensor, step: int) -> None:
+        """Of one pass, in the order of the global batch: int64 (b,) and (b,)."""
+        if step != self._now[0]:
+            self._keep(self._before)
+            self._before, self._now = self._now, (step, [])
+        # Copies: a view would hold the memory of a whole block of images.
+        self._now[1].append(torch.stack([samples.double(), losses.detach().double()], dim=1))
+
+    def _keep(self, passed: tuple[int, list[Tensor]]) -> None:
+        if passed[0] < 0:
+            return
+        self._num_noted += 1
+        if len(self._ordinary) < NUM_ORDINARY:
+            self._ordinary.append(passed)
+        elif (slot := self._random.integers(self._num_noted)) < NUM_ORDINARY:
+            self._ordinary[slot] = passed
+
+    def take(self) -> dict[int, NDArray[np.float64]]:
+        """Sample number and loss of each image, float64 (b, 2), by step; the newest is the last.
+
+        The newest step is not among the ordinary ones afterwards.
+        """
+        kept = sorted([*self._ordinary, self._before, self._now], key=lambda item: item[0])
+        self._now = (-1, [])
+        return {step: torch.cat(parts).cpu().numpy() for step, parts in kept if step >= 0}

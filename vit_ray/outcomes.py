@@ -36,6 +36,7 @@ class EventKind(StrEnum):
     RESUMED = "resumed"
     RETRIED = "started again"
     ROLLED_BACK = "rolled back"
+    SPIKE = "spike"
     STOPPED = "stopped"
     """On request, or early: such a run has not failed, although it lacks its last steps."""
     STORAGE_AWAY = "storage away"

@@ -35,6 +35,7 @@ from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
 from vit_ray.storage import locate
 from vit_ray.train.engine.collectives import all_sum
+from vit_ray.train.image_losses import ImageLosses
 from vit_ray.train.loop import RankContext
 from vit_ray.train.optim.schedule import lr_at
 from vit_ray.worker.attempt import Attempt
@@ -44,6 +45,7 @@ from vit_ray.worker.nonfinite import NonfinitePolicy, roll_back
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver
 from vit_ray.worker.setup import build_engine, choose_micro_batch, open_batches
+from vit_ray.worker.spikes import SpikePolicy
 from vit_ray.worker.watchdog import Watchdog
 
 FIELD = ROOT / "jobs" / "recipes" / "field"
@@ -198,6 +200,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     nonfinite = NonfinitePolicy(
         recipe.train, link, lambda _: "told", lambda: roll_back(engine, folder, saver, watchdog)
     )
+    spikes = SpikePolicy(recipe, link, ImageLosses(), CPU, lambda: None)
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
     context = RankContext(steps, rank, world_size, micro, partial(all_sum, device=CPU))
     count = BATCH // world_size
@@ -206,8 +209,8 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     if poison is not None:
         poison_step(engine, poison)
     attempt = Attempt(
-        job, context, link, engine, batches, evaluator, saver, nonfinite, watchdog, progress,
-        lambda: None,
+        job, context, link, engine, batches, evaluator, saver, nonfinite, spikes,
+        watchdog, progress, lambda: None,
     )  # fmt: skip
     attempt.run()
     torch.distributed.barrier()  # the last rank to write commits the checkpoint

@@ -406,9 +406,9 @@ def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> Non
     waits = CountingWaits()
 
     class Noted(FakeEngine):
-        def step(self, learning_rate: float) -> StepResult:
+        def step(self, learning_rate: float, norm_limit: float | None = None) -> StepResult:
             waits.order.append("step")
-            return super().step(learning_rate)
+            return super().step(learning_rate, norm_limit)
 
     with waits:
         run(Noted(), FakeHooks(), short_recipe(train={"log_every_steps": 5}))

@@ -8,9 +8,10 @@ import pytest
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import FakeEngine, Worker, batches, make_job
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.storage import locate
 from vit_ray.worker.job import UnrecoverableError
-from vit_ray.worker.nonfinite import describe_batch, roll_back
+from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
 
 
 def described(rank: int) -> str:
@@ -42,18 +43,21 @@ def test_all_ranks_roll_back_to_the_newest_checkpoint(tmp_path: Path) -> None:
     assert results == [(2, 2.0, [2], "False")] * 2
 
 
-def refused(rank: int, folder: str) -> str:
+def not_rolled_back(rank: int, folder: str) -> tuple[int | None, bool]:
     worker = Worker(make_job(Path(folder)), rank=rank)
-    try:
-        roll_back(worker.engine, locate(folder), worker.saver, worker.watchdog)
-    except UnrecoverableError as error:
-        return f"{error} {error.is_agreed}"
-    return ""
+    step = roll_back(worker.engine, locate(folder), worker.saver, worker.watchdog)
+    return step, worker.watchdog._is_paused
 
 
-def test_without_a_checkpoint_all_ranks_end_alike(tmp_path: Path) -> None:
-    (text,) = set(run_ranks(2, refused, str(tmp_path)))
-    assert text == "there is no checkpoint to roll back to; the run stops True"
+def test_without_a_checkpoint_nothing_is_restored(tmp_path: Path) -> None:
+    assert run_ranks(2, not_rolled_back, str(tmp_path)) == [(None, False)] * 2
+
+
+def test_a_run_that_cannot_roll_back_from_a_step_that_is_not_finite_ends(tmp_path: Path) -> None:
+    train = TrainConfig(nonfinite="rollback")
+    policy = NonfinitePolicy(train, Worker(make_job(tmp_path)).link, lambda _: "", lambda: None)
+    with pytest.raises(UnrecoverableError, match="no checkpoint to roll back to; the run stops"):
+        policy.handle(Progress(step=9, nonfinite_steps=1), next(batches(0)))
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,12 @@ class Progress:
     """The same, of each worker, all workers together."""
     nonfinite_steps: int = 0
     """Refused steps in a row."""
+    log_losses: list[float] = field(default_factory=list)
+    """Logarithms of the last finite steps' losses, with which `train/spikes.py` compares."""
+    log_grad_norms: list[float] = field(default_factory=list)
+    spikes: int = 0
+    """Steps so far whose finite loss or gradient norm was far above those before."""
+    spikes_in_a_row: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of every metric."""
 

@@ -450,6 +450,10 @@ class TrainConfig(Section):
     nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
     """After a loss or gradient that is not finite, which is never applied: stop, skip the step, or
     roll back to a checkpoint. Three such steps in a row stop the run."""
+    on_spike: Literal["skip", "rollback"] | None = None
+    """After a finite loss or gradient norm 6 robust standard deviations above the last 128 steps:
+    `skip` does not apply a step with such a gradient norm, `rollback` restores the newest
+    checkpoint, and the data continue. Three such steps in a row at most. Unset = only noted."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None

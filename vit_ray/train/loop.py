@@ -42,7 +42,9 @@ from vit_ray.metric_names import (
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
     TRAIN_LR,
+    TRAIN_SPIKES,
 )
+from vit_ray.train import spikes
 from vit_ray.train.early_stopping import judge_evaluation
 from vit_ray.train.optim.schedule import lr_at
 
@@ -58,9 +60,10 @@ class StepResult(NamedTuple):
     """What one optimizer step did: numbers, or scalars on the device; the same on all ranks."""
 
     refused: float | Tensor
-    """1 if loss or gradient was not finite and the weights stayed as they were, else 0."""
+    """1 if the weights stayed as they were, else 0: the loss or the gradient was not finite, or the
+    norm was above its limit."""
     grad_norm: float | Tensor
-    """Global norm before clipping; not finite if the step was refused."""
+    """Global norm before clipping."""
 
 
 class Engine(Protocol):
@@ -69,7 +72,9 @@ class Engine(Protocol):
     device: torch.device
 
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int) -> Tensor: ...
-    def step(self, learning_rate: float) -> StepResult: ...
+    def step(self, learning_rate: float, norm_limit: float | None = None) -> StepResult:
+        """Apply the gradient, unless it is not finite or its norm is above the limit."""
+
     def take_forward_s(self) -> float:
         """Of the forward passes since the last call; asked when the host has waited for them."""
 
@@ -115,6 +120,8 @@ class LoopHooks:
     False if that checkpoint is not whole, and nothing was recorded."""
     handle_nonfinite: Callable[[Progress, Batch], None]
     """The step of this batch was refused: report it; raise, roll back or return, by recipe."""
+    handle_spike: Callable[[Progress, spikes.Spike], None]
+    """Loss or gradient norm was finite, and far above those before; roll back, by recipe."""
     save_is_wanted: Callable[[int], bool]
     """Whether this rank wants a checkpoint at once (notice that its node will leave)."""
     is_stopping: Callable[[], bool]
@@ -146,6 +153,7 @@ class _Step(NamedTuple):
     loss: float
     grad_norm: float
     learning_rate: float
+    is_spike: bool
     is_save_time: bool
     is_save_wanted: bool
     is_stopping: bool
@@ -249,7 +257,8 @@ class _Training:
         wait_s = self._clock() - start_s
         rate = lr_at(progress.step, self._recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
-        result = engine.step(rate)
+        limit = spikes.grad_norm_limit(progress) if self._recipe.train.on_spike == "skip" else None
+        result = engine.step(rate, limit)
         # Rank 0's clock decides for all: ranks would disagree on what minute it is.
         since_save_s = self._clock() - self._saved_s
         is_time = context.rank == 0 and self.saving.is_due_after(since_save_s)
@@ -268,18 +277,25 @@ class _Training:
         progress.worker_seconds += step_s * context.world_size
         self._hooks.note_step(progress.step)
         self._times.record(step_s, wait_s, engine.take_forward_s())
-        if not refused and math.isfinite(mean_loss):
+        is_over = limit is not None and limit < grad_norm < math.inf
+        spike = None
+        if math.isfinite(mean_loss) and (is_over or not refused):
             progress.nonfinite_steps = 0
+            spike = spikes.note_step(progress, mean_loss, grad_norm, is_refused=is_over)
+            if spike is not None:
+                self._hooks.handle_spike(progress, spike)
         else:
             progress.nonfinite_steps += 1
             self._hooks.handle_nonfinite(progress, batch)
-        return _Step(mean_loss, grad_norm, rate, *(count > 0 for count in sums[3:]))
+        agreed = (count > 0 for count in sums[3:])
+        return _Step(mean_loss, grad_norm, rate, spike is not None, *agreed)
 
     def log_if_due(self, step: _Step) -> None:
-        """Log by cadence, the last step, and the first of an attempt: a wrong start shows soon."""
+        """Log by cadence, spikes, the last step and the first: a wrong start shows soon."""
         progress, context, times = self._progress, self._context, self._times
         is_due = Cadence(self._recipe.train.log_every_steps).is_due_at(progress.step)
-        if not is_due and progress.step not in (self._first_step, context.last_step):
+        is_end = progress.step in (self._first_step, context.last_step)
+        if not (is_due or is_end or step.is_spike):
             return
         mine = [times.total_s / len(times.steps), times.wait_fraction, times.own_median_s]
         mine.append(peak_memory_gib())
@@ -293,6 +309,7 @@ class _Training:
             TRAIN_LOSS: step.loss,
             TRAIN_LR: step.learning_rate,
             TRAIN_GRAD_NORM: step.grad_norm,
+            TRAIN_SPIKES: float(progress.spikes),
             COST_CORE_DAYS: progress.worker_seconds / 86_400,
             TRAIN_IMAGES_PER_S: images_per_s,
             DATA_WAIT_FRACTION: statistics.fmean(waits),

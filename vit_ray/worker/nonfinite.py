@@ -41,12 +41,13 @@ class NonfinitePolicy:
         train: TrainConfig,
         link: RunLink,
         describe: Callable[[Batch], str],
-        roll_back: Callable[[], int],
+        roll_back: Callable[[], int | None],
     ) -> None:
         """
         Args:
             describe: names the batch's samples and where it stops being finite; all ranks call it.
-            roll_back: restores the newest checkpoint and returns its step; all ranks call it.
+            roll_back: restores the newest checkpoint and returns its step, or None if there is
+                none; all ranks call it.
         """
         self._train, self._link = train, link
         self._describe, self._roll_back = describe, roll_back
@@ -56,6 +57,7 @@ class NonfinitePolicy:
 
         Raises:
             DivergedError: the recipe says to stop, or there were too many in a row.
+            UnrecoverableError: there is no checkpoint to roll back to.
         """
         train, step = self._train, progress.step
         text = (
@@ -71,6 +73,8 @@ class NonfinitePolicy:
             )
         if train.nonfinite == "rollback":
             restored = self._roll_back()
+            if restored is None:
+                raise UnrecoverableError("there is no checkpoint to roll back to; the run stops")
             text = f"weights of step {restored}, the data continue at step {step}"
             self._link.note(EventKind.ROLLED_BACK, text, step)
 
@@ -103,14 +107,11 @@ def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int)
 
 def roll_back(
     engine: DeepSpeedEngine, run_folder: Location, saver: CheckpointSaver, watchdog: Watchdog
-) -> int:
+) -> int | None:
     """Restore weights and optimizer of the newest checkpoint; the data order continues where it is.
 
     Returns:
-        The checkpoint's step.
-
-    Raises:
-        UnrecoverableError: there is none.
+        The checkpoint's step; None if there is none.
     """
     watchdog.pause()
     # Until every rank has written, ranks could see another one as the newest.
@@ -122,8 +123,7 @@ def roll_back(
         return None if newest is None else newest.position.step
 
     step: int | None = read_by_first(newest_step, engine.device)
-    if step is None:
-        raise UnrecoverableError("there is no checkpoint to roll back to; the run stops")
-    engine.restore(open_chosen_checkpoint(run_folder, step))
+    if step is not None:
+        engine.restore(open_chosen_checkpoint(run_folder, step))
     watchdog.resume()
     return step

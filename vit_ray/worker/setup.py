@@ -29,7 +29,7 @@ from vit_ray.train.memory.micro_batch import (
     note_images,
     trial_key,
 )
-from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.train.objective import NotesLosses, build_objective, make_loss
 from vit_ray.worker.decode.device_decode import DeviceDecoder
 from vit_ray.worker.job import (
     DefectiveDeviceError,
@@ -129,12 +129,18 @@ def lower_micro_batch(job: TrainJob, world_size: int, failed: int) -> SmallerMic
 
 
 def build_engine(
-    job: TrainJob, micro_batch_size: int, world_size: int, *, loads_weights: bool
+    job: TrainJob,
+    micro_batch_size: int,
+    world_size: int,
+    *,
+    loads_weights: bool,
+    note_losses: NotesLosses | None = None,
 ) -> tuple[DeepSpeedEngine, LoadReport | None]:
     """The engine with its first weights, and what became of those in `init_from`.
 
     Args:
         loads_weights: start from `init_from`; False where a checkpoint is restored afterwards.
+        note_losses: as `make_loss`.
 
     Raises:
         UnrecoverableError: the weights do not fit the model, or there are none.
@@ -169,7 +175,7 @@ def build_engine(
         recipe.optim,
         micro_batch_size=micro_batch_size,
         accumulation_steps=passes,
-        loss_function=make_loss(recipe),
+        loss_function=make_loss(recipe, note_losses),
     )
     return engine, report
 

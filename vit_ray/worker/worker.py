@@ -31,6 +31,7 @@ from vit_ray.ray_internals import preemption_notice
 from vit_ray.storage import Location, locate
 from vit_ray.train.engine.collectives import all_max, all_sum
 from vit_ray.train.engine.deepspeed_setup import warm_up_process
+from vit_ray.train.image_losses import ImageLosses
 from vit_ray.train.loop import Batch, RankContext
 from vit_ray.train.memory.out_of_memory import is_out_of_memory
 from vit_ray.worker.attempt import Attempt, run_attempt
@@ -66,6 +67,7 @@ from vit_ray.worker.setup import (
     choose_micro_batch,
     open_batches,
 )
+from vit_ray.worker.spikes import SpikePolicy
 from vit_ray.worker.watchdog import Watchdog, end_process
 
 
@@ -207,8 +209,13 @@ def set_up_attempt(
         )
         batches = _training_batches(job, place.world_size, streams, point.samples_seen, device)
         checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
+        image_losses = ImageLosses(recipe.seed)
         engine, report = build_engine(
-            job, micro, place.world_size, loads_weights=checkpoint is None
+            job,
+            micro,
+            place.world_size,
+            loads_weights=checkpoint is None,
+            note_losses=image_losses.note,
         )
         unless_set_up.callback(engine.close)
         assert engine.device == device, (engine.device, device)
@@ -229,12 +236,10 @@ def set_up_attempt(
             link.note(EventKind.RESUMED, text, position.step)
         writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
         saver = CheckpointSaver(job, engine.state, writer, link, watchdog, start_thread, is_broken)
-        nonfinite = NonfinitePolicy(
-            recipe.train,
-            link,
-            partial(describe_batch, engine, micro_batch_size=micro),
-            partial(roll_back, engine, run_folder, saver, watchdog),
-        )
+        back = partial(roll_back, engine, run_folder, saver, watchdog)
+        describe = partial(describe_batch, engine, micro_batch_size=micro)
+        nonfinite = NonfinitePolicy(recipe.train, link, describe, back)
+        spikes = SpikePolicy(recipe, link, image_losses, device, back)
 
         def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
             return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size, start))
@@ -251,6 +256,7 @@ def set_up_attempt(
             evaluator,
             saver,
             nonfinite,
+            spikes,
             watchdog,
             progress,
             preemption_notice,

@@ -1,0 +1,89 @@
+"""A finite spike of loss or gradient norm: noted, with the losses of its images, and acted on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.config import Recipe
+from vit_ray.outcomes import EventKind
+from vit_ray.train.engine.collectives import all_rows
+from vit_ray.train.image_losses import ImageLosses
+from vit_ray.train.spikes import MOST_IN_A_ROW, Spike, losses_file
+from vit_ray.worker.run_link import RunLink
+
+MOST_FILES: Final = 100
+"""Spikes of a run whose losses per image are kept."""
+
+
+class SpikePolicy:
+    """What `train.on_spike` says."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        link: RunLink,
+        image_losses: ImageLosses,
+        device: torch.device,
+        roll_back: Callable[[], int | None],
+    ) -> None:
+        """
+        Args:
+            roll_back: restores the newest checkpoint and returns its step; all ranks call it.
+        """
+        self._recipe, self._link, self._image_losses = recipe, link, image_losses
+        self._device, self._roll_back = device, roll_back
+
+    def handle(self, progress: Progress, spike: Spike) -> None:
+        """Report the spike of the step before `progress.step`, and roll back if the recipe says so.
+
+        Further spikes in a row, from the fourth on, are a new level and are passed over.
+        """
+        if progress.spikes_in_a_row > MOST_IN_A_ROW:
+            return
+        policy, step = self._recipe.train.on_spike, progress.step
+        if progress.spikes <= MOST_FILES:
+            kept = {
+                number: all_rows(rows, self._device)
+                for number, rows in self._image_losses.take().items()
+            }
+            if kept and self._link.rank == 0:
+                self._link.show_files({losses_file(step - 1): _as_parquet(kept)}, "spikes")
+        is_skipped = policy == "skip" and spike.is_refused
+        done = "; the step was not applied" if is_skipped else ""
+        text = (
+            f"step {step - 1}: {spike}{done}. "
+            f"`vit-ray explain {self._recipe.run_folder} step={step - 1}` finds the cause"
+        )
+        self._link.note(EventKind.SPIKE, text, step)
+        if policy == "rollback":
+            restored = self._roll_back()
+            if restored is None:
+                text = "there is no checkpoint to roll back to; training goes on"
+            else:
+                text = f"weights of step {restored}, the data continue at step {step}"
+            self._link.note(EventKind.ROLLED_BACK, text, step)
+
+
+def _as_parquet(kept: dict[int, NDArray[np.float64]]) -> bytes:
+    """Columns `step`, `sample` and `loss`, a row for each image in the order of its batch."""
+    rows = np.concatenate(list(kept.values()))
+    steps = np.repeat(list(kept), [len(one) for one in kept.values()])
+    table = pa.table(
+        {
+            "step": steps,
+            "sample": rows[:, 0].astype(np.int64),
+            "loss": rows[:, 1].astype(np.float32),
+        }
+    )
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ray.train import PreemptionInfo
 
 from tests import parts
-from tests.worker.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
+from tests.worker.fakes import BATCH, MICRO, TOTAL, FakeEngine, Worker, make_job
 from vit_ray import trust_modules
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.checkpoints.checkpoint import open_checkpoint
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
+from vit_ray.checkpoints.sample_digest import samples_digest
 from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
 from vit_ray.train.loop import EvaluationCutError
@@ -98,6 +101,22 @@ def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
         assert [(one["sample"], one["classes"]) for one in shown] == [
             (sample, ["class 0"]) for sample in range(8)
         ]
+
+
+def test_a_checkpoint_has_the_digest_of_its_samples_since_the_last_one(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path, checkpoint={"every_steps": 3, "keep_last": 9}))
+    run_attempt(worker.link, lambda: worker.attempt(1))
+    folder, found = locate(worker.job.run_folder), {}
+    for step, one in list_checkpoints(folder):
+        saved = open_checkpoint(one)
+        assert saved is not None
+        progress = saved.position.progress
+        found[progress.digest_from, step] = int(progress.samples_digest, 16)
+    wanted = {  # what `batches` gives: sample and place are the same number
+        (first, last): samples_digest(first * BATCH, np.arange(first * BATCH, last * BATCH))
+        for first, last in ((1, 3), (3, 6), (6, 9), (9, 10))
+    }
+    assert found == wanted
 
 
 def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ class Progress:
     spikes: int = 0
     """Steps so far whose finite loss or gradient norm was far above those before."""
     spikes_in_a_row: int = 0
+    samples_digest: str = ""
+    """Of the samples that the ranks received since `digest_from` (`checkpoints/sample_digest.py`),
+    16 hexadecimal digits; empty in checkpoints of older versions."""
+    digest_from: int = 0
+    """First 0-based step of the digest, which ends before `step`."""
+    losses_crc32: int = 0
+    """Of (step, loss) of all steps so far, to the last bit."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of every metric."""
 

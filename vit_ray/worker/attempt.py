@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
 from vit_ray.evaluate.examples import NUM_TRAINING, training_files
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
@@ -82,6 +85,9 @@ class Attempt:
     _leaves_at_s: float | None = field(default=None, init=False)
     """Unix time at which a node of this run leaves, for the next checkpoint."""
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
+    _digest: int = field(default=0, init=False)
+    """Of this rank's samples since `_digest_from`."""
+    _digest_from: int = field(default=0, init=False)
 
     def run(self) -> None:
         """Train to the end, or evaluate once.
@@ -127,6 +133,7 @@ class Attempt:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         if progress.step == 0 and self.context.rank == 0:
             batches = self._shown(batches)
+        batches = self._digested(batches)
         hooks = LoopHooks(
             note_step=self.note_step,
             log=self.log,
@@ -169,6 +176,16 @@ class Attempt:
         self.link.show_files(files, "images")
         yield first
         yield from batches
+
+    def _digested(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same; their samples are in the digest of the next checkpoint."""
+        size = self.job.recipe.train.global_batch_size
+        self._digest, self._digest_from = 0, self.progress.step
+        for step, batch in enumerate(batches, self.progress.step):
+            samples = np.asarray(batch["sample"], np.int64)
+            first = step * size + self.context.rank * len(samples)
+            self._digest = add_digests(self._digest, samples_digest(first, samples))
+            yield batch
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """For MLflow, and on rank 0 to the recipe's callbacks, which get a copy.
@@ -243,6 +260,10 @@ class Attempt:
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log for how long training stood still."""
+        if progress.step > self._digest_from:  # else this step is written once more
+            whole = of_floats(self.context.all_sum(to_floats(self._digest)))
+            progress.samples_digest, progress.digest_from = f"{whole:016x}", self._digest_from
+            self._digest, self._digest_from = 0, progress.step
         with self.link.clock.within(TimeClass.CHECKPOINT):
             stall_s = self.saver.save(progress, self._leaves_at_s)
         self._leaves_at_s = None

@@ -47,9 +47,14 @@ def request_timeout_s() -> float:
     return float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S))
 
 
-@lru_cache(maxsize=1)
 def client() -> Any:
     """Of this process's environment; threads may share it."""
+    return client_of(os.getpid())
+
+
+@lru_cache
+def client_of(pid: int) -> Any:
+    """Of one process: a forked one that shared its connections would read answers of others."""
     import botocore.config
     import botocore.session
 

@@ -334,7 +334,7 @@ def locate(path: str) -> Location:
                 "environment only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its "
                 "secret"
             )
-        return Location(_s3(), path.removeprefix("s3://").rstrip("/"))
+        return Location(_s3(os.getpid()), path.removeprefix("s3://").rstrip("/"))
     if path.startswith(("gs://", "gcs://")):
         raise ValueError(
             "a gs:// address is not served; Google's storage answers to S3, too: give "
@@ -351,9 +351,12 @@ def locate(path: str) -> Location:
     return Location(fs.LocalFileSystem(), local)
 
 
-@lru_cache(maxsize=1)
-def _s3() -> fs.S3FileSystem:
-    """The object store of this process's environment; `with_retries` does the retrying."""
+@lru_cache
+def _s3(pid: int) -> fs.S3FileSystem:
+    """The object store of this process's environment; `with_retries` does the retrying.
+
+    Of one process: a forked one that shared its connections would read answers of others.
+    """
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     scheme, _, host = endpoint.rpartition("://")
     return fs.S3FileSystem(

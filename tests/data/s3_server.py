@@ -103,7 +103,7 @@ def this_process_uses(port: int, *, timeout_s: float = 1.0) -> Iterator[None]:
 def forget_clients() -> None:
     """Both clients are made once, from the variables of that moment."""
     storage._s3.cache_clear()
-    s3.client.cache_clear()
+    s3.client_of.cache_clear()
 
 
 def wait_for(port: int) -> None:

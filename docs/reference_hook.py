@@ -1,4 +1,4 @@
-"""Makes the reference pages of the site: commands, schema, recipe headers, names of the API.
+"""Makes pages of the site: commands, schema, recipe headers, names of the API, the notebook.
 
 What a name of the API does is taken from its docstring by mkdocstrings, which reads the code
 without importing it.
@@ -7,6 +7,7 @@ without importing it.
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,19 @@ def api_page() -> str:
     return "\n".join(parts)
 
 
+def notebook_page() -> str:
+    """The cells of `notebook.ipynb`, with what they have shown."""
+    parts = []
+    for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        for output in cell.get("outputs", ()):
+            shown = output.get("data", {"text/plain": output.get("text", ())})
+            plain = "".join(shown["text/plain"]).rstrip()
+            parts.append("".join(shown.get("text/html", ())) or f"```\n{plain}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
 def api_names() -> dict[str, str]:
     """Names of the API and the modules that it takes them from, without importing it."""
     tree = ast.parse((ROOT / "vit_ray" / "api.py").read_text())
@@ -97,4 +111,5 @@ PAGES = {
     "recipe": recipe_page,
     "recipes": recipes_page,
     "api": api_page,
+    "notebook": notebook_page,
 }

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vit_ray.config import Recipe, load_recipe
-    from vit_ray.data.images.explore import open_dataset
     from vit_ray.evaluate.few_shot import few_shot_accuracy
-    from vit_ray.launch.inputs.training_batches import training_batches
+    from vit_ray.launch.inputs.dataset import open_dataset
+    from vit_ray.launch.inputs.rank_batches import training_batches
     from vit_ray.launch.run import evaluate, finetune, train
     from vit_ray.launch.trained_model import load
     from vit_ray.models import build_model, model_names
@@ -56,9 +56,9 @@ _ROOMS = {
     "load_recipe": "config",
     "load_weights": "models.weights",
     "model_names": "models",
-    "open_dataset": "data.images.explore",
+    "open_dataset": "launch.inputs.dataset",
     "save_weights": "models.weights",
-    "training_batches": "launch.inputs.training_batches",
+    "training_batches": "launch.inputs.rank_batches",
     "training_exaflops": "models.flops",
     "trust_modules": "own_parts",
 }

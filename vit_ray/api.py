@@ -5,10 +5,10 @@ they are used.
 """
 
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.data.images.explore import open_dataset
 from vit_ray.evaluate.few_shot import few_shot_accuracy
 from vit_ray.experiments.sweep import SweepResult, run_sweep
-from vit_ray.launch.inputs.training_batches import training_batches
+from vit_ray.launch.inputs.dataset import open_dataset
+from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.run import RunResult, evaluate, finetune, train
 from vit_ray.launch.trained_model import TrainedModel, load
 from vit_ray.models import build_model, model_names

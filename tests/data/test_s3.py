@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.data.converting import convert
 from tests.data.pictures import jpeg
@@ -35,6 +36,7 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.launch.inputs.dataset import open_dataset as dataset_in_python
 from vit_ray.retry import RetryPolicy, with_retries
 from vit_ray.storage import locate
 
@@ -81,6 +83,19 @@ def test_a_data_set_reads_the_same_from_s3(s3: FaultProxy, dataset: Manifest) ->
     here, there = batch_of(dataset), batch_of(remote)
     for name in here:
         np.testing.assert_array_equal(here[name], there[name])
+
+
+def test_forked_workers_of_a_loader_have_connections_of_their_own(
+    s3: FaultProxy, dataset: Manifest
+) -> None:
+    remote = dataset_in_python("s3://sets/small")
+    expected = list(remote.iter_batches(10, 16))  # the parent has connections when it forks
+    loader = DataLoader(
+        remote.torch_dataset(10, 16), batch_size=None, num_workers=3,
+        multiprocessing_context="fork", timeout=60,
+    )  # fmt: skip
+    for batch, other in zip(loader, expected, strict=True):
+        np.testing.assert_array_equal(batch["image"].numpy(), other["image"])
 
 
 @pytest.mark.slow(after=2)

@@ -24,10 +24,10 @@ from vit_ray.config.loading import load_recipe
 from vit_ray.config.secrets import redact
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.data.images.crops import BadImageError, UInt8Array
-from vit_ray.data.images.explore import open_dataset
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images
+from vit_ray.launch.inputs.dataset import open_dataset
 from vit_ray.own_parts import trust_modules
 from vit_ray.storage import Location, closed_after, locate
 

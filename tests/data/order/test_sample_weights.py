@@ -16,7 +16,7 @@ from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.sample_weights import WeightedRows, row_weights
 from vit_ray.data.order.selection import RowSelection, split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
-from vit_ray.launch.inputs.training_batches import TrainingBatches
+from vit_ray.launch.inputs.rank_batches import training_batches
 
 GOLDEN = [7, 9, 10, 6, 1, 3, 7, 8, 2, 6]
 
@@ -169,7 +169,7 @@ def test_a_recipe_trains_on_balanced_classes_at_any_world_size_and_from_any_step
             optim={"steps": 30},
             model={"name": "ViT-Ti/16", "image_size": 16},
         )
-        ranks = [TrainingBatches(recipe, rank, world_size)[first:] for rank in range(world_size)]
+        ranks = [training_batches(recipe, rank, world_size)[first:] for rank in range(world_size)]
         steps = [[rank[i]["sample"] for rank in ranks] for i in range(len(ranks[0]))]
         return [np.concatenate(parts).tolist() for parts in steps]
 

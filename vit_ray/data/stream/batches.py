@@ -9,7 +9,7 @@ Where the device decodes, training batches have the columns of `encoded` in the 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,9 @@ from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import ShuffleWindow
-from vit_ray.data.stream.blocks import Batch
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns
+
+Batch = dict[str, NDArray[Any]]
 
 _PADDING_SAMPLE: Final = -1
 

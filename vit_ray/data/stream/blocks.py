@@ -5,13 +5,11 @@ depends on estimates. A block of one row it emits as it is.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from ray.data.block import Block, BlockAccessor
 
-Batch = dict[str, NDArray[Any]]
+from vit_ray.data.stream.batches import Batch
 
 
 def as_one_row(batch: Batch) -> Block:

@@ -24,8 +24,8 @@ import ray
 import ray.util
 from ray.data.block import Block
 
-from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.blocks import Batch, cut
+from vit_ray.data.stream.batches import Batch, StreamSpec
+from vit_ray.data.stream.blocks import cut
 from vit_ray.data.stream.ray_datasets import (
     HostRanks,
     Segment,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.train.memory.micro_batch import micro_batch_size
+
+if TYPE_CHECKING:  # Ray takes seconds, and who only opens data sets needs none
+    from vit_ray.launch.cluster.connection import ClusterShape
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:

@@ -90,6 +90,7 @@ def resolve_run(
     batch = recipe.train.global_batch_size
     window_size = window_rows(data, batch, recipe.model.sides, manifest, begun)
     recipe = recipe.with_changes(data={"shuffle_window": window_size})
+    data = recipe.data
     rows, held_out = select(
         manifest,
         seed=recipe.seed,
@@ -99,15 +100,12 @@ def resolve_run(
 
     def evaluated(manifest: Manifest, rows: Selection | None = None) -> StreamSpec:
         cut = augmentation_of(recipe.model, data.eval_augment)
-        return _spec(data, recipe.seed, cut, manifest, rows)
+        return stream_of(data, recipe.seed, cut, manifest, rows)
 
+    if not needs_train:
+        data = data.model_copy(update={"sample_weights": None})
     cut = augmentation_of(recipe.model, data.augment)
-    train = _spec(data, recipe.seed, cut, manifest, None if rows.is_all else rows)
-    window, task_rows = shuffle_window(window_size, batch, manifest), train.task_rows
-    if window is not None and window.num_batches > 1:
-        task_rows = rows_per_task(data.task_memory_mib, manifest, window, task_rows)
-    weights = _row_weights(manifest, rows, data.sample_weights) if needs_train else None
-    streams = {"train": replace(train, window=window, task_rows=task_rows, weights=weights)}
+    streams = {"train": training_stream(data, recipe.seed, cut, batch, manifest, rows)}
     if data.test_set is not None:
         for place, (name, path) in enumerate(data.eval_sets.items()):
             streams[f"eval:{name}" if place else "eval"] = evaluated(open_dataset(path))
@@ -130,13 +128,32 @@ def resolve_run(
     return ResolvedRun(recipe, manifest, streams, total_steps)
 
 
-def _spec(
+def training_stream(
+    data: DataConfig,
+    seed: int,
+    augmentation: Augmentation,
+    batch: int,
+    manifest: Manifest,
+    rows: Selection,
+) -> StreamSpec:
+    """The stream that trains on some rows, in global batches; `data.shuffle_window` is a number."""
+    spec = stream_of(data, seed, augmentation, manifest, None if rows.is_all else rows)
+    assert data.shuffle_window != "auto"
+    window, task_rows = shuffle_window(data.shuffle_window, batch, manifest), spec.task_rows
+    if window is not None and window.num_batches > 1:
+        task_rows = rows_per_task(data.task_memory_mib, manifest, window, task_rows)
+    weights = _row_weights(manifest, rows, data.sample_weights)
+    return replace(spec, window=window, task_rows=task_rows, weights=weights)
+
+
+def stream_of(
     data: DataConfig,
     seed: int,
     augmentation: Augmentation,
     manifest: Manifest,
     rows: Selection | None,
 ) -> StreamSpec:
+    """A stream of some rows, or of all, without a shuffle window: as evaluations read it."""
     cache = data.cache_dir and LocalCache(data.cache_dir, int(data.cache_gib * 2**30))
     return StreamSpec(
         manifest,
@@ -176,14 +193,21 @@ def _row_weights(manifest: Manifest, rows: Selection, by: str | None) -> Weights
 
 
 def _to_train_on(path: str) -> Manifest:
-    """A training set; refuses one that its maker has marked."""
     manifest = open_dataset(path)
+    require_trainable(manifest)
+    return manifest
+
+
+def require_trainable(manifest: Manifest) -> None:
+    """
+    Raises:
+        ValueError: its maker has marked the set as one for evaluation only.
+    """
     if manifest.origin.get("evaluation_only"):
         raise ValueError(
-            f"data.train={path!r} is for evaluation only (convert.evaluation_only), so it may be "
-            "data.eval; train on another set"
+            f"data.train={manifest.path!r} is for evaluation only "
+            "(convert.evaluation_only), so it may be data.eval; train on another set"
         )
-    return manifest
 
 
 @lru_cache(maxsize=4)

@@ -1,0 +1,162 @@
+"""A data set in Python: its rows are those that were written, its batches those of a run."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from tests.data.pictures import encoded, jpeg, picture
+from tests.data.small_sets import CLASSES, SHARD, write_encoded
+from vit_ray.data.format.shard_writer import EncodedImage
+from vit_ray.launch.inputs import dataset
+
+COUNT = 10
+MANY, BATCH = 52, 8
+Rows = list[tuple[bytes, list[int], str]]
+
+
+def write(folder: Path, rows: Rows) -> None:
+    folder.mkdir(exist_ok=True)
+    images = [EncodedImage(image, tuple(labels), key, 8, 8) for image, labels, key in rows]
+    write_encoded(folder, SHARD, images, CLASSES, rows=4)
+
+
+@pytest.fixture
+def rows() -> Rows:
+    labels = [[number % 3] for number in range(COUNT)]
+    labels[4], labels[5] = [0, 2], []
+    return [(jpeg(number), labels[number], f"<key {number}>") for number in range(COUNT)]
+
+
+def test_numbers_and_slices_give_the_rows_as_they_were_written(rows: Rows, tmp_path: Path) -> None:
+    write(tmp_path, rows)
+    found = dataset.open_dataset(str(tmp_path))
+    assert len(found) == COUNT
+    assert [(list(one.labels), one.key) for one in found] == [row[1:] for row in rows]
+    for number in (3, -1):
+        expected = np.asarray(Image.open(io.BytesIO(rows[number][0])))
+        assert np.array_equal(np.asarray(found[number].image), expected)
+    assert [one.key for one in found[-2:1:-3]] == [row[2] for row in rows[-2:1:-3]]
+    with pytest.raises(IndexError):
+        found[COUNT]
+    assert [found.names(found[number]) for number in (0, 4, 5)] == ["cat", "cat, emu", "no label"]
+
+
+def test_rows_that_a_set_leaves_out_have_no_number(rows: Rows, tmp_path: Path) -> None:
+    write(tmp_path, rows)
+    whole = dataset.open_dataset(str(tmp_path)).manifest
+    dropped = {0: np.array([0, 2])}  # as deduplication and a nested part leave them out
+    part = dataset.Dataset(replace(whole, rows=np.array([2, 4, 2]), num_images=8, dropped=dropped))
+    assert [one.key for one in part] == [f"<key {number}>" for number in (1, 3, 4, 5, 6, 7, 8, 9)]
+
+
+def test_a_notebook_shows_a_grid_and_no_name_is_markup(rows: Rows, tmp_path: Path) -> None:
+    write(tmp_path, rows)
+    found = dataset.open_dataset(str(tmp_path))
+    assert re.fullmatch(r"Dataset\('.*': 10 images of 3 classes, fingerprint \w{12}\)", repr(found))
+    shown = found._repr_html_()
+    assert shown.count("<figure") == COUNT
+    assert "&lt;key 3&gt;" in shown
+    assert "<key" not in shown
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """52 images of 8 x 8 pixels, which PNG keeps as they are."""
+    write(tmp_path, [(encoded(picture(i, 8, 8), "PNG"), [i % 3], f"{i}") for i in range(MANY)])
+    return tmp_path
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, column in other.items():
+            np.testing.assert_array_equal(np.asarray(one[name]), column, err_msg=name)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_loader_of_torch_gives_the_batches_in_order_and_resumes(
+    many: Path, num_workers: int
+) -> None:
+    opened = dataset.open_dataset(str(many))
+    batches = list(opened.iter_batches(BATCH, 8, epochs=3))
+    assert len(batches) == round(3 * MANY / BATCH)
+    assert len({batch["image"].tobytes() for batch in batches}) == len(batches)
+    for step in (0, 5, len(batches) - 1):  # the middle of an epoch, and the last batch
+        stream = opened.torch_dataset(BATCH, 8, epochs=3, start=step * BATCH)
+        loaded = list(DataLoader(stream, batch_size=None, num_workers=num_workers))
+        assert loaded[0]["image"].dtype == torch.uint8
+        assert_equal(loaded, batches[step:])
+    stream = opened.torch_dataset(BATCH, 8, epochs=3, start=len(batches) * BATCH)
+    assert not list(DataLoader(stream, batch_size=None, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_any_world_size_has_the_same_batches_and_each_image_once_an_epoch(
+    many: Path, world_size: int
+) -> None:
+    opened = dataset.open_dataset(str(many))
+    alone = opened.iter_batches(BATCH, 8, epochs=2, seed=3)
+    ranks = [
+        opened.iter_batches(BATCH, 8, epochs=2, seed=3, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    joined = [
+        {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        for parts in zip(*ranks, strict=True)
+    ]
+    assert_equal(joined, list(alone))
+    seen = np.concatenate([batch["sample"] for batch in alone])
+    for epoch in (seen[:MANY], seen[MANY : 2 * MANY]):
+        assert sorted(epoch.tolist()) == list(range(MANY))
+    assert seen[:MANY].tolist() != seen[MANY : 2 * MANY].tolist()
+
+
+def test_an_evaluation_has_each_image_once_in_order_and_as_it_is(many: Path) -> None:
+    opened = dataset.open_dataset(str(many))
+    options: dict[str, Any] = {"training": False, "eval_augment": {"kind": "resize"}}
+    batches = list(opened.iter_batches(BATCH, 8, **options))
+    column = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    assert len(column["weight"]) == 56
+    assert column["weight"].tolist() == [1.0] * MANY + [0.0] * 4
+    for number in range(MANY):
+        np.testing.assert_array_equal(column["image"][number], picture(number, 8, 8))
+        assert column["labels"][number].tolist() == [number % 3]
+
+
+def test_neither_ray_nor_torch_is_imported(many: Path) -> None:
+    script = (
+        "import sys, vit_ray;"
+        "print(len(list(vit_ray.open_dataset(sys.argv[1]).iter_batches(8, 8))),"
+        "{'ray', 'torch', 'mlflow'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", script, str(many)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "6 set()\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"agment": {}}, r"unknown key agment; did you mean augment"),
+        ({"augment": {"min_area": 2.0}}, r"augment\.min_area=2\.0"),
+        ({"start": -8}, r"start=-8.*start not below"),
+        ({"world_size": 3}, r"use a divisor of 8"),
+        ({"shuffle_window": 12}, r"shuffle_window=12 .* the nearest is 16"),
+    ],
+)
+def test_what_cannot_work_is_refused(many: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        dataset.open_dataset(str(many)).torch_dataset(BATCH, 8, **options)

@@ -1,0 +1,201 @@
+"""A data set in Python: samples by number, a grid of the first, and a run's batches without Ray."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import ceil
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+
+import numpy as np
+from PIL import Image
+
+from vit_ray.config.training_sections import DataConfig, ModelConfig
+from vit_ray.config.validation import validated
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.manifest import open_dataset as open_manifest
+from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
+from vit_ray.data.images.augmentations import augmentation_of
+from vit_ray.data.order.selection import select
+from vit_ray.launch.inputs.data_order import window_rows
+from vit_ray.launch.inputs.rank_batches import RankBatches
+from vit_ray.launch.inputs.streams import require_trainable, stream_of, training_stream
+from vit_ray.own_parts import trust_named
+
+if TYPE_CHECKING:
+    from vit_ray.launch.inputs.torch_stream import TorchStream
+
+_SHOWN: Final = 12
+_SIDE_PX: Final = 96
+_KEPT_GROUPS: Final = 8
+"""Row groups in memory: neighbours are read once."""
+
+
+class Sample(NamedTuple):
+    """One image of a data set."""
+
+    image: Image.Image
+    """As it is stored, whatever its mode and size."""
+    labels: tuple[int, ...]
+    """Indices into the classes; several or none where the set has such images."""
+    key: str
+
+
+class Dataset(Sequence[Sample]):
+    """Samples of a converted data set by number, in the order in which they are stored.
+
+    Attributes:
+        manifest: counts, classes, shards and fingerprint.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._read = lru_cache(_KEPT_GROUPS)(RowGroupReader(manifest).read)
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names in label order."""
+        return self.manifest.classes
+
+    def __len__(self) -> int:
+        return self.manifest.num_images
+
+    @overload
+    def __getitem__(self, at: int) -> Sample: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Sample]: ...
+    def __getitem__(self, at: int | slice) -> Sample | list[Sample]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        number = range(len(self))[at]  # from the end where it is negative, and IndexError beyond
+        rows, row = self._row(number)
+        image = Image.open(io.BytesIO(rows.image(row)))
+        return Sample(image, tuple(map(int, rows.labels_of(row))), rows.key(row))
+
+    def encoded(self) -> Iterator[tuple[str, bytes]]:
+        """Key and encoded image of each sample, in order."""
+        for number in range(len(self)):
+            rows, row = self._row(number)
+            yield rows.key(row), rows.image(row)
+
+    def iter_batches(
+        self,
+        global_batch_size: int,
+        image_size: int | tuple[int, int],
+        *,
+        epochs: float = 1.0,
+        start: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        training: bool = True,
+        **data: Any,
+    ) -> RankBatches:
+        """The batches that one rank of a training gets, bit for bit, without Ray.
+
+        They are a list, read as it is iterated, indexed or sliced. A batch is {"image": uint8
+        (b, H, W, 3), "labels": int32 (b, L) padded with -1, "sample": int64 (b,)} with
+        b = `global_batch_size / world_size`. Any world size has the same global batches, and so
+        has a run with equal `train.global_batch_size`, `model.image_size`, `seed` and `data`.
+
+        Args:
+            image_size: side of a crop in pixels, or (height, width).
+            epochs: length, as `optim.epochs`, from position 0 to the nearest whole batch.
+            start: samples seen before; what is left of the epochs follows.
+            training: False for an evaluation: each image once, in stored order, cut as
+                `eval_augment` says; the last batch is padded, with "weight" 0.0.
+            data: further keys of a recipe's section `data`, such as `augment={"min_area": 0.3}`.
+
+        Raises:
+            ValueError: a key is unknown, or a value cannot work.
+        """
+        if not (global_batch_size > 0 and epochs > 0 and start >= 0):
+            raise ValueError(
+                f"global_batch_size={global_batch_size}, epochs={epochs}, start={start}; the first "
+                "two must be above 0, and start not below"
+            )
+        manifest, batch = self.manifest, global_batch_size
+        trust_named(data)
+        config = validated(DataConfig, {**data, "train": manifest.path}, "data")
+        model = validated(ModelConfig, {"image_size": image_size}, "model")
+        if not training:
+            cut = augmentation_of(model, config.eval_augment)
+            spec = stream_of(config, seed, cut, manifest, None)
+            images = manifest.num_images
+        else:
+            require_trainable(manifest)
+            window = window_rows(config, batch, model.sides, manifest)
+            config = config.model_copy(update={"shuffle_window": window})
+            cut = augmentation_of(model, config.augment)
+            rows, _ = select(
+                manifest,
+                seed=seed,
+                held_out_fraction=config.held_out_fraction,
+                fraction=config.fraction,
+            )
+            spec = training_stream(config, seed, cut, batch, manifest, rows)
+            images = max(1, round(rows.count * epochs / batch)) * batch
+        steps = max(0, ceil((images - start) / batch))
+        return RankBatches(spec, batch, steps, rank, world_size, start=start, is_training=training)
+
+    def torch_dataset(
+        self, global_batch_size: int, image_size: int | tuple[int, int], **options: Any
+    ) -> TorchStream:
+        """The same batches as an `IterableDataset` of tensors, for a DataLoader of any workers.
+
+            DataLoader(train.torch_dataset(256, 224, epochs=90), batch_size=None, num_workers=8)
+
+        Args:
+            options: as of `iter_batches`.
+        """
+        from vit_ray.launch.inputs.torch_stream import TorchStream  # torch takes a second
+
+        return TorchStream(self.iter_batches(global_batch_size, image_size, **options))
+
+    def _row(self, number: int) -> tuple[EncodedRows, int]:
+        """The row group of a sample, and its row there."""
+        first = self.manifest.first_samples
+        group = int(np.searchsorted(first, number, side="right")) - 1
+        return self._read(group), self.manifest.stored_row(group, number - int(first[group]))
+
+    def names(self, sample: Sample) -> str:
+        """The class names of a sample, for people."""
+        return ", ".join(self.classes[label] for label in sample.labels) or "no label"
+
+    def __repr__(self) -> str:
+        return (
+            f"Dataset({self.manifest.path!r}: {len(self):,} images of {len(self.classes):,} "
+            f"classes, fingerprint {self.manifest.fingerprint[:12]})"
+        )
+
+    def _repr_html_(self) -> str:
+        """A grid of the first images with their classes, as notebooks show it."""
+        cells = []
+        for sample in self[:_SHOWN]:
+            content = io.BytesIO()
+            sample.image.thumbnail((_SIDE_PX, _SIDE_PX))
+            sample.image.convert("RGB").save(content, "PNG")
+            pixels = base64.b64encode(content.getvalue()).decode()
+            name, key = html.escape(self.names(sample)), html.escape(sample.key)
+            cells.append(
+                f'<figure style="margin:4px;width:{_SIDE_PX}px" title="{key}">'
+                f'<img alt="{name}" src="data:image/png;base64,{pixels}">'
+                f"<figcaption>{name}</figcaption></figure>"
+            )
+        grid = f'<div style="display:flex;flex-wrap:wrap">{"".join(cells)}</div>'
+        return f"<p>{html.escape(repr(self))}</p>{grid}"
+
+
+def open_dataset(path: str) -> Dataset:
+    """Open a converted data set to look at its samples.
+
+    Args:
+        path: folder or `s3://` prefix.
+
+    Raises:
+        ValueError: there is no whole data set.
+    """
+    return Dataset(open_manifest(path))

@@ -1,0 +1,31 @@
+"""Batches as a data set of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from vit_ray.launch.inputs.rank_batches import RankBatches
+
+
+class TorchStream(IterableDataset[dict[str, Tensor]]):
+    """The batches of one rank in order, as tensors, for any number of a DataLoader's workers.
+
+        DataLoader(stream, batch_size=None, num_workers=8)
+
+    Worker w of n makes batches w, w + n, ...; a DataLoader takes one from each in turn. Each worker
+    keeps row groups of its own, so that n workers read a shuffle window n times. It has no length:
+    a loop that resumes would take what is left for the whole.
+    """
+
+    def __init__(self, batches: RankBatches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for batch in self._batches[first::every]:
+            yield {name: torch.from_numpy(column) for name, column in batch.items()}

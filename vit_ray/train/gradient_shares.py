@@ -1,0 +1,176 @@
+"""Whose gradient a step's gradient is: the share of each image, and which images make a spike.
+
+With g_i of image i and the step's g = mean of g_i, the share of image i is <g_i, g> / (B |g|^2).
+Shares sum to 1; an average image has 1 / B, and one that pulls against the others less than 0,
+so that those of large size, of either sign, are the unusual ones. The
+products <g_i, g> are the derivative of the losses along g, so that one forward-mode pass gives all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vit_ray.models.encoder import Attention
+from vit_ray.train.objective import LossFunction
+
+PASS: Final = 64
+"""Images of a pass, even, so that partners of a mixture are together."""
+SPIKE_FACTOR: Final = 3.0
+"""Of the gradient norm over that of the steps before and after, from which on it is a spike. Of 20
+ordinary batches of 128 the largest factor was 2.2, with culprits the smallest was 9.4
+(`benchmarks/results/explained_spikes_cpu_2026-11-26.md`)."""
+MOST_CULPRITS: Final = 0.25
+"""Of a batch; if more images have to be left out, it is not the fault of single ones."""
+
+Columns = tuple[Tensor, Tensor, Tensor]
+"""Images uint8 (B, H, W, 3), labels int64 (B, L), samples int64 (B,)."""
+
+
+class StepGradient(NamedTuple):
+    """The gradient of a step's global batch by given weights."""
+
+    losses: Tensor
+    """float64 (B,)."""
+    shares: Tensor
+    """float64 (B,), of the gradient; they sum to 1."""
+    norm: float
+    """Before clipping."""
+    by_name: dict[str, Tensor]
+    """The gradient of each trained parameter, fp32."""
+    largest_logit: float
+    """Of attention, before its softmax."""
+    logit_layer: str
+    """Where that is; empty for a model without attention."""
+
+
+def step_gradient(
+    model: nn.Module, losses_of: LossFunction, columns: Columns, step: int
+) -> StepGradient:
+    """Gradient, losses and shares of a batch, in fp32 whatever the training's precision.
+
+    Args:
+        model: with fp32 weights, in training mode.
+        losses_of: as `make_image_losses`, of a recipe in fp32.
+        step: 0-based.
+    """
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    parts = list(zip(*(torch.split(column, PASS) for column in columns), strict=True))
+    size = len(columns[2])
+
+    def losses(weights: Mapping[str, Tensor], part: Columns) -> Tensor:
+        def module(*args: Any, **options: Any) -> Any:
+            return torch.func.functional_call(model, dict(weights), args, options)
+
+        return losses_of(module, *part, step)  # type: ignore[arg-type]
+
+    gradient = {name: torch.zeros_like(weight) for name, weight in trained.items()}
+    found, logits = [], dict[str, float]()
+    with _noted_logits(model, logits):
+        for part in parts:
+            weights = {name: w.clone().requires_grad_() for name, w in trained.items()}
+            its = losses(weights, part)
+            found.append(its.detach().double())
+            grads = torch.autograd.grad(its.sum() / size, list(weights.values()), allow_unused=True)
+            for name, grad in zip(weights, grads, strict=True):
+                if grad is not None:
+                    gradient[name] += grad
+    # The fused kernels of attention have no forward-mode derivative.
+    with sdpa_kernel(SDPBackend.MATH):
+        products = [
+            torch.func.jvp(partial(losses, part=part), (trained,), (gradient,))[1].detach()
+            for part in parts
+        ]
+    square = sum(float(grad.double().square().sum()) for grad in gradient.values())
+    shares = torch.cat(products).double() / (size * square if square else 1.0)
+    layer = max(logits, key=lambda name: logits[name], default="")
+    return StepGradient(
+        torch.cat(found), shares, math.sqrt(square), gradient, logits.get(layer, 0.0), layer
+    )
+
+
+@contextlib.contextmanager
+def _noted_logits(model: nn.Module, logits: dict[str, float]) -> Iterator[None]:
+    """While it lasts, the largest attention logit of each layer is kept in `logits`."""
+
+    @torch.no_grad()
+    def note(name: str, heads: int, _: nn.Module, __: Any, output: Sequence[Tensor]) -> None:
+        q, k = (x.view(*x.shape[:-1], heads, -1).transpose(1, 2) for x in output[:2])
+        largest = float((q @ k.transpose(-2, -1)).amax()) * q.shape[-1] ** -0.5
+        logits[name] = max(logits.get(name, -math.inf), largest)
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, Attention):
+                hook = module.qkv.register_forward_hook(partial(note, name, module.num_heads))
+                hooks.callback(hook.remove)
+        yield
+
+
+def find_culprits(
+    measure: Callable[[list[int]], StepGradient],
+    step: StepGradient,
+    usual: float,
+    unit: int = 1,
+) -> list[int] | None:
+    """The images without which the gradient of a step is no larger than usual.
+
+    In rounds: the fewest images by their shares, without which the gradient would be small enough
+    along its own direction, are left out, and what is left is measured again. A gradient that one
+    image dominates says little of the others'.
+
+    Args:
+        measure: gives the gradient of the images at some places of the batch alone.
+        usual: norm of the gradient of the steps before and after, by the same weights.
+        unit: images that belong together: 2 where they are mixed in pairs.
+
+    Returns:
+        Places in the batch, as they were found; none if the step's norm is below `SPIKE_FACTOR`
+        times the usual one; None if it is not, and more than a quarter of the batch would have to
+        be left out.
+    """
+    found: list[int] = []
+    if step.norm < SPIKE_FACTOR * usual:
+        return found
+    size, places, now = len(step.shares), list(range(len(step.shares))), step
+    while now.norm > usual:
+        shares = now.shares.view(-1, unit).sum(1)
+        order, units = torch.argsort(shares, descending=True), len(shares)
+        left = now.norm * (1.0 - shares[order].cumsum(0)[:-1])
+        left *= units / (units - torch.arange(1, units))
+        enough = torch.nonzero(left <= usual)
+        chosen = order[: int(enough[0]) + 1].tolist() if len(enough) else range(units)
+        out = [places[one * unit + i] for one in chosen for i in range(unit)]
+        found += out
+        if len(found) > MOST_CULPRITS * size:
+            return None
+        places = [place for place in places if place not in out]
+        now = measure(places)
+    return found
+
+
+def second_moment_rms(
+    gradient: Mapping[str, Tensor], second: Mapping[str, Tensor], scale: float
+) -> dict[str, float]:
+    """Root mean square of g / sqrt(v) of each parameter, the largest first.
+
+    About 1 where the second moment v of Adam is as large as the squares of gradients are now; far
+    above 1, v is out of date, and the update too large (Wortsman et al., arXiv:2304.13013, saw loss
+    spikes follow values above 2.3 at the patch embedding).
+
+    Args:
+        second: with its bias corrected.
+        scale: of clipping.
+    """
+    found = {
+        name: float(((scale * gradient[name]) ** 2 / v.clamp(min=1e-16)).mean().sqrt())
+        for name, v in second.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -125,7 +125,7 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
     while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
         batch //= 2
     epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, round(_IMAGES_SEEN / trained)))
-    steps = epochs * trained // batch
+    steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
     split, test = look.split, look.test_split
     destination, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
     model, why = _model(side, count)

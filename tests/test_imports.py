@@ -12,6 +12,7 @@ from tests.modules import MODULES, PACKAGE, ROOT, imported
 # A room may import itself, what stands in its row, and what everyone may.
 EVERYONE = {"config", "storage", "retry", "s3", "lock", "file_lock", "outcomes", "optional_imports"}
 EVERYONE |= {
+    "addresses",
     "own_parts",
     "model_aliases",
     "metric_names",
@@ -46,6 +47,7 @@ ALLOWED = {
     "models": set(),
     "measure": set(),
     "config": set(),
+    "addresses": set(),
     "storage": set(),
     "retry": set(),
     "internals": set(),

@@ -17,12 +17,10 @@ import pyarrow
 from pyarrow import fs
 
 from vit_ray import s3
+from vit_ray.addresses import check_address
 from vit_ray.retry import is_denied, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
-
-PLACEHOLDER: Final = "s3://BUCKET"
-"""In shipped recipes, which leave the place of data and runs to their user."""
 
 READS_OLDER: Final = "bf285d9"
 """The last commit that reads what was written before the formats of this code."""
@@ -303,11 +301,6 @@ def other_format(what: str, found: int, read: int) -> str:
     return f"{what} has format {found}; this code reads format {read} only; {way_out}"
 
 
-def is_placeholder(path: str) -> bool:
-    """Whether a shipped recipe's user has not said yet where this is to be."""
-    return f"{path}/".startswith(f"{PLACEHOLDER}/")
-
-
 def locate(path: str) -> Location:
     """The location that a user's path means.
 
@@ -319,34 +312,9 @@ def locate(path: str) -> Location:
         ValueError: if the address has another scheme, names no bucket or the recipes' placeholder,
             or holds credentials, which are not repeated.
     """
+    check_address(path)
     if path.startswith("s3://"):
-        if not path.split("/")[2]:
-            raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder")
-        if is_placeholder(path):
-            raise ValueError(
-                f"{path!r} is a placeholder of a shipped recipe: give the key that has it "
-                "(`--dry-run` shows which) a folder of yours, s3://my-bucket/folder or a local one"
-            )
-        # A secret may itself have a slash in it, so that its @ comes later.
-        if set("@:") & set(path.split("/")[2]):
-            raise ValueError(
-                "an s3:// address has an @ or a : in its bucket; credentials come from the "
-                "environment only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its "
-                "secret"
-            )
         return Location(_s3(os.getpid()), path.removeprefix("s3://").rstrip("/"))
-    if path.startswith(("gs://", "gcs://")):
-        raise ValueError(
-            "a gs:// address is not served; Google's storage answers to S3, too: give "
-            "s3://bucket/folder, and set AWS_ENDPOINT_URL=https://storage.googleapis.com, "
-            "AWS_REQUEST_CHECKSUM_CALCULATION=when_required, and an HMAC key as "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
-    if "://" in path and not path.startswith("file://"):
-        raise ValueError(
-            f"an address with the scheme {path.partition('://')[0]!r} has a scheme that is not "
-            "served; use a local path or s3://bucket/folder"
-        )
     local = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
     return Location(fs.LocalFileSystem(), local)
 

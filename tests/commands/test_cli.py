@@ -166,6 +166,13 @@ LIGHT = [
     ("evaluate", "digits", "init_from=nosuch"),
     ("export", "digits", "init_from=nosuch", "export.path=x.npz"),
     ("extract_features", "digits", "init_from=nosuch", "extract.data=x", "extract.path=y"),
+    ("finetune", "digits", f"init_from={__file__}"),
+    ("pretrain", "paper/vit_b16_jft"),
+    ("sweep", "finetune/cifar10"),
+    ("pretrain", "digits", "data.train=s3://"),
+    ("convert", "digits", "convert.source=gs://a/b", "convert.destination=x"),
+    ("plan", "digits", "model.name=nope"),
+    ("plan", "digits", "plan.device=TPU"),
 ]
 # Runs command lines one after the other, and says what each has imported by its end.
 RUN_EACH = """

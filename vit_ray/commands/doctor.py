@@ -18,9 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from vit_ray.addresses import is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
-from vit_ray.storage import check_rights, is_placeholder, locate
+from vit_ray.storage import check_rights, locate
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
 LEAST_SHARED_GIB: Final = 1.0

@@ -11,9 +11,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from vit_ray.addresses import check_address, is_placeholder
 from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.ray_address import host_and_port
+from vit_ray.measure.devices import require_device
+from vit_ray.models.catalog import find_spec
+from vit_ray.own_parts import is_own
 
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
 _TRAINS = frozenset({"pretrain", "finetune", "sweep", "scaling_study", "vtab", "evaluate"})
@@ -22,6 +26,9 @@ _IMPORTED = (
     "torch",
 )  # fmt: skip
 """By drivers, workers and reading tasks, which have one image."""
+_BUCKETS = ("s3://", "gs://", "gcs://")
+_MANIFEST = "manifest.parquet"
+_WEIGHTS = (".npz", ".safetensors")
 _IN_PATTERNS = frozenset("*?[{")
 
 
@@ -44,12 +51,29 @@ def check_places(command: Command, recipe: Recipe) -> None:
     """Look for what a command opens on this machine; what lies on S3 or the hub is asked later.
 
     Raises:
-        ValueError: it is not there; the batch does not divide among the workers; or `RAY_ADDRESS`
-            is not an address.
+        ValueError: it is not there; the model or the plan's device is not known; the batch does
+            not divide among the workers; or `RAY_ADDRESS` is not an address.
     """
+    if "model" in command.reads and not is_own(recipe.model.name):
+        find_spec(recipe.model.name, recipe.model.options())
+    if command.name == "plan":
+        require_device(recipe.plan.device, "plan.device")
     for key in command.opens:
         for path in _paths(attrgetter(key)(recipe)):
-            if "://" in path or Path(path).expanduser().exists():
+            if "://" in path:
+                if key != "init_from" and path.startswith(_BUCKETS):
+                    check_address(path)
+                continue
+            if (place := Path(path).expanduser()).exists():
+                if key not in ("convert.source", "init_from") and not (place / _MANIFEST).exists():
+                    # It says what the folder is instead; with pyarrow, but without Ray.
+                    importlib.import_module("vit_ray.data").open_dataset(path)
+                if key == "init_from" and place.is_file() and place.suffix not in _WEIGHTS:
+                    raise ValueError(
+                        f"init_from: weights {path!r} end in {place.suffix!r}; only "
+                        f"{' and '.join(_WEIGHTS)} are read, because other formats can run code. "
+                        "Convert the file first"
+                    )
                 continue
             if key == "convert.source":
                 if not _IN_PATTERNS & set(path):
@@ -57,7 +81,7 @@ def check_places(command: Command, recipe: Recipe) -> None:
             elif key == "init_from":
                 if command.name in _RESUMED and _has_begun(recipe):
                     continue  # a run that is continued does not read it
-                if path.endswith((".npz", ".safetensors")):
+                if path.endswith(_WEIGHTS):
                     raise ValueError(
                         f"init_from: weights {path!r} do not exist; give a .npz or .safetensors "
                         "file, or the folder of a run"
@@ -81,8 +105,10 @@ def _has_begun(recipe: Recipe) -> bool:
     folder = recipe.run_folder
     if "://" not in folder:
         return Path(folder).expanduser().exists()
+    if is_placeholder(folder):
+        return False
     storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does without
-    return not storage.is_placeholder(folder) and bool(storage.locate(folder).exists())
+    return bool(storage.locate(folder).exists())
 
 
 def note_unread(command: Command, overrides: list[str]) -> None:

@@ -63,6 +63,16 @@ def device_names() -> list[str]:
     return list(_DEVICES)
 
 
+def require_device(name: str, key: str) -> Device:
+    """
+    Raises:
+        ValueError: the device that a recipe's key names is not listed.
+    """
+    if device := find_device(name):
+        return device
+    raise ValueError(f"{key}={name!r} is not known; use one of {', '.join(_DEVICES)}")
+
+
 def find_device(name: str) -> Device | None:
     """Figures for a device name such as "NVIDIA H200", or None if it is not listed.
 

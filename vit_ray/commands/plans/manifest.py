@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import yaml
 
+from vit_ray.addresses import PLACEHOLDER
 from vit_ray.commands.plans.plan import plan_stage, planned_cluster, told_facts
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ClusterConfig
-from vit_ray.storage import PLACEHOLDER
 
 CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
 """By `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of `data_cores.py`."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
-from vit_ray.measure.devices import Device, device_names, find_device
+from vit_ray.measure.devices import Device, require_device
 from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.measure.network import Network
 from vit_ray.measure.step_time import (
@@ -27,7 +28,7 @@ from vit_ray.measure.step_time import (
     traffic_per_step,
 )
 from vit_ray.models.flops import count_exaflops, forward_macs
-from vit_ray.storage import PLACEHOLDER, is_placeholder, locate
+from vit_ray.storage import locate
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
     count_parameters,
@@ -145,11 +146,7 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
         ValueError: the device is not known, or its number does not divide the batch.
     """
     plan, batch = recipe.plan, recipe.train.global_batch_size
-    device = find_device(plan.device)
-    if device is None:
-        raise ValueError(
-            f"plan.device={plan.device!r} is not known; use one of {', '.join(device_names())}"
-        )
+    device = require_device(plan.device, "plan.device")
     num_gpus = plan.num_gpus or recipe.group_sizes[-1]
     if batch % num_gpus:
         raise ValueError(

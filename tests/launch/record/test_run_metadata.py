@@ -1,5 +1,6 @@
 """What a run's record says of it: what trains as parameters, the rest as tags and inputs."""
 
+import getpass
 import json
 import os
 import platform
@@ -88,7 +89,10 @@ def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.M
     assert tags["vit_ray.kind"] == "sweep_trial"
     assert tags["data.eval"] == "a/test"
     assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
-    assert tags["mlflow.user"]
+    assert tags["mlflow.user"] == getpass.getuser()
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ana")  # who shares an account or a container
+    again = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    assert again["mlflow.user"] == "ana"
     assert tags["mlflow.source.name"] == "vit-ray sweep digits_sweep tracking.uri=http://h"
     assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]
     assert "hunter2" not in str(tags)

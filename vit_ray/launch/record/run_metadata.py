@@ -75,7 +75,8 @@ def run_facts(
     num_classes, about = resolved.manifest.num_classes, recipe.tracking.description
     about = f"{about}\n\n" if about else ""
     try:
-        user = getpass.getuser()
+        # In a container, and on a shared account, the log-in to MLflow says more.
+        user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
     return {

@@ -41,7 +41,7 @@ def test_the_image_ends_as_a_user_by_number_and_asks_for_no_rights(name: str) ->
 
 
 def _efa_step() -> str:
-    """As the builder gives it to bash."""
+    """As the builder gives it to the shell."""
     (step,) = re.findall(r"^RUN (if \[ -n \"\$EFA_VERSION.*?)\n\n", _dockerfile(), re.M | re.DOTALL)
     return step.replace("\\\n", "")
 
@@ -72,7 +72,7 @@ def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(
     sums = {"right": digest, "wrong": digest[::-1], "none": "", "no EFA": ""}
     step = _efa_step().replace("/tmp/efa", str(folder)).replace("/var/lib/apt/lists/*", "")
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", step], cwd=folder, capture_output=True, text=True,
+        ["sh", "-c", step], cwd=folder, capture_output=True, text=True,
         env={
             "PATH": f"{tools}:/usr/bin:/bin", "EFA_SHA256": sums[given],
             "EFA_VERSION": "" if given == "no EFA" else "1.51.0",

@@ -6,7 +6,6 @@ number; `classes`, of its labels; `predicted` and `loss`, null where nothing was
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +14,8 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+
+from vit_ray.data.images.contact_sheet import SIDE, square, strip
 
 UInt8Array = NDArray[np.uint8]
 Float64Array = NDArray[np.float64]
@@ -26,8 +26,6 @@ with the highest loss."""
 TRAINING: Final = "training"
 """File name of crops as training gets them."""
 NUM_TRAINING: Final = 24
-SIDE: Final = 96
-"""Pixels of a square."""
 MOST_LABELS: Final = 8
 """Of an image that are shown."""
 _PIXELS: Final = SIDE * SIDE * 3
@@ -158,19 +156,6 @@ def picture(
     """The row of squares as JPEG and what is known of each as JSON; nothing of none."""
     if not squares:
         return {}
-    drawn = io.BytesIO()
-    Image.fromarray(np.concatenate(squares, axis=1)).save(drawn, "JPEG", quality=85)
     nothing = {"predicted": None, "loss": None}
     text = json.dumps([{**nothing, **one} for one in about], indent=1)
-    return {f"{name}.jpg": drawn.getvalue(), f"{name}.json": text.encode()}
-
-
-def square(image: UInt8Array) -> UInt8Array:
-    """(H, W, 3) as it fits into (SIDE, SIDE, 3), on black; the pixels of a small one show."""
-    scale = SIDE / max(image.shape[:2])
-    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
-    how = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
-    drawn = Image.new("RGB", (SIDE, SIDE))
-    place = (SIDE - width) // 2, (SIDE - height) // 2
-    drawn.paste(Image.fromarray(image).resize((width, height), how), place)
-    return np.asarray(drawn)
+    return {f"{name}.jpg": strip(squares), f"{name}.json": text.encode()}

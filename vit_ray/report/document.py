@@ -134,7 +134,8 @@ def render(
     """
     style = _TEMPLATES.get_template("style.css").render(light=charts.LIGHT, dark=charts.DARK)
     # Code of our own and of libraries, without any text of a run.
-    drawing, own = charts.scripts().encode(), _source("page.js")
+    has_charts = any(section.charts for section in sections)
+    drawing, own = charts.scripts().encode() if has_charts else b"", _source("page.js")
     digests = [base64.b64encode(hashlib.sha256(one).digest()) for one in (drawing, own.encode())]
     allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
     return _TEMPLATES.get_template("page.html").render(
@@ -148,7 +149,7 @@ def render(
         refresh_s=refresh_s,
         still=lambda chart: Markup(charts.still(chart)),
         style=Markup(style),
-        packed=base64.b64encode(gzip.compress(drawing, mtime=0)).decode(),
+        packed=base64.b64encode(gzip.compress(drawing, mtime=0)).decode() if drawing else "",
         script=Markup(own),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; "
         "img-src data:; form-action 'none'; base-uri 'none'",

@@ -404,7 +404,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
 def own_share(run: RecordedRun) -> float:
     """Of a training that branched off another one: the part of its compute that is its own."""
     batch, seen = run.number("train.global_batch_size"), run.metrics.get(STUDY_IMAGES_SEEN)
-    return branch_origin.own_share(run.tags.get("vit_ray.branched_from", ""), batch, seen)
+    return branch_origin.own_share(run.tags.get(branch_origin.TAG, ""), batch, seen)
 
 
 def point_name(run: RecordedRun) -> str:

@@ -3,7 +3,7 @@ for (const table of document.querySelectorAll("table")) makeSortable(table);
 document.body.classList.remove("no-scripts");
 window.addEventListener("hashchange", openTarget);
 openTarget();
-unpack().then(drawAll);
+if (document.getElementById("vega")) unpack().then(drawAll);
 
 // The script that draws is packed; the browser runs it by its hash in the rules of the page.
 async function unpack() {

@@ -1,0 +1,55 @@
+"""Many images as one picture for people: small squares in a row or a grid."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+UInt8Array = NDArray[np.uint8]
+
+SIDE: Final = 96
+"""Pixels of a square."""
+_COLUMNS: Final = 8
+_LARGE: Final = 160
+"""Pixels of a square of a sheet."""
+_LINE: Final = 14
+"""Pixels of the line below it, and of its letters and their distance."""
+
+
+def square(image: UInt8Array, side: int = SIDE) -> UInt8Array:
+    """(H, W, 3) as it fits into (side, side, 3), on black; the pixels of a small one show."""
+    scale = side / max(image.shape[:2])
+    height, width = (max(1, round(length * scale)) for length in image.shape[:2])
+    how = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
+    drawn = Image.new("RGB", (side, side))
+    place = (side - width) // 2, (side - height) // 2
+    drawn.paste(Image.fromarray(image).resize((width, height), how), place)
+    return np.asarray(drawn)
+
+
+def strip(squares: Sequence[UInt8Array]) -> bytes:
+    """Squares of one size side by side, as JPEG."""
+    drawn = io.BytesIO()
+    Image.fromarray(np.concatenate(squares, axis=1)).save(drawn, "JPEG", quality=85)
+    return drawn.getvalue()
+
+
+def sheet(images: Sequence[UInt8Array], captions: Sequence[str], title: str) -> Image.Image:
+    """A title, and below it images with a line each, eight in a row."""
+    columns, height = min(_COLUMNS, len(images)), _LARGE + 2 * _LINE
+    rows = -(-len(images) // columns)
+    drawn = Image.new("RGB", (columns * _LARGE, rows * height + 2 * _LINE), "white")
+    draw, font = ImageDraw.Draw(drawn), ImageFont.load_default(_LINE)
+    draw.text((4, 4), title, "black", font)
+    for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        left, top = number % columns * _LARGE, number // columns * height + 2 * _LINE
+        drawn.paste(Image.fromarray(square(image, _LARGE - 4)), (left + 2, top))
+        while draw.textlength(caption, font) > _LARGE - 4:
+            caption = caption[:-2]
+        draw.text((left + 2, top + _LARGE - 2), caption, "black", font)
+    return drawn

@@ -269,6 +269,24 @@ vit_ray = _Names(
             click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
         ),
         _plain(
+            "The images of a step as the model sees them, on a page: "
+            "`vit-ray batch SOURCE step=100` (counted from 0; or 100:110; rank=3/8). SOURCE is a "
+            "recipe, the folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` or "
+            "`sample=KEY` lists the steps that an image is in. Further words change the recipe.",
+            "vit_ray.commands.trained.batch:show_batch",
+            click.Argument(["source"]),
+            click.Argument(["words"], nargs=-1, required=True),
+            click.Option(["--out"], help="Folder to write; by default NAME-step-K."),
+            click.Option(
+                ["--originals", "is_with_originals"],
+                is_flag=True,
+                help="Write the stored files, too.",
+            ),
+            click.Option(
+                ["--large", "is_large"], is_flag=True, help="Read more than 1 GiB of a bucket."
+            ),
+        ),
+        _plain(
             "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "
             "write a recipe of fitting model, batch and epochs, with the reasons as comments.",
             "vit_ray.commands.init:write_recipe",

@@ -76,6 +76,11 @@ class MixedOrder:
         """Images of all sets."""
         return sum(order.num_images for order in self._orders)
 
+    @property
+    def shortest_epoch(self) -> int:
+        """Images of the smallest set."""
+        return min(order.num_images for order in self._orders)
+
     def places(self, positions: Int64Array) -> Places:
         """What stands at some positions; row groups are numbered through all sets."""
         # Which set each position has a sample of, and how many that set has given before.
@@ -95,6 +100,24 @@ class MixedOrder:
             places.groups[mine] = of_set.groups + self._first_groups[index]
             places.rows[mine] = of_set.rows
         return places
+
+    def span_of(self, epoch: int, group: int, row: int) -> range:
+        """Positions among which a row stands in an epoch of its set, as `Order.span_of`."""
+        index = int(np.searchsorted(self._first_groups, group, side="right")) - 1
+        of_set = self._orders[index].span_of(epoch, group - int(self._first_groups[index]), row)
+        if not of_set:
+            return of_set
+        # The position at which the set gives this sample: counts only grow with it.
+        low, high = 0, 1
+        while counts_of(self._weights, high)[index] <= of_set.start:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            has_given = counts_of(self._weights, middle)[index] > of_set.start
+            low, high = (low, middle) if has_given else (middle, high)
+        length = self._stretch if self._window is None else self._window.num_rows
+        start = low // length * length
+        return range(start, start + length)
 
     def _draw_turns(self, stretch: int) -> tuple[Int64Array, Int64Array]:
         start = stretch * self._stretch

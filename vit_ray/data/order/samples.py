@@ -73,6 +73,11 @@ class Plan:
         """Images of one epoch."""
         return self._order.num_images
 
+    @property
+    def shortest_epoch(self) -> int:
+        """Images of one epoch of the smallest data set."""
+        return self._order.shortest_epoch
+
     def rows_at(self, positions: Int64Array) -> Rows:
         """What stands at some positions."""
         places = self._order.places(positions)
@@ -84,6 +89,20 @@ class Plan:
             )
         samples = self._manifest.first_samples[places.groups] + rows
         return Rows(places.epochs, places.groups, rows, samples)
+
+    def span_of(self, sample: int, epoch: int) -> range:
+        """Positions among which a sample stands in an epoch (of its set), none or a few thousand.
+
+        `rows_at` says which of them it is.
+        """
+        group = int(np.searchsorted(self._manifest.first_samples, sample, side="right")) - 1
+        row = sample - int(self._manifest.first_samples[group])
+        if self._selection is not None:
+            found = np.flatnonzero(self._selected_rows(group) == row)
+            if not len(found):
+                return range(0)
+            row = int(found[0])
+        return self._order.span_of(epoch, group, row)
 
     def rows_of_group(self, group: int) -> Int64Array:
         """Rows of a row group that take part, ascending."""

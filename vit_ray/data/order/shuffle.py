@@ -109,6 +109,11 @@ class Order:
         self._groups_of = lru_cache(maxsize=2)(self._draw_groups)
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
+    @property
+    def shortest_epoch(self) -> int:
+        """Images of an epoch."""
+        return self.num_images
+
     def samples_at(self, start: int, stop: int) -> Int64Array:
         """Global row numbers at positions [start, stop), in order: int64 (stop - start,)."""
         places = self.places(np.arange(start, stop, dtype=np.int64))
@@ -133,6 +138,27 @@ class Order:
                 permuted = self._rows_of(int(epochs[alike[0]]), int(groups[alike[0]]))
                 rows[alike] = permuted[rows[alike]]
         return Places(epochs, groups, rows)
+
+    def span_of(self, epoch: int, group: int, row: int) -> range:
+        """Positions among which a row stands in an epoch: one, or those of its shuffle window.
+
+        Empty where an epoch of rows that are drawn by weight is without it.
+        """
+        order, starts = self._groups_of(epoch)
+        (turn,) = np.flatnonzero(order == group)
+        rows = np.arange(self.rows[group])
+        if self.is_shuffled:
+            rows = self._rows_of(epoch, group)
+        found = np.flatnonzero(rows == row)
+        if not len(found):
+            return range(0)
+        first = epoch * self.num_images
+        at = first + int(starts[turn]) + int(found[0])
+        if self.window is None:
+            return range(at, at + 1)
+        start = at // self.window.num_rows * self.window.num_rows
+        stop = min(start + self.window.num_rows, first + self.num_images)
+        return range(max(start, first), stop)
 
     def _permute_rows(self, epoch: int, group: int) -> Int64Array:
         if self._weighted is not None:

@@ -1,0 +1,175 @@
+"""`vit-ray batch`: what it writes of a run and of a recipe, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from click.testing import CliRunner
+from PIL import Image
+
+from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from tests.models.small import small_model
+from tests.trained_runs import write_run
+from vit_ray.commands.cli import vit_ray
+from vit_ray.config import Recipe
+from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.data import open_dataset
+from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
+
+__all__ = ["sets"]
+
+
+def said(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(vit_ray, ["batch", *words])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def recipe(sets: Path, tmp_path: Path) -> Recipe:
+    return recipe_on(sets, output=str(tmp_path / "runs"), data={"shuffle_window": 32})
+
+
+@pytest.fixture
+def file(recipe: Recipe, tmp_path: Path) -> str:
+    """The recipe of a run that has not begun."""
+    path = tmp_path / "seen.yaml"
+    path.write_text(yaml.safe_dump(recipe.recorded()))
+    return str(path)
+
+
+def begin(recipe: Recipe, **changes: Any) -> str:
+    """A run of the recipe with a checkpoint of step 7; its folder."""
+    facts = {
+        "recipe": recipe.with_changes(**changes).recorded(),
+        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
+        "global_batch_size": 16, "samples_seen": 7 * 16,
+    }  # fmt: skip
+    return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+
+
+def test_table_picture_page_and_originals_of_a_recipe_before_its_run(
+    file: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    code, text = said(file, "step=2:4", "--out", str(out), "--originals")
+    assert code == 0, text
+    assert re.search(r"reads \d+ row groups, 0\.\d MiB", text)
+    table = pq.read_table(out / "batch.parquet").to_pylist()
+    batches = SeenBatches(resolve_run(recipe))
+    expected = [one for step in (2, 3) for one in batches.read(step)[1]]
+    assert [(row["step"], row["place"], row["sample"], row["key"]) for row in table] == [
+        (one.step, one.place, one.sample, one.key) for one in expected
+    ]
+    flat = pacsv.read_csv(out / "batch.csv").to_pylist()
+    assert [row["key"] for row in flat] == [row["key"] for row in table]
+    assert {row["classes"] for row in flat} == {"cat", "dog", "emu"}
+    for one in expected:
+        (original,) = (out / "originals").glob(f"{one.sample}-*.jpg")
+        assert original.read_bytes() == one.content
+    assert Image.open(out / "batch.png").width == 8 * 160
+    page = (out / "batch.html").read_text()
+    assert page.count('role="img"') == 2 * 2 * 16
+    assert "MLflow shows the loss of this step at step 3" in page
+    assert 'id="vega"' not in page
+    code, text = said(file, "step=2", "--out", str(out))
+    assert code == 2
+    assert "is there already" in text
+
+
+def test_a_run_is_shown_as_it_was_trained_and_with_the_loss_of_the_step(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = begin(recipe)
+    log = MetricsLog(metrics_log_path(folder))
+    log.open(RunOpening(TrackingConfig(), recipe.name, log.path))
+    log.metrics(5, {"train/loss": 1.2345})
+    code, text = said(folder, "step=4", "rank=1/2")
+    assert code == 0, text
+    page = (tmp_path / "seen-step-4" / "batch.html").read_text()
+    assert "Its loss was 1.2345" in page
+    pixels, images = SeenBatches(resolve_run(recipe)).read(4, range(8, 16))
+    rows = pq.read_table("seen-step-4/batch.parquet").to_pylist()
+    assert [row["sample"] for row in rows] == [one.sample for one in images]
+    assert len(pixels) == 8
+
+
+def test_the_steps_of_a_sample_by_number_and_by_key(recipe: Recipe) -> None:
+    folder = begin(recipe)
+    steps = list(SeenBatches(resolve_run(recipe)).steps_of(33))
+    by_number, by_key = said(folder, "sample=33"), said(folder, "sample=large/33.jpg")
+    assert by_number[0] == by_key[0] == 0
+    lines = [line for line in by_number[1].splitlines() if line.startswith("step ")]
+    assert lines == [line for line in by_key[1].splitlines() if line.startswith("step ")]
+    assert lines == [
+        f"step {step} (epoch {epoch}), place {place} of its batch: "
+        f"{'seen' if step < 7 else 'to come'}"
+        for step, epoch, place in steps
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["step=20"], "the run has 20 steps; give one from 0 to 19"),
+        (["step=18:21"], "step=18:21: the run has 20 steps"),
+        (["step=5:5"], "the run has 20 steps"),
+        (["step=-1"], "give a number, or a range such as 100:110"),
+        (["step=1", "rank=2/2"], "which divide train.global_batch_size=16"),
+        (["step=1", "rank=0/3"], "which divide train.global_batch_size=16"),
+        (["sample=70"], "the data set has samples 0 to 69"),
+        (["sample=70.jpg"], "has no image with this key"),
+        (["seed=4"], "give step=K, step=K:N or sample=NUMBER"),
+        (["step=1", "sample=1"], "give step=K, step=K:N or sample=NUMBER"),
+        (["step=1", "sed=4"], "unknown key sed; did you mean seed?"),
+    ],
+)
+def test_what_cannot_be_is_refused(file: str, words: list[str], told: str) -> None:
+    code, text = said(file, *words)
+    assert (code, told in text) == (2, True), text
+    assert len(text.strip().splitlines()[-1]) < 500
+
+
+def test_another_recipe_or_data_set_than_the_runs_is_refused(
+    file: str, recipe: Recipe, sets: Path
+) -> None:
+    folder = begin(recipe, seed=5)
+    code, text = said(file, "step=1")
+    assert (code, "seed was 5 and is 0" in text) == (2, True), text
+    assert f"Give the run's folder, {folder}" in text
+    code, text = said(folder, "step=1", f"data.train={sets / 'small'}")
+    assert (code, "is not the data set of the run 'seen'" in text) == (2, True), text
+
+
+def test_a_folder_that_is_no_run_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
+    assert "has no checkpoint" in said(str(tmp_path), "step=1")[1]
+    assert "A run is named by its folder" in said("nothing-of-this-name", "step=1")[1]
+    uri = f"tracking.uri=sqlite:///{tmp_path}/none.db"
+    code, text = said("0" * 32, "step=1", uri)
+    assert (code, "does not have the run" in text) == (2, True), text
+
+
+def test_no_torch_no_ray_cluster_and_no_mlflow_for_plain_images(file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import json, sys; from click.testing import CliRunner; "
+        "from vit_ray.commands.cli import vit_ray; "
+        f"CliRunner().invoke(vit_ray, ['batch', {file!r}, 'step=0', '--out', {str(out)!r}]); "
+        "import ray; names = ('torch', 'mlflow', 'deepspeed'); "
+        "print(json.dumps([one in sys.modules for one in names] + [ray.is_initialized()]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout) == [False] * 4
+    assert np.asarray(Image.open(out / "batch.png")).any()

@@ -1,0 +1,181 @@
+"""What a step is said to see is what its training gets, and a sample's steps are all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Digits
+from tests.data.damage import damage
+from tests.data.pictures import jpeg
+from tests.data.small_sets import write_encoded
+from tests.data.stream.reading import read_training
+from tests.recipes import recipe_with, small_recipe
+from vit_ray.config import Recipe
+from vit_ray.data import open_dataset
+from vit_ray.data.format.shard_writer import EncodedImage
+from vit_ray.data.images.crops import training_crop
+from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.inputs.training_batches import training_batches
+from vit_ray.models.layers import cut_patches
+from vit_ray.models.masked import draw_corruption
+from vit_ray.train.objective import build_objective, make_loss
+
+NUM_IMAGES = {"large": 70, "small": 37}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sets of photographs of several sizes, in row groups of 8."""
+    folder = tmp_path_factory.mktemp("sets")
+    for name, count in NUM_IMAGES.items():
+        (folder / name).mkdir()
+        sizes = [(40 + i % 7, 50 + i % 5) for i in range(count)]
+        images = [
+            EncodedImage(jpeg(i, *size), (i % 3,), f"{name}/{i}.jpg", *size[::-1])
+            for i, size in enumerate(sizes)
+        ]
+        write_encoded(folder / name, "part-0.parquet", images, ["cat", "dog", "emu"], 8)
+    return folder
+
+
+def recipe_on(sets: Path, **sections: Any) -> Recipe:
+    """A tiny ViT on the large set, 20 steps of 16 images: over four epochs."""
+    model = {
+        "name": "ViT", "image_size": 16, "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 2,
+        "patch_size": 4,
+    }  # fmt: skip
+    return recipe_with(
+        "seen", model=model, data={"train": str(sets / "large"), "shuffle_window": 0},
+        train={"global_batch_size": 16, "precision": "fp32"}, optim={"steps": 20},
+    ).with_changes(**sections)  # fmt: skip
+
+
+def batches_of(recipe: Recipe) -> SeenBatches:
+    return SeenBatches(resolve_run(recipe))
+
+
+MIXTURE = [{"path": "large", "weight": 2.0}, {"path": "small", "weight": 1.0}]
+CASES = {
+    "plain": {},
+    "window": {"shuffle_window": 64},
+    "half": {"fraction": 0.5},
+    "held out": {"held_out_fraction": 0.2, "shuffle_window": 32},
+    "weighted": {"sample_weights": "labels"},
+    "mixture": {"train": MIXTURE},
+    "mixture in windows": {"train": MIXTURE, "shuffle_window": 32},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_steps_of_a_sample_are_those_whose_batches_hold_it(sets: Path, case: str) -> None:
+    data = dict(CASES[case])
+    if "train" in data:
+        data["train"] = [{**one, "path": str(sets / one["path"])} for one in MIXTURE]
+    recipe = recipe_on(sets, data=data)
+    batches, trained = batches_of(recipe), training_batches(recipe)
+    total = resolve_run(recipe).manifest.num_images
+    held = {sample: list[tuple[int, int]]() for sample in range(total)}
+    for step, batch in enumerate(trained):
+        for place, sample in enumerate(batch["sample"].tolist()):
+            held[sample].append((step, place))
+    for sample, expected in held.items():
+        found = list(batches.steps_of(sample))
+        assert sorted((step, place) for step, _, place in found) == expected, sample
+        for step, epoch, place in found:
+            _, (one,) = batches.read(step, range(place, place + 1))
+            assert (one.sample, one.epoch, one.place) == (sample, epoch, place)
+    with pytest.raises(ValueError, match=f"has samples 0 to {total - 1}"):
+        list(batches.steps_of(total))
+
+
+def test_a_crop_is_the_box_that_is_told_of_the_file_that_is_told(sets: Path) -> None:
+    recipe = recipe_on(sets)
+    pixels, images = batches_of(recipe).read(7)
+    spec = resolve_run(recipe).streams["train"]
+    for crop, one in zip(pixels, images, strict=True):
+        key = (recipe.seed, one.epoch, one.sample)
+        np.testing.assert_array_equal(crop, training_crop(one.content, spec.augmentation, key))
+        assert one.content == jpeg(one.sample, *one.size)
+        assert (one.key, one.labels) == (f"large/{one.sample}.jpg", (one.sample % 3,))
+        assert one.original().size == one.size[::-1]
+
+
+@pytest.mark.parametrize("mixing", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}])
+def test_mixed_images_are_what_the_model_is_given(sets: Path, mixing: dict[str, float]) -> None:
+    recipe, given = recipe_on(sets, train=mixing), []
+
+    class Spy(nn.Module):
+        def forward(self, images: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            given.append(images)
+            return torch.zeros(len(images), 3)
+
+    step = 3
+    batch = {
+        name: torch.from_numpy(column) for name, column in training_batches(recipe)[step].items()
+    }
+    make_loss(recipe)(Spy(), batch["image"], batch["labels"].long(), batch["sample"], step)
+    pixels, images = batches_of(recipe).read(step)
+    shown = torch.from_numpy(pixels).float().permute(0, 3, 1, 2) / 127.5 - 1
+    assert (shown - given[0]).abs().max() <= 0.5 / 127.5 + 1e-6
+    samples = batch["sample"].tolist()
+    assert [one.partner for one in images] == [samples[i ^ 1] for i in range(len(samples))]
+    # A part of the batch shows the same, though the partner may lie outside of it.
+    some, facts = batches_of(recipe).read(step, range(5, 8))
+    np.testing.assert_array_equal(some, pixels[5:8])
+    assert [one.own_share for one in facts] == [one.own_share for one in images[5:8]]
+
+
+def test_masked_patches_are_those_that_the_objective_corrupts(sets: Path) -> None:
+    recipe = recipe_on(sets, train={"loss": "masked_patch"}, model={"width": 48})
+    step = 2
+    batch = training_batches(recipe)[step]
+    pixels = torch.from_numpy(batch["image"])
+    objective: Any = build_objective(recipe, 3)
+    patches = cut_patches(pixels.permute(0, 3, 1, 2).float(), 4).flatten(1, 2)
+    with torch.no_grad():
+        objective.mask.token.fill_(128.0)
+        corruption = draw_corruption(torch.from_numpy(batch["sample"]), 16, recipe.seed, step)
+        expected = objective.corrupt(patches, corruption)
+    seen, _ = batches_of(recipe).read(step)
+    shown = cut_patches(torch.from_numpy(seen).permute(0, 3, 1, 2).float(), 4).flatten(1, 2)
+    assert torch.equal(shown, expected)
+    assert 0.3 < (shown == 128).all(2).float().mean() < 0.5
+
+
+def test_a_bad_row_is_named_where_its_neighbour_stands(sets: Path, tmp_path: Path) -> None:
+    for file in (sets / "large").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    damage(open_dataset(str(tmp_path)), group=2, rows=[5])
+    recipe = recipe_on(sets, data={"train": str(tmp_path), "max_bad_fraction": 0.1})
+    batches = batches_of(recipe)
+    (step, epoch, place), *_ = batches.steps_of(2 * 8 + 5)
+    _, images = batches.read(step)
+    assert [one.place for one in images if one.instead_of is not None] == [place]
+    assert (images[place].instead_of, images[place].epoch) == (21, epoch)
+    assert images[place].sample == training_batches(recipe)[step]["sample"][place] != 21
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_it_is_what_the_ranks_of_a_run_are_given(
+    digits: Digits, tmp_path: Path, world_size: int
+) -> None:
+    recipe = small_recipe("seen", digits, tmp_path, data={"shuffle_window": "auto"}, seed=3)
+    resolved = resolve_run(recipe)
+    size, step = recipe.train.global_batch_size, 9
+    start = step * size
+    spec = resolved.streams["train"]
+    ranks = read_training(spec, world_size, size // world_size, start, start + size)
+    seen = SeenBatches(resolved)
+    for rank, (batch,) in enumerate(ranks):
+        share = size // world_size
+        pixels, images = seen.read(step, range(rank * share, (rank + 1) * share))
+        np.testing.assert_array_equal(pixels, batch["image"])
+        assert [one.sample for one in images] == batch["sample"].tolist()

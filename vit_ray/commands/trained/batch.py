@@ -1,0 +1,250 @@
+"""`vit-ray batch RUN|RECIPE step=k`: the images of a step as the model sees them, on one page.
+
+It reads what the step reads and nothing else: no Ray, no cluster, no weights.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+
+from vit_ray.config.secrets import redact
+from vit_ray.data.format.labels import keys
+from vit_ray.data.images.contact_sheet import SIDE, sheet, square, strip
+from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage, UInt8Array
+from vit_ray.launch.named_run import NamedRun, find_run
+from vit_ray.metric_names import TRAIN_LOSS
+from vit_ray.report.document import Gallery, Section, write_page
+from vit_ray.report.tables import Column, Table
+from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
+
+MOST_SHOWN: Final = 64
+"""Images of a step on the page and in the picture; the table has all."""
+_MOST_BYTES: Final = 1 << 30
+"""That are read from a remote store without being asked for."""
+_BOX_COLOR: Final = (255, 64, 64)
+
+
+def show_batch(
+    source: str, words: Sequence[str], out: str | None, is_with_originals: bool, is_large: bool
+) -> int:
+    """Write the page, the picture and the tables, and print where; or the steps of a sample.
+
+    Args:
+        source: a run or recipe, as `find_run` takes it.
+        words: `step=k`, `step=k:n`, `sample=NUMBER` or `sample=KEY`; `rank=r/n`; and changes of
+            the recipe.
+        out: folder to write; None for one named after the run and the step.
+        is_with_originals: write the stored files, too.
+        is_large: read however many bytes it takes.
+
+    Raises:
+        ValueError: a word is wrong, the run has no such step, rank or sample, or as `find_run`.
+    """
+    asked = {key: value for key, _, value in (word.partition("=") for word in words)}
+    own = {key: asked[key] for key in ("step", "sample", "rank") if key in asked}
+    if len(own.keys() & {"step", "sample"}) != 1:
+        raise ValueError("give step=K, step=K:N or sample=NUMBER (or KEY), such as step=0")
+    run = find_run(source, [word for word in words if word.partition("=")[0] not in own])
+    batches = SeenBatches(run.resolved)
+    if "sample" in own:
+        return _print_steps(run, batches, own["sample"])
+    steps = run.checked_steps(_steps(own["step"]))
+    places = _places(own.get("rank"), run.recipe.train.global_batch_size)
+    costs = [batches.cost(step) for step in steps]
+    groups, size = (sum(column) for column in zip(*costs, strict=True))
+    is_remote = "://" in run.resolved.manifest.path
+    print(f"reads {groups:,} row groups, {size / 2**20:,.1f} MiB", file=sys.stderr, flush=True)
+    if is_remote and size > _MOST_BYTES and not is_large:
+        raise ValueError(
+            f"{size / 2**30:.1f} GiB would be read from {run.resolved.manifest.path}; give fewer "
+            "steps, or --large"
+        )
+    folder = Path(out or f"{run.recipe.name}-step-{own['step'].replace(':', '-')}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; give another folder as --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(run, batches, steps, places, folder, is_with_originals)
+    return 0
+
+
+def _steps(text: str) -> range:
+    """Of `100` or `100:110`."""
+    if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", text)):
+        raise ValueError(f"step={text}: give a number, or a range such as 100:110")
+    first = int(found[1])
+    return range(first, int(found[2]) if found[2] else first + 1)
+
+
+def _places(rank: str | None, batch: int) -> range:
+    """In the global batch, of a rank `r/n`."""
+    if rank is None:
+        return range(batch)
+    found = re.fullmatch(r"(\d+)/(\d+)", rank)
+    number, world = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not found or not number < world or batch % world:
+        raise ValueError(
+            f"rank={rank}: give the rank and how many there are, such as rank=3/8, which divide "
+            f"train.global_batch_size={batch}"
+        )
+    return range(number * batch // world, (number + 1) * batch // world)
+
+
+def _print_steps(run: NamedRun, batches: SeenBatches, text: str) -> int:
+    """Where in the run a sample stands."""
+    manifest = run.resolved.manifest
+    if text.isdecimal():
+        sample = int(text)
+    else:
+        print(f"looks through {manifest.num_images:,} keys", file=sys.stderr, flush=True)
+        numbered = (key for some in keys(manifest) for key in some)
+        sample = next((number for number, key in enumerate(numbered) if key == text), -1)
+        if sample < 0:
+            raise ValueError(f"sample={text}: {manifest.path} has no image with this key")
+    done = run.newest.position.step if run.newest else 0
+    print(f"sample {sample}; the newest checkpoint is of step {done}")
+    found = 0
+    for step, epoch, place in batches.steps_of(sample):
+        when = "seen" if step < done else "to come"
+        print(f"step {step:,} (epoch {epoch}), place {place} of its batch: {when}")
+        found += 1
+    if not found:
+        print("it takes no part in this run")
+    return 0
+
+
+def _write(
+    run: NamedRun,
+    batches: SeenBatches,
+    steps: range,
+    places: range,
+    folder: Path,
+    is_with_originals: bool,
+) -> None:
+    recipe, classes = run.recipe, run.resolved.manifest.classes
+    losses = _losses(recipe.run_folder, steps)
+    rows, sections, drawn = [], [], list[tuple[UInt8Array, str]]()
+    for step in steps:
+        pixels, images = batches.read(step, places)
+        rows += [one.row_of_table(classes) for one in images]
+        sections.append(_section(step, pixels, images, classes, losses.get(step)))
+        captions = [f"{one.sample} {_names(one, classes)}" for one in images]
+        drawn += zip(pixels, captions, strict=True)
+        if is_with_originals:
+            _write_originals(images, folder / "originals")
+    title = f"{recipe.name}, step {steps.start}"
+    title += f" to {steps.stop - 1}" if len(steps) > 1 else ""
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, folder / "batch.parquet")
+    texts = {
+        name: pa.array([";".join(map(str, one)) for one in table[name].to_pylist()], pa.string())
+        for name in ("labels", "classes")
+    }
+    flat = pa.table({name: texts.get(name, table[name]) for name in table.column_names})
+    pacsv.write_csv(flat, folder / "batch.csv")
+    shown, texts_shown = zip(*drawn[:MOST_SHOWN], strict=True)
+    sheet(shown, texts_shown, title).save(folder / "batch.png")
+    data = redact(run.resolved.manifest.path)
+    origin = f"Made from {data} by the order of seed {recipe.seed}"
+    write_page(folder / "batch.html", title, sections, origin=origin)
+    for name in ("batch.html", "batch.png", "batch.parquet", "batch.csv"):
+        print(f"wrote {folder / name}")
+
+
+def _section(
+    step: int,
+    pixels: UInt8Array,
+    images: Sequence[SeenImage],
+    classes: list[str],
+    loss: float | None,
+) -> Section:
+    """A step on the page: crops, originals with the box of the crop, and a table."""
+    texts = [f"{len(images):,} images. MLflow shows the loss of this step at step {step + 1}."]
+    if loss is not None:
+        texts.append(f"Its loss was {loss:.5g}.")
+    if replaced := [one for one in images if one.instead_of is not None]:
+        bad = ", ".join(str(one.instead_of) for one in replaced)
+        texts.append(
+            f"In the place of samples that cannot be decoded ({bad}) stand their neighbours."
+        )
+    shown = images[:MOST_SHOWN]
+    captions = [_caption(one, classes) for one in shown]
+    note = "" if len(shown) == len(images) else f"The first {len(shown)}; the table has all."
+    crops = Gallery(
+        "As the model sees them", strip([square(one) for one in pixels[: len(shown)]]),
+        captions, [False] * len(shown), note,
+    )  # fmt: skip
+    boxes = Gallery(
+        "What is stored, and the box that is cut out", strip([_boxed(one) for one in shown]),
+        [one.key for one in shown], [False] * len(shown),
+    )  # fmt: skip
+    whole = "{:,.0f}".format
+    columns = [
+        Column("place", whole), Column("sample", whole), Column("epoch", whole), Column("key"),
+        Column("classes"), Column("stored"), Column("box (top, left, height, width)"),
+        Column("mirrored"), Column("mixed with", whole), Column("own share", "{:.2f}".format),
+        Column("in the place of", whole), Column("shard"),
+    ]  # fmt: skip
+    cells = [
+        (
+            one.place, one.sample, one.epoch, one.key, _names(one, classes),
+            f"{one.size[1]} x {one.size[0]}",
+            ", ".join(f"{v:g}" for v in (one.box.top, one.box.left, one.box.height, one.box.width)),
+            "yes" if one.box.is_flipped else "", one.partner, one.own_share, one.instead_of,
+            f"{one.shard}, row {one.row} of row group {one.row_group}",
+        )
+        for one in images
+    ]  # fmt: skip
+    table = Table(f"Images of step {step}", columns, cells).used()
+    return Section(f"Step {step}", texts, tables=[table], galleries=[crops, boxes])
+
+
+def _caption(one: SeenImage, classes: list[str]) -> str:
+    mixed = "" if one.partner is None else f", {one.own_share:.0%} of it"
+    return f"{one.sample}: {_names(one, classes)}{mixed}"
+
+
+def _names(one: SeenImage, classes: list[str]) -> str:
+    return ", ".join(classes[label] for label in one.labels) or "no label"
+
+
+def _boxed(one: SeenImage) -> UInt8Array:
+    """The stored image as a small square, with the box of the crop drawn on it."""
+    image = one.original()
+    width = max(1, round(max(image.size) / SIDE))
+    box = one.box
+    corners = (box.left, box.top, box.left + box.width - 1, box.top + box.height - 1)
+    ImageDraw.Draw(image).rectangle(corners, outline=_BOX_COLOR, width=width)
+    return square(np.asarray(image))
+
+
+def _write_originals(images: Sequence[SeenImage], folder: Path) -> None:
+    """The stored files, by sample and the end of their key."""
+    folder.mkdir(exist_ok=True)
+    for one in images:
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", one.key)[-80:]
+        if not Path(name).suffix:
+            name += f".{(Image.open(io.BytesIO(one.content)).format or 'bin').lower()}"
+        (folder / f"{one.sample}-{name}").write_bytes(one.content)
+
+
+def _losses(run_folder: str, steps: range) -> dict[int, float]:
+    """Loss of the steps that were logged on this machine."""
+    log, offset, found = MetricsLog(metrics_log_path(run_folder)), 0, dict[int, float]()
+    while some := log.read(offset):
+        offset = some[-1][1]
+        for record, _ in some:
+            step = record.get("step", 0) - 1  # MLflow's steps count what is done
+            if record["kind"] == "metrics" and step in steps and TRAIN_LOSS in record["values"]:
+                found[step] = record["values"][TRAIN_LOSS]
+    return found

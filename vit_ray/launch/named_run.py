@@ -1,0 +1,142 @@
+"""A run as people name it: the folder of its checkpoints, its id in MLflow, or its recipe.
+
+What it was trained on follows from the recipe that its checkpoints keep, whatever a recipe file of
+the same name says today. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyarrow.fs import FileType
+
+from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.loading import changed
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.resume_compatibility import incompatible_changes
+from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.storage import Location, locate
+from vit_ray.tracking.metrics_log import RUN_FOLDER
+
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run and its data, opened.
+
+    Attributes:
+        resolved: its streams, in the order that it was begun with.
+        newest: its newest whole checkpoint; None before the first.
+    """
+
+    resolved: ResolvedRun
+    newest: Checkpoint | None
+
+    @property
+    def recipe(self) -> Recipe:
+        """As it was trained, or is about to be."""
+        return self.resolved.recipe
+
+    def checked_steps(self, steps: range) -> range:
+        """The steps, 0-based.
+
+        Raises:
+            ValueError: the run has not all of them, or there are none.
+        """
+        total = self.resolved.total_steps
+        if not steps or steps.start < 0 or steps.stop > total:
+            raise ValueError(
+                f"step={steps.start}{f':{steps.stop}' if len(steps) != 1 else ''}: the run has "
+                f"{total:,} steps; give one from 0 to {total - 1}, or a range such as 100:110"
+            )
+        return steps
+
+
+def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
+    """Open a run and its data.
+
+    Args:
+        source: folder of the run's checkpoints, the run's id in MLflow, or a recipe by name or
+            path. The recipe of a run that has not begun will do.
+        overrides: changes of the recipe, such as `data.train=` where the data set has moved, and
+            `tracking.uri=` where `source` is an id.
+
+    Raises:
+        ValueError: there is no such run or recipe; the data set is not the run's; or a recipe
+            differs from the one that the run of its name was trained with.
+    """
+    source, folder = named_folder(source, overrides)
+    is_file = folder.info().type == FileType.File
+    if not is_file and list_checkpoints(folder):
+        newest = newest_checkpoint(folder)
+        if newest is None:
+            raise ValueError(f"{source}: none of its checkpoints is whole; give the run's recipe")
+        tree = changed(copy.deepcopy(newest.position.recipe), overrides)
+        recipe = recipe_from_dict(tree, where=f"the recipe of {source}")
+    else:
+        try:
+            recipe = load_recipe(Path(source), overrides).with_absolute_paths()
+        except ValueError as error:
+            if is_file:
+                raise
+            if folder.exists():
+                raise ValueError(
+                    f"{source} has no checkpoint; give the run's recipe, or wait for its first one"
+                ) from None
+            raise ValueError(f"{error}. A run is named by its folder, such as runs/NAME") from None
+        newest = newest_checkpoint(locate(recipe.run_folder))
+    if newest is None:
+        return NamedRun(resolve_run(recipe), None)
+    position = newest.position
+    resolved = resolve_run(recipe, begun=position.recipe["data"]["shuffle_window"])
+    if resolved.manifest.fingerprint != position.data_fingerprint:
+        raise ValueError(
+            f"{resolved.manifest.path} is not the data set of the run {recipe.name!r}: its "
+            f"fingerprint is {resolved.manifest.fingerprint[:12]}, and the run's "
+            f"{position.data_fingerprint[:12]}; give the run's own as data.train=PATH"
+        )
+    before = recipe_from_dict(position.recipe, where=f"the recipe of run {recipe.name!r}").flat()
+    changes = incompatible_changes(before, resolved.recipe.flat())
+    if decisive := [change for change in changes if change.is_fixed]:
+        raise ValueError(
+            f"run {recipe.name!r} was trained with another recipe: "
+            f"{'; '.join(map(str, decisive))}. Give the run's folder, {recipe.run_folder}, or "
+            "another name"
+        )
+    return NamedRun(resolved, newest)
+
+
+def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
+    """The folder that a run's name means, as text, too; of an id in MLflow the folder of its run.
+
+    Raises:
+        ValueError: MLflow has no such training.
+    """
+    if _RUN_ID.fullmatch(source):
+        source = _folder_of(source, overrides)
+    return source, locate(source)
+
+
+def _folder_of(run_id: str, overrides: Sequence[str]) -> str:
+    from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri  # MLflow: seconds
+
+    uri = changed({}, overrides).get("tracking", {}).get("uri") or TrackingConfig().uri
+    try:
+        run = open_client(uri).get_run(run_id)
+    except Exception as error:  # MLflow's own, and those of its store
+        raise ValueError(
+            f"MLflow at {safe_uri(uri)} does not have the run {run_id}: "
+            f"{redact_uri(str(error), uri)}. Give its store as tracking.uri=..."
+        ) from None
+    found = run.data.tags.get(RUN_FOLDER)
+    if found is None:
+        raise ValueError(f"run {run_id} of MLflow at {safe_uri(uri)} is not a training of vit_ray")
+    return str(found)

@@ -287,6 +287,18 @@ vit_ray = _Names(
             ),
         ),
         _plain(
+            "A new run from a checkpoint of another, with changes of its recipe: "
+            "`vit-ray fork SOURCE step=1000 name=NEW optim.learning_rate=3e-4`. SOURCE is the "
+            "folder of the parent's checkpoints or its id in MLflow; the checkpoint is copied. "
+            "Writes NEW.yaml, which `vit-ray pretrain` trains from there.",
+            "vit_ray.commands.trained.fork:fork_run",
+            click.Argument(["source"]),
+            click.Argument(["words"], nargs=-1, required=True),
+            click.Option(
+                ["--dry-run", "is_dry"], is_flag=True, help="Say what, and write nothing."
+            ),
+        ),
+        _plain(
             "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "
             "write a recipe of fitting model, batch and epochs, with the reasons as comments.",
             "vit_ray.commands.init:write_recipe",

@@ -1,4 +1,4 @@
-"""What a branch of a study went on from, as a text that is noted, shown and recorded with its run.
+"""What a branch or a fork went on from, as a text that is noted, shown and recorded with its run.
 
 MLflow keeps it in the tag `vit_ray.branched_from`, from which a report of any later time reads it.
 """
@@ -6,6 +6,11 @@ MLflow keeps it in the tag `vit_ray.branched_from`, from which a report of any l
 from __future__ import annotations
 
 import re
+from typing import Final
+
+NOTE: Final = "branched_from.txt"
+"""File beside the checkpoints: whose the first of them was."""
+TAG: Final = "vit_ray.branched_from"
 
 
 def origin_of(cell_name: str, step: int) -> str:

@@ -97,7 +97,7 @@ class ModelConfig(Section):
         return (size, size) if isinstance(size, int) else size
 
     @property
-    def _patch(self) -> int | None:
+    def patch(self) -> int | None:
         """Side of a patch of the image in pixels; None for a hybrid, whose patches are of a map."""
         named = re.fullmatch(r"(?!R)[^/]*/(\d+)", self.name)
         return self.patch_size or (int(named[1]) if named else None)
@@ -108,7 +108,7 @@ class ModelConfig(Section):
 
     def side_in_whole_patches(self, side: int) -> int:
         """The nearest side in pixels that patches fill; any side where there are none."""
-        patch = self._patch or 1
+        patch = self.patch or 1
         return max(1, round(side / patch)) * patch
 
     def whole_patches(self, size: int | tuple[int, int]) -> int | tuple[int, int]:
@@ -116,7 +116,7 @@ class ModelConfig(Section):
 
         Of 384 pixels ViT-H/14 sees 378: its convolution takes 27 patches and leaves six pixels.
         """
-        patch = self._patch or 1
+        patch = self.patch or 1
         if isinstance(size, int):
             return size - size % patch
         return size[0] - size[0] % patch, size[1] - size[1] % patch
@@ -131,7 +131,7 @@ class ModelConfig(Section):
             nearest = whole[0] if isinstance(self.image_size, int) else whole
             key = "patch_size" if self.patch_size else "name"
             return (
-                f"{key}={getattr(self, key)}: patches of {self._patch} pixels do not fill "
+                f"{key}={getattr(self, key)}: patches of {self.patch} pixels do not fill "
                 f"model.image_size={value_text(self.image_size)}; the nearest image_size is "
                 f"{nearest}, or choose another patch size"
             )
@@ -221,6 +221,12 @@ class DataConfig(Section):
     moved."""
     fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
+    exclude: Annotated[
+        Annotated[tuple[NotNegative, ...], Field(max_length=10_000)], OnResume.FIXED
+    ] = ()
+    """Numbers of training samples that take no part, as `vit-ray batch` and `vit-ray explain` list
+    them; all others keep theirs, and their crops. Fork a run to leave out samples from a step on;
+    for more than 10,000 make a data set with `vit-ray subset`."""
     sample_weights: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FIXED] = None
     """Draw training images by weight: `labels` = classes are equally frequent (by first labels), or
     a column of convert.columns with a number from 0 on for each image. Labels, or the column, are
@@ -456,6 +462,9 @@ class TrainConfig(Section):
     checkpoint, and the data continue. Three such steps in a row at most. Unset = only noted."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics."""
+    overfit_one_batch: Annotated[bool, OnResume.FIXED] = False
+    """Train on the first batch again and again: a test that model and optimizer can learn it, and a
+    measure of the speed without loading. Its accuracy is no result, and MLflow says so."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None
     """First and last step of a profiler trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Final
 
 from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
 from vit_ray.checkpoints.checkpoint_format import (
@@ -18,16 +17,13 @@ from vit_ray.checkpoints.checkpoint_format import (
     is_committed,
 )
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_without_checkpoint, newest_checkpoint
-from vit_ray.config.branch_origin import origin_of
+from vit_ray.config.branch_origin import NOTE, origin_of
 from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.storage import locate
 from vit_ray.train.optim.schedule import cooldown_start
 
 logger = logging.getLogger(__name__)
-
-NOTE: Final = "branched_from.txt"
-"""Beside a branch's checkpoints: whose the first of them was."""
 
 
 def branch_step(cell: Cell, total_steps: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vit_ray.config import Recipe
+from vit_ray.config.branch_origin import TAG
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recorded_recipe import recorded_before
 from vit_ray.config.resume_compatibility import DATA_SET, EVALUATED_SETS, incompatible_changes
@@ -37,7 +38,7 @@ def finished_cells(
                 with_best(run.data.metrics),
                 str(run.info.run_id),
                 was_finished=True,
-                branched_from=run.data.tags.get("vit_ray.branched_from", ""),
+                branched_from=run.data.tags.get(TAG, ""),
                 missing=missing_tasks(cell, study_of(recipe).transfer, run),
             )
     return found

@@ -128,13 +128,8 @@ def outcomes(training: Training) -> Iterator[Outcome]:
         return
     origin = ""
     try:
-        if training.begin is not None and (
-            origin := training.begin(
-                lambda text: parent.run.record.event(EventKind.BRANCH, text, 0)
-            )
-        ):
-            tags = {**training.tags, "vit_ray.branched_from": origin}
-            training = replace(training, tags=tags)
+        if training.begin is not None:
+            origin = training.begin(lambda text: parent.run.record.event(EventKind.BRANCH, text, 0))
         recipe, kind, tags = training.recipe, training.kind, dict(training.tags)
         if kind == "extract":
             with_retries(training, parent, lambda: extract_features(recipe, parent))

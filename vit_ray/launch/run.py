@@ -13,6 +13,7 @@ import ray
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
+from vit_ray.config.branch_origin import NOTE, TAG
 from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
@@ -151,6 +152,9 @@ def run_prepared(
         # A folder alone may be another run's later.
         if run_id := meta_state_of(recipe.init_from).run_id:
             origin = {INIT_RUN: run_id}
+    branched = locate(recipe.run_folder).child(NOTE)
+    if prepared.trains and position is not None and branched.exists():
+        origin[TAG] = branched.read().decode()
     with open_record(
         recipe,
         kind,

@@ -22,7 +22,13 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.sample_weights import Weights, row_weights
-from vit_ray.data.order.selection import JoinedSelection, RowSelection, Selection, select
+from vit_ray.data.order.selection import (
+    JoinedSelection,
+    RowSelection,
+    Selection,
+    select,
+    without_samples,
+)
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
@@ -103,7 +109,7 @@ def resolve_run(
         return stream_of(data, recipe.seed, cut, manifest, rows)
 
     if not needs_train:
-        data = data.model_copy(update={"sample_weights": None})
+        data = data.model_copy(update={"sample_weights": None, "exclude": ()})
     cut = augmentation_of(recipe.model, data.augment)
     streams = {"train": training_stream(data, recipe.seed, cut, batch, manifest, rows)}
     if data.test_set is not None:
@@ -123,8 +129,9 @@ def resolve_run(
     for test in tests:
         _check_classes("data.eval", test, manifest if needs_train else tests[0])
     if needs_train:
-        check_batch(recipe, rows.count)
-        total_steps = recipe.optim.total_steps(rows.count, batch)
+        num_images = streams["train"].num_images
+        check_batch(recipe, num_images)
+        total_steps = recipe.optim.total_steps(num_images, batch)
     return ResolvedRun(recipe, manifest, streams, total_steps)
 
 
@@ -134,15 +141,20 @@ def training_stream(
     augmentation: Augmentation,
     batch: int,
     manifest: Manifest,
-    rows: Selection,
+    rows: RowSelection | JoinedSelection,
 ) -> StreamSpec:
     """The stream that trains on some rows, in global batches; `data.shuffle_window` is a number."""
-    spec = stream_of(data, seed, augmentation, manifest, None if rows.is_all else rows)
+    trained = without_samples(rows, manifest, data.exclude)
+    spec = stream_of(data, seed, augmentation, manifest, None if trained.is_all else trained)
     assert data.shuffle_window != "auto"
     window, task_rows = shuffle_window(data.shuffle_window, batch, manifest), spec.task_rows
     if window is not None and window.num_batches > 1:
         task_rows = rows_per_task(data.task_memory_mib, manifest, window, task_rows)
     weights = _row_weights(manifest, rows, data.sample_weights)
+    if weights is not None:
+        weights[list(data.exclude)] = 0
+        if not weights.any():
+            raise ValueError("data.exclude leaves no image with a weight; exclude fewer")
     return replace(spec, window=window, task_rows=task_rows, weights=weights)
 
 
@@ -179,7 +191,9 @@ def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
         )
 
 
-def _row_weights(manifest: Manifest, rows: Selection, by: str | None) -> Weights | None:
+def _row_weights(
+    manifest: Manifest, rows: RowSelection | JoinedSelection, by: str | None
+) -> Weights | None:
     """By which training rows are drawn; of several sets, of each by itself."""
     if by is None:
         return None

@@ -1,0 +1,156 @@
+"""`vit-ray fork`: what a fork takes over and changes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.end_to_end.runs import same_weights
+from tests.launch.inputs.test_seen_batch import MIXTURE, recipe_on, sets
+from tests.models.small import small_model
+from tests.trained_runs import write_run
+from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
+from vit_ray.commands.cli import vit_ray
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.branch_origin import NOTE
+from vit_ray.data import open_dataset
+from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.metric_names import RESULT_STEP
+from vit_ray.storage import locate
+
+__all__ = ["sets"]
+STEP = 7
+
+
+@pytest.fixture
+def recipe(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.chdir(tmp_path)
+    return recipe_on(sets, output=str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def parent(recipe: Recipe) -> str:
+    """A run with a checkpoint of step 7, whose best evaluation was before."""
+    facts = {
+        "recipe": resolve_run(recipe).recipe.recorded(),
+        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
+        "global_batch_size": 16, "samples_seen": STEP * 16, "tracking_run_id": "a" * 32,
+    }  # fmt: skip
+    return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+
+
+def said(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(vit_ray, ["fork", *words])
+    return result.exit_code, result.output
+
+
+def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
+    parent: str, recipe: Recipe
+) -> None:
+    before = {p.name: p.read_bytes() for p in Path(parent).rglob("*") if p.is_file()}
+    code, text = said(
+        parent, f"step={STEP}", "name=lower", "optim.learning_rate=3e-5", "data.exclude=[3,9]"
+    )
+    assert code == 0, text
+    assert "optim.learning_rate was 0.001 and is 3e-05" in text
+    assert {p.name: p.read_bytes() for p in Path(parent).rglob("*") if p.is_file()} == before
+    forked = load_recipe(Path("lower.yaml"))
+    expected = resolve_run(recipe.with_absolute_paths()).recipe.with_changes(
+        optim={"learning_rate": 3e-5}, data={"exclude": [3, 9]}, name="lower"
+    )
+    assert forked == expected
+    # Its driver takes it up as any run.
+    resumed, original = find_resume_point(forked), newest_verified_checkpoint(locate(parent))
+    assert resumed is not None
+    assert original is not None
+    resolved = resolve_run(forked)
+    assert not accepted_changes(
+        resolved.recipe, resumed.position, fingerprint=resolved.manifest.fingerprint,
+        num_images=resolved.num_images, total_steps=resolved.total_steps,
+    )  # fmt: skip
+    assert same_weights(resumed.weights(), original.weights())
+    assert (resumed.position.step, resumed.position.tracking_run_id) == (STEP, None)
+    assert locate(forked.run_folder).child(NOTE).read() == b"seen at step 7"
+    assert RESULT_STEP not in resumed.position.progress.metrics
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["step=8", "name=x"], "has no whole checkpoint of this step; it has those of steps 7"),
+        (["name=x"], "give the checkpoint and a name"),
+        (["step=7"], "give the checkpoint and a name"),
+        (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: the tensors"),
+        (["step=7", "name=x", "optim.name=sgd"], "optim.name was adamw and is sgd: the tensors"),
+        (["step=7", "name=x", "train.global_batch_size=32"], "begin a new run with init_from"),
+        (["step=7", "name=x", "optim.steps=7"], "would end after 7 steps"),
+        (["step=7", "name=x", "data.exclude=[70]"], "samples 0 to 69, and not 70"),
+        (["step=7", "name=x", f"data.exclude={[*range(70)]}"], "leaves no image"),
+        (["step=7", "name=x", "sed=3"], "unknown key sed"),
+        (["step=7", "name=../x"], "name"),
+        (["step=7", "name=seen"], "is there already; give another name"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_writes_nothing(
+    parent: str, recipe: Recipe, words: list[str], told: str
+) -> None:
+    code, text = said(parent, *words)
+    assert (code, told in text) == (2, True), text
+    assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
+    assert not list(Path().glob("*.yaml"))
+
+
+def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent: str, recipe: Recipe) -> None:
+    words = (parent, f"step={STEP}", "name=again")
+    code, text = said(*words, "--dry-run")
+    assert (code, "with no change that decides" in text) == (0, True), text
+    assert not Path("again.yaml").exists()
+    assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
+    assert said(*words)[0] == 0
+    Path("again.yaml").unlink()
+    code, text = said(*words)
+    assert (code, "is there already" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"fraction": 0.5},
+        {"sample_weights": "labels"},
+        {"train": MIXTURE},
+        {"shuffle_window": 32},
+    ],
+    ids=["plain", "half", "weighted", "mixture", "window"],
+)
+def test_excluded_samples_are_never_drawn_and_all_others_keep_their_pixels(
+    sets: Path, data: dict[str, Any]
+) -> None:
+    if "train" in data:
+        data = {"train": [{**one, "path": str(sets / one["path"])} for one in MIXTURE]}
+    recipe = recipe_on(sets, data=data)
+    excluded = sorted({0, 5, 17, 33, 69})
+    without = recipe.with_changes(data={"exclude": excluded})
+
+    def drawn(one: Recipe) -> dict[tuple[int, int], Any]:
+        batches, found = SeenBatches(resolve_run(one)), {}
+        for step in range(20):
+            pixels, images = batches.read(step)
+            found |= {(i.sample, i.epoch): p for i, p in zip(images, pixels, strict=True)}
+        return found
+
+    whole, rest = drawn(recipe), drawn(without)
+    samples = {sample for sample, _ in whole}
+    assert {sample for sample, _ in rest} == samples - set(excluded)
+    shared = whole.keys() & rest.keys()
+    assert len(shared) > 0.9 * len(rest) - len(samples)
+    for key in shared:
+        np.testing.assert_array_equal(rest[key], whole[key])
+    held = resolve_run(recipe).num_images - resolve_run(without).num_images
+    assert held == len(samples & set(excluded))

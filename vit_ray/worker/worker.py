@@ -8,6 +8,7 @@ another worker, which is replaced: imports and compiled code stay.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 import warnings
@@ -289,9 +290,10 @@ def _training_batches(
     share = batch // world_size
     is_encoded = job.recipe.data.decode == "device"
     read = streams.training_blocks if is_encoded else streams.training_batches
-    return open_batches(
-        job, _refusing(read(share, samples_seen, job.last_step * batch)), share, device
-    )
+    repeats = job.recipe.train.overfit_one_batch
+    start, stop = (0, batch) if repeats else (samples_seen, job.last_step * batch)
+    batches = open_batches(job, _refusing(read(share, start, stop)), share, device)
+    return itertools.cycle(batches) if repeats else batches
 
 
 def _refusing(batches: Iterable[Any]) -> Iterator[Any]:

@@ -35,6 +35,9 @@ from vit_ray.tracking.metrics_log import RUN_FOLDER, RunOpening
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 SOURCE_NAME: Final = "mlflow.source.name"
+ONE_BATCH: Final = (
+    "Trained on one batch again and again (train.overfit_one_batch): its accuracy is no result."
+)
 GIT_S: Final = 10.0
 """Limit of a question to git, of a folder that may be slow."""
 _CONTEXTS: Final = {
@@ -74,6 +77,8 @@ def run_facts(
     flat = recipe.flat()
     num_classes, about = resolved.manifest.num_classes, recipe.tracking.description
     about = f"{about}\n\n" if about else ""
+    if recipe.train.overfit_one_batch:
+        about = f"{ONE_BATCH}\n\n{about}"
     try:
         # In a container, and on a shared account, the log-in to MLflow says more.
         user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()

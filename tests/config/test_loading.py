@@ -133,6 +133,7 @@ LISTS = {
     "deduplicate.evaluation_sets": ["data/a", "data/a"],
     "deduplicate.evaluation_features": ["features/a", "features/a"],
     "data.train": [{"path": "data/a"}, {"path": "data/b"}, {"path": "data/a", "weight": 2.0}],
+    "data.exclude": [5, 6, 5],
     "optim.frozen": ["head", "head"],
     "optim.decay_at": [0.3, 0.3],
     "checkpoint.keep_steps": [5, 6, 5],

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vit_ray.data.images.contact_sheet import SIDE, square, strip
+from vit_ray.evaluate.contact_sheet import SIDE, square, strip
 
 UInt8Array = NDArray[np.uint8]
 Float64Array = NDArray[np.float64]

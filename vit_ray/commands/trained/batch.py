@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 
 from vit_ray.config.secrets import redact
 from vit_ray.data.format.labels import keys
-from vit_ray.data.images.contact_sheet import SIDE, sheet, square, strip
+from vit_ray.evaluate.contact_sheet import SIDE, sheet, square, strip
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage, UInt8Array
 from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.metric_names import TRAIN_LOSS

@@ -109,7 +109,7 @@ def test_a_run_is_shown_as_it_was_trained_and_with_the_loss_of_the_step(
 def test_the_steps_of_a_sample_by_number_and_by_key(recipe: Recipe) -> None:
     folder = begin(recipe)
     steps = list(SeenBatches(resolve_run(recipe)).steps_of(33))
-    by_number, by_key = said(folder, "sample=33"), said(folder, "sample=large/33.jpg")
+    by_number, by_key = said(folder, "sample=33"), said(folder, "key=large/33.jpg")
     assert by_number[0] == by_key[0] == 0
     lines = [line for line in by_number[1].splitlines() if line.startswith("step ")]
     assert lines == [line for line in by_key[1].splitlines() if line.startswith("step ")]
@@ -130,9 +130,10 @@ def test_the_steps_of_a_sample_by_number_and_by_key(recipe: Recipe) -> None:
         (["step=1", "rank=2/2"], "which divide train.global_batch_size=16"),
         (["step=1", "rank=0/3"], "which divide train.global_batch_size=16"),
         (["sample=70"], "the data set has samples 0 to 69"),
-        (["sample=70.jpg"], "has no image with this key"),
-        (["seed=4"], "give step=K, step=K:N or sample=NUMBER"),
-        (["step=1", "sample=1"], "give step=K, step=K:N or sample=NUMBER"),
+        (["sample=70.jpg"], "give a number, or the key as key=KEY"),
+        (["key=70.jpg"], "has no image with this key"),
+        (["seed=4"], "give step=K, step=K:N, sample=NUMBER or key=KEY"),
+        (["step=1", "sample=1"], "give step=K, step=K:N, sample=NUMBER or key=KEY"),
         (["step=1", "sed=4"], "unknown key sed; did you mean seed?"),
     ],
 )
@@ -148,9 +149,24 @@ def test_another_recipe_or_data_set_than_the_runs_is_refused(
     folder = begin(recipe, seed=5)
     code, text = said(file, "step=1")
     assert (code, "seed was 5 and is 0" in text) == (2, True), text
+    code, text = said(folder, "step=1", "data.augment.flip=false")
+    assert (code, "data.augment.flip was True and is False" in text) == (2, True), text
     assert f"Give the run's folder, {folder}" in text
     code, text = said(folder, "step=1", f"data.train={sets / 'small'}")
     assert (code, "is not the data set of the run 'seen'" in text) == (2, True), text
+
+
+def test_a_step_before_a_fork_is_its_parents(recipe: Recipe) -> None:
+    folder = begin(recipe)
+    (Path(folder) / "branched_from.txt").write_text("parent at step 5")
+    code, text = said(folder, "step=4")
+    assert (code, "branches off parent at step 5" in text) == (2, True), text
+    assert said(folder, "step=5", "--out", f"{folder}-5")[0] == 0
+
+
+def test_the_sets_of_evaluations_need_not_be_there(recipe: Recipe) -> None:
+    folder = begin(recipe, data={"eval": "/no/such/set"})
+    assert said(folder, "step=5", "--out", f"{folder}-5")[0] == 0
 
 
 def test_a_folder_that_is_no_run_and_an_unknown_name_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from tests.end_to_end.runs import same_weights
 from tests.launch.inputs.test_seen_batch import MIXTURE, recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
-from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
+from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.run_checkpoints import (
+    NoUsableCheckpointError,
+    newest_verified_checkpoint,
+)
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE
@@ -47,6 +52,7 @@ def parent(recipe: Recipe) -> str:
 
 def said(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(vit_ray, ["fork", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     return result.exit_code, result.output
 
 
@@ -92,6 +98,8 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7", "name=x", "optim.steps=7"], "would end after 7 steps"),
         (["step=7", "name=x", "data.exclude=[70]"], "samples 0 to 69, and not 70"),
         (["step=7", "name=x", f"data.exclude={[*range(70)]}"], "leaves no image"),
+        (["step=7", "name=x", "data.train=small"], "the head of the checkpoint"),
+        (["step=7", "name=x", "data.held_out_fraction=0.1"], "the parent has trained on"),
         (["step=7", "name=x", "sed=3"], "unknown key sed"),
         (["step=7", "name=../x"], "name"),
         (["step=7", "name=seen"], "is there already; give another name"),
@@ -100,6 +108,9 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
 def test_what_cannot_be_is_refused_and_writes_nothing(
     parent: str, recipe: Recipe, words: list[str], told: str
 ) -> None:
+    words = [
+        word.replace("=small", f"={Path(recipe.data.train).parent / 'small'}") for word in words
+    ]
     code, text = said(parent, *words)
     assert (code, told in text) == (2, True), text
     assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
@@ -109,13 +120,61 @@ def test_what_cannot_be_is_refused_and_writes_nothing(
 def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent: str, recipe: Recipe) -> None:
     words = (parent, f"step={STEP}", "name=again")
     code, text = said(*words, "--dry-run")
-    assert (code, "with no change that decides" in text) == (0, True), text
+    assert (code, "nothing else changes the training" in text) == (0, True), text
     assert not Path("again.yaml").exists()
     assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
     assert said(*words)[0] == 0
-    Path("again.yaml").unlink()
+    code, text = said(*words, "optim.learning_rate=3e-5")
+    assert (code, "again.yaml is there already" in text) == (2, True)
+
+
+@pytest.mark.parametrize("cut", ["no commit", "no recipe", "part"])
+def test_a_fork_that_was_cut_short_is_made_again(parent: str, recipe: Recipe, cut: str) -> None:
+    words = (parent, f"step={STEP}", "name=again")
+    assert said(*words)[0] == 0
+    folder = Path(recipe.output) / "again"
+    whole = {p.name: p.read_bytes() for p in (folder / "step-00000007").iterdir()}
+    if cut == "no recipe":
+        Path("again.yaml").unlink()
+    else:
+        (folder / "step-00000007" / "commit.json").unlink()
+        if cut == "part":
+            (folder / "step-00000007" / "rank-00001-of-00002.safetensors").unlink()
     code, text = said(*words)
-    assert (code, "is there already" in text) == (2, True)
+    assert code == 0, text
+    found = load_recipe(Path("again.yaml"))
+    resumed = find_resume_point(found)
+    assert resumed is not None
+    assert resumed.position.step == STEP
+    assert {p.name for p in (folder / "step-00000007").iterdir()} == set(whole)
+    # What was committed counts: without its folder the fork does not begin at step 0.
+    shutil.rmtree(folder / "step-00000007")
+    with pytest.raises(NoUsableCheckpointError):
+        find_resume_point(found)
+
+
+def test_what_was_measured_of_the_parent_is_not_the_forks(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_on(sets, output=str(tmp_path / "runs"), resume=False)
+    metrics = {"eval/top1": 0.9, "eval/best_loss": 0.1, RESULT_STEP: 5.0, "train/loss": 0.3}
+    progress = Progress(
+        STEP, best_eval_loss=0.1, evals_without_best=3, num_evals=4, eval_step=7,
+        ended="no better", metrics=metrics,
+    )  # fmt: skip
+    facts = {
+        "recipe": resolve_run(recipe).recipe.recorded(), "progress": progress,
+        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
+        "global_batch_size": 16, "samples_seen": STEP * 16,
+    }  # fmt: skip
+    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    assert said(parent, f"step={STEP}", "name=fork")[0] == 0
+    fork = load_recipe(Path("fork.yaml"))
+    assert fork.resume == "auto"
+    found = find_resume_point(fork)
+    assert found is not None
+    assert found.position.progress == Progress(STEP, metrics={"train/loss": 0.3})
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ vit_ray = _Names(
             "The images of a step as the model sees them, on a page: "
             "`vit-ray batch SOURCE step=100` (counted from 0; or 100:110; rank=3/8). SOURCE is a "
             "recipe, the folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` or "
-            "`sample=KEY` lists the steps that an image is in. Further words change the recipe.",
+            "`key=KEY` lists the steps that an image is in. Further words change the recipe.",
             "vit_ray.commands.trained.batch:show_batch",
             click.Argument(["source"]),
             click.Argument(["words"], nargs=-1, required=True),
@@ -285,6 +285,7 @@ vit_ray = _Names(
             click.Option(
                 ["--large", "is_large"], is_flag=True, help="Read more than 1 GiB of a bucket."
             ),
+            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
         ),
         _plain(
             "A new run from a checkpoint of another, with changes of its recipe: "
@@ -297,6 +298,7 @@ vit_ray = _Names(
             click.Option(
                 ["--dry-run", "is_dry"], is_flag=True, help="Say what, and write nothing."
             ),
+            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
         ),
         _plain(
             "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "

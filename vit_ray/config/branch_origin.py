@@ -9,13 +9,19 @@ import re
 from typing import Final
 
 NOTE: Final = "branched_from.txt"
-"""File beside the checkpoints: whose the first of them was."""
+"""File beside the checkpoints of a branch or fork that says of which run the first one was."""
 TAG: Final = "vit_ray.branched_from"
 
 
 def origin_of(cell_name: str, step: int) -> str:
     """The text, of the cell whose checkpoint of a step a branch was given."""
     return f"{cell_name} at step {step}"
+
+
+def step_of(origin: str) -> int | None:
+    """The step in such a text; None of another."""
+    found = re.search(r" at step (\d+)$", origin)
+    return int(found[1]) if found else None
 
 
 def own_share(origin: str, global_batch_size: float | None, images_seen: float | None) -> float:
@@ -31,7 +37,7 @@ def own_share(origin: str, global_batch_size: float | None, images_seen: float |
     """
     if not origin:
         return 1.0
-    step = re.search(r" at step (\d+)$", origin)
+    step = step_of(origin)
     if step is None or global_batch_size is None or not images_seen:
         return 0.0
-    return max(0.0, 1 - int(step.group(1)) * global_batch_size / images_seen)
+    return max(0.0, 1 - step * global_batch_size / images_seen)

@@ -222,11 +222,11 @@ class DataConfig(Section):
     fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
     exclude: Annotated[
-        Annotated[tuple[NotNegative, ...], Field(max_length=10_000)], OnResume.FIXED
+        Annotated[tuple[NotNegative, ...], Field(max_length=500)], OnResume.FIXED
     ] = ()
-    """Numbers of training samples that take no part, as `vit-ray batch` and `vit-ray explain` list
-    them; all others keep theirs, and their crops. Fork a run to leave out samples from a step on;
-    for more than 10,000 make a data set with `vit-ray subset`."""
+    """Numbers of training samples that take no part, as `vit-ray batch` lists them, up to 500. All
+    others keep their numbers and crops, and an epoch is shorter. Fork a run to leave samples out
+    from a step on; for more make a data set with `vit-ray subset`."""
     sample_weights: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FIXED] = None
     """Draw training images by weight: `labels` = classes are equally frequent (by first labels), or
     a column of convert.columns with a number from 0 on for each image. Labels, or the column, are

@@ -1,7 +1,7 @@
 """A run as people name it: the folder of its checkpoints, its id in MLflow, or its recipe.
 
-What it was trained on follows from the recipe that its checkpoints keep, whatever a recipe file of
-the same name says today. Nothing is written.
+What it was trained on follows from the recipe that its newest checkpoint keeps, whatever a recipe
+file of the same name says today. Nothing of the run is written.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from pyarrow.fs import FileType
 
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.branch_origin import NOTE, step_of
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.resume_compatibility import incompatible_changes
+from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RUN_FOLDER
 
-_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
+_DECIDES_BATCHES: Final = (
+    "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
+    "train.cutmix", "train.overfit_one_batch",
+)  # fmt: skip
+"""Beginnings of the keys that decide what a step sees."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +49,29 @@ class NamedRun:
 
     @property
     def recipe(self) -> Recipe:
-        """As it was trained, or is about to be."""
+        """As it was trained, or is about to be, without what it is evaluated on."""
         return self.resolved.recipe
+
+    @property
+    def total_steps(self) -> int:
+        """Fewer than planned where the run was stopped early."""
+        position = self.newest.position if self.newest else None
+        return position.step if position and position.progress.ended else self.resolved.total_steps
 
     def checked_steps(self, steps: range) -> range:
         """The steps, 0-based.
 
         Raises:
-            ValueError: the run has not all of them, or there are none.
+            ValueError: the run does not have all of them, or there are none.
         """
-        total = self.resolved.total_steps
+        note = locate(self.recipe.run_folder).child(NOTE)
+        origin = note.read().decode() if self.newest and note.exists() else ""
+        if steps and (forked := step_of(origin)) and steps.start < forked:
+            raise ValueError(
+                f"step={steps.start}: the run branches off {origin}, which trained this step; look "
+                "at it there"
+            )
+        total = self.total_steps
         if not steps or steps.start < 0 or steps.stop > total:
             raise ValueError(
                 f"step={steps.start}{f':{steps.stop}' if len(steps) != 1 else ''}: the run has "
@@ -93,6 +113,9 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
                 ) from None
             raise ValueError(f"{error}. A run is named by its folder, such as runs/NAME") from None
         newest = newest_checkpoint(locate(recipe.run_folder))
+    evaluations = {"few_shot_train": None, "few_shot_test": None}
+    # Other sets need not be here to show what is trained on.
+    given, recipe = recipe, recipe.with_changes(data={"eval": None}, evaluate=evaluations)
     if newest is None:
         return NamedRun(resolve_run(recipe), None)
     position = newest.position
@@ -104,12 +127,11 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             f"{position.data_fingerprint[:12]}; give the run's own as data.train=PATH"
         )
     before = recipe_from_dict(position.recipe, where=f"the recipe of run {recipe.name!r}").flat()
-    changes = incompatible_changes(before, resolved.recipe.flat())
-    if decisive := [change for change in changes if change.is_fixed]:
+    changes = incompatible_changes(before, given.flat(), without=EVALUATED_SETS)
+    if shown := [change for change in changes if change.key.startswith(_DECIDES_BATCHES)]:
         raise ValueError(
-            f"run {recipe.name!r} was trained with another recipe: "
-            f"{'; '.join(map(str, decisive))}. Give the run's folder, {recipe.run_folder}, or "
-            "another name"
+            f"run {recipe.name!r} was trained with another recipe: {'; '.join(map(str, shown))}. "
+            f"Give the run's folder, {recipe.run_folder}, without changes, or another name"
         )
     return NamedRun(resolved, newest)
 

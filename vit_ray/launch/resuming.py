@@ -92,7 +92,8 @@ def accepted_changes(
     if fixed := [change for change in changes if change.is_fixed]:
         raise ValueError(
             f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}. Put "
-            "that back, or choose another name (init_from takes over the weights)"
+            "that back, or choose another name (`vit-ray fork` continues with changed data, "
+            "init_from takes over the weights)"
         )
     steps_before = before.optim.total_steps(num_images, position.global_batch_size)
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]

@@ -18,6 +18,7 @@ from tests.data.stream.reading import read_training
 from tests.recipes import recipe_with, small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
+from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import training_crop
 from vit_ray.launch.inputs.seen_batch import SeenBatches
@@ -104,7 +105,7 @@ def test_a_crop_is_the_box_that_is_told_of_the_file_that_is_told(sets: Path) -> 
         np.testing.assert_array_equal(crop, training_crop(one.content, spec.augmentation, key))
         assert one.content == jpeg(one.sample, *one.size)
         assert (one.key, one.labels) == (f"large/{one.sample}.jpg", (one.sample % 3,))
-        assert one.original().size == one.size[::-1]
+        assert one.original().shape == (*one.size, 3)
 
 
 @pytest.mark.parametrize("mixing", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}])
@@ -147,6 +148,34 @@ def test_masked_patches_are_those_that_the_objective_corrupts(sets: Path) -> Non
     shown = cut_patches(torch.from_numpy(seen).permute(0, 3, 1, 2).float(), 4).flatten(1, 2)
     assert torch.equal(shown, expected)
     assert 0.3 < (shown == 128).all(2).float().mean() < 0.5
+
+
+def test_each_step_of_one_batch_again_and_again_is_shown_with_the_first(sets: Path) -> None:
+    recipe = recipe_on(sets, train={"overfit_one_batch": True})
+    batches = batches_of(recipe)
+    first, images = batches.read(0)
+    later, again = batches.read(9)
+    np.testing.assert_array_equal(first, later)
+    assert [one.sample for one in again] == [one.sample for one in images]
+    assert batches.cost(0) == batches.cost(9)
+    with pytest.raises(ValueError, match="each step has the images of step 0"):
+        list(batches.steps_of(3))
+
+
+def test_each_row_group_is_read_once(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = [{**one, "path": str(sets / one["path"])} for one in MIXTURE]
+    read, reads = list[int](), RowGroupReader.read
+
+    def counted(self: RowGroupReader, group: int) -> Any:
+        read.append(group)
+        return reads(self, group)
+
+    monkeypatch.setattr(RowGroupReader, "read", counted)
+    batches = batches_of(recipe_on(sets, data={"train": mixture}))
+    groups, size = batches.cost(4)
+    batches.read(4)
+    assert len(read) == len(set(read)) == groups
+    assert size > 0
 
 
 def test_a_bad_row_is_named_where_its_neighbour_stands(sets: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from vit_ray.config.secrets import redact
-from vit_ray.data.format.labels import keys
 from vit_ray.evaluate.contact_sheet import SIDE, sheet, square, strip
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage, UInt8Array
 from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.metric_names import TRAIN_LOSS
+from vit_ray.own_parts import trust_modules
 from vit_ray.report.document import Gallery, Section, write_page
 from vit_ray.report.tables import Column, Table
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
@@ -36,29 +36,38 @@ _BOX_COLOR: Final = (255, 64, 64)
 
 
 def show_batch(
-    source: str, words: Sequence[str], out: str | None, is_with_originals: bool, is_large: bool
+    source: str,
+    words: Sequence[str],
+    out: str | None,
+    is_with_originals: bool,
+    is_large: bool,
+    modules: Sequence[str],
 ) -> int:
     """Write the page, the picture and the tables, and print where; or the steps of a sample.
 
     Args:
         source: a run or recipe, as `find_run` takes it.
-        words: `step=k`, `step=k:n`, `sample=NUMBER` or `sample=KEY`; `rank=r/n`; and changes of
-            the recipe.
+        words: `step=k`, `step=k:n`, `sample=NUMBER` or `key=KEY`; `rank=r/n`; and changes of the
+            recipe.
         out: folder to write; None for one named after the run and the step.
         is_with_originals: write the stored files, too.
         is_large: read however many bytes it takes.
+        modules: of the user's own parts, which may be imported.
 
     Raises:
         ValueError: a word is wrong, the run has no such step, rank or sample, or as `find_run`.
     """
+    trust_modules(*modules)
     asked = {key: value for key, _, value in (word.partition("=") for word in words)}
-    own = {key: asked[key] for key in ("step", "sample", "rank") if key in asked}
-    if len(own.keys() & {"step", "sample"}) != 1:
-        raise ValueError("give step=K, step=K:N or sample=NUMBER (or KEY), such as step=0")
+    own = {key: asked[key] for key in ("step", "sample", "key", "rank") if key in asked}
+    if len(own.keys() & {"step", "sample", "key"}) != 1:
+        raise ValueError("give step=K, step=K:N, sample=NUMBER or key=KEY, such as step=0")
     run = find_run(source, [word for word in words if word.partition("=")[0] not in own])
     batches = SeenBatches(run.resolved)
-    if "sample" in own:
-        return _print_steps(run, batches, own["sample"])
+    if "step" not in own:
+        for sample in _samples(run, batches, own):
+            _print_steps(run, batches, sample)
+        return 0
     steps = run.checked_steps(_steps(own["step"]))
     places = _places(own.get("rank"), run.recipe.train.global_batch_size)
     costs = [batches.cost(step) for step in steps]
@@ -100,27 +109,29 @@ def _places(rank: str | None, batch: int) -> range:
     return range(number * batch // world, (number + 1) * batch // world)
 
 
-def _print_steps(run: NamedRun, batches: SeenBatches, text: str) -> int:
-    """Where in the run a sample stands."""
+def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> list[int]:
+    """The number that is given, or those of the images with a key."""
+    if "sample" in own:
+        if not own["sample"].isdecimal():
+            raise ValueError(f"sample={own['sample']}: give a number, or the key as key=KEY")
+        return [int(own["sample"])]
     manifest = run.resolved.manifest
-    if text.isdecimal():
-        sample = int(text)
-    else:
-        print(f"looks through {manifest.num_images:,} keys", file=sys.stderr, flush=True)
-        numbered = (key for some in keys(manifest) for key in some)
-        sample = next((number for number, key in enumerate(numbered) if key == text), -1)
-        if sample < 0:
-            raise ValueError(f"sample={text}: {manifest.path} has no image with this key")
+    print(f"reads the keys of {manifest.num_images:,} images", file=sys.stderr, flush=True)
+    if not (samples := batches.samples_of_key(own["key"])):
+        raise ValueError(f"key={own['key']}: {manifest.path} has no image with this key")
+    return samples
+
+
+def _print_steps(run: NamedRun, batches: SeenBatches, sample: int) -> None:
+    """Where in the run a sample stands."""
     done = run.newest.position.step if run.newest else 0
+    steps = [one for one in batches.steps_of(sample) if one[0] < run.total_steps]
     print(f"sample {sample}; the newest checkpoint is of step {done}")
-    found = 0
-    for step, epoch, place in batches.steps_of(sample):
+    for step, epoch, place in steps:
         when = "seen" if step < done else "to come"
         print(f"step {step:,} (epoch {epoch}), place {place} of its batch: {when}")
-        found += 1
-    if not found:
-        print("it takes no part in this run")
-    return 0
+    if not steps:
+        print("no step of this run has it")
 
 
 def _write(
@@ -139,7 +150,8 @@ def _write(
         rows += [one.row_of_table(classes) for one in images]
         sections.append(_section(step, pixels, images, classes, losses.get(step)))
         captions = [f"{one.sample} {_names(one, classes)}" for one in images]
-        drawn += zip(pixels, captions, strict=True)
+        left = MOST_SHOWN - len(drawn)  # a copy: the batch need not stay in memory
+        drawn += zip(pixels[:left].copy(), captions[:left], strict=True) if left else ()
         if is_with_originals:
             _write_originals(images, folder / "originals")
     title = f"{recipe.name}, step {steps.start}"
@@ -152,8 +164,9 @@ def _write(
     }
     flat = pa.table({name: texts.get(name, table[name]) for name in table.column_names})
     pacsv.write_csv(flat, folder / "batch.csv")
-    shown, texts_shown = zip(*drawn[:MOST_SHOWN], strict=True)
-    sheet(shown, texts_shown, title).save(folder / "batch.png")
+    shown, texts_shown = zip(*drawn, strict=True)
+    part = f", the first {len(drawn)} of {len(rows):,}" if len(drawn) < len(rows) else ""
+    sheet(shown, texts_shown, title + part).save(folder / "batch.png")
     data = redact(run.resolved.manifest.path)
     origin = f"Made from {data} by the order of seed {recipe.seed}"
     write_page(folder / "batch.html", title, sections, origin=origin)
@@ -174,9 +187,7 @@ def _section(
         texts.append(f"Its loss was {loss:.5g}.")
     if replaced := [one for one in images if one.instead_of is not None]:
         bad = ", ".join(str(one.instead_of) for one in replaced)
-        texts.append(
-            f"In the place of samples that cannot be decoded ({bad}) stand their neighbours."
-        )
+        texts.append(f"These samples cannot be decoded, and neighbours replace them: {bad}.")
     shown = images[:MOST_SHOWN]
     captions = [_caption(one, classes) for one in shown]
     note = "" if len(shown) == len(images) else f"The first {len(shown)}; the table has all."
@@ -220,7 +231,7 @@ def _names(one: SeenImage, classes: list[str]) -> str:
 
 def _boxed(one: SeenImage) -> UInt8Array:
     """The stored image as a small square, with the box of the crop drawn on it."""
-    image = one.original()
+    image = Image.fromarray(one.original())
     width = max(1, round(max(image.size) / SIDE))
     box = one.box
     corners = (box.left, box.top, box.left + box.width - 1, box.top + box.height - 1)

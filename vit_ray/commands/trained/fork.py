@@ -8,80 +8,111 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import yaml
 
-from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name, open_checkpoint
+from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name, read_checkpoint
 from vit_ray.checkpoints.checkpoint_format import is_committed
-from vit_ray.checkpoints.run_checkpoints import begin_without_checkpoint, list_checkpoints
+from vit_ray.checkpoints.run_checkpoints import (
+    begin_without_checkpoint,
+    list_checkpoints,
+    note_newest,
+)
 from vit_ray.config import Recipe
 from vit_ray.config.branch_origin import NOTE, origin_of
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.resume_compatibility import LENGTH, Change, incompatible_changes
+from vit_ray.config.resume_compatibility import (
+    DATA_SET,
+    LENGTH,
+    Change,
+    incompatible_changes,
+)
+from vit_ray.data import open_dataset
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.measure.best_evaluation import without_best
+from vit_ray.own_parts import trust_modules
 from vit_ray.storage import Location, locate
+from vit_ray.tracking.metrics_log import MEASURED
 
-_OF_TENSORS: Final = ("model", "optim.name", "optim.frozen", "train.loss", "train.masked_target")
-"""With another value a checkpoint's tensors mean nothing."""
+_OF_TENSORS: Final = ("optim.name", "optim.frozen", "train.loss", "train.masked_target")
+_WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
+"""Keys of the model that no tensor depends on."""
 _OF_PLACE: Final = "train.global_batch_size"
 """With another value step k is another place in the data."""
 
 
-def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
+def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[str]) -> int:
     """Make the fork, and print how to train it.
+
+    A fork that was cut short is made again by the same words.
 
     Args:
         source: folder of the parent's checkpoints, or its id in MLflow.
         words: `step=k` of a checkpoint, `name=NEW`, and the changes of the recipe.
         is_dry: say what would be done, and write nothing.
+        modules: of the user's own parts, which may be imported.
 
     Raises:
         ValueError: there is no such checkpoint, a change is not possible, the name is taken, or the
             recipe or its data set are wrong.
         DamagedCheckpointError: the checkpoint is not what was written.
     """
+    trust_modules(*modules)
     asked = {key: value for key, _, value in (word.partition("=") for word in words)}
     if not asked.get("step", "").isdecimal() or not asked.get("name"):
         raise ValueError("give the checkpoint and a name, such as step=1000 name=lower-rate")
     step, changes = int(asked["step"]), [w for w in words if w.partition("=")[0] != "step"]
     parent, position = _parent(source, step, changes)
     before = recipe_from_dict(position.recipe, where=f"the recipe of {source}")
-    tree = changed(copy.deepcopy(position.recipe), changes)
+    tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, changes)
     tree["tracking"]["parent_run_id"] = None
     recipe = recipe_from_dict(tree, where="the fork").with_absolute_paths()
     resolved = resolve_run(recipe)
-    kept = _checked_changes(before, resolved, position)
+    kept = _checked_changes(before, resolved, position, asked.keys())
+    _check_classes(parent, before, resolved, position)
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
-    if file.exists() or not all(is_lock_file(one.base_name) for one in folder.list_files()):
-        raise ValueError(
-            f"name={recipe.name}: {file if file.exists() else folder.uri} is there already; give "
-            "another name"
-        )
+    text = yaml.safe_dump(resolved.recipe.recorded(), sort_keys=False)
+    origin = origin_of(before.name, step)
+    if file.exists() and file.read_text() != text:
+        raise ValueError(f"name={recipe.name}: {file} is there already; give another name")
+    if not _is_free(folder, origin, step):
+        raise ValueError(f"name={recipe.name}: {folder.uri} is there already; give another name")
     size = sum(one.size or 0 for one in parent.list_files())
     print(
-        f"{recipe.name}: from step {step} of {before.name} to step {resolved.total_steps}, with "
-        f"{'; '.join(map(str, kept)) or 'no change that decides'}"
+        f"{recipe.name}: from step {step} of {before.name} to step {resolved.total_steps}; "
+        f"{'; '.join(map(str, kept)) or 'nothing else changes the training'}"
     )
     print(f"copies {size / 2**20:,.1f} MiB to {folder.uri}", file=sys.stderr, flush=True)
     if is_dry:
         return 0
+    file.write_text(text)
     with lock_run(folder):
-        begin_without_checkpoint(folder, lambda text: print(text, file=sys.stderr))
-        folder.child(NOTE).write(origin_of(before.name, step).encode())
-        copy_checkpoint(parent, folder.child(folder_name(step)), lambda it: _of_fork(it, resolved))
-    file.write_text(yaml.safe_dump(resolved.recipe.recorded(), sort_keys=False))
-    command = "finetune" if recipe.init_from else "pretrain"
-    print(f"wrote {file}; train it with: vit-ray {command} {file}")
+        target = folder.child(folder_name(step))
+        if not is_committed(target):
+            begin_without_checkpoint(folder, lambda text: print(text, file=sys.stderr))
+            folder.child(NOTE).write(origin.encode())
+            copy_checkpoint(parent, target, lambda it: _of_fork(it, resolved))
+        note_newest(folder, step)
+    print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
     return 0
+
+
+def _is_free(folder: Location, origin: str, step: int) -> bool:
+    """Whether there is nothing, or the beginning of this very fork."""
+    files = [one.base_name for one in folder.list_files(recursive=False)]
+    steps = [number for number, _ in list_checkpoints(folder)]
+    if all(map(is_lock_file, files)) and not steps:
+        return True
+    note = folder.child(NOTE)
+    return note.exists() and note.read().decode() == origin and set(steps) <= {step}
 
 
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
@@ -89,52 +120,112 @@ def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, P
     source, run_folder = named_folder(source, changes)
     whole = [number for number, one in list_checkpoints(run_folder) if is_committed(one)]
     folder = run_folder.child(folder_name(step))
-    checkpoint = open_checkpoint(folder) if step in whole else None
-    if checkpoint is None:
+    if step not in whole:
         steps = ", ".join(map(str, sorted(whole))) or "none"
         raise ValueError(
             f"step={step}: {source} has no whole checkpoint of this step; it has those of steps "
             f"{steps}. checkpoint.keep_steps keeps more of a run"
         )
-    return folder, checkpoint.position
+    return folder, read_checkpoint(folder).position
 
 
-def _checked_changes(before: Recipe, resolved: ResolvedRun, position: Position) -> list[Change]:
-    """What decides and is new in the fork.
+def _checked_changes(
+    before: Recipe, resolved: ResolvedRun, position: Position, given: Collection[str]
+) -> list[Change]:
+    """What changes the training, for people.
+
+    Args:
+        given: the keys of the command line.
 
     Raises:
-        ValueError: it cannot go on with that, or would train nothing.
+        ValueError: the fork cannot continue with a change, or would train nothing.
     """
-    flat, now = before.flat(), resolved.recipe.flat()
+    recipe = resolved.recipe
+    flat, now = before.flat(), recipe.flat()
+    flat[DATA_SET], now[DATA_SET] = position.data_fingerprint, resolved.manifest.fingerprint
     found = incompatible_changes(flat, now, without=LENGTH)
     found += [Change(key, flat[key], now[key]) for key in LENGTH if flat[key] != now[key]]
     for change in found:
-        if change.key.split(".")[0] in _OF_TENSORS or change.key in _OF_TENSORS:
+        of_model = change.key.startswith("model.") and change.key not in _WITHOUT_TENSORS
+        if of_model or change.key in _OF_TENSORS:
             raise ValueError(
-                f"{change}: the tensors of the checkpoint would not fit; begin a new run with "
-                "init_from, which takes over what does"
+                f"{change}: the tensors of the checkpoint do not fit; begin a new run with "
+                "init_from, which takes over the weights that fit"
             )
         if change.key == _OF_PLACE:
             raise ValueError(
-                f"{change}: the checkpoint's place in the data is its step times this; begin a new "
-                "run with init_from"
+                f"{change}: the place of a checkpoint in the data is its step times this; begin a "
+                "new run with init_from"
             )
+    if flat[DATA_SET] != now[DATA_SET]:
+        if "data.train" not in given:
+            raise ValueError(
+                f"{resolved.manifest.path} is not the data set of {before.name} any more (its "
+                "fingerprint differs); give data.train=PATH to continue on it all the same"
+            )
+        if before.data.exclude and "data.exclude" not in given:
+            raise ValueError(
+                "data.exclude has numbers of the parent's data set; give data.exclude=[] "
+                "or those of the new one"
+            )
+    held_out = recipe.data.held_out_fraction
+    is_other = recipe.seed != before.seed or flat[DATA_SET] != now[DATA_SET]
+    if held_out > before.data.held_out_fraction or (held_out and is_other):
+        raise ValueError(
+            f"data.held_out_fraction={held_out:g} of another seed, data set or size would hold out "
+            "images that the parent has trained on; evaluate on a set of its own (data.eval, "
+            "data.held_out_fraction=0)"
+        )
     if resolved.total_steps <= position.step:
+        key = "epochs" if recipe.optim.epochs else "steps"
         raise ValueError(
             f"the fork would end after {resolved.total_steps} steps, and the checkpoint is of step "
-            f"{position.step}; give a longer one, such as optim.steps={2 * position.step}"
+            f"{position.step}; give a larger optim.{key}"
         )
     return found
 
 
+def _check_classes(
+    parent: Location, before: Recipe, resolved: ResolvedRun, position: Position
+) -> None:
+    """Refuse a data set whose classes are not those of the head."""
+    manifest, key = resolved.manifest, f"data.train={resolved.manifest.path}"
+    if manifest.fingerprint == position.data_fingerprint:
+        return
+    from vit_ray.checkpoints.init_weights import open_weights  # with torch: seconds
+
+    trained = open_weights(parent.uri, averaged=False).num_classes
+    if trained is not None and trained != manifest.num_classes:
+        raise ValueError(
+            f"{key} has {manifest.num_classes} classes, and the head of the checkpoint {trained}; "
+            "begin a new run with init_from"
+        )
+    try:
+        names = open_dataset(str(before.data.train)).classes
+    except (ValueError, OSError):  # the parent's set need not be there any more
+        return
+    if names != manifest.classes:
+        raise ValueError(
+            f"{key} names its classes otherwise than {before.data.train}; begin a new run with "
+            "init_from"
+        )
+
+
 def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
-    """The parent's position as the fork's own: its results are still to come."""
+    """The parent's position as the fork's own, without what was measured of the parent."""
+    plain = without_best(position.progress.metrics)
     progress = replace(
         position.progress,
         ended="",
         evaluation_due=False,
         nonfinite_steps=0,
-        metrics=without_best(position.progress.metrics),
+        train_seconds=0.0,
+        worker_seconds=0.0,
+        best_eval_loss=None,
+        evals_without_best=0,
+        num_evals=0,
+        eval_step=-1,
+        metrics={key: value for key, value in plain.items() if not key.startswith(MEASURED)},
     )
     return replace(
         position,

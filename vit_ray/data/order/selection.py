@@ -5,6 +5,7 @@ lies in a range. Rows were shuffled at conversion, so ranks go through whole row
 that is keyed, and a small share reads a small part of the bytes.
 """
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
@@ -209,9 +210,12 @@ def without_samples(
         )
         if sample - first in rows.rows_of_group(manifest, group)
     ]
-    if len(held) == rows.count:
-        raise ValueError("data.exclude leaves no image to train on; exclude fewer")
-    return SelectionWithout(rows, tuple(held)) if held else rows
+    found = SelectionWithout(rows, tuple(held))
+    bounds = manifest.bounds if isinstance(manifest, JoinedManifest) else (0, len(manifest.rows))
+    counts = found.rows_per_group(manifest)
+    if any(not counts[a:b].any() for a, b in itertools.pairwise(bounds)):
+        raise ValueError("data.exclude leaves no image of a data set to train on; exclude fewer")
+    return found if held else rows
 
 
 def select(

@@ -122,11 +122,11 @@ class BatchReader:
     def __init__(self, job: StreamJob) -> None:
         spec = job.spec
         self._job = job
-        self._plan = Plan(
+        self.plan = Plan(
             spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window,
             spec.weights if job.is_training else None,
         )  # fmt: skip
-        self._read = _RowGroupCache(
+        self.read_group = _RowGroupCache(
             RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
         )
 
@@ -137,8 +137,8 @@ class BatchReader:
         """
         positions = self._job.start + self._job.partition.offsets(rank, first, last)
         if not self._job.is_training:
-            positions = positions[positions < self._plan.num_images]
-        rows, spec = self._plan.rows_at(positions), self._job.spec
+            positions = positions[positions < self.plan.num_images]
+        rows, spec = self.plan.rows_at(positions), self._job.spec
         batch = _Batch(self._job, last - first)
         # So many rows at a time that their row groups are kept together.
         groups = np.unique(rows.groups)
@@ -156,7 +156,7 @@ class BatchReader:
             manifest.stored_row(group, row)
             for group, row in zip(groups.tolist(), rows.rows[places].tolist(), strict=True)
         ]
-        read = {group: self._read(group) for group in np.unique(groups).tolist()}
+        read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]
         sizes = np.array([one.size(row) for one, row in zip(encoded, stored, strict=True)])
         boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
@@ -171,7 +171,7 @@ class BatchReader:
     ) -> None:
         """Write the next row of the row group that can be decoded."""
         spec, manifest = self._job.spec, self._job.spec.manifest
-        others = self._plan.rows_of_group(group)
+        others = self.plan.rows_of_group(group)
         after = int(np.searchsorted(others, row)) + 1
         for other in np.roll(others, -after)[:-1].tolist():
             stored = manifest.stored_row(group, other)

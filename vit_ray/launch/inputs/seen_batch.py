@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
+from vit_ray.data.format.labels import keys
 from vit_ray.data.images.crop_boxes import CropBox, draw_box
+from vit_ray.data.images.crops import decode
 from vit_ray.data.order.partition import Partition
-from vit_ray.data.order.samples import Plan, rows_per_group
+from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import ResolvedRun
 
@@ -71,9 +70,9 @@ class SeenImage:
             "row_group": self.row_group, "row": self.row,
         }  # fmt: skip
 
-    def original(self) -> Image.Image:
-        """The stored image, whole."""
-        return Image.open(io.BytesIO(self.content)).convert("RGB")
+    def original(self) -> UInt8Array:
+        """The stored image, whole: uint8 (height, width, 3)."""
+        return decode(self.content)
 
 
 class SeenBatches:
@@ -87,16 +86,16 @@ class SeenBatches:
         job = StreamJob(spec, Partition(1, self._size), 0, True, counts)
         self._reader = BatchReader(job)
         self._num_positions = resolved.total_steps * self._size
-        self._plan = Plan(
-            spec.manifest, spec.seed, spec.rows, True, counts, job.window, spec.weights
-        )
-        self._rows = RowGroupReader(spec.manifest)
-        self._read: tuple[int, EncodedRows] | None = None
+
+    def samples_of_key(self, key: str) -> list[int]:
+        """The numbers of the images with a key: one, or several of a mixture; reads all keys."""
+        numbered = enumerate(one for some in keys(self._spec.manifest) for one in some)
+        return [number for number, one in numbered if one == key]
 
     def cost(self, step: int) -> tuple[int, int]:
         """Row groups that a step reads, and their bytes."""
         manifest = self._spec.manifest
-        groups = np.unique(self._plan.rows_at(self._positions(step)).groups)
+        groups = np.unique(self._reader.plan.rows_at(self._positions(step)).groups)
         return len(groups), int(manifest.bytes[groups].sum())
 
     def read(self, step: int, places: range | None = None) -> tuple[UInt8Array, list[SeenImage]]:
@@ -113,9 +112,9 @@ class SeenBatches:
         places = range(self._size) if places is None else places
         # Partners stand side by side, so an even number of places holds both.
         first, last = places.start // 2 * 2, min(self._size, -(-places.stop // 2) * 2)
-        start = step * self._size
+        start = int(self._positions(step)[0])
         batch, _ = self._reader.batch(0, start + first, start + last)
-        planned = self._plan.rows_at(self._positions(step)[first:last])
+        planned = self._reader.plan.rows_at(self._positions(step)[first:last])
         found = batch["sample"]
         pixels, shares = self._mixed(batch["image"], found, step)
         facts = []
@@ -133,22 +132,26 @@ class SeenBatches:
         """(step, epoch, place in the batch) of each time that the run has a sample, by epoch.
 
         Raises:
-            ValueError: the data set has no such sample.
+            ValueError: the data set has no such sample, or each step has the first batch.
         """
+        if self._recipe.train.overfit_one_batch:
+            raise ValueError("train.overfit_one_batch: each step has the images of step 0")
         total = self._spec.manifest.num_images
         if not 0 <= sample < total:
             raise ValueError(f"sample={sample}: the data set has samples 0 to {total - 1}")
-        for epoch in range(self._num_positions // self._plan.shortest_epoch + 1):
-            span = self._plan.span_of(sample, epoch)
+        for epoch in range(self._num_positions // self._reader.plan.shortest_epoch + 1):
+            span = self._reader.plan.span_of(sample, epoch)
+            if span and span.start >= self._num_positions:
+                return
             positions = np.arange(span.start, min(span.stop, self._num_positions), dtype=np.int64)
-            rows = self._plan.rows_at(positions)
+            rows = self._reader.plan.rows_at(positions)
             is_it = (rows.samples == sample) & (rows.epochs == epoch)
             for at in np.flatnonzero(is_it).tolist():
                 step, place = divmod(int(positions[at]), self._size)
                 yield step, epoch, place
 
     def _positions(self, step: int) -> NDArray[np.int64]:
-        start = step * self._size
+        start = 0 if self._recipe.train.overfit_one_batch else step * self._size
         return np.arange(start, start + self._size, dtype=np.int64)
 
     def _located(self, sample: int, epoch: int, step: int, place: int) -> SeenImage:
@@ -156,9 +159,7 @@ class SeenBatches:
         manifest, seed = self._spec.manifest, self._spec.seed
         group = int(np.searchsorted(manifest.first_samples, sample, side="right")) - 1
         row = manifest.stored_row(group, sample - int(manifest.first_samples[group]))
-        if self._read is None or self._read[0] != group:
-            self._read = group, self._rows.read(group)
-        rows = self._read[1]
+        rows = self._reader.read_group(group)
         return SeenImage(
             step, place, sample, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
             manifest.files[int(manifest.file_index[group])].path,
@@ -192,7 +193,9 @@ class SeenBatches:
 
         from vit_ray.models.masked import draw_corruption
 
-        side = self._recipe.model.patch or 1
+        side = self._recipe.model.patch
+        if side is None:  # patches of a map that a ResNet makes have no place in the image
+            return pixels
         rows, columns = (length // side for length in self._recipe.model.sides)
         corruption = draw_corruption(samples, rows * columns, self._recipe.seed, step)
         cut = pixels.view(-1, rows, side, columns, side, 3).transpose(2, 3).flatten(1, 2)

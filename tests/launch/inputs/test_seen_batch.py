@@ -21,9 +21,9 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import training_crop
+from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.inputs.training_batches import training_batches
 from vit_ray.models.layers import cut_patches
 from vit_ray.models.masked import draw_corruption
 from vit_ray.train.objective import build_objective, make_loss
@@ -158,6 +158,9 @@ def test_each_step_of_one_batch_again_and_again_is_shown_with_the_first(sets: Pa
     np.testing.assert_array_equal(first, later)
     assert [one.sample for one in again] == [one.sample for one in images]
     assert batches.cost(0) == batches.cost(9)
+    np.testing.assert_array_equal(training_batches(recipe)[9]["image"], first)
+    with pytest.raises(IndexError):
+        _ = training_batches(recipe)[20]
     with pytest.raises(ValueError, match="each step has the images of step 0"):
         list(batches.steps_of(3))
 

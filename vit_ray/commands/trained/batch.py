@@ -59,7 +59,8 @@ def show_batch(
     """
     trust_modules(*modules)
     asked = {key: value for key, _, value in (word.partition("=") for word in words)}
-    own = {key: asked[key] for key in ("step", "sample", "key", "rank") if key in asked}
+    names = ("step", "sample", "key", "rank")
+    own: dict[str, str] = {key: asked[key] for key in names if key in asked}
     if len(own.keys() & {"step", "sample", "key"}) != 1:
         raise ValueError("give step=K, step=K:N, sample=NUMBER or key=KEY, such as step=0")
     run = find_run(source, [word for word in words if word.partition("=")[0] not in own])

@@ -53,6 +53,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdTimeout=30
+MinJobAge=3600
 PartitionName=all Nodes=node[1-3] Default=YES State=UP
 """
 STEPS = 120
@@ -114,7 +115,8 @@ class Slurm:
             if until(f"{state} {restarts}"):
                 return f"{state} {restarts}"
             logs = "\n".join(p.read_text()[-3000:] for p in sorted(self.folder.glob("*.log")))
-            assert time.monotonic() < deadline, f"{told}\n{logs}"
+            goes_on = not is_over(state) and time.monotonic() < deadline
+            assert goes_on, f"{told}\n{logs}"
             time.sleep(1)
 
     def wait_until_nothing_is_left(self) -> None:
@@ -266,6 +268,7 @@ def test_a_ray_that_cannot_start_ends_the_job_at_once(
 
 def test_a_raylet_that_is_lost_is_replaced(slurm: Slurm, digits: Digits, tmp_path: Path) -> None:
     recipe = slowed("replaced", digits, tmp_path, every_steps=20)
+    recipe = recipe.with_changes(workers={"cpus_per_worker": 1.5})  # one on each node
     job = slurm.submit(recipe)
     slurm.wait(job, lambda _: checkpoint_steps(recipe) != [])
     code, output = slurm.nodes["node2"].run("pkill", "-KILL", "-x", "raylet")

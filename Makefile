@@ -26,7 +26,7 @@ BOTH := --numprocesses=2 --dist=loadgroup
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-slow test-all test-generic test-gpu test-faults soak test-processors check check-docs test-browser image newcomer screenshots clean
+.PHONY: env quickstart test test-slow test-all test-generic test-gpu test-faults soak test-processors check check-docs test-browser team-mlflow image newcomer screenshots clean
 
 env: $(STAMP)
 
@@ -99,6 +99,10 @@ build/axe.min.js:
 	mkdir -p build && cd build && npm pack --silent axe-core@4.14.1
 	tar -xzf build/axe-core-4.14.1.tgz -C build --strip-components=1 package/axe.min.js
 	rm build/axe-core-4.14.1.tgz
+
+# A team's MLflow as cluster/mlflow.yaml has it, on PostgreSQL and S3 (apt-get install postgresql).
+team-mlflow: env
+	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/tracking/test_postgres.py tests/tracking/test_team_*.py
 
 # The image of cluster/Dockerfile on a Debian of its own, as root and without a daemon or a registry
 # (apt-get install buildah debootstrap), and a training in it. IMAGE_FLAGS are of `buildah build`.

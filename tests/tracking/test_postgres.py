@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from pathlib import Path
 
@@ -20,22 +21,51 @@ POINTS = 200
 AWAY_S = 5.0
 
 
-class Postgres:
-    """A cluster of databases in a folder, run by a user that is not root."""
+def program(name: str) -> str | None:
+    """Of PostgreSQL, which Debian keeps off the path."""
+    theirs = sorted(str(path) for path in Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return shutil.which(name) or (theirs[-1] if theirs else None)
 
-    def __init__(self, folder: Path) -> None:
+
+def need_postgres() -> None:
+    """Skip the test where the server, or Python's driver for it, is not installed."""
+    if program("initdb") is None:
+        pytest.skip("no initdb: apt-get install postgresql")
+    pytest.importorskip("psycopg2", reason="no psycopg2: pip install 'vit_ray[server]'")
+
+
+class Postgres:
+    """A cluster of databases, run by a user that is not root; inside the block it is up.
+
+    Args:
+        password: of the user `mlflow`; without one every connection is trusted.
+        settings: of the server, as its command line takes them.
+    """
+
+    def __init__(self, password: str = "", settings: tuple[str, ...] = ()) -> None:
         (self.port,) = free_ports(1)
         self._user = "postgres" if os.geteuid() == 0 else None
-        self._data = str(folder / "postgres")
-        for made in (folder / "postgres", folder / "sockets"):
-            made.mkdir()
-            if self._user:
-                shutil.chown(made, self._user)
-        for above in (folder, *folder.parents):  # pytest's folders are for their owner alone
-            if self._user and above != Path("/"):
-                above.chmod(above.stat().st_mode | 0o011)
-        self._options = f"-p {self.port} -c listen_addresses=127.0.0.1 -k {folder / 'sockets'}"
-        self._run("initdb", "-A", "trust", "-U", "mlflow", "-N")
+        # Not pytest's own: those are for their owner alone.
+        self._folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))
+        self._data = str(self._folder / "data")
+        own = ("-p", str(self.port), "-c", "listen_addresses=127.0.0.1")
+        self._options = " ".join((*settings, *own, "-k", str(self._folder)))
+        given = self._folder / "password"
+        given.write_text(password)
+        if self._user:
+            shutil.chown(self._folder, self._user)
+            shutil.chown(given, self._user)
+        asks = ["-A", "scram-sha-256", f"--pwfile={given}"] if password else ["-A", "trust"]
+        self._run("initdb", *asks, "-U", "mlflow", "-N")
+
+    def __enter__(self) -> "Postgres":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if Path(self._data, "postmaster.pid").exists():
+            self.stop()
+        shutil.rmtree(self._folder)
 
     @property
     def uri(self) -> str:
@@ -54,8 +84,8 @@ class Postgres:
         options = ("-w", "-m", "immediate", "-o", self._options, "-l", f"{self._data}/log")
         self._run("pg_ctl", *options, "restart")
 
-    def _run(self, program: str, *words: str) -> None:
-        command = [program, "-D", self._data, *words]
+    def _run(self, name: str, *words: str) -> None:
+        command = [program(name) or name, "-D", self._data, *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._user, timeout=120)
 
 
@@ -63,14 +93,14 @@ class Postgres:
 def test_postgresql_restarted_and_away_in_the_middle_of_a_run_costs_no_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for program in ("initdb", "pg_ctl"):
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program}: apt-get install postgresql")
-    pytest.importorskip("psycopg2", reason="no psycopg2: pip install 'vit_ray[server]'")
+    need_postgres()
     monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.5)
-    database = Postgres(tmp_path)
-    database.start()
+    with Postgres() as database:
+        _record_across_outages(tmp_path, database)
+
+
+def _record_across_outages(tmp_path: Path, database: Postgres) -> None:
     server = Server(tmp_path, database.uri)
     log_path = tmp_path / "run" / "metrics.jsonl"
     try:
@@ -96,4 +126,3 @@ def test_postgresql_restarted_and_away_in_the_middle_of_a_run_costs_no_point(
         assert (again.num_points, again.refused) == (0, [])
     finally:
         server.stop()
-        database.stop()

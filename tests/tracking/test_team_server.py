@@ -1,0 +1,238 @@
+"""A team's MLflow as `cluster/mlflow.yaml` has it (`make team-mlflow`): PostgreSQL, S3, log-in."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+from mlflow.exceptions import MlflowException
+from mlflow.store.db.utils import _get_alembic_config
+from mlflow.store.tracking.dbmodels.initial_models import Base as InitialBase
+from mlflow.tracking import MlflowClient
+
+from tests.tracking.team_server import ADMIN, PASSWORD_OF_DATABASE, TeamServer, team_server
+from tests.tracking.test_postgres import need_postgres
+from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.tracker import Tracker, replay
+
+RUNS, POINTS_PER_S, SECONDS = 16, 1000, 10
+KEYS = ("train/loss", "train/lr")
+PASSWORD = "long-enough-for-mlflow"
+
+# MLflow makes its schema in a new database, and a server with four processes starts.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def new_team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeamServer]:
+    """Before its first start; files of the store are `buckets/bucket` of its folder."""
+    need_postgres()
+    pytest.importorskip("flask_wtf", reason="no flask-wtf: pip install 'vit_ray[server]'")
+    with team_server(tmp_path_factory.mktemp("team")) as team:
+        yield team
+
+
+def _log_in(patch: pytest.MonkeyPatch, user: str, password: str = PASSWORD) -> None:
+    patch.setenv("MLFLOW_TRACKING_USERNAME", user)
+    patch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+
+
+def test_an_old_database_is_migrated_before_the_server_starts(new_team: TeamServer) -> None:
+    """One revision back: the experiment that it has is there afterwards."""
+    command = pytest.importorskip("alembic.command")  # MLflow brings it
+    scripts = pytest.importorskip("alembic.script").ScriptDirectory
+    uri = f"postgresql+psycopg2://mlflow:{PASSWORD_OF_DATABASE}@127.0.0.1:{new_team.database.port}/mlflow"
+    engine = sqlalchemy.create_engine(uri)
+    InitialBase.metadata.create_all(engine)
+    config = _get_alembic_config(uri)
+    (head,) = scripts.from_config(config).get_revisions("heads")
+    command.upgrade(config, str(head.down_revision))
+    names = "name, artifact_location, lifecycle_stage, workspace"
+    values = "'old', 'mlflow-artifacts:/1', 'active', 'default'"
+    insert = f"INSERT INTO experiments ({names}) VALUES ({values})"  # noqa: S608
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text(insert))
+    new_team.migrate()
+    with engine.connect() as connection:
+        versions = "SELECT version_num FROM alembic_version"
+        assert connection.execute(sqlalchemy.text(versions)).scalars().all() == [head.revision]
+        logins = sqlalchemy.text("SELECT count(*) FROM alembic_version_auth")
+        assert connection.execute(logins).scalar() == 1
+    engine.dispose()
+    new_team.start()
+    with pytest.MonkeyPatch.context() as patch:
+        _log_in(patch, *ADMIN)
+        assert MlflowClient(new_team.uri).get_experiment_by_name("old") is not None
+    new_team.migrate()  # as at every later start of the pod
+
+
+@pytest.fixture(scope="module")
+def team(new_team: TeamServer) -> TeamServer:
+    """Up, with the people `ana` and `ben`."""
+    from mlflow.server.auth.client import AuthServiceClient
+
+    if not new_team.is_up:
+        new_team.migrate()
+        new_team.start()
+    with pytest.MonkeyPatch.context() as patch:
+        _log_in(patch, *ADMIN)
+        for user in ("ana", "ben"):
+            AuthServiceClient(new_team.uri).create_user(user, PASSWORD)
+    return new_team
+
+
+def test_the_server_is_not_root_and_can_write_nowhere_but_in_tmp(team: TeamServer) -> None:
+    if not team.is_closed:
+        pytest.skip("only root can take its rights from a process")
+    processes = team.processes()
+    assert len(processes) >= 5  # the server, and four that answer
+    for process in processes:
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        assert status["Uid"].split() == ["1000"] * 4
+        assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
+        assert int(status["NoNewPrivs"]) == 1
+        mounts = [line.split() for line in (process / "mounts").read_text().splitlines()]
+        options = {mount[1]: mount[3].split(",") for mount in mounts}
+        assert "ro" in options["/"]
+        assert "rw" in options["/tmp"]
+
+
+def test_nobody_reads_without_a_log_in(team: TeamServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = "/api/2.0/mlflow/experiments/search?max_results=1"
+    assert team.get("/health") == 200
+    for path in (search, "/", "/api/2.0/mlflow-artifacts/artifacts", "/graphql"):
+        assert team.get(path) == 401, path
+    _log_in(monkeypatch, "ana", "a-password-of-others")
+    with pytest.raises(MlflowException, match="401"):
+        MlflowClient(team.uri).search_experiments()
+
+
+def test_a_host_name_that_is_not_allowed_is_refused(team: TeamServer) -> None:
+    """A page that an attacker's name server points at the server's address (DNS rebinding)."""
+    for name, status in {"mlflow": 401, f"mlflow:{team.port}": 401, "evil.example": 403}.items():
+        assert team.get("/api/2.0/mlflow/experiments/search?max_results=1", Host=name) == status
+
+
+def test_others_read_an_experiment_and_write_when_they_are_given_the_right(
+    team: TeamServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.server.auth.client import AuthServiceClient
+
+    client = MlflowClient(team.uri)
+    _log_in(monkeypatch, "ana")
+    experiment = client.create_experiment("ana")
+    run = client.create_run(experiment)
+    _log_in(monkeypatch, "ben")
+    assert client.get_run(run.info.run_id).info.experiment_id == experiment
+    with pytest.raises(MlflowException, match="403"):
+        client.log_metric(run.info.run_id, "train/loss", 1.0)
+    with pytest.raises(MlflowException, match="403"):
+        client.delete_experiment(experiment)
+    with pytest.raises(MlflowException, match="403"):
+        AuthServiceClient(team.uri).create_user("eve", PASSWORD)
+    _log_in(monkeypatch, "ana")
+    AuthServiceClient(team.uri).grant_user_permission("ben", "experiment", experiment, "EDIT")
+    _log_in(monkeypatch, "ben")
+    client.log_metric(run.info.run_id, "train/loss", 1.0)
+    with pytest.raises(MlflowException, match="403"):
+        client.delete_experiment(experiment)
+
+
+def test_files_go_through_the_server_and_no_client_has_a_key(
+    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    _log_in(monkeypatch, "ana")
+    client = MlflowClient(team.uri)
+    run_id = client.create_run(client.create_experiment("files")).info.run_id
+    content = os.urandom(3 << 20)
+    (tmp_path / "weights.bin").write_bytes(content)
+    client.log_artifact(run_id, str(tmp_path / "weights.bin"), "model")
+    (stored,) = team.stored("weights.bin")
+    assert stored.read_bytes() == content
+    assert stored.relative_to(team.bucket).parts[0] == "mlflow"
+    there = client.download_artifacts(run_id, "model/weights.bin", str(tmp_path))
+    assert Path(there).read_bytes() == content
+
+
+def test_sixteen_runs_write_at_once_and_a_restarted_database_costs_no_point(
+    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A thousand points a second, read back exactly."""
+    _log_in(monkeypatch, "ana")
+    config = TrackingConfig(uri=team.uri, experiment="at once")
+    trackers = [
+        Tracker.start(
+            RunOpening(config, f"run {i}", tmp_path / f"{i}" / "metrics.jsonl"), wait_s=120
+        )
+        for i in range(RUNS)
+    ]
+    steps = SECONDS * POINTS_PER_S // (RUNS * len(KEYS))
+    pause = threading.Event()
+    for step in range(steps):
+        for number, tracker in enumerate(trackers):
+            tracker.log.metrics(step, {key: _value(number, step, key) for key in KEYS})
+        if step == steps // 2:
+            team.database.restart()
+        pause.wait(SECONDS / steps)
+    assert all(tracker.finish(timeout_s=300) for tracker in trackers)
+    client = MlflowClient(team.uri)
+    for number, tracker in enumerate(trackers):
+        assert tracker.run_id is not None
+        for key in KEYS:
+            history = client.get_metric_history(tracker.run_id, key)
+            expected = [(step, _value(number, step, key)) for step in range(steps)]
+            assert [(point.step, point.value) for point in history] == expected
+        assert replay(tracker.log.path, team.uri).num_points == 0
+
+
+def _value(number: int, step: int, key: str) -> float:
+    return (number + 1) / (step + 3) + KEYS.index(key)
+
+
+def test_what_was_deleted_long_ago_is_collected_with_its_files(
+    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _log_in(monkeypatch, "ana")
+    client = MlflowClient(team.uri)
+    run_id = client.create_run(client.create_experiment("to delete")).info.run_id
+    (tmp_path / "old.bin").write_bytes(b"old")
+    client.log_artifact(run_id, str(tmp_path / "old.bin"))
+    client.delete_run(run_id)
+    team.run("mlflow-gc")
+    assert client.get_run(run_id).info.lifecycle_stage == "deleted"
+    client.restore_run(run_id)
+    client.delete_run(run_id)
+    team.run("mlflow-gc", **{"30d": "0s"})
+    with pytest.raises(MlflowException, match="not found"):
+        client.get_run(run_id)
+    assert team.stored("old.bin") == []
+
+
+def test_a_backup_brings_back_what_was_lost(
+    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _log_in(monkeypatch, "ana")
+    client = MlflowClient(team.uri)
+    run_id = client.create_run(client.create_experiment("to lose")).info.run_id
+    for step in range(5):
+        client.log_metric(run_id, "eval/top1", step / 7, step=step)
+    for day in range(8):
+        old = tmp_path / f"2020-01-0{day + 1}.dump"
+        old.touch()
+        os.utime(old, (day, day))
+    backup = team.back_up(tmp_path)
+    assert len(list(tmp_path.glob("*.dump"))) == 7  # the oldest are gone
+    team.postgresql("psql", "--dbname=mlflow", "--command=DROP TABLE metrics, experiments CASCADE")
+    team.stop()
+    team.restore(backup)
+    team.migrate()
+    team.start()
+    history = client.get_metric_history(run_id, "eval/top1")
+    assert [(p.step, p.value) for p in history] == [(step, step / 7) for step in range(5)]

@@ -160,3 +160,11 @@ def test_neither_ray_nor_torch_is_imported(many: Path) -> None:
 def test_what_cannot_work_is_refused(many: Path, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         dataset.open_dataset(str(many)).torch_dataset(BATCH, 8, **options)
+
+
+def test_a_set_for_evaluation_only_is_not_trained_on(many: Path) -> None:
+    manifest = replace(dataset.open_dataset(str(many)).manifest, origin={"evaluation_only": True})
+    marked = dataset.Dataset(manifest)
+    with pytest.raises(ValueError, match="is for evaluation only"):
+        marked.iter_batches(BATCH, 8)
+    assert len(marked.iter_batches(BATCH, 8, training=False)) == 7

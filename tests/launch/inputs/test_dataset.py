@@ -93,6 +93,8 @@ def test_a_loader_of_torch_gives_the_batches_in_order_and_resumes(
     opened = dataset.open_dataset(str(many))
     batches = list(opened.iter_batches(BATCH, 8, epochs=3))
     assert len(batches) == round(3 * MANY / BATCH)
+    fewer = opened.iter_batches(BATCH, 8, epochs=3, exclude=[*range(12)])
+    assert len(fewer) == round(3 * (MANY - 12) / BATCH)
     assert len({batch["image"].tobytes() for batch in batches}) == len(batches)
     for step in (0, 5, len(batches) - 1):  # the middle of an epoch, and the last batch
         stream = opened.torch_dataset(BATCH, 8, epochs=3, start=step * BATCH)
@@ -153,6 +155,8 @@ def test_neither_ray_nor_torch_is_imported(many: Path) -> None:
         ({"agment": {}}, r"unknown key agment; did you mean augment"),
         ({"augment": {"min_area": 2.0}}, r"augment\.min_area=2\.0"),
         ({"start": -8}, r"start=-8.*start not below"),
+        ({"start": 3}, r"start=3 is no multiple of global_batch_size=.*the nearest is \d+"),
+        ({"train": "other"}, "train is this data set itself"),
         ({"world_size": 3}, r"use a divisor of 8"),
         ({"shuffle_window": 12}, r"shuffle_window=12 .* the nearest is 16"),
     ],

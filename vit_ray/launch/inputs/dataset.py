@@ -104,9 +104,9 @@ class Dataset(Sequence[Sample]):
         Args:
             image_size: side of a crop in pixels, or (height, width).
             epochs: length, as `optim.epochs`, from position 0 to the nearest whole batch.
-            start: samples seen before; what is left of the epochs follows.
-            training: False for an evaluation: each image once, in stored order, cut as
-                `eval_augment` says; the last batch is padded, with "weight" 0.0.
+            start: samples seen before, in whole batches; what is left of the epochs follows.
+            training: False for an evaluation: each image once (not `epochs`), in stored order, cut
+                as `eval_augment` says; the last batch is padded, with "weight" 0.0.
             data: further keys of a recipe's section `data`, such as `augment={"min_area": 0.3}`.
 
         Raises:
@@ -117,6 +117,13 @@ class Dataset(Sequence[Sample]):
                 f"global_batch_size={global_batch_size}, epochs={epochs}, start={start}; the first "
                 "two must be above 0, and start not below"
             )
+        if start % global_batch_size:
+            raise ValueError(
+                f"start={start} is no multiple of global_batch_size={global_batch_size}; the "
+                f"nearest is {round(start / global_batch_size) * global_batch_size}"
+            )
+        if "train" in data:
+            raise ValueError("train is this data set itself; open another one to read that")
         manifest, batch = self.manifest, global_batch_size
         trust_named(data)
         config = validated(DataConfig, {**data, "train": manifest.path}, "data")
@@ -137,7 +144,7 @@ class Dataset(Sequence[Sample]):
                 fraction=config.fraction,
             )
             spec = training_stream(config, seed, cut, batch, manifest, rows)
-            images = max(1, round(rows.count * epochs / batch)) * batch
+            images = max(1, round(spec.num_images * epochs / batch)) * batch
         steps = max(0, ceil((images - start) / batch))
         return RankBatches(spec, batch, steps, rank, world_size, start=start, is_training=training)
 

@@ -301,6 +301,23 @@ vit_ray = _Names(
             click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
         ),
         _plain(
+            "Why a step had a large loss or gradient: `vit-ray explain SOURCE step=1200` (counted "
+            "from 0). Each image's share of the gradient, by the newest checkpoint at or before "
+            "the step, with the steps before and after for comparison; what the optimizer adds. "
+            "SOURCE as of `batch`.",
+            "vit_ray.commands.trained.explain:explain_step",
+            click.Argument(["source"]),
+            click.Argument(["words"], nargs=-1, required=True),
+            click.Option(["--out"], help="Folder to write; by default NAME-explain-K."),
+            click.Option(
+                ["--replay", "replays"],
+                is_flag=True,
+                help="Train the steps since the checkpoint again, for the step's own weights; "
+                "says first how many.",
+            ),
+            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
+        ),
+        _plain(
             "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "
             "write a recipe of fitting model, batch and epochs, with the reasons as comments.",
             "vit_ray.commands.init:write_recipe",

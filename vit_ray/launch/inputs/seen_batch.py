@@ -14,7 +14,7 @@ from vit_ray.data.images.crop_boxes import CropBox, draw_box
 from vit_ray.data.images.crops import decode
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.samples import rows_per_group
-from vit_ray.data.stream.batches import BatchReader, StreamJob
+from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import ResolvedRun
 
 if TYPE_CHECKING:
@@ -97,6 +97,15 @@ class SeenBatches:
         manifest = self._spec.manifest
         groups = np.unique(self._reader.plan.rows_at(self._positions(step)).groups)
         return len(groups), int(manifest.bytes[groups].sum())
+
+    def planned(self, step: int) -> NDArray[np.int64]:
+        """Sample numbers of a step by the order alone, whether or not they can be decoded."""
+        return self._reader.plan.rows_at(self._positions(step)).samples
+
+    def batch(self, step: int) -> Batch:
+        """The global batch as ranks get it, before anything is mixed or masked."""
+        start = int(self._positions(step)[0])
+        return self._reader.batch(0, start, start + self._size)[0]
 
     def read(self, step: int, places: range | None = None) -> tuple[UInt8Array, list[SeenImage]]:
         """Images of a step as the model sees them, and their facts, in the order of the batch.

@@ -1,0 +1,256 @@
+"""`vit-ray explain RUN step=k`: which images, or what else, made the gradient of a step large.
+
+It reads the newest checkpoint at or before the step and three batches; no Ray, no cluster.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor, nn
+
+from vit_ray.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints
+from vit_ray.commands.trained.replay_steps import replay_steps
+from vit_ray.config import Recipe
+from vit_ray.data.stream.batches import Batch
+from vit_ray.evaluate.contact_sheet import sheet
+from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
+from vit_ray.launch.named_run import NamedRun, find_run
+from vit_ray.own_parts import trust_modules
+from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import metrics_log_path
+from vit_ray.train.gradient_shares import (
+    SPIKE_FACTOR,
+    Columns,
+    StepGradient,
+    find_culprits,
+    second_moment_rms,
+    step_gradient,
+)
+from vit_ray.train.loop import as_tensor
+from vit_ray.train.objective import build_objective, make_image_losses
+from vit_ray.train.optim.schedule import lr_at
+from vit_ray.train.spikes import losses_file
+
+NUM_SHOWN: Final = 8
+"""Images with the largest shares that are shown, or all that make the spike."""
+STALE_RMS: Final = 2.3
+"""Of g / sqrt(v), above which Wortsman et al. (arXiv:2304.13013, section 3) saw spikes follow."""
+
+
+class _Weights(NamedTuple):
+    """The model by which gradients are measured, and what the optimizer knows then."""
+
+    model: nn.Module
+    exact: Recipe
+    """In fp32."""
+    second: dict[str, Tensor]
+    """Adam's second moment with its bias corrected; empty of other optimizers."""
+
+
+def explain_step(
+    source: str, words: Sequence[str], out: str | None, replays: bool, modules: Sequence[str]
+) -> int:
+    """Print the verdict and what to do, and write the images with the largest shares.
+
+    Args:
+        source: a run, as `find_run` takes it.
+        words: `step=k`, 0-based; and changes of the recipe, such as where its data now are.
+        out: folder to write; None for one named after the run and the step.
+        replays: train the steps between checkpoint and step again first.
+        modules: of the user's own parts, which may be imported.
+
+    Raises:
+        ValueError: a word is wrong, the run has no such step, or no checkpoint at or before it.
+    """
+    trust_modules(*modules)
+    given = [word.partition("=")[2] for word in words if word.startswith("step=")]
+    if len(given) != 1 or not given[0].isdecimal():
+        raise ValueError("give the step to explain, counted from 0, such as step=1200")
+    run = find_run(source, [word for word in words if not word.startswith("step=")])
+    (step,) = run.checked_steps(range(int(given[0]), int(given[0]) + 1))
+    checkpoint = _checkpoint_before(run, step)
+    batches = SeenBatches(run.resolved)
+    steps = [one for one in (step, step - 1, step + 1) if 0 <= one < run.resolved.total_steps]
+    if len(steps) == 1:
+        raise ValueError(f"the run {run.recipe.name!r} has one step, and none to compare it with")
+    groups, size = (sum(column) for column in zip(*map(batches.cost, steps), strict=True))
+    told = f"reads {groups:,} row groups, {size / 2**20:,.1f} MiB"
+    print(f"{told}; computes {len(steps)} batches", file=sys.stderr, flush=True)
+    far = step - checkpoint.position.step
+    if replays and far:
+        images = far * run.recipe.train.global_batch_size
+        print(
+            f"trains {far:,} steps again before: {images:,} images on this machine's CPUs, "
+            f"{far / len(steps):,.1f} times the rest of the work",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    folder = Path(out or f"{run.recipe.name}-explain-{step}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; give another folder as --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    start = checkpoint  # from which a fork begins
+    if replays and far:
+        checkpoint = replay_steps(run, checkpoint, step, locate(str(folder)))
+    weights = _weights(run, checkpoint)
+    losses_of = make_image_losses(weights.exact)
+    columns = {one: _columns(batches.batch(one)) for one in steps}
+    found = {one: step_gradient(weights.model, losses_of, columns[one], one) for one in steps}
+
+    def measure(places: list[int]) -> StepGradient:
+        images, labels, samples = (column[places] for column in columns[step])
+        return step_gradient(weights.model, losses_of, (images, labels, samples), step)
+
+    usual = max(found[one].norm for one in steps[1:])
+    places = find_culprits(measure, found[step], usual, run.recipe.train.least_pass)
+    rms = _rms(run.recipe, found[step], weights.second)
+    _print_figures(run, checkpoint, found, rms, step)
+    shown = places or torch.argsort(found[step].shares.abs(), descending=True)[:NUM_SHOWN].tolist()
+    drawn = [batches.read(step, range(place, place + 1)) for place in shown]
+    facts = [facts[0] for _, facts in drawn]
+    _print_verdict(run, start, found, places, facts, rms, source)
+    captions = [f"{found[step].shares[one.place]:.1%} {one.sample}" for one in facts]
+    title = f"{run.recipe.name}, step {step}: largest shares of the gradient"
+    sheet([pixels[0] for pixels, _ in drawn], captions, title).save(folder / "explain.png")
+    _write_table(run, found[step], columns[step][2], step, folder / "images.csv")
+    print(f"wrote {folder / 'explain.png'} and {folder / 'images.csv'}")
+    return 0
+
+
+def _checkpoint_before(run: NamedRun, step: int) -> Checkpoint:
+    """The newest whole one whose weights were those before `step`, or before an earlier step."""
+    there = list_checkpoints(locate(run.recipe.run_folder))
+    for number, folder in there:
+        checkpoint = open_checkpoint(folder) if number <= step else None
+        if checkpoint is not None:
+            return checkpoint
+    steps = ", ".join(str(number) for number, _ in reversed(there)) or "none"
+    raise ValueError(
+        f"step={step}: the run {run.recipe.name!r} has no checkpoint at or before it (there are: "
+        f"{steps}); give a later step, or keep more with checkpoint.keep_every_steps"
+    )
+
+
+def _weights(run: NamedRun, checkpoint: Checkpoint) -> _Weights:
+    recipe = run.recipe
+    exact = recipe.with_changes(train={"precision": "fp32", "activation_checkpointing": 0})
+    model = build_objective(exact, len(run.resolved.manifest.classes))
+    missing = model.load_state_dict(checkpoint.weights(), strict=False)
+    assert not missing.unexpected_keys, missing
+    second: dict[str, Tensor] = {}
+    if recipe.optim.name == "adamw" and "exp_avg_sq" in checkpoint.kinds():
+        flat = {n: torch.zeros_like(p).view(-1) for n, p in model.named_parameters()}
+        trained = {n: flat[n] for n, p in model.named_parameters() if p.requires_grad}
+        checkpoint.fill(("exp_avg_sq", name, 0, values) for name, values in trained.items())
+        correction = 1.0 - recipe.optim.betas[1] ** max(1, checkpoint.position.applied_steps)
+        shapes = checkpoint.position.shapes
+        second = {name: v.view(shapes[name]) / correction for name, v in trained.items()}
+    return _Weights(model.train(), exact, second)
+
+
+def _columns(batch: Batch) -> Columns:
+    images, labels, samples = (as_tensor(batch[key]) for key in ("image", "labels", "sample"))
+    return images, labels.long(), samples
+
+
+def _print_figures(
+    run: NamedRun,
+    checkpoint: Checkpoint,
+    found: dict[int, StepGradient],
+    rms: dict[str, float],
+    step: int,
+) -> None:
+    """What was measured, step by step, and what the optimizer would do with it."""
+    recipe, distance = run.recipe, step - checkpoint.position.step
+    far = f", {distance:,} steps before" if distance else ", the very weights of the step"
+    print(f"weights of checkpoint {checkpoint.position.step}{far}, in fp32")
+    print(f"{'step':>9} {'mean loss':>10} {'gradient norm':>14} {'largest share':>14}")
+    for one in sorted(found):
+        loss, norm, shares = found[one].losses.mean(), found[one].norm, found[one].shares
+        print(f"{one:>9,} {loss:>10.4g} {norm:>14.4g} {shares.max():>14.1%}")
+    of_step = found[step]
+    rate = lr_at(step, recipe.optim, run.resolved.total_steps)
+    parts = [f"learning rate {rate:.3g}"]
+    if of_step.logit_layer:
+        parts.append(f"largest attention logit {of_step.largest_logit:.3g} ({of_step.logit_layer})")
+    if rms:
+        name, largest = next(iter(rms.items()))
+        parts.append(f"rms of g / sqrt(v) at most {largest:.3g} ({name}; stale above {STALE_RMS})")
+    print("; ".join(parts))
+
+
+def _rms(recipe: Recipe, found: StepGradient, second: dict[str, Tensor]) -> dict[str, float]:
+    limit = recipe.optim.clip_norm
+    scale = min(1.0, limit / (found.norm + 1e-6)) if limit else 1.0
+    return second_moment_rms(found.by_name, second, scale)
+
+
+def _print_verdict(
+    run: NamedRun,
+    checkpoint: Checkpoint,
+    found: dict[int, StepGradient],
+    places: list[int] | None,
+    facts: Sequence[SeenImage],
+    rms: dict[str, float],
+    source: str,
+) -> None:
+    step = facts[0].step
+    size, others = len(found[step].shares), sorted(one for one in found if one != step)
+    beside = " and ".join(map(str, others))
+    usual = max(found[one].norm for one in others)
+    factor = found[step].norm / usual if usual else float("inf")
+    if places is None:
+        print(
+            f"verdict: the gradient is {factor:.1f} times that of step {beside}, by more than a "
+            "quarter of the images: the whole batch, or weights for which it is unusual"
+        )
+    elif places:
+        print(
+            f"verdict: {len(places)} of {size} images make the gradient {factor:.1f} times that of "
+            f"step {beside}; without them it is no larger"
+        )
+    else:
+        print(
+            f"verdict: none of its images; by these weights the gradient is {factor:.1f} times "
+            f"that of step {beside}, and a spike has {SPIKE_FACTOR:g} times and more"
+        )
+    if not places and (stale := [f"{n} ({v:.1f})" for n, v in rms.items() if v > STALE_RMS]):
+        print(
+            f"the second moment is out of date in {', '.join(stale[:NUM_SHOWN])}: the update is "
+            "too large there; lower optim.betas[1] or optim.learning_rate"
+        )
+    for one in facts:
+        names = ", ".join(run.resolved.manifest.classes[label] for label in one.labels)
+        share, loss = found[step].shares[one.place], found[step].losses[one.place]
+        print(f"  sample {one.sample} ({one.key}, {names}): share {share:.1%}, loss {loss:.3g}")
+    if places:
+        excluded = f"data.exclude={sorted(one.sample for one in facts)}".replace(" ", "")
+        origin = f"step={checkpoint.position.step} name={run.recipe.name}-without"
+        print(f"{excluded} leaves them out; the run without them from this checkpoint on:")
+        print(f"  vit-ray fork {source} {origin} {excluded}")
+
+
+def _write_table(
+    run: NamedRun, found: StepGradient, samples: Tensor, step: int, path: Path
+) -> None:
+    """Shares and losses of all images, with the loss when it happened where that was kept."""
+    kept: dict[int, float] = {}
+    file = metrics_log_path(run.recipe.run_folder).parent / losses_file(step)
+    if file.exists():  # on the machine that recorded the run; MLflow has it, too
+        table = pq.read_table(file)
+        of_step = np.asarray(table["step"]) == step
+        pairs = (np.asarray(table[name])[of_step].tolist() for name in ("sample", "loss"))
+        kept = dict(zip(*pairs, strict=True))
+    rows = zip(samples.tolist(), found.shares.tolist(), found.losses.tolist(), strict=True)
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["place", "sample", "share", "loss", "loss_when_it_happened"])
+        writer.writerows([place, *row, kept.get(row[0], "")] for place, row in enumerate(rows))

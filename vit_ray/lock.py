@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from vit_ray.retry import ONE_ATTEMPT, retry_policy
-from vit_ray.storage import Creation, Location
+from vit_ray.storage import RIGHTS_PROBE, Creation, Location
 
 RENEW_S = 10.0
 RELEASE_LIMIT_S = 30.0
@@ -184,8 +184,8 @@ def held_by(folder: Location) -> Owner | None:
 
 
 def is_lock_file(name: str) -> bool:
-    """Whether a file of this name is one of a lock."""
-    return bool(_FILE.fullmatch(name))
+    """Whether a file of this name is one of a lock, or of the look at rights before it."""
+    return name == RIGHTS_PROBE or bool(_FILE.fullmatch(name))
 
 
 def _acquire(folder: Location) -> tuple[int, Owner]:

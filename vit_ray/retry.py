@@ -37,6 +37,12 @@ _TRANSIENT_ERRNO: Final = {
 """What network file systems say while their server is away."""
 _PERHAPS_THROTTLED: Final = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP status 403")
 """In those of pyarrow 25, likewise."""
+_WRONG_CREDENTIALS: Final = re.compile(
+    r"Invalid_?Access_?Key_?Id|Signature_?Does_?Not_?Match|Request_?Time_?Too_?Skewed"
+    r"|Expired_?Token|Invalid_?Token",
+    re.IGNORECASE,
+)
+"""S3's codes, as botocore and as pyarrow write them."""
 
 
 class TransientError(OSError):
@@ -149,7 +155,13 @@ def is_transient(error: OSError) -> bool:
 
 def is_denied(error: Exception) -> bool:
     """Whether the store refuses these credentials."""
-    return isinstance(error, DeniedError) or bool(_PERHAPS_THROTTLED.search(str(error)))
+    is_refused = isinstance(error, DeniedError) or bool(_PERHAPS_THROTTLED.search(str(error)))
+    return is_refused or has_wrong_credentials(error)
+
+
+def has_wrong_credentials(error: Exception) -> bool:
+    """Whether the store does not know the key, its secret or the time: no right is missing."""
+    return bool(_WRONG_CREDENTIALS.search(str(error)))
 
 
 def _allowed_attempts(error: OSError, policy: RetryPolicy) -> int:

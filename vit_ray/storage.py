@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -18,14 +18,23 @@ from pyarrow import fs
 
 from vit_ray import s3
 from vit_ray.addresses import check_address
-from vit_ray.retry import is_denied, with_retries
+from vit_ray.retry import (
+    DEFAULT_POLICY,
+    has_wrong_credentials,
+    is_denied,
+    retry_policy,
+    with_retries,
+)
 
 _LOG: Final = logging.getLogger(__name__)
 
 READS_OLDER: Final = "bf285d9"
 """The last commit that reads what was written before the formats of this code."""
 
-
+RIGHTS_PROBE: Final = "rights-probe"
+"""File by which a start tries its rights; one that could not be deleted is replaced by the next."""
+_PROBE_POLICY: Final = replace(DEFAULT_POLICY, denied_attempts=6)
+"""A store that throttles may answer as one that refuses: 6 s more, before the job is ended."""
 _RIGHTS: Final = {
     "list": "s3:ListBucket",
     "read": "s3:GetObject",
@@ -339,12 +348,11 @@ def _s3(pid: int) -> fs.S3FileSystem:
 
 
 @contextlib.contextmanager
-def needing_right(right: str, uri: str, *, is_probe: bool = False) -> Iterator[None]:
+def needing_right(right: str, uri: str) -> Iterator[None]:
     """Errors in the block say which right is missing, and what to allow.
 
     Args:
         right: `list`, `read`, `write` or `delete`.
-        is_probe: the block does nothing else, so that on a disk every error means this.
 
     Raises:
         ValueError: the place refuses it.
@@ -352,28 +360,34 @@ def needing_right(right: str, uri: str, *, is_probe: bool = False) -> Iterator[N
     try:
         yield
     except OSError as error:
-        is_local = "://" not in uri
-        is_refused = isinstance(error, PermissionError) or is_denied(error)
-        if not (is_refused or (is_local and is_probe)):
+        if not (
+            isinstance(error, PermissionError) or error.errno == errno.EROFS or is_denied(error)
+        ):
             raise
-        remedy = "change the rights of the folder"
-        if not is_local:
-            remedy = f"allow {_RIGHTS[right]} to the role of the node or to AWS_ACCESS_KEY_ID"
-        text = str(error).rstrip(".")
-        raise ValueError(
-            f"{uri}: no right to {right} there: {text}; {remedy}, or choose another place"
-        ) from None
+        text, wrong = str(error).rstrip("."), f"no right to {right} there"
+        if "://" not in uri:
+            remedy = "change the rights of the folder, or choose another place"
+        elif has_wrong_credentials(error):
+            wrong = "the store does not accept these credentials"
+            remedy = "check AWS_ACCESS_KEY_ID, its secret and the clock of this machine"
+        else:
+            remedy = (
+                f"allow {_RIGHTS[right]} to the role of the node or to AWS_ACCESS_KEY_ID, or "
+                "choose another place"
+            )
+            if right == "read":
+                remedy += "; without s3:ListBucket the store says the same of what does not exist"
+        raise ValueError(f"{uri}: {wrong}: {text}; {remedy}") from None
 
 
 def check_rights(folder: Location) -> None:
     """Try what a run does in its folder, with a small file that is deleted again.
 
     Raises:
-        ValueError: the store refuses it.
+        ValueError: the store refuses it, or there is no such bucket.
         OSError: it does not answer.
     """
-    name = f"rights-{uuid.uuid4().hex}"
-    probe = folder.child(name)
+    name, probe = RIGHTS_PROBE, folder.child(RIGHTS_PROBE)
     uses: dict[str, Callable[[], object]] = {
         "write": lambda: probe.write(b"vit_ray"),
         "read": lambda: probe.read() == b"vit_ray",
@@ -382,9 +396,17 @@ def check_rights(folder: Location) -> None:
     }
     try:
         for right, use in uses.items():
-            with needing_right(right, folder.uri, is_probe=True):
+            with retry_policy(_PROBE_POLICY), needing_right(right, folder.uri):
                 if use() is False:
                     raise OSError(f"{folder.uri}: to {right} what was written does not work there")
+    except FileNotFoundError as error:
+        if folder.is_local or right != "write":
+            raise
+        bucket = folder.path.partition("/")[0]
+        raise ValueError(
+            f"{folder.uri}: there is no bucket {bucket} ({error}); create it, or choose another "
+            "place"
+        ) from None
     except BaseException:
         with contextlib.suppress(Exception):  # what is wrong has been said
             probe.delete()

@@ -48,7 +48,7 @@ def test_a_machine_that_has_everything_is_told_so_and_left_as_it_was(
 
 def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: None) -> None:
     (tmp_path / "m.db").write_text("no database, and longer than the header of one, which is short")
-    words = f"doctor digits output=/proc/x tracking.uri=sqlite:///{tmp_path}/m.db"
+    words = f"doctor digits output=/sys/x tracking.uri=sqlite:///{tmp_path}/m.db"
     words += f" data.train={tmp_path}"
     done = CliRunner().invoke(vit_ray, words.split(), env={"RAY_ADDRESS": "foo"})
     assert done.exit_code == 1

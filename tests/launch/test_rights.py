@@ -1,5 +1,6 @@
 """A store that refuses one right: told in one line with its remedy, before anything starts."""
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import pytest
 
 from tests.data.denying_s3 import ACTIONS, Rights, serve_s3_with_rights
 from tests.recipes import recipe_with
+from vit_ray import s3
 from vit_ray.commands import doctor
+from vit_ray.commands.trained.fork import _is_free
 from vit_ray.launch.prepared_run import prepared_training
-from vit_ray.storage import locate
+from vit_ray.launch.resuming import find_resume_point
+from vit_ray.storage import RIGHTS_PROBE, check_rights, locate, needing_right
 
 SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 ALL = tuple(ACTIONS)
@@ -35,7 +39,49 @@ def test_the_rights_that_a_run_needs_are_enough(allow: Callable[[Rights], None])
     allow({"sets": ("read",), "runs": ALL})
     prepare("enough")
     names = [info.base_name for info in locate("s3://runs/all/enough").list_files(recursive=True)]
-    assert not [name for name in names if name.startswith("rights-")]  # the probe is gone
+    assert RIGHTS_PROBE not in names
+
+
+def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(
+    allow: Callable[[Rights], None],
+) -> None:
+    allow({"sets": ("read", "list"), "runs": ("list", "read", "write")})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no right to delete there"):
+            prepare("once")
+    folder = locate("s3://runs/all/once")
+    assert [info.base_name for info in folder.list_files()] == [RIGHTS_PROBE]
+    allow({"sets": ("read", "list"), "runs": ALL})
+    assert _is_free(folder, "", 1)
+    folder.child(RIGHTS_PROBE).write(b"left behind by a start that was killed")
+    assert find_resume_point(recipe_with("once", output="s3://runs/all", resume=False)) is None
+
+
+def test_a_bucket_that_is_not_there_is_named(allow: Callable[[Rights], None]) -> None:
+    allow({"sets": ("read", "list"), "rums": ALL})
+    with pytest.raises(ValueError, match=r"s3://rums/all: there is no bucket rums .*create it"):
+        check_rights(locate("s3://rums/all"))
+
+
+def test_a_key_or_secret_that_is_wrong_is_not_a_missing_right(
+    allow: Callable[[Rights], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow({"runs": ALL})
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "wrong")
+            s3.client_of.cache_clear()
+            told = "does not accept these credentials: .*check AWS_ACCESS_KEY_ID, its secret and"
+            with pytest.raises(ValueError, match=told):
+                check_rights(locate("s3://runs/all"))
+    s3.client_of.cache_clear()
+
+
+def test_a_full_disk_is_not_a_missing_right() -> None:
+    with pytest.raises(OSError, match="No space"), needing_right("write", "/runs"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(ValueError, match="no right to write"), needing_right("write", "/runs"):
+        raise OSError(errno.EROFS, "Read-only file system")
 
 
 @pytest.mark.parametrize("right", ALL)
@@ -67,5 +113,6 @@ def test_what_cannot_be_read_is_named_before_anything_starts(
     rights: Rights, sections: dict[str, str], place: str, allow: Callable[[Rights], None]
 ) -> None:
     allow({**rights, "runs": ALL})
-    with pytest.raises(ValueError, match=f"{place}: no right to read .*allow s3:GetObject"):
+    told = f"{place}: no right to read .*allow s3:GetObject.*of what does not exist$"
+    with pytest.raises(ValueError, match=told):
         prepare("unread", **sections)

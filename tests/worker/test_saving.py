@@ -1,6 +1,7 @@
 """What a worker's checkpoints hold, and when training may go on."""
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,18 @@ def test_a_rank_that_waits_for_the_part_of_a_dead_one_leaves_and_writes_no_more(
 def snapshot_of_two(engine: FakeEngine, position: Position) -> Snapshot:
     """Rank 0's of two, the other of whom writes nothing."""
     return Snapshot(0, 2, {"weight|w|0": torch.tensor([1.0])}, position)
+
+
+@pytest.mark.parametrize(("world_size", "kinds"), [(1, ["preemption"]), (2, ["checkpoint failed"])])
+def test_only_a_checkpoint_that_was_committed_was_in_time(
+    world_size: int, kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.saver.abandon()  # the other rank's part is not waited for
+    position = make_position(worker.job, FakeEngine(), Progress(step=1), None)
+    snapshot = replace(snapshot_of_two(FakeEngine(), position), world_size=world_size)
+    worker.saver._write(snapshot, time.time(), time.time() + 270)
+    assert worker.kinds() == kinds
 
 
 def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:

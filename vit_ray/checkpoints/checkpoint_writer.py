@@ -62,10 +62,13 @@ class CheckpointWriter:
         self._verified: set[int] = set()
         self._progress: dict[int, Progress] = {}
 
-    def write(self, snapshot: Snapshot) -> None:
+    def write(self, snapshot: Snapshot) -> float | None:
         """Write it; rank 0 then waits for the parts of the others, and commits.
 
         A failed save is reported, and training continues: the next one may work.
+
+        Returns:
+            Unix time at which rank 0 committed it; None on other ranks, and if it failed.
 
         Raises:
             OSError: on rank 0, too many in a row have failed.
@@ -77,15 +80,16 @@ class CheckpointWriter:
             self._check_lock()
             write_snapshot(snapshot, folder)
             if rank > 0:
-                return
+                return None
             _wait_for_parts(folder, snapshot.world_size, self.is_abandoned)
             commit(folder, snapshot.world_size, self._check_lock)
+            committed_s = time.time()
         except (OSError, DamagedCheckpointError) as error:
             self._notify(EventKind.CHECKPOINT_FAILED, f"{folder.path}: {error}", self._step)
             if rank > 0:
                 with contextlib.suppress(OSError):  # rank 0 waits for its limit then
                     note_failure(folder, rank, snapshot.world_size, str(error))
-                return
+                return None
             self._num_failed += 1
             if self._num_failed >= MAX_FAILED_SAVES:
                 raise OSError(
@@ -93,11 +97,12 @@ class CheckpointWriter:
                     f"{folder.path}: {error}; free space there, or set output to another place "
                     "that all workers share"
                 ) from error
-            return
+            return None
         self._num_failed = 0
         self._verified.add(self._step)
         self._progress[self._step] = snapshot.position.progress
         self._remove_old()
+        return committed_s
 
     def note_evaluation(self, progress: Progress) -> bool:
         """Record how far the run is after an evaluation at the step of a whole save.

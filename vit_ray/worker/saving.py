@@ -156,9 +156,9 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot, asked_s: float, leaves_at_s: float | None) -> None:
         try:
-            self._writer.write(snapshot)
-            if leaves_at_s is not None:
-                text = _time_taken(asked_s, time.time(), leaves_at_s)
+            committed_s = self._writer.write(snapshot)
+            if leaves_at_s is not None and committed_s is not None:
+                text = _time_taken(asked_s, committed_s, leaves_at_s)
                 self._link.note(EventKind.PREEMPTION, text, snapshot.position.step)
         except Exception as error:  # raised at the next check in training
             self._error = error
@@ -172,7 +172,7 @@ def _time_taken(asked_s: float, ended_s: float, leaves_at_s: float) -> str:
         return f"{text} until a node leaves"
     return (
         f"{text} until a node leaves, which is too long; raise RAY_GRACEFUL_SHUTDOWN_DRAIN_"
-        "TIMEOUT_S, and above it terminationGracePeriodSeconds of its pod"
+        "TIMEOUT_S, and on Kubernetes terminationGracePeriodSeconds of its pod above it"
     )
 
 

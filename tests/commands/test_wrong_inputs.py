@@ -411,7 +411,8 @@ def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> 
 def test_an_image_without_a_dependency_is_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check_packages(COMMANDS["pretrain"])
+    digits = load_recipe("digits")
+    check_packages(COMMANDS["pretrain"], digits)
     plain = importlib.util.find_spec
     without = {"deepspeed", "cv2"}
     monkeypatch.setattr(
@@ -421,4 +422,14 @@ def test_an_image_without_a_dependency_is_told_before_anything_starts(
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert re.match("error: cv2, deepspeed cannot be imported by .*; use an image or environ", line)
-    check_packages(COMMANDS["convert"])  # which needs neither worker nor GPU
+    for name in ("few_shot", "extract_features", "benchmark_models"):
+        with pytest.raises(ValueError, match="cv2, deepspeed cannot be imported"):
+            check_packages(COMMANDS[name], digits)
+    for name in ("convert", "plan", "manifest"):  # which need neither worker nor GPU
+        check_packages(COMMANDS[name], digits)
+    without |= {"nvidia.nvimgcodec"}
+    without -= {"deepspeed", "cv2"}
+    on_gpu = load_recipe("digits", ["data.decode=device", "workers.use_gpu=true"])
+    with pytest.raises(ValueError, match=r"nvidia.nvimgcodec \(data.decode=device\) cannot be"):
+        check_packages(COMMANDS["pretrain"], on_gpu)
+    check_packages(COMMANDS["pretrain"], load_recipe("digits", ["data.decode=device"]))

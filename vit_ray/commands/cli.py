@@ -66,7 +66,7 @@ def run_recipe(
         if not (is_dry or shows_recipe):
             example = command.example.removesuffix(" --dry-run")
             require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
-            check_packages(command)
+            check_packages(command, recipe)
             check_places(command, recipe)
             return command.run(recipe)
         if is_dry and command.plan:

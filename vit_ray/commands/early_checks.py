@@ -19,27 +19,38 @@ from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
 
+_STARTS_NOTHING = frozenset({"plan", "manifest", "doctor"})
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
-_TRAINS = frozenset({"pretrain", "finetune", "sweep", "scaling_study", "vtab", "evaluate"})
 _IMPORTED = (
     "cv2", "deepspeed", "google_crc32c", "mlflow", "numpy", "pyarrow", "ray", "safetensors",
     "torch",
 )  # fmt: skip
 """By drivers, workers and reading tasks, which have one image."""
+_DEVICE_DECODER = "nvidia.nvimgcodec"
 _BUCKETS = ("s3://", "gs://", "gcs://")
 _MANIFEST = "manifest.parquet"
 _WEIGHTS = (".npz", ".safetensors")
 _IN_PATTERNS = frozenset("*?[{")
 
 
-def check_packages(command: Command) -> None:
+def check_packages(command: Command, recipe: Recipe) -> None:
     """Look for what a training imports; on a cluster its workers would miss it on their GPUs.
 
     Raises:
         ValueError: some of it is not installed.
     """
+    if "workers" not in command.reads or command.name in _STARTS_NOTHING:
+        return
     missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
-    if missing and command.name in _TRAINS:
+    # Without a GPU a worker decodes by Pillow.
+    is_decoded_by_gpu = recipe.data.decode == "device" and recipe.workers.use_gpu is True
+    if (
+        is_decoded_by_gpu
+        and "optim" in command.reads
+        and not (importlib.util.find_spec("nvidia") and importlib.util.find_spec(_DEVICE_DECODER))
+    ):
+        missing.append(f"{_DEVICE_DECODER} (data.decode=device)")
+    if missing:
         raise ValueError(
             f"{', '.join(missing)} cannot be imported by {sys.executable} on {platform.node()}; "
             "use an image or environment with all dependencies of vit_ray (cluster/Dockerfile, or "

@@ -14,7 +14,7 @@ from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights, errors_of_weights
 from vit_ray.launch.run import ParentRun, run_prepared
 from vit_ray.launch.run_lock import lock_run
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, check_rights, locate
 from vit_ray.worker.job import Extraction
 
 ROWS_PER_FILE: Final = 16384
@@ -72,6 +72,8 @@ def extract_features(recipe: Recipe, parent: ParentRun | None = None) -> Locatio
     folder, facts = features.folder, features.facts
     if features.are_whole():
         return folder
+    if not folder.is_local:
+        check_rights(folder)
     with lock_run(folder, what=f"extract.path: {folder.uri}"):
         if not features.are_whole():  # another process may have ended it before the lock
             write_facts(folder, facts)

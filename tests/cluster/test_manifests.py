@@ -18,6 +18,7 @@ import ray.autoscaler
 import yaml
 from celpy.adapter import json_to_cel
 from ray._private import ray_constants
+from ray.autoscaler._private.kuberay.autoscaling_config import _get_labels_from_group_spec
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.commands.command_line import run_cli
@@ -558,6 +559,22 @@ def test_a_queue_of_kueue_admits_a_cluster_that_does_not_grow(rayjob_schema):
     assert _problems(rayjob_schema, job) == []
 
 
+TRAINS = 'workers.label_selector={ray.io/accelerator-type: H100, pool: "in(a, b)"}'
+READS = "data.label_selector={pool: read}"
+
+
+@pytest.mark.parametrize("data_nodes", [0, 2])
+def test_groups_have_the_labels_by_which_an_autoscaler_chooses_them(rayjob_schema, data_nodes):
+    """By Ray's reading of a group; `in(a, b)` does not say which."""
+    sizes = ("cluster.gpus=16", f"cluster.data_nodes={data_nodes}")
+    _, job = documents_of(written(*SMALL, *sizes, TRAINS, READS))
+    assert _problems(rayjob_schema, job) == []
+    _, *groups = _pods(job)
+    found = [_get_labels_from_group_spec(one, one["groupName"]) for one in groups]
+    trains, reads = {"ray.io/accelerator-type": "H100"}, {"pool": "read"}
+    assert found == ([trains, reads] if data_nodes else [trains | reads])
+
+
 @pytest.mark.slow
 def test_nodes_that_read_are_as_many_as_the_gpus_need():
     def sizes(*overrides):
@@ -701,6 +718,19 @@ def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
     }
     assert profiles.pop("head") == "vit-ray-head"
     assert set(profiles.values()) == {"vit-ray-worker"}
+
+
+def test_the_launcher_file_starts_nodes_for_the_recipes_labels():
+    trains = "workers.label_selector={ray.io/accelerator-type: H100}"
+    overrides = (*SMALL, trains, READS, "workers.num_workers=16", "workers.cpus_per_worker=7")
+    text = written(*overrides, "cluster.kind=ray_up", "cluster.gpus=16", "cluster.data_nodes=2")
+    recipe = load_recipe(RECIPE, list(overrides))
+    config = yaml.safe_load(text)
+    validate_config(fillout_defaults(config))
+    assert check_cluster(recipe, ClusterShape(1, 0, 0, 0.0, growth=growth_of(config))) is True
+    shipped = growth_of(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
+    with pytest.raises(ValueError, match="by `labels` in the definition of the node type"):
+        check_cluster(recipe, ClusterShape(1, 0, 0, 0.0, growth=shipped))
 
 
 def test_the_launcher_file_says_with_which_overrides_to_submit():

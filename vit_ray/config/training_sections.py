@@ -592,8 +592,9 @@ class WorkersConfig(Section):
     """CPUs that a worker reserves for its threads; the other CPUs of the cluster read data."""
     label_selector: LabelSelector = {}
     """Labels of the nodes that train, by Ray's rules: `{ray.io/accelerator-type: H100}`, `{pool:
-    "in(a, b)"}`, `{ray.io/market-type: "!spot"}`. Ray labels GPUs by itself, others `ray start
-    --labels` or KubeRay's groups."""
+    "in(a, b)"}`, `{ray.io/market-type: "!spot"}`. Nodes that are up have Ray's own labels and
+    those of `ray start --labels`; an autoscaler starts nodes whose node type or KubeRay group has
+    them in its `labels`."""
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row without a new checkpoint between them that the run survives; -1 = any
     number. Preempted nodes and micro-batches that do not fit into memory do not count."""

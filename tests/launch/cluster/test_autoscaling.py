@@ -211,8 +211,9 @@ def test_node_types_that_may_be_started_have_the_labels_of_their_definition() ->
     assert check_cluster(recipe_of(8, label_selector=told), mixed(growth)) is True
     with pytest.raises(ValueError, match="needs 16 GPUs; the cluster has 8 "):
         check_cluster(recipe_of(16, label_selector=told), mixed(growth))
-    # Which GPUs a node has, it says itself when it is up.
+    # Which GPUs a node has, it says itself only when it is up.
     detected = {"ray.io/accelerator-type": "B200"}
-    assert check_cluster(recipe_of(16, label_selector=detected), mixed(growth)) is True
+    with pytest.raises(ValueError, match="by `labels` in the definition of the node type"):
+        check_cluster(recipe_of(16, label_selector=detected), mixed(growth))
     unknown = mixed(Growth(None))
     assert check_cluster(recipe_of(64, label_selector=told, use_gpu=True), unknown) is True

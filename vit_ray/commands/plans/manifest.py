@@ -247,6 +247,10 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
     for group, kinds in ((gpu, ("none", "data")), (cpu, ("none",))):
         if cluster.spot in kinds:
             group["template"]["spec"]["affinity"] = head_pod["affinity"]
+    gpu_labels, cpu_labels = _labels(recipe, sizes)
+    for group, labels in ((gpu, gpu_labels), (cpu, cpu_labels)):
+        if labels:
+            group["labels"] = labels
     if not sizes.data_nodes:
         spec["workerGroupSpecs"] = [gpu]
     if cluster.network != "tcp":
@@ -260,6 +264,18 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
         del job["spec"]["deletionStrategy"]
         job["spec"] |= {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": 600}
     return yaml.dump_all([config, network, job], Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def _labels(recipe: Recipe, sizes: ClusterSizes) -> tuple[dict[str, str], dict[str, str]]:
+    """Of nodes that train and of nodes that read: an autoscaler knows no others of a new node.
+
+    Only a selector for one value says which label a node is to have.
+    """
+    trains, reads = (
+        {key: value for key, value in selector.items() if not set("!(") & set(value)}
+        for selector in (recipe.workers.label_selector, recipe.data.label_selector)
+    )
+    return trains if sizes.data_nodes else reads | trains, reads
 
 
 def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[str, str]) -> None:
@@ -311,11 +327,14 @@ def _ray_up(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
     types = config["available_node_types"]
     config["max_workers"] = sizes.gpu_nodes + sizes.data_nodes
     gpus = {"GPU": min(sizes.gpus, cluster.gpus_per_node)}
-    for name, count, cpus, others, kinds in (
-        ("gpu", sizes.gpu_nodes, cluster.cpus_per_node, gpus, ("all",)),
-        ("cpu", sizes.data_nodes, cluster.cpus_per_data_node, {}, ("all", "data")),
+    gpu_labels, cpu_labels = _labels(recipe, sizes)
+    for name, count, cpus, others, labels, kinds in (
+        ("gpu", sizes.gpu_nodes, cluster.cpus_per_node, gpus, gpu_labels, ("all",)),
+        ("cpu", sizes.data_nodes, cluster.cpus_per_data_node, {}, cpu_labels, ("all", "data")),
     ):
         types[name] |= {"max_workers": count, "resources": {"CPU": cpus, **others}}
+        if labels:
+            types[name]["labels"] = labels
         node = types[name]["node_config"]
         if cluster.spot in kinds:
             node["InstanceMarketOptions"] = {"MarketType": "spot"}

@@ -21,8 +21,6 @@ from vit_ray.ray_internals import has_second_autoscaler, node_labels_match_selec
 _PROCESSES: Final = Path("/proc")
 _OPTION: Final = "--autoscaling-config="
 _CLUSTER: Final = "--gcs-address="
-_RAYS_OWN: Final = "ray.io/"
-"""Labels that a node gives itself when it starts, such as the kind of its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,17 @@ class Growth:
     """What the head has, which is up and counts as none of them."""
 
     def matching(self, selector: Mapping[str, str], *, has_head: bool) -> Growth:
-        """Those of the nodes that have, or may come to have, the labels.
+        """Those of the nodes that the autoscaler starts for the labels.
+
+        It knows those of a node type's definition alone, not what a node finds in itself once it is
+        up, such as `ray.io/accelerator-type`.
 
         Args:
             has_head: the head is one of them.
         """
-        told = {k: v for k, v in selector.items() if not k.startswith(_RAYS_OWN)}
+        asked = dict(selector)
         types = self.types and tuple(
-            each for each in self.types if node_labels_match_selector(dict(each.labels), told)
+            each for each in self.types if node_labels_match_selector(dict(each.labels), asked)
         )
         return replace(self, types=types, head=self.head if has_head else {})
 

@@ -101,5 +101,6 @@ def _matching(section: str, selector: Mapping[str, str], cluster: ClusterShape) 
         f"{section}.label_selector={json.dumps(dict(selector))}: no node with CPUs has these "
         f"labels, and none that has them may be started; there are "
         f"{', '.join(there) or 'no labels'} ({cluster}). Change {section}.label_selector, or start "
-        "nodes with these labels (`ray start --labels`, or `labels` of a group or node type)"
+        "nodes with these labels: by `ray start --labels`, or by `labels` in the definition of the "
+        "node type, which is all that its autoscaler knows of nodes that are not up"
     )

@@ -64,7 +64,7 @@ def written(*overrides: str, recipe: str = RECIPE) -> str:
 
 
 def documents_of(text: str):
-    config, _, job = yaml.safe_load_all(text)
+    config, *_, job = yaml.safe_load_all(text)
     return config, job
 
 
@@ -227,7 +227,7 @@ def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(name):
         assert not NETWORKS[name].keys() & _container(cpu)["resources"][kind].keys()
     assert _container(gpu)["securityContext"] == {
         "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+        "capabilities": {"drop": ["ALL"]},  # none has an effect for a user who is not root
     }
     variables = {item["name"]: item["value"] for item in _container(gpu)["env"]}
     assert variables.pop("NCCL_SOCKET_IFNAME")
@@ -573,6 +573,15 @@ def test_groups_have_the_labels_by_which_an_autoscaler_chooses_them(rayjob_schem
     found = [_get_labels_from_group_spec(one, one["groupName"]) for one in groups]
     trains, reads = {"ray.io/accelerator-type": "H100"}, {"pool": "read"}
     assert found == ([trains, reads] if data_nodes else [trains | reads])
+
+
+def test_a_job_logs_in_to_mlflow_by_the_secret_that_is_named():
+    _, job = documents_of(written(*SMALL, "cluster.gpus=8", "cluster.mlflow_secret=ann-mlflow"))
+    head, *_ = _pods(job)
+    secrets = [one["secretRef"]["name"] for one in _container(head)["envFrom"]]
+    assert secrets == ["vit-ray-storage", "ann-mlflow"]
+    with pytest.raises(ValueError, match="MLFLOW_TRACKING_USERNAME"):
+        written("cluster.kind=slurm", "cluster.mlflow_secret=ann-mlflow")
 
 
 @pytest.mark.slow

@@ -573,6 +573,8 @@ class ClusterConfig(Section):
     """Container image that you built from `cluster/Dockerfile` and pushed."""
     queue: Annotated[str, Field(pattern=r"^[\w.,-]+$")] | None = None
     """Kueue's LocalQueue, or Slurm's partition."""
+    mlflow_secret: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")] | None = None
+    """Secret with the log-in to MLflow of whom the job is for; unset = `vit-ray-mlflow`."""
 
     def problems(self) -> dict[str, object]:
         """Sizes that contradict one another, or the kind of cluster."""
@@ -584,6 +586,10 @@ class ClusterConfig(Section):
             "it unset, and the nodes with GPUs read": self.data_nodes and self.kind == "slurm",
             f"network={self.network} with kind={self.kind}: only kuberay's pods need settings for "
             "it; leave it unset": self.network != "tcp" and self.kind != "kuberay",
+            f"mlflow_secret={self.mlflow_secret} with kind={self.kind}: only kuberay has Secrets; "
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the job starts": (
+                self.mlflow_secret and self.kind != "kuberay"
+            ),
             f"queue={self.queue} with kind=ray_up, which has no queue; leave it unset": (
                 self.queue and self.kind == "ray_up"
             ),

@@ -234,6 +234,7 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
     shipped = next(yaml.safe_load_all(text))["metadata"]["name"]
     text = text.replace(shipped, name).replace("jobs/pretrain.py", f"jobs/{cluster.job}.py")
     text = re.sub(r"REGISTRY/vit-ray:\S+", str(cluster.image), text)
+    text = text.replace("vit-ray-mlflow", cluster.mlflow_secret or "vit-ray-mlflow")
     config, network, job = yaml.safe_load_all(text)
     config["data"]["recipe.yaml"] = recipe_text(recipe)
     spec = job["spec"]["rayClusterSpec"]
@@ -256,14 +257,19 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
     if cluster.network != "tcp":
         patch = (_FILES / f"{cluster.network}_patch.yaml").read_text()
         _apply_patch(job, yaml.safe_load(patch))
+    documents = [config, network, job]
+    if gpu["template"]["spec"].get("hostNetwork"):
+        # Network plugins do not select such pods by label: the head would refuse them.
+        documents.remove(network)
     if cluster.queue:
         # Kueue (0.19) takes no cluster that grows, and none that outlives its job.
         job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": cluster.queue}
         gpu["replicas"] = gpu["minReplicas"] = sizes.gpu_nodes
         del spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]
         del job["spec"]["deletionStrategy"]
+        head_pod["volumes"] = [v for v in head_pod["volumes"] if v["name"] != "kubernetes"]
         job["spec"] |= {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": 600}
-    return yaml.dump_all([config, network, job], Dumper=_Dumper, sort_keys=False, width=100)
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def _labels(recipe: Recipe, sizes: ClusterSizes) -> tuple[dict[str, str], dict[str, str]]:

@@ -10,6 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
+from ray.autoscaler.v2.scheduler import (
+    ResourceRequestSource,
+    SchedulingNode,
+    SchedulingNodeStatus,
+)
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.common_pb2 import LabelSelectorOperator
+from ray.core.generated.instance_manager_pb2 import NodeKind
 
 from tests.recipes import recipe_with
 from vit_ray.launch.cluster import autoscaling
@@ -199,6 +208,31 @@ def test_workers_without_gpus_find_room_on_their_own_nodes_alone() -> None:
     recipe = recipe_of(8, label_selector={"pool": "read"}, use_gpu=False)
     with pytest.raises(ValueError, match="each find room for 4 on the nodes that there are"):
         check_cluster(recipe, mixed())
+
+
+IN = LabelSelectorOperator.LABEL_OPERATOR_IN
+NOT_IN = LabelSelectorOperator.LABEL_OPERATOR_NOT_IN
+
+
+@pytest.mark.parametrize("gpu", [None, "H100", "A100"])
+@pytest.mark.parametrize(
+    ("asked", "operator", "values"),
+    [("H100", IN, ["H100"]), ("in(H100,B200)", IN, ["H100", "B200"]), ("!A100", NOT_IN, ["A100"])],
+)
+def test_a_node_type_counts_where_rays_autoscaler_starts_it(
+    gpu: str | None, asked: str, operator: Any, values: list[str]
+) -> None:
+    key = "ray.io/accelerator-type"
+    labels = {} if gpu is None else {key: gpu}
+    kind = NodeTypeConfig("t", 0, 1, resources={"CPU": 1.0}, labels=labels)
+    status = SchedulingNodeStatus.TO_LAUNCH
+    node = SchedulingNode.from_node_config(kind, status, NodeKind.WORKER)
+    request = ResourceRequestUtil.make({"CPU": 1.0}, label_selectors=[[(key, operator, values)]])
+    refused, _ = node.try_schedule([request], ResourceRequestSource.PENDING_DEMAND)
+    own = {"max_workers": 1, "resources": {"CPU": 1}, "labels": labels}
+    growth = growth_of({"available_node_types": {"t": own}})
+    counted = growth.matching({key: asked}, has_head=False).total("CPU")
+    assert counted == 1 - len(refused)
 
 
 def test_node_types_that_may_be_started_have_the_labels_of_their_definition() -> None:

@@ -294,7 +294,7 @@ def test_the_values_for_mlflows_chart_make_the_same_server() -> None:
     assert values.keys() <= {
         "image", "fullnameOverride", "deploymentStrategy", "server", "mlflow", "env", "envFrom",
         "extraVolumes", "extraVolumeMounts", "extraInitContainers", "podLabels", "resources",
-        "podSecurityContext", "securityContext", "serviceAccount", "networkPolicy",
+        "podSecurityContext", "securityContext", "serviceAccount", "networkPolicy", "probes",
     }  # fmt: skip
     (deployment,) = (
         document
@@ -324,6 +324,15 @@ def test_the_values_for_mlflows_chart_make_the_same_server() -> None:
     assert values["envFrom"] == ours["envFrom"]
     assert values["podLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert values["extraInitContainers"] == pod["initContainers"]
+    # Of Kubernetes where mlflow.yaml has none; the chart has others.
+    defaults = {
+        "initialDelaySeconds": 0, "periodSeconds": 10, "timeoutSeconds": 1, "failureThreshold": 3,
+    }  # fmt: skip
+    for kind, probe in values["probes"].items():
+        expected = defaults | ours[f"{kind}Probe"]
+        assert expected.pop("httpGet")["path"] == "/health"  # which the chart asks for, too
+        assert probe == expected
+    assert len(values["probes"]) == 3
     assert values["podSecurityContext"] == pod["securityContext"]
     assert values["securityContext"] == ours["securityContext"]
     assert values["resources"] == ours["resources"]

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +12,11 @@ from tests.recipes import recipe_with
 from vit_ray import s3
 from vit_ray.commands import doctor
 from vit_ray.commands.trained.fork import _is_free
+from vit_ray.launch import feature_extraction
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
-from vit_ray.storage import RIGHTS_PROBE, check_rights, locate, needing_right
+from vit_ray.retry import DeniedError, with_retries
+from vit_ray.storage import RIGHTS_PROBE, Location, check_rights, locate, needing_right
 
 SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 ALL = tuple(ACTIONS)
@@ -75,6 +78,35 @@ def test_a_key_or_secret_that_is_wrong_is_not_a_missing_right(
             with pytest.raises(ValueError, match=told):
                 check_rights(locate("s3://runs/all"))
     s3.client_of.cache_clear()
+
+
+def test_features_need_the_same_rights(
+    allow: Callable[[Rights], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow({"runs": ("list", "read")})
+    features = SimpleNamespace(
+        folder=locate("s3://runs/features"), facts={}, are_whole=lambda: False
+    )
+    monkeypatch.setattr(feature_extraction, "plan_extraction", lambda _: features)
+    with pytest.raises(ValueError, match="s3://runs/features: no right to write there"):
+        feature_extraction.extract_features(recipe_with("r"))
+
+
+def test_a_store_that_refuses_only_while_it_throttles_is_asked_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, answers = Location.read, iter([DeniedError("AccessDenied")] * 5)
+
+    def throttled(location: Location) -> bytes:
+        def once() -> bytes:
+            for error in answers:
+                raise error
+            return plain(location)
+
+        return with_retries(once, "reading", sleep=lambda _: None)
+
+    monkeypatch.setattr(Location, "read", throttled)
+    check_rights(locate(str(tmp_path)))
 
 
 def test_a_full_disk_is_not_a_missing_right() -> None:

@@ -198,9 +198,9 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     writer = CheckpointWriter(folder, recipe.checkpoint, link.note_own, None)
     saver = CheckpointSaver(job, engine.state, writer, link, watchdog, write_now)
     nonfinite = NonfinitePolicy(
-        recipe.train, link, lambda _: "told", lambda: roll_back(engine, folder, saver, watchdog)
+        recipe.train, link, lambda _: "told", partial(roll_back, engine, folder, saver, watchdog)
     )
-    spikes = SpikePolicy(recipe, link, ImageLosses(), CPU, lambda: None)
+    spikes = SpikePolicy(recipe, link, ImageLosses(), CPU, lambda *_: None)
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
     context = RankContext(steps, rank, world_size, micro, partial(all_sum, device=CPU))
     count = BATCH // world_size

@@ -19,9 +19,11 @@ from vit_ray.measure.meters import Compute
 from vit_ray.train.loop import Ending, RankContext, run_training
 from vit_ray.train.spikes import (
     LEAST_STEPS,
-    MOST_IN_A_ROW,
+    MOST_NEAR,
     THRESHOLD,
     WINDOW,
+    Spike,
+    Usual,
     note_step,
 )
 
@@ -37,9 +39,16 @@ def curve(seed: int, num_steps: int = STEPS) -> np.ndarray:
     return np.stack([loss, norm], axis=1)
 
 
+def taken(progress: Progress, loss: float, grad_norm: float) -> Spike | None:
+    """One more step."""
+    usual = Usual.of(progress)
+    progress.step += 1
+    return note_step(progress, usual, loss, grad_norm)
+
+
 def noted(values: np.ndarray, progress: Progress | None = None) -> list[int]:
     progress = progress or Progress()
-    return [step for step, row in enumerate(values.tolist()) if note_step(progress, *row)]
+    return [step for step, row in enumerate(values.tolist()) if taken(progress, *row)]
 
 
 def test_falling_losses_and_rising_gradients_are_no_spikes() -> None:
@@ -64,12 +73,13 @@ def test_z_is_that_of_scipy() -> None:
     values, progress = curve(3), Progress()
     values[-1] *= 30.0
     for row in values[:-1].tolist():
-        note_step(progress, *row)
-    spike = note_step(progress, *values[-1].tolist())
+        taken(progress, *row)
+    spike = taken(progress, *values[-1].tolist())
     assert spike is not None
     for judged, column in ((spike.loss, 0), (spike.grad_norm, 1)):
         window = np.log(values[-1 - WINDOW : -1, column])
         mad = scipy.stats.median_abs_deviation(window, scale="normal")
+        assert judged.z is not None
         assert judged.z == pytest.approx((math.log(judged.value) - np.median(window)) / mad, 1e-3)
         assert judged.usual == pytest.approx(math.exp(np.median(window)))
         assert judged.z > THRESHOLD
@@ -86,6 +96,34 @@ def test_a_loss_that_is_not_positive_is_not_judged() -> None:
     values[::3, 0] = -1.0
     values[300, 0] = 0.0
     assert noted(values) == []
+    values[300, 1] *= 20.0
+    progress = Progress()
+    spike = [taken(progress, *row) for row in values[:301].tolist()][-1]
+    assert str(spike).startswith("loss 0, gradient norm ")
+
+
+def test_a_curve_as_wild_as_fp32_allows_is_judged() -> None:
+    wild = np.exp(np.random.default_rng(0).uniform(-87.0, 88.0, (200, 2)))
+    assert noted(wild) == []
+
+
+@pytest.mark.parametrize("column", [0, 1])
+@pytest.mark.parametrize("factor", [3.0, 8.0, 20.0])
+def test_a_level_that_lasts_is_three_spikes_and_then_the_usual(column: int, factor: float) -> None:
+    for seed in range(20):
+        values, progress = curve(seed), Progress()
+        values[200:, column] *= factor
+        values[300, column] *= 200.0  # which is far above the new level, too
+        found = noted(values, progress)
+        assert len(found) <= MOST_NEAR + 1, (seed, found)
+        assert found[-1] == 300
+        assert progress.spikes == len(found)
+
+
+def test_spikes_far_from_each_other_are_all_noted() -> None:
+    values, at = curve(0), list(range(100, STEPS, 20))
+    values[at] *= 20.0
+    assert noted(values) == at
 
 
 def test_a_run_resumed_from_a_checkpoint_notes_the_same() -> None:
@@ -101,7 +139,7 @@ def test_a_run_resumed_from_a_checkpoint_notes_the_same() -> None:
         assert resumed == progress
         rest = [at + step for step in noted(values[at:], resumed)]
         assert first + rest == [250, 251]
-        assert (resumed.spikes, resumed.spikes_in_a_row) == (2, 0)
+        assert (resumed.spikes, resumed.recent_spikes) == (2, [251, 252])
 
 
 def test_a_checkpoint_stays_small() -> None:
@@ -152,8 +190,8 @@ def test_without_skip_the_engine_gets_no_limit() -> None:
 def test_at_most_three_steps_in_a_row_are_skipped() -> None:
     engine, progress = FakeEngine(norms=dict.fromkeys(range(2, TOTAL), 50.0)), warm()
     hooks = run(engine, progress, on_spike="skip")
-    assert [spike.is_refused for _, spike in hooks.spikes[:5]] == [True] * 3 + [False] * 2
-    assert engine.weight == TOTAL - MOST_IN_A_ROW
+    assert [spike.is_refused for _, spike in hooks.spikes] == [True] * 3
+    assert engine.weight == TOTAL - MOST_NEAR
 
 
 def test_a_step_that_is_not_finite_is_not_taken_for_a_spike() -> None:

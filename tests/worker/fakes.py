@@ -300,11 +300,11 @@ class Worker:
         engine: Any = self.engine
         self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
-        nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.", lambda: 0)
+        nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.", lambda _: 0)
         self.image_losses = ImageLosses()
         cpu = torch.device("cpu")
         spikes = SpikePolicy(
-            self.job.recipe, self.link, self.image_losses, cpu, lambda: self.restored
+            self.job.recipe, self.link, self.image_losses, cpu, lambda *_: self.restored
         )
         context = RankContext(TOTAL, self.rank, 1, MICRO, sum_of_one)
         self.hooks = Attempt(

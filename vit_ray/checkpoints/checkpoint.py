@@ -74,7 +74,8 @@ class Progress:
     log_grad_norms: list[float] = field(default_factory=list)
     spikes: int = 0
     """Steps so far whose finite loss or gradient norm was far above those before."""
-    spikes_in_a_row: int = 0
+    recent_spikes: list[int] = field(default_factory=list)
+    """The last of them, as steps completed."""
     samples_digest: str = ""
     """Of the samples that the ranks received since `digest_from` (`checkpoints/sample_digest.py`),
     16 hexadecimal digits; empty in checkpoints of older versions."""

@@ -456,10 +456,11 @@ class TrainConfig(Section):
     nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
     """After a loss or gradient that is not finite, which is never applied: stop, skip the step, or
     roll back to a checkpoint. Three such steps in a row stop the run."""
-    on_spike: Literal["skip", "rollback"] | None = None
+    on_spike: Annotated[Literal["skip", "rollback"] | None, OnResume.FREE] = None
     """After a finite loss or gradient norm 6 robust standard deviations above the last 128 steps:
     `skip` does not apply a step with such a gradient norm, `rollback` restores the newest
-    checkpoint, and the data continue. Three such steps in a row at most. Unset = only noted."""
+    checkpoint, each once, and the data continue. A fourth such step of 16 is a new level. Unset =
+    only noted."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics."""
     overfit_one_batch: Annotated[bool, OnResume.FIXED] = False

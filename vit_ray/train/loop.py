@@ -259,7 +259,8 @@ class _Training:
         wait_s = self._clock() - start_s
         rate = lr_at(progress.step, self._recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
-        limit = spikes.grad_norm_limit(progress) if self._recipe.train.on_spike == "skip" else None
+        usual = spikes.Usual.of(progress)  # while the device works
+        limit = usual.grad_norm_limit if self._recipe.train.on_spike == "skip" else None
         result = engine.step(rate, limit)
         # Rank 0's clock decides for all: ranks would disagree on what minute it is.
         since_save_s = self._clock() - self._saved_s
@@ -285,7 +286,7 @@ class _Training:
         spike = None
         if math.isfinite(mean_loss) and (is_over or not refused):
             progress.nonfinite_steps = 0
-            spike = spikes.note_step(progress, mean_loss, grad_norm, is_refused=is_over)
+            spike = spikes.note_step(progress, usual, mean_loss, grad_norm, is_refused=is_over)
             if spike is not None:
                 self._hooks.handle_spike(progress, spike)
         else:

@@ -21,7 +21,8 @@ from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
-"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
+"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch, or of
+`make_image_losses` the loss of each image."""
 NotesLosses = Callable[[Tensor, Tensor, int], None]
 """Takes the samples, the losses per image and the step of each micro-batch."""
 

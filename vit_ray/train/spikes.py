@@ -24,9 +24,13 @@ THRESHOLD: Final = 6.0
 """Robust standard deviations above the median. The largest z of 4,700 ordinary steps was 4.9."""
 LEAST_DEVIATION: Final = 0.05
 """Of the logarithm: what rises by less than exp(6 x 0.05) = 1.35 is no spike of a steady curve."""
-MOST_IN_A_ROW: Final = 3
-"""Spikes in a row that are acted on. A level that lasts is no fault of a batch; training goes on,
-and the window gets used to it."""
+MOST_NEAR: Final = 3
+NEAR_STEPS: Final = 16
+"""Of so many steps, so many may be spikes. A further one is a new level, which is no fault of a
+batch: it is not counted, and the window begins again with it."""
+
+_LARGEST_LOG: Final = 88.0
+"""Of fp32."""
 
 
 class Judged(NamedTuple):
@@ -35,10 +39,12 @@ class Judged(NamedTuple):
     value: float
     usual: float
     """Median of the window."""
-    z: float
-    """Robust standard deviations above the median, of logarithms; 0 while it is not judged."""
+    z: float | None
+    """Robust standard deviations above the median, of logarithms; None if it is not judged."""
 
     def __str__(self) -> str:
+        if self.z is None:
+            return f"{self.value:.4g}"
         return f"{self.value:.4g} (usual {self.usual:.4g}, z {self.z:.1f})"
 
 
@@ -54,14 +60,14 @@ class Spike(NamedTuple):
         return f"loss {self.loss}, gradient norm {self.grad_norm}"
 
 
-class _Usual(NamedTuple):
+class _Level(NamedTuple):
     """Median and robust deviation (1.4826 x MAD) of logarithms."""
 
     median: float
     deviation: float
 
     @classmethod
-    def of(cls, recent: list[float]) -> _Usual | None:
+    def of(cls, recent: list[float]) -> _Level | None:
         if len(recent) < LEAST_STEPS:
             return None
         median = statistics.median(recent)
@@ -71,39 +77,62 @@ class _Usual(NamedTuple):
     @property
     def limit(self) -> float:
         """Rounded to fp32, so that the device and the host judge alike."""
-        return float(np.float32(math.exp(self.median + THRESHOLD * self.deviation)))
-
-    def judge(self, value: float) -> Judged:
-        z = (math.log(value) - self.median) / self.deviation if value > 0 else 0.0
-        return Judged(value, math.exp(self.median), z)
+        log = min(self.median + THRESHOLD * self.deviation, _LARGEST_LOG)
+        return float(np.float32(math.exp(log)))
 
 
-def grad_norm_limit(progress: Progress) -> float | None:
-    """The gradient norm above which the next step is a spike that may be acted on; None = any."""
-    if progress.spikes_in_a_row >= MOST_IN_A_ROW:
-        return None
-    usual = _Usual.of(progress.log_grad_norms)
-    return usual.limit if usual else None
+class Usual(NamedTuple):
+    """What the next step is compared with."""
+
+    loss: _Level | None
+    grad_norm: _Level | None
+    is_near_others: bool
+    """A spike would be one too many, and a new level."""
+
+    @classmethod
+    def of(cls, progress: Progress) -> Usual:
+        near = [step for step in progress.recent_spikes if progress.step + 1 - step < NEAR_STEPS]
+        return cls(
+            _Level.of(progress.log_losses),
+            _Level.of(progress.log_grad_norms),
+            len(near) >= MOST_NEAR,
+        )
+
+    @property
+    def grad_norm_limit(self) -> float | None:
+        """The gradient norm above which the step is a spike; None = any."""
+        return None if self.grad_norm is None or self.is_near_others else self.grad_norm.limit
 
 
 def note_step(
-    progress: Progress, loss: float, grad_norm: float, *, is_refused: bool = False
+    progress: Progress, usual: Usual, loss: float, grad_norm: float, *, is_refused: bool = False
 ) -> Spike | None:
-    """Take a step with finite numbers into the window; returns the spike, if it is one.
+    """Take the last completed step, of finite numbers, into the window; a spike is returned.
 
     Losses that are not positive, such as a loss of the user's own may have, are not judged.
     """
     found, is_spike = [], False
-    for value, recent in ((loss, progress.log_losses), (grad_norm, progress.log_grad_norms)):
-        usual = _Usual.of(recent)
-        is_spike |= usual is not None and value > usual.limit
-        found.append(usual.judge(value) if usual else Judged(value, value, 0.0))
+    for value, level in ((loss, usual.loss), (grad_norm, usual.grad_norm)):
+        z = None
+        if level is not None and value > 0:
+            z = (math.log(value) - level.median) / level.deviation
+            is_spike |= value > level.limit
+        found.append(Judged(value, math.exp(level.median) if level else value, z))
+    windows = progress.log_losses, progress.log_grad_norms
+    if is_spike and usual.is_near_others:
+        is_spike = False
+        for window in (*windows, progress.recent_spikes):
+            window.clear()
+    for value, window in zip((loss, grad_norm), windows, strict=True):
         if value > 0:
-            recent.append(math.log(value))
-            del recent[:-WINDOW]
-    progress.spikes_in_a_row = progress.spikes_in_a_row + 1 if is_spike else 0
-    progress.spikes += is_spike
-    return Spike(found[0], found[1], is_refused) if is_spike else None
+            window.append(math.log(value))
+            del window[:-WINDOW]
+    if not is_spike:
+        return None
+    progress.spikes += 1
+    progress.recent_spikes.append(progress.step)
+    del progress.recent_spikes[:-MOST_NEAR]
+    return Spike(found[0], found[1], is_refused)
 
 
 def losses_file(step: int) -> str:

@@ -41,7 +41,7 @@ class NonfinitePolicy:
         train: TrainConfig,
         link: RunLink,
         describe: Callable[[Batch], str],
-        roll_back: Callable[[], int | None],
+        roll_back: Callable[[Progress], int | None],
     ) -> None:
         """
         Args:
@@ -72,7 +72,7 @@ class NonfinitePolicy:
                 "train.nonfinite to skip or rollback"
             )
         if train.nonfinite == "rollback":
-            restored = self._roll_back()
+            restored = self._roll_back(progress)
             if restored is None:
                 raise UnrecoverableError("there is no checkpoint to roll back to; the run stops")
             text = f"weights of step {restored}, the data continue at step {step}"
@@ -106,9 +106,20 @@ def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int)
 
 
 def roll_back(
-    engine: DeepSpeedEngine, run_folder: Location, saver: CheckpointSaver, watchdog: Watchdog
+    engine: DeepSpeedEngine,
+    run_folder: Location,
+    saver: CheckpointSaver,
+    watchdog: Watchdog,
+    progress: Progress,
+    but_not: int | None = None,
 ) -> int | None:
     """Restore weights and optimizer of the newest checkpoint; the data order continues where it is.
+
+    The losses and gradient norms that later ones are compared with are restored, too: older weights
+    compared with those of newer ones would be a spike.
+
+    Args:
+        but_not: a step whose checkpoint is not restored.
 
     Returns:
         The checkpoint's step; None if there is none.
@@ -123,7 +134,11 @@ def roll_back(
         return None if newest is None else newest.position.step
 
     step: int | None = read_by_first(newest_step, engine.device)
-    if step is not None:
-        engine.restore(open_chosen_checkpoint(run_folder, step))
+    if step is not None and step != but_not:
+        checkpoint = open_chosen_checkpoint(run_folder, step)
+        engine.restore(checkpoint)
+        before = checkpoint.position.progress
+        progress.log_losses, progress.log_grad_norms = before.log_losses, before.log_grad_norms
+        progress.recent_spikes = before.recent_spikes
     watchdog.resume()
     return step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Callable
 from typing import Final
 
@@ -17,7 +18,7 @@ from vit_ray.config import Recipe
 from vit_ray.outcomes import EventKind
 from vit_ray.train.engine.collectives import all_rows
 from vit_ray.train.image_losses import ImageLosses
-from vit_ray.train.spikes import MOST_IN_A_ROW, Spike, losses_file
+from vit_ray.train.spikes import Spike, losses_file
 from vit_ray.worker.run_link import RunLink
 
 MOST_FILES: Final = 100
@@ -33,22 +34,23 @@ class SpikePolicy:
         link: RunLink,
         image_losses: ImageLosses,
         device: torch.device,
-        roll_back: Callable[[], int | None],
+        roll_back: Callable[[Progress, int | None], int | None],
     ) -> None:
         """
         Args:
-            roll_back: restores the newest checkpoint and returns its step; all ranks call it.
+            roll_back: restores the newest checkpoint, unless it is of the given step, and returns
+                its step; all ranks call it.
         """
         self._recipe, self._link, self._image_losses = recipe, link, image_losses
         self._device, self._roll_back = device, roll_back
+        self._restored: int | None = None
 
     def handle(self, progress: Progress, spike: Spike) -> None:
         """Report the spike of the step before `progress.step`, and roll back if the recipe says so.
 
-        Further spikes in a row, from the fourth on, are a new level and are passed over.
+        It rolls back to each checkpoint once: else spikes between two checkpoints would undo all
+        training, while the schedule and the data advance.
         """
-        if progress.spikes_in_a_row > MOST_IN_A_ROW:
-            return
         policy, step = self._recipe.train.on_spike, progress.step
         if progress.spikes <= MOST_FILES:
             kept = {
@@ -61,16 +63,21 @@ class SpikePolicy:
         done = "; the step was not applied" if is_skipped else ""
         text = (
             f"step {step - 1}: {spike}{done}. "
-            f"`vit-ray explain {self._recipe.run_folder} step={step - 1}` finds the cause"
+            f"`vit-ray explain {shlex.quote(self._recipe.run_folder)} step={step - 1}` finds the "
+            "cause"
         )
         self._link.note(EventKind.SPIKE, text, step)
         if policy == "rollback":
-            restored = self._roll_back()
+            restored, kind = self._roll_back(progress, self._restored), EventKind.SPIKE
             if restored is None:
                 text = "there is no checkpoint to roll back to; training goes on"
+            elif restored == self._restored:
+                text = f"not rolled back to step {restored} a second time; training goes on"
             else:
                 text = f"weights of step {restored}, the data continue at step {step}"
-            self._link.note(EventKind.ROLLED_BACK, text, step)
+                kind = EventKind.ROLLED_BACK
+            self._restored = restored
+            self._link.note(kind, text, step)
 
 
 def _as_parquet(kept: dict[int, NDArray[np.float64]]) -> bytes:

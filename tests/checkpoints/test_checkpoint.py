@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from tests.checkpoints.written import position, snapshots, values, write_checkpoint, write_snapshot
+from tests.recipes import recipe_with
 from vit_ray.checkpoints import checkpoint_format
 from vit_ray.checkpoints.checkpoint import (
+    Position,
+    Progress,
     folder_name,
     read_checkpoint,
 )
@@ -299,3 +302,13 @@ def test_a_crafted_index_asks_for_no_more_memory_than_its_files_hold(run: Locati
     folder.child(COMMIT).write(checkpoint_format._marker(files))
     with pytest.raises(DamagedCheckpointError, match=rf"bytes cannot hold {huge} elements"):
         read_checkpoint(folder).weights()
+
+
+def test_a_digest_continues_with_the_same_recipe_and_data_only() -> None:
+    recipe = recipe_with()
+    written = Position(Progress(3, samples_digest="ab"), 3, 24, 8, {}, recipe.recorded(), "set")
+    read = Position.from_json(json.loads(json.dumps(written.to_json())))
+    assert read.resumed(recipe.recorded(), "set") == written.progress
+    without = Progress(3)
+    assert read.resumed(recipe.recorded(), "other") == without
+    assert read.resumed(recipe.with_changes(seed=5).recorded(), "set") == without

@@ -161,7 +161,7 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     metrics = {"eval/top1": 0.9, "eval/best_loss": 0.1, RESULT_STEP: 5.0, "train/loss": 0.3}
     progress = Progress(
         STEP, best_eval_loss=0.1, evals_without_best=3, num_evals=4, eval_step=7,
-        ended="no better", metrics=metrics,
+        ended="no better", metrics=metrics, spikes=2, samples_digest="12ab",
     )  # fmt: skip
     facts = {
         "recipe": resolve_run(recipe).recipe.recorded(), "progress": progress,

@@ -78,11 +78,10 @@ class Progress:
     """The last of them, as steps completed."""
     samples_digest: str = ""
     """Of the samples that the ranks received since `digest_from` (`checkpoints/sample_digest.py`),
-    16 hexadecimal digits; empty in checkpoints of older versions."""
+    16 hexadecimal digits; empty before the first checkpoint, and in those of older versions."""
     digest_from: int = 0
-    """First 0-based step of the digest, which ends before `step`."""
-    losses_crc32: int = 0
-    """Of (step, loss) of all steps so far, to the last bit."""
+    """First 0-based step of the digest, which ends before `step`: 0, or where the run was resumed
+    with another recipe or data set, or from a checkpoint without a digest."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of every metric."""
 
@@ -123,6 +122,12 @@ class Position:
     def step(self) -> int:
         """Optimizer steps completed, applied or refused."""
         return self.progress.step
+
+    def resumed(self, recipe: dict[str, Any], data_fingerprint: str) -> Progress:
+        """From which a run of this recipe and data set continues."""
+        if (recipe, data_fingerprint) == (self.recipe, self.data_fingerprint):
+            return self.progress
+        return replace(self.progress, samples_digest="")  # the order may be another from here on
 
     def to_json(self) -> dict[str, Any]:
         """One flat object: the fields of the progress are on one level with the others."""

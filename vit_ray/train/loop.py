@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -275,8 +273,6 @@ class _Training:
         step_s = self._clock() - start_s
         if not progress.worker_seconds:  # a checkpoint that has only the seconds
             progress.worker_seconds = progress.train_seconds * context.world_size
-        packed = struct.pack("<qd", progress.step, mean_loss)
-        progress.losses_crc32 = zlib.crc32(packed, progress.losses_crc32)
         progress.step += 1
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size

@@ -86,8 +86,9 @@ class Attempt:
     """Unix time at which a node of this run leaves, for the next checkpoint."""
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
     _digest: int = field(default=0, init=False)
-    """Of this rank's samples since `_digest_from`."""
-    _digest_from: int = field(default=0, init=False)
+    """Of this rank's samples of this attempt."""
+    _digest_before: int = field(default=0, init=False)
+    """Of all ranks' samples of earlier attempts."""
 
     def run(self) -> None:
         """Train to the end, or evaluate once.
@@ -178,9 +179,11 @@ class Attempt:
         yield from batches
 
     def _digested(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same; their samples are in the digest of the next checkpoint."""
-        size = self.job.recipe.train.global_batch_size
-        self._digest, self._digest_from = 0, self.progress.step
+        """The same; their samples are in the digest of the checkpoints to come."""
+        size, progress = self.job.recipe.train.global_batch_size, self.progress
+        if not progress.samples_digest:
+            progress.digest_from = progress.step
+        self._digest, self._digest_before = 0, int(progress.samples_digest or "0", 16)
         for step, batch in enumerate(batches, self.progress.step):
             samples = np.asarray(batch["sample"], np.int64)
             first = step * size + self.context.rank * len(samples)
@@ -260,10 +263,8 @@ class Attempt:
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log for how long training stood still."""
-        if progress.step > self._digest_from:  # else this step is written once more
-            whole = of_floats(self.context.all_sum(to_floats(self._digest)))
-            progress.samples_digest, progress.digest_from = f"{whole:016x}", self._digest_from
-            self._digest, self._digest_from = 0, progress.step
+        whole = of_floats(self.context.all_sum(to_floats(self._digest)))
+        progress.samples_digest = f"{add_digests(self._digest_before, whole):016x}"
         with self.link.clock.within(TimeClass.CHECKPOINT):
             stall_s = self.saver.save(progress, self._leaves_at_s)
         self._leaves_at_s = None

@@ -232,7 +232,7 @@ def set_up_attempt(
             except ValueError as error:
                 raise UnrecoverableError(str(error)) from None
             position = checkpoint.position
-            progress = position.progress
+            progress = position.resumed(recipe.recorded(), job.data_fingerprint)
             text = f"from step {position.step} ({position.samples_seen} samples seen)"
             link.note(EventKind.RESUMED, text, position.step)
         writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)

@@ -225,6 +225,8 @@ def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
         evals_without_best=0,
         num_evals=0,
         eval_step=-1,
+        spikes=0,
+        samples_digest="",  # of the parent's order
         metrics={key: value for key, value in plain.items() if not key.startswith(MEASURED)},
     )
     return replace(

@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.train.gradient_shares import (
+    MOST_ROUNDS,
     Columns,
     StepGradient,
     find_culprits,
@@ -80,33 +81,58 @@ def test_shares_are_the_products_of_gradients_of_single_images(name: str) -> Non
 
 
 def test_a_batch_of_several_passes_has_the_shares_of_one() -> None:
-    recipe = recipe_of({}, {}, batch=150)
-    model, columns = started(recipe), columns_of(150)
-    found = step_gradient(model, make_image_losses(recipe), columns, 0)
+    recipe = recipe_of({}, {}, batch=10)
+    model, columns = started(recipe), columns_of(10)
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    found = step_gradient(model, make_image_losses(recipe), columns, 0, images_per_pass=4)
+    assert sizes == [4, 4, 2] * 2
     make_loss(recipe)(model, *columns, 0).backward()
-    assert len(found.shares) == 150
+    assert len(found.shares) == 10
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found.by_name[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_the_largest_attention_logit_is_the_one_before_softmax() -> None:
-    recipe = recipe_of({"depth": 1}, {}, batch=4)
+@pytest.mark.parametrize("positions", ["learned_1d", "relative"])
+def test_the_largest_attention_logit_is_the_one_before_softmax(
+    positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of({"depth": 1, "positions": positions}, {}, batch=4)
     model, columns = started(recipe), columns_of(4)
-    found = step_gradient(model, make_image_losses(recipe), columns, 0)
     attention = model.blocks[0].attention  # type: ignore[index,union-attr]
+    biases = list(attention.relative.parameters()) if positions == "relative" else []
+    for bias in biases:
+        torch.nn.init.normal_(bias)
+    found = step_gradient(model, make_image_losses(recipe), columns, 0)
     caught: list[torch.Tensor] = []
     attention.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    masks: list[torch.Tensor | None] = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(q: torch.Tensor, *args: Any, attn_mask: torch.Tensor | None) -> torch.Tensor:
+        masks.append(attn_mask)
+        return fused(q, *args, attn_mask=attn_mask)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     make_loss(recipe)(model, *columns, 0)
     q, k, _ = attention.qkv(caught[0])
+    mask = torch.zeros(1, 2, 1, k.shape[1]) if masks[0] is None else masks[0]
     by_hand = max(
-        float(q[i, a, 8 * h : 8 * h + 8] @ k[i, b, 8 * h : 8 * h + 8]) / 8**0.5
+        float(q[i, 0, 8 * h : 8 * h + 8] @ k[i, b, 8 * h : 8 * h + 8]) / 8**0.5
+        + float(mask.expand(4, 2, -1, -1)[i, h, 0, b])
         for i in range(4)
         for h in range(2)
-        for a in range(1)  # of the last block, only the class token is asked for
-        for b in range(q.shape[1])
+        for b in range(k.shape[1])  # of the last block, only the class token asks
     )
+    assert (masks[0] is None) == (positions == "learned_1d")
     assert found.largest_logit == pytest.approx(by_hand, rel=1e-4)
     assert found.logit_layer == "blocks.0.attention"
+
+
+def test_the_largest_logit_is_unknown_where_not_all_attention_is_watched() -> None:
+    recipe = recipe_of({"pool": "map"}, {}, batch=4)
+    found = step_gradient(started(recipe), make_image_losses(recipe), columns_of(4), 0)
+    assert (found.largest_logit, found.logit_layer) == (None, "")
 
 
 def test_rms_is_that_of_the_update_without_momentum() -> None:
@@ -125,9 +151,24 @@ def gradients(vectors: list[list[float]]) -> Any:
         some = each[places]
         mean = some.mean(0)
         shares = some @ mean / (len(some) * mean @ mean)
-        return StepGradient(torch.zeros(len(some)), shares, float(mean.norm()), {}, 0.0, "")
+        return StepGradient(torch.zeros(len(some)), shares, float(mean.norm()), {}, None, "")
 
     return measure
+
+
+def test_the_search_ends_where_leaving_out_one_image_after_another_does_not_help() -> None:
+    calls = 0
+
+    def measure(places: list[int]) -> StepGradient:
+        nonlocal calls
+        calls += 1
+        shares = torch.zeros(len(places), dtype=torch.float64)
+        shares[0] = 1.0
+        return StepGradient(shares, shares, 100.0, {}, None, "")
+
+    whole = measure(list(range(400)))
+    assert find_culprits(measure, whole, usual=1.0) is None
+    assert calls == 1 + MOST_ROUNDS
 
 
 USUAL = [[1.0, 0.0]] * 14

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vit_ray.models.encoder import Attention
+from vit_ray.models.axial import LineAttention
+from vit_ray.models.encoder import Attention, AttentionPool
 from vit_ray.train.objective import LossFunction
 
-PASS: Final = 64
-"""Images of a pass, even, so that partners of a mixture are together."""
+MOST_ROUNDS: Final = 8
+"""In which images are left out; each costs a gradient of nearly the whole batch."""
 SPIKE_FACTOR: Final = 3.0
 """Of the gradient norm over that of the steps before and after, from which on it is a spike. Of 20
 ordinary batches of 128 the largest factor was 2.2, with culprits the smallest was 9.4
@@ -45,14 +46,19 @@ class StepGradient(NamedTuple):
     """Before clipping."""
     by_name: dict[str, Tensor]
     """The gradient of each trained parameter, fp32."""
-    largest_logit: float
-    """Of attention, before its softmax."""
+    largest_logit: float | None
+    """Of attention, before its softmax; None for a model without it, with attention along rows and
+    columns, or with pooling by attention."""
     logit_layer: str
-    """Where that is; empty for a model without attention."""
+    """Where that is; empty if there is none."""
 
 
 def step_gradient(
-    model: nn.Module, losses_of: LossFunction, columns: Columns, step: int
+    model: nn.Module,
+    losses_of: LossFunction,
+    columns: Columns,
+    step: int,
+    images_per_pass: int = 64,
 ) -> StepGradient:
     """Gradient, losses and shares of a batch, in fp32 whatever the training's precision.
 
@@ -60,9 +66,10 @@ def step_gradient(
         model: with fp32 weights, in training mode.
         losses_of: as `make_image_losses`, of a recipe in fp32.
         step: 0-based.
+        images_per_pass: even where images are mixed, so that partners are together.
     """
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    parts = list(zip(*(torch.split(column, PASS) for column in columns), strict=True))
+    parts = list(zip(*(torch.split(column, images_per_pass) for column in columns), strict=True))
     size = len(columns[2])
 
     def losses(weights: Mapping[str, Tensor], part: Columns) -> Tensor:
@@ -90,9 +97,11 @@ def step_gradient(
         ]
     square = sum(float(grad.double().square().sum()) for grad in gradient.values())
     shares = torch.cat(products).double() / (size * square if square else 1.0)
+    if any(isinstance(module, LineAttention | AttentionPool) for module in model.modules()):
+        logits.clear()  # these are not among them
     layer = max(logits, key=lambda name: logits[name], default="")
     return StepGradient(
-        torch.cat(found), shares, math.sqrt(square), gradient, logits.get(layer, 0.0), layer
+        torch.cat(found), shares, math.sqrt(square), gradient, logits.get(layer), layer
     )
 
 
@@ -101,15 +110,17 @@ def _noted_logits(model: nn.Module, logits: dict[str, float]) -> Iterator[None]:
     """While it lasts, the largest attention logit of each layer is kept in `logits`."""
 
     @torch.no_grad()
-    def note(name: str, heads: int, _: nn.Module, __: Any, output: Sequence[Tensor]) -> None:
-        q, k = (x.view(*x.shape[:-1], heads, -1).transpose(1, 2) for x in output[:2])
-        largest = float((q @ k.transpose(-2, -1)).amax()) * q.shape[-1] ** -0.5
-        logits[name] = max(logits.get(name, -math.inf), largest)
+    def note(name: str, of: Attention, _: nn.Module, __: Any, output: Sequence[Tensor]) -> None:
+        q, k = (x.view(*x.shape[:-1], of.num_heads, -1).transpose(1, 2) for x in output[:2])
+        found = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+        if of.relative is not None:
+            found = found + of.relative(q)
+        logits[name] = max(logits.get(name, -math.inf), float(found.amax()))
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, Attention):
-                hook = module.qkv.register_forward_hook(partial(note, name, module.num_heads))
+                hook = module.qkv.register_forward_hook(partial(note, name, module))
                 hooks.callback(hook.remove)
         yield
 
@@ -133,14 +144,14 @@ def find_culprits(
 
     Returns:
         Places in the batch, as they were found; none if the step's norm is below `SPIKE_FACTOR`
-        times the usual one; None if it is not, and more than a quarter of the batch would have to
-        be left out.
+        times the usual one; None if it is not, and more than a quarter of the batch, or more than
+        `MOST_ROUNDS` rounds, would be needed.
     """
     found: list[int] = []
     if step.norm < SPIKE_FACTOR * usual:
         return found
     size, places, now = len(step.shares), list(range(len(step.shares))), step
-    while now.norm > usual:
+    for _ in range(MOST_ROUNDS):
         shares = now.shares.view(-1, unit).sum(1)
         order, units = torch.argsort(shares, descending=True), len(shares)
         left = now.norm * (1.0 - shares[order].cumsum(0)[:-1])
@@ -153,7 +164,9 @@ def find_culprits(
             return None
         places = [place for place in places if place not in out]
         now = measure(places)
-    return found
+        if now.norm <= usual:
+            return found
+    return None
 
 
 def second_moment_rms(

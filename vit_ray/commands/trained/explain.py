@@ -179,7 +179,7 @@ def _print_figures(
     of_step = found[step]
     rate = lr_at(step, recipe.optim, run.resolved.total_steps)
     parts = [f"learning rate {rate:.3g}"]
-    if of_step.logit_layer:
+    if of_step.largest_logit is not None:
         parts.append(f"largest attention logit {of_step.largest_logit:.3g} ({of_step.logit_layer})")
     if rms:
         name, largest = next(iter(rms.items()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints
+from vit_ray.commands.trained.verify_run import verify_run
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.deduplicate import (
@@ -19,12 +21,14 @@ _SHOWN = 20
 
 
 def run_verify(recipe: Recipe) -> int:
-    """Check a data set, print what is wrong and what to do; 1 if anything is.
+    """Check a data set, or the checkpoints of a run, and print what is wrong; 1 if anything is.
 
     Raises:
         ValueError: the recipe has no `verify` section, or there is no such data set.
     """
     config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
+    if list_checkpoints(locate(config.path)):
+        return verify_run(config.path)
     open_dataset(config.path)  # an error before Ray starts
     connect(recipe)
     report = verify(

@@ -76,7 +76,9 @@ def check_places(command: Command, recipe: Recipe) -> None:
                     check_address(path)
                 continue
             if (place := Path(path).expanduser()).exists():
-                if key not in ("convert.source", "init_from") and not (place / _MANIFEST).exists():
+                is_run = key == "verify.path" and any(place.glob("step-*"))
+                is_other = is_run or key in ("convert.source", "init_from")
+                if not is_other and not (place / _MANIFEST).exists():
                     # It says what the folder is instead; with pyarrow, but without Ray.
                     importlib.import_module("vit_ray.data").open_dataset(path)
                 if key == "init_from" and place.is_file() and place.suffix not in _WEIGHTS:

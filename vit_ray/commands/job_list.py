@@ -70,7 +70,8 @@ _ALL = (
     ),
     Command(
         "verify",
-        "Check a converted data set: files, checksums, and images that decode.",
+        "Check a converted data set: files, checksums, and images that decode; or a run: its "
+        "checkpoints' checksums, and that its samples were those of its order.",
         "vit_ray.commands.datasets:run_verify",
         ("verify",),
         "cifar10 verify.path=data/cifar10/train",

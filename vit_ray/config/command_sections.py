@@ -107,10 +107,12 @@ class ConvertConfig(Section):
 
 
 class VerifyConfig(Section):
-    """Checking a data set against its manifest."""
+    """Checking a data set against its manifest, or a run's checkpoints against their checksums and
+    the order of its samples.
+    """
 
     path: str
-    """Converted data set: a folder or `s3://` prefix."""
+    """Converted data set, or the folder of a run's checkpoints; also as `s3://` prefix."""
     decode_fraction: Fraction = 0.01
     """Share of the images to decode, and to compare with the source if they were rewritten
     (`convert.index_jpeg`). Checksums of all are always checked."""

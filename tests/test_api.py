@@ -131,7 +131,7 @@ def test_the_notebook_runs_and_shows_what_it_says() -> None:
     assert names["accuracy"] > 0.6  # 0.1 is chance
     kept = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
     for cell, other in zip(notebook["cells"], kept["cells"], strict=True):
-        if other.get("outputs"):
+        if cell["cell_type"] == "code":
             assert forms(cell) == forms(other), other["source"]
 
 

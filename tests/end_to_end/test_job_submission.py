@@ -53,7 +53,7 @@ def test_kuberay_tries_again_what_has_failed_and_not_what_no_restart_mends(
     ray_head: Head, working_dir: Path, command: str, status: JobStatus
 ) -> None:
     """Of a job's states KubeRay (1.7) counts FAILED alone against `backoffLimit`."""
-    _, job = yaml.safe_load_all((ROOT / "cluster" / "rayjob.yaml").read_text())
+    *_, job = yaml.safe_load_all((ROOT / "cluster" / "rayjob.yaml").read_text())
     ours, own = job["spec"]["entrypoint"], job["spec"]["jobId"]
     name = f"{own}-{status.lower()}"
     entrypoint = ours.replace(own, name).replace(

@@ -131,6 +131,19 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
     }
 
 
+def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
+    attempt = worker.attempt(TOTAL)  # its checkpoint has gone, so that it is written again
+    attempt.progress.samples_digest = "00000000000000ab"
+    attempt.progress.evaluation_due = True
+    run_attempt(worker.link, lambda: attempt)
+    saved = newest_checkpoint(locate(worker.job.run_folder))
+    assert saved is not None
+    progress = saved.position.progress
+    assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)
+
+
 def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
 

@@ -134,6 +134,9 @@ class Attempt:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         if progress.step == 0 and self.context.rank == 0:
             batches = self._shown(batches)
+        if not progress.samples_digest:
+            progress.digest_from = progress.step
+        self._digest_before = int(progress.samples_digest or "0", 16)
         batches = self._digested(batches)
         hooks = LoopHooks(
             note_step=self.note_step,
@@ -180,10 +183,7 @@ class Attempt:
 
     def _digested(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same; their samples are in the digest of the checkpoints to come."""
-        size, progress = self.job.recipe.train.global_batch_size, self.progress
-        if not progress.samples_digest:
-            progress.digest_from = progress.step
-        self._digest, self._digest_before = 0, int(progress.samples_digest or "0", 16)
+        size = self.job.recipe.train.global_batch_size
         for step, batch in enumerate(batches, self.progress.step):
             samples = np.asarray(batch["sample"], np.int64)
             first = step * size + self.context.rank * len(samples)

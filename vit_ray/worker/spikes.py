@@ -70,9 +70,9 @@ class SpikePolicy:
         if policy == "rollback":
             restored, kind = self._roll_back(progress, self._restored), EventKind.SPIKE
             if restored is None:
-                text = "there is no checkpoint to roll back to; training goes on"
+                text = "there is no checkpoint to roll back to; training continues"
             elif restored == self._restored:
-                text = f"not rolled back to step {restored} a second time; training goes on"
+                text = f"not rolled back to step {restored} a second time; training continues"
             else:
                 text = f"weights of step {restored}, the data continue at step {step}"
                 kind = EventKind.ROLLED_BACK

@@ -225,6 +225,8 @@ def _plain(what: str, reference: str, *params: click.Parameter) -> click.Command
     return click.Command(name, callback=run, help=what, params=list(params))
 
 
+_MODULES = click.Option(["--module", "modules"], multiple=True, help="Your own parts to import.")
+
 vit_ray = _Names(
     "vit-ray",
     help="Train Vision Transformers at scale, on Ray.\n\n"
@@ -266,7 +268,7 @@ vit_ray = _Names(
                 help="Recipe for weight files that do not record their model; or give keys such as "
                 "model.name=ViT-B/16 after SOURCE.",
             ),
-            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
+            _MODULES,
         ),
         _plain(
             "The images of a step as the model sees them, on a page: "
@@ -285,7 +287,7 @@ vit_ray = _Names(
             click.Option(
                 ["--large", "is_large"], is_flag=True, help="Read more than 1 GiB of a bucket."
             ),
-            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
+            _MODULES,
         ),
         _plain(
             "A new run from a checkpoint of another, with changes of its recipe: "
@@ -298,7 +300,7 @@ vit_ray = _Names(
             click.Option(
                 ["--dry-run", "is_dry"], is_flag=True, help="Say what, and write nothing."
             ),
-            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
+            _MODULES,
         ),
         _plain(
             "Why a step had a large loss or gradient: `vit-ray explain SOURCE step=1200` (counted "
@@ -315,7 +317,7 @@ vit_ray = _Names(
                 help="Train the steps since the checkpoint again, for the step's own weights; "
                 "says first how many.",
             ),
-            click.Option(["--module", "modules"], multiple=True, help="Your own parts to import."),
+            _MODULES,
         ),
         _plain(
             "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "

@@ -376,7 +376,11 @@ def needing_right(right: str, uri: str) -> Iterator[None]:
                 "choose another place"
             )
             if right == "read":
-                remedy += "; without s3:ListBucket the store says the same of what does not exist"
+                # The answer to a HEAD has no body, and so no code that tells these apart.
+                remedy += (
+                    "; the store may say the same of a wrong secret, and without s3:ListBucket of "
+                    "what does not exist"
+                )
         raise ValueError(f"{uri}: {wrong}: {text}; {remedy}") from None
 
 

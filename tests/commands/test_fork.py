@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.end_to_end.runs import same_weights
-from tests.launch.inputs.test_seen_batch import MIXTURE, recipe_on, sets
+from tests.launch.inputs.test_seen_batch import CASES, MIXTURE, recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress
@@ -24,7 +24,8 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE
 from vit_ray.data import open_dataset
 from vit_ray.launch.inputs.seen_batch import SeenBatches
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.named_run import find_run
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.metric_names import RESULT_STEP
 from vit_ray.storage import locate
@@ -94,7 +95,9 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7"], "give the checkpoint and a name"),
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: the tensors"),
         (["step=7", "name=x", "optim.name=sgd"], "optim.name was adamw and is sgd: the tensors"),
-        (["step=7", "name=x", "train.global_batch_size=32"], "begin a new run with init_from"),
+        (["step=7", "name=x", "train.global_batch_size=32"], "112 images, which is no whole"),
+        (["step=7", "name=x", "train.global_batch_size=32"], "divide it: 28, 56"),
+        (["step=7", "name=x", "train.global_batch_size=69"], "divide it: 56, 112"),
         (["step=7", "name=x", "optim.steps=7"], "would end after 7 steps"),
         (["step=7", "name=x", "data.exclude=[70]"], "samples 0 to 69, and not 70"),
         (["step=7", "name=x", f"data.exclude={[*range(70)]}"], "leaves no image"),
@@ -175,6 +178,69 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     found = find_resume_point(fork)
     assert found is not None
     assert found.position.progress == Progress(STEP, metrics={"train/loss": 0.3})
+
+
+@pytest.mark.parametrize("batch", [8, 28])
+@pytest.mark.parametrize("case", ["plain", "half", "weighted", "window", "mixture"])
+def test_with_another_batch_each_image_is_read_once_in_each_epoch(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data: dict[str, Any] = {**CASES[case], "shuffle_window": 112 if case == "window" else 0}
+    if "train" in data:
+        data["train"] = [{**one, "path": str(sets / one["path"])} for one in MIXTURE]
+    recipe = recipe_on(
+        sets, data=data, output=str(tmp_path / "runs"), optim={"steps": None, "images": 336}
+    )
+    resolved = resolve_run(recipe)
+    progress = Progress(STEP, log_losses=[0.1] * 9, log_grad_norms=[0.1] * 9, recent_spikes=[5])
+    facts = {
+        "recipe": resolved.recipe.recorded(), "data_fingerprint": resolved.manifest.fingerprint,
+        "global_batch_size": 16, "samples_seen": STEP * 16, "applied_steps": 6,
+        "progress": progress,
+    }  # fmt: skip
+    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    code, text = said(parent, "step=7", "name=fork", f"train.global_batch_size={batch}")
+    assert code == 0, text
+    fork = load_recipe(Path("fork.yaml"))
+    found = find_resume_point(fork)
+    assert found is not None
+    position, now = found.position, resolve_run(fork)
+    assert position.progress == Progress(112 // batch)
+    assert (position.samples_seen, position.applied_steps) == (112, 6)
+    assert now.total_steps == 336 // batch
+    assert f"seen at step 7 (its own step {position.step}) to step {now.total_steps}" in text
+    assert not accepted_changes(
+        now.recipe, position, fingerprint=now.manifest.fingerprint,
+        num_images=now.num_images, total_steps=now.total_steps,
+    )  # fmt: skip
+
+    def drawn(one: ResolvedRun, steps: range) -> list[tuple[int, int]]:
+        batches = SeenBatches(one)
+        return [(i.sample, i.epoch) for step in steps for i in batches.read(step)[1]]
+
+    before = drawn(resolved, range(STEP))
+    after = drawn(now, range(position.step, now.total_steps))
+    assert sorted(before + after) == sorted(drawn(resolved, range(resolved.total_steps)))
+    with pytest.raises(ValueError, match="branches off seen at step 7"):
+        find_run(fork.run_folder).checked_steps(range(position.step - 1, position.step))
+
+
+def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_on(sets, data={"shuffle_window": 32}, output=str(tmp_path / "runs"))
+    facts = {
+        "recipe": resolve_run(recipe).recipe.recorded(), "global_batch_size": 16,
+        "samples_seen": STEP * 16,
+        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
+    }  # fmt: skip
+    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    words = (parent, "step=7", "name=fork", "train.global_batch_size=8", "optim.steps=40")
+    code, text = said(*words)
+    assert (code, "fork a step that is a multiple of 2" in text) == (2, True), text
+    assert "a multiple of 2" in said(*words, "data.shuffle_window=0")[1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ other. The fork's recipe is written as a file; training it is `vit-ray pretrain`
 from __future__ import annotations
 
 import copy
+import math
 import sys
+from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from vit_ray.config.resume_compatibility import (
     incompatible_changes,
 )
 from vit_ray.data import open_dataset
+from vit_ray.launch.inputs.data_order import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
 from vit_ray.launch.run_lock import lock_run
@@ -45,8 +48,6 @@ from vit_ray.tracking.metrics_log import MEASURED
 _OF_TENSORS: Final = ("optim.name", "optim.frozen", "train.loss", "train.masked_target")
 _WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
 """Keys of the model that no tensor depends on."""
-_OF_PLACE: Final = "train.global_batch_size"
-"""With another value step k is another place in the data."""
 
 
 def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[str]) -> int:
@@ -78,16 +79,23 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[
     resolved = resolve_run(recipe)
     kept = _checked_changes(before, resolved, position, asked.keys())
     _check_classes(parent, before, resolved, position)
+    own_step = _own_step(before, resolved, position)
+    if resolved.total_steps <= own_step:
+        key = "epochs" if recipe.optim.epochs else "steps"
+        raise ValueError(
+            f"the fork would end after {resolved.total_steps} steps, and the checkpoint is of step "
+            f"{own_step}; give a larger optim.{key}"
+        )
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
     text = yaml.safe_dump(resolved.recipe.recorded(), sort_keys=False)
-    origin = origin_of(before.name, step)
+    origin = origin_of(before.name, step, own_step)
     if file.exists() and file.read_text() != text:
         raise ValueError(f"name={recipe.name}: {file} is there already; give another name")
-    if not _is_free(folder, origin, step):
+    if not _is_free(folder, origin, own_step):
         raise ValueError(f"name={recipe.name}: {folder.uri} is there already; give another name")
     size = sum(one.size or 0 for one in parent.list_files())
     print(
-        f"{recipe.name}: from step {step} of {before.name} to step {resolved.total_steps}; "
+        f"{recipe.name}: from {origin} to step {resolved.total_steps}; "
         f"{'; '.join(map(str, kept)) or 'nothing else changes the training'}"
     )
     print(f"copies {size / 2**20:,.1f} MiB to {folder.uri}", file=sys.stderr, flush=True)
@@ -95,12 +103,12 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[
         return 0
     file.write_text(text)
     with lock_run(folder):
-        target = folder.child(folder_name(step))
+        target = folder.child(folder_name(own_step))
         if not is_committed(target):
             begin_without_checkpoint(folder, lambda text: print(text, file=sys.stderr))
             folder.child(NOTE).write(origin.encode())
-            copy_checkpoint(parent, target, lambda it: _of_fork(it, resolved))
-        note_newest(folder, step)
+            copy_checkpoint(parent, target, lambda it: _of_fork(it, resolved, own_step))
+        note_newest(folder, own_step)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
     return 0
 
@@ -152,11 +160,6 @@ def _checked_changes(
                 f"{change}: the tensors of the checkpoint do not fit; begin a new run with "
                 "init_from, which takes over the weights that fit"
             )
-        if change.key == _OF_PLACE:
-            raise ValueError(
-                f"{change}: the place of a checkpoint in the data is its step times this; begin a "
-                "new run with init_from"
-            )
     if flat[DATA_SET] != now[DATA_SET]:
         if "data.train" not in given:
             raise ValueError(
@@ -176,13 +179,39 @@ def _checked_changes(
             "images that the parent has trained on; evaluate on a set of its own (data.eval, "
             "data.held_out_fraction=0)"
         )
-    if resolved.total_steps <= position.step:
-        key = "epochs" if recipe.optim.epochs else "steps"
-        raise ValueError(
-            f"the fork would end after {resolved.total_steps} steps, and the checkpoint is of step "
-            f"{position.step}; give a larger optim.{key}"
-        )
     return found
+
+
+def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
+    """The step at which a fork's own batches have passed what the parent has read.
+
+    Raises:
+        ValueError: with another batch no step has, and images would be read twice or left out.
+    """
+    then, size = position.global_batch_size, resolved.recipe.train.global_batch_size
+    if size == then:
+        return position.step
+    seen, key = position.samples_seen, f"train.global_batch_size={size}"
+    if seen % size:
+        lower = (low for low in range(1, math.isqrt(seen) + 1) if seen % low == 0)
+        divisors = sorted({one for low in lower for one in (low, seen // low)})
+        nearest = divisors[max(0, bisect(divisors, size) - 1) :][:2]
+        raise ValueError(
+            f"{key}: the parent has read {seen:,} images, which is no whole number of such "
+            f"batches; the nearest that divide it: {', '.join(map(str, nearest))}"
+        )
+    assert before.data.shuffle_window != "auto"
+    windows = (
+        shuffle_window(before.data.shuffle_window, then, resolved.manifest),
+        resolved.streams["train"].window,
+    )
+    period = math.lcm(*(window.num_rows for window in windows if window))
+    if seen % period:
+        raise ValueError(
+            f"{key}: step {position.step} is inside a shuffle window, which another batch deals "
+            f"out otherwise; fork a step that is a multiple of {math.lcm(period, then) // then}"
+        )
+    return seen // size
 
 
 def _check_classes(
@@ -211,11 +240,12 @@ def _check_classes(
         )
 
 
-def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
+def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
     """The parent's position as the fork's own, without what was measured of the parent."""
-    plain = without_best(position.progress.metrics)
+    plain, recipe = without_best(position.progress.metrics), resolved.recipe
     progress = replace(
         position.progress,
+        step=step,
         ended="",
         evaluation_due=False,
         nonfinite_steps=0,
@@ -229,10 +259,14 @@ def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
         samples_digest="",  # of the parent's order
         metrics={key: value for key, value in plain.items() if not key.startswith(MEASURED)},
     )
+    if recipe.train.global_batch_size != position.global_batch_size:
+        # Losses and gradient norms of another batch vary by another measure.
+        progress = replace(progress, log_losses=[], log_grad_norms=[], recent_spikes=[])
     return replace(
         position,
         progress=progress,
-        recipe=resolved.recipe.recorded(),
+        global_batch_size=recipe.train.global_batch_size,
+        recipe=recipe.recorded(),
         data_fingerprint=resolved.manifest.fingerprint,
         data_terms=list(resolved.manifest.terms),
         tracking_run_id=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vit_ray.measure.goodput import SHOWN, UNPAID, TimeClass
+from vit_ray.measure.goodput import SHOWN, UNPAID, TimeClass, loader_gain
 from vit_ray.metric_names import COST_GPU_HOURS, RUN_GROUP, RUN_WALL_S
 from vit_ray.report.document import Section
 from vit_ray.report.runs import RecordedRun
@@ -20,16 +20,20 @@ def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
     known = [run for run in runs if run.recorded.get(RUN_WALL_S, 0.0) > 0]
     wall_s = sum(run.recorded[RUN_WALL_S] for run in known)
     rows: list[list[float | str | None]] = []
+    totals = dict.fromkeys(SHOWN, 0.0)
     for kind, name in SHOWN.items():
         spent = [run.recorded.get(f"{RUN_GROUP}{kind}_s", 0.0) for run in known]
-        if any(spent):
+        totals[kind] = sum(spent)
+        if totals[kind]:
             costs = [_cost(run, kind, s, price) for run, s in zip(known, spent, strict=True)]
             cost = None if None in costs else sum(filter(None, costs), 0.0)
-            rows.append([name, sum(spent), sum(spent) / wall_s, cost])
+            rows.append([name, totals[kind], totals[kind] / wall_s, cost])
     heads = [Column("spent on"), Column("time", duration), Column("% of the time", percent, True)]
     heads.append(Column("cost", "{:,.2f}".format))
     table = Table("Where the time went", heads, rows).used()
     texts = [f"{goodput_of(known).capitalize()} of {duration(wall_s)}."] if known else []
+    if gain := loader_gain(totals[TimeClass.TRAINING], totals[TimeClass.DATA]):
+        texts.append(f"{gain.capitalize()}.")
     priced = [cost for *_, cost in rows if isinstance(cost, float)]
     if rows and len(priced) == len(rows):
         texts.append(

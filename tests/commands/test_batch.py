@@ -88,6 +88,21 @@ def test_table_picture_page_and_originals_of_a_recipe_before_its_run(
     assert "is there already" in text
 
 
+def test_the_operations_of_randaugment_are_in_the_tables_and_on_the_page(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    file, out = tmp_path / "changed.yaml", tmp_path / "out"
+    changed = recipe.with_changes(data={"augment": {"randaugment": "timm"}})
+    file.write_text(yaml.safe_dump(changed.recorded()))
+    assert said(str(file), "step=1", "--out", str(out))[0] == 0
+    expected = [list(one.operations) for one in SeenBatches(resolve_run(changed)).read(1)[1]]
+    assert pq.read_table(out / "batch.parquet")["operations"].to_pylist() == expected
+    flat = pacsv.read_csv(out / "batch.csv")["operations"].to_pylist()
+    assert flat == [";".join(one) for one in expected]
+    page = (out / "batch.html").read_text()
+    assert all("; ".join(one) in page for one in expected)
+
+
 def test_a_run_is_shown_as_it_was_trained_and_with_the_loss_of_the_step(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

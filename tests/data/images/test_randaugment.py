@@ -156,22 +156,22 @@ def test_spaces_have_16_and_15_operations() -> None:
 
 
 class Counted:
-    """Stands for the operations of a space, and notes which were taken and at which level."""
+    """Notes which operations of a space are drawn, and at which level."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, space: str, augment: RandAugment) -> None:
         self.taken: list[tuple[int, float]] = []
-        count = len(randaugment._SPACES[space])
-        spied = tuple(self._spy(index) for index in range(count))
+        names = list(randaugment._SPACES[space])
+        spied = {name: self._spy(index) for index, name in enumerate(names)}
         monkeypatch.setitem(randaugment._SPACES, space, spied)
         for sample in range(4000):
-            augment(IMAGE[:2, :2], KeyedUniform(0, 0, sample, 4))
+            augment.draw((2, 2), KeyedUniform(0, 0, sample, 4))
 
     def _spy(self, index: int) -> Any:
-        def operation(image: Any, level: float, _: Any) -> Any:
+        def numbers(level: float, *_: Any) -> tuple[float, ...]:
             self.taken.append((index, level))
-            return image
+            return ()
 
-        return operation
+        return numbers
 
 
 def test_every_layer_takes_one_operation_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_a_sample_keeps_its_operations_and_changes_them_in_each_epoch_and_seed()
 
 
 def test_the_crop_is_the_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(randaugment._SPACES, "tensorflow", (lambda image, *_: image,))
+    monkeypatch.setitem(randaugment._SPACES, "tensorflow", {"color": lambda *_: (1.0,)})
     image = encoded(picture(1, 61, 83))
     augment = Augmentation(size=24, randaugment=RandAugment("tensorflow"))
     for sample in range(5):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageEnhance, ImageOps
 from torch import nn
 
 from tests.conftest import Digits
@@ -106,6 +107,65 @@ def test_a_crop_is_the_box_that_is_told_of_the_file_that_is_told(sets: Path) -> 
         assert one.content == jpeg(one.sample, *one.size)
         assert (one.key, one.labels) == (f"large/{one.sample}.jpg", (one.sample % 3,))
         assert one.original().shape == (*one.size, 3)
+
+
+def by_pillow(crop: Image.Image, text: str, space: str) -> Image.Image:
+    """An operation of RandAugment by its name and numbers alone."""
+    name, *texts = text.split()
+    numbers = [float(number) for number in texts]
+    resample, fill = Image.Resampling.NEAREST, (128, 128, 128)
+    if space == "timm":
+        resample, fill = Image.Resampling.BICUBIC, (124, 116, 104)
+    by = numbers[0] if numbers else 0.0
+    if name in ("autocontrast", "equalize", "invert"):
+        return getattr(ImageOps, name)(crop)  # type: ignore[no-any-return]
+    if name == "posterize":
+        return crop.point([value - value % 2 ** (8 - int(by)) for value in range(256)] * 3)
+    if name == "solarize":
+        return ImageOps.solarize(crop, int(by))
+    if name == "solarize_add":
+        pixels = np.asarray(crop).astype(int)
+        added = np.where(pixels < 128, np.minimum(255, pixels + int(by)), pixels)
+        return Image.fromarray(added.astype(np.uint8))
+    if name == "cutout":
+        pixels, (half, row, column) = np.asarray(crop).copy(), map(int, numbers)
+        pixels[max(0, row - half) : row + half, max(0, column - half) : column + half] = fill
+        return Image.fromarray(pixels)
+    if name == "rotate":
+        return crop.rotate(by, resample, fillcolor=fill)
+    matrix = {
+        "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
+        "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
+    }.get(name)  # fmt: skip
+    if matrix is not None:
+        kind = Image.Transform.AFFINE
+        return crop.transform(crop.size, kind, matrix, resample, fillcolor=fill)
+    enhanced: Image.Image = getattr(ImageEnhance, name.title())(crop).enhance(by)
+    return enhanced
+
+
+@pytest.mark.parametrize(("space", "count", "std"), [("tensorflow", 16, 0.0), ("timm", 15, 0.5)])
+def test_the_operations_that_are_named_are_what_was_done_to_the_crop(
+    sets: Path, space: str, count: int, std: float
+) -> None:
+    augment = {
+        "randaugment": space, "randaugment_magnitude": 9.0, "randaugment_magnitude_std": std,
+    }  # fmt: skip
+    recipe = recipe_on(sets, data={"augment": augment})
+    done, plain = batches_of(recipe), batches_of(recipe_on(sets))
+    named = set[str]()
+    for step in range(0, 20, 2):
+        pixels, images = done.read(step)
+        np.testing.assert_array_equal(pixels, training_batches(recipe)[step]["image"])
+        crops, facts = plain.read(step)
+        assert not any(one.operations for one in facts)
+        for crop, found, one in zip(crops, pixels, images, strict=True):
+            changed = Image.fromarray(crop)
+            for text in one.operations:
+                changed = by_pillow(changed, text, space)
+                named.add(text.split()[0])
+            np.testing.assert_array_equal(found, np.asarray(changed), err_msg=str(one.operations))
+    assert len(named) == count
 
 
 @pytest.mark.parametrize("mixing", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}])

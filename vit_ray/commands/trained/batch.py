@@ -161,7 +161,7 @@ def _write(
     pq.write_table(table, folder / "batch.parquet")
     texts = {
         name: pa.array([";".join(map(str, one)) for one in table[name].to_pylist()], pa.string())
-        for name in ("labels", "classes")
+        for name in ("labels", "classes", "operations")
     }
     flat = pa.table({name: texts.get(name, table[name]) for name in table.column_names})
     pacsv.write_csv(flat, folder / "batch.csv")
@@ -204,15 +204,16 @@ def _section(
     columns = [
         Column("place", whole), Column("sample", whole), Column("epoch", whole), Column("key"),
         Column("classes"), Column("stored"), Column("box (top, left, height, width)"),
-        Column("mirrored"), Column("mixed with", whole), Column("own share", "{:.2f}".format),
-        Column("in the place of", whole), Column("shard"),
+        Column("mirrored"), Column("RandAugment"), Column("mixed with", whole),
+        Column("own share", "{:.2f}".format), Column("in the place of", whole), Column("shard"),
     ]  # fmt: skip
     cells = [
         (
             one.place, one.sample, one.epoch, one.key, _names(one, classes),
             f"{one.size[1]} x {one.size[0]}",
             ", ".join(f"{v:g}" for v in (one.box.top, one.box.left, one.box.height, one.box.width)),
-            "yes" if one.box.is_flipped else "", one.partner, one.own_share, one.instead_of,
+            "yes" if one.box.is_flipped else "", "; ".join(one.operations), one.partner,
+            one.own_share, one.instead_of,
             f"{one.shard}, row {one.row} of row group {one.row_group}",
         )
         for one in images

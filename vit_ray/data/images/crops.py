@@ -22,6 +22,7 @@ from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box
 from vit_ray.data.images.exact_resize import MOST_SKIPPED, filter_reach, resize_exactly
 from vit_ray.data.images.jpeg import decode_jpeg, size_of_jpeg
+from vit_ray.data.images.randaugment import Operation
 from vit_ray.data.jpeg_index.restart_index import Box, crop_file
 from vit_ray.data.order.keyed_random import KeyedUniform
 
@@ -155,6 +156,13 @@ def augmented(
     if augmentation.own is not None:
         crop[:] = augmentation.own(crop, KeyedUniform(*rng_key, _OWN))
     return crop
+
+
+def operations(augmentation: Augmentation, rng_key: tuple[int, int, int]) -> list[Operation]:
+    """Those of RandAugment that `augmented` applies to a crop."""
+    if augmentation.randaugment is None:
+        return []
+    return augmentation.randaugment.draw(augmentation.shape, KeyedUniform(*rng_key, _RANDAUGMENT))
 
 
 def jpeg_region(

@@ -11,7 +11,7 @@ mean, where TensorFlow's code takes a number that depends on the image's size al
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,17 @@ _TRANSLATE_FRACTION: Final = 0.45
 _APPLIED_FRACTION: Final = 0.5
 _GREY: Final = (128, 128, 128)
 _IMAGENET_MEAN: Final = (124, 116, 104)
+
+
+class Operation(NamedTuple):
+    """One of a space, as it is applied to an image."""
+
+    name: str
+    numbers: tuple[float, ...]
+    """What it takes: degrees, bits, a factor, pixels; nothing for some."""
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *map(str, self.numbers)])
 
 
 @dataclass(frozen=True)
@@ -51,14 +62,27 @@ class RandAugment:
         Args:
             random: the only source of randomness.
         """
-        image = Image.fromarray(pixels)
-        operations = _SPACES[self.space]
+        image, (resample, fill) = Image.fromarray(pixels), _FILLING[self.space]
+        for one in self.draw(pixels.shape[:2], random):
+            if one.name in _MOVES:
+                image = _moved(image, one, resample, fill)
+            else:
+                image = _APPLY[one.name](image, *one.numbers)
+        return np.asarray(image)
+
+    def draw(self, size: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
+        """What is done to an image, in this order.
+
+        Args:
+            size: height and width.
+        """
+        found, space = list[Operation](), _SPACES[self.space]
         for _ in range(self.layers):
-            operation = operations[random.below(len(operations))]
+            name = list(space)[random.below(len(space))]
             if self.space == "timm" and random.draw() >= _APPLIED_FRACTION:
                 continue
-            image = operation(image, self._level(random), random)
-        return np.asarray(image)
+            found.append(Operation(name, space[name](self._level(random), size, random)))
+        return found
 
     def _level(self, random: KeyedUniform) -> float:
         """Share of the full strength."""
@@ -70,10 +94,6 @@ class RandAugment:
         return min(max(magnitude, 0.0), _FULL_LEVEL) / _FULL_LEVEL
 
 
-Operation = Callable[[Image.Image, float, KeyedUniform], Image.Image]
-"""(image, level, random) to an image of the same size."""
-
-
 def _signed(value: float, random: KeyedUniform) -> float:
     return value if random.draw() < 0.5 else -value
 
@@ -83,92 +103,106 @@ def _posterize(image: Image.Image, bits: int) -> Image.Image:
     return ImageOps.posterize(image, bits) if bits else image.point([0] * 256 * 3)
 
 
-def _solarize_add(image: Image.Image, level: float, _: Any) -> Image.Image:
-    addition = int(level * 110)
+def _solarize_add(image: Image.Image, addition: int) -> Image.Image:
     table = [min(255, value + addition) if value < 128 else value for value in range(256)]
     return image.point(table * 3)
 
 
-def _cutout(image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
+def _cutout(image: Image.Image, half: int, row: int, column: int) -> Image.Image:
     """Grey out a square around a pixel, as far as it lies in the image."""
-    half = int(level * _CUTOUT_PIXELS)
-    row, column = random.below(image.height), random.below(image.width)
     cut = image.copy()
     cut.paste(_GREY, (max(0, column - half), max(0, row - half), column + half, row + half))
     return cut
 
 
-def _enhance(factor: Callable[[float, KeyedUniform], float]) -> tuple[Operation, ...]:
-    """Each kind of blending with a duller image; a factor of 1 changes nothing."""
-    kinds = (
-        ImageEnhance.Color,
-        ImageEnhance.Contrast,
-        ImageEnhance.Brightness,
-        ImageEnhance.Sharpness,
-    )
-
-    def of_kind(kind: Any) -> Operation:
-        return lambda image, level, random: kind(image).enhance(factor(level, random))
-
-    return tuple(map(of_kind, kinds))
-
-
-def _moves(
-    resample: Image.Resampling, fill: tuple[int, int, int], most_shift: Callable[[int], float]
-) -> tuple[Operation, ...]:
-    """Rotation, shears and translations.
-
+def _moved(
+    image: Image.Image, move: Operation, resample: Image.Resampling, fill: tuple[int, int, int]
+) -> Image.Image:
+    """
     Args:
         fill: where no pixel comes from.
+    """
+    (by,) = move.numbers
+    if move.name == "rotate":
+        return image.rotate(by, resample, fillcolor=fill)
+    matrix = {
+        "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
+        "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
+    }[move.name]  # fmt: skip
+    affine = Image.Transform.AFFINE
+    return image.transform(image.size, affine, matrix, resample, fillcolor=fill)
+
+
+_APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
+    "autocontrast": ImageOps.autocontrast,
+    "equalize": ImageOps.equalize,
+    "invert": ImageOps.invert,
+    "posterize": _posterize,
+    "solarize": ImageOps.solarize,
+    "solarize_add": _solarize_add,
+    "cutout": _cutout,
+    # Blending with a duller image; a factor of 1 changes nothing.
+    "color": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
+    "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
+    "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
+    "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
+}
+"""(image, *numbers) to an image of the same size."""
+_BLENDED: Final = ("color", "contrast", "brightness", "sharpness")
+_MOVES: Final = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+_FILLING: Final = {
+    "tensorflow": (Image.Resampling.NEAREST, _GREY),
+    "timm": (Image.Resampling.BICUBIC, _IMAGENET_MEAN),
+}
+
+Numbers = Callable[[float, tuple[int, ...], KeyedUniform], tuple[float, ...]]
+"""(level, (height, width), random) to the numbers of an operation."""
+
+
+def _by_level(number: Callable[[float], float]) -> Numbers:
+    return lambda level, *_: (number(level),)
+
+
+def _none(*_: Any) -> tuple[float, ...]:
+    return ()
+
+
+def _cut_place(level: float, size: tuple[int, ...], random: KeyedUniform) -> tuple[float, ...]:
+    return int(level * _CUTOUT_PIXELS), random.below(size[0]), random.below(size[1])
+
+
+def _moves(most_shift: Callable[[int], float]) -> dict[str, Numbers]:
+    """Rotation in degrees, shears, and translations in pixels.
+
+    Args:
         most_shift: pixels of a side that a translation takes at full level.
     """
-
-    def affine(
-        matrix: Callable[[Image.Image, float, KeyedUniform], tuple[float, ...]],
-    ) -> Operation:
-        return lambda image, level, random: image.transform(
-            image.size,
-            Image.Transform.AFFINE,
-            matrix(image, level, random),
-            resample,
-            fillcolor=fill,
-        )
-
-    def shift(side: int, level: float, random: KeyedUniform) -> float:
-        return _signed(level * most_shift(side), random)
-
-    return (
-        lambda image, level, random: image.rotate(
-            _signed(level * 30, random), resample, fillcolor=fill
-        ),
-        affine(lambda _, level, random: (1, _signed(level * 0.3, random), 0, 0, 1, 0)),
-        affine(lambda _, level, random: (1, 0, 0, _signed(level * 0.3, random), 1, 0)),
-        affine(lambda image, level, random: (1, 0, shift(image.width, level, random), 0, 1, 0)),
-        affine(lambda image, level, random: (1, 0, 0, 0, 1, shift(image.height, level, random))),
-    )
+    return {
+        "rotate": lambda level, _, random: (_signed(level * 30, random),),
+        "shear_x": lambda level, _, random: (_signed(level * 0.3, random),),
+        "shear_y": lambda level, _, random: (_signed(level * 0.3, random),),
+        "translate_x": lambda level, s, random: (_signed(level * most_shift(s[1]), random),),
+        "translate_y": lambda level, s, random: (_signed(level * most_shift(s[0]), random),),
+    }
 
 
-_SPACES: Final[dict[str, tuple[Operation, ...]]] = {
-    "tensorflow": (
-        lambda image, *_: ImageOps.autocontrast(image),
-        lambda image, *_: ImageOps.equalize(image),
-        lambda image, *_: ImageOps.invert(image),
-        lambda image, level, _: _posterize(image, min(8, int(level * 4))),
-        lambda image, level, _: ImageOps.solarize(image, int(level * 256)),
-        _solarize_add,
-        _cutout,
-        *_enhance(lambda level, _: level * 1.8 + 0.1),
-        *_moves(Image.Resampling.NEAREST, _GREY, lambda _: _TRANSLATE_PIXELS),
-    ),
-    "timm": (
-        lambda image, *_: ImageOps.autocontrast(image),
-        lambda image, *_: ImageOps.equalize(image),
-        lambda image, *_: ImageOps.invert(image),
-        lambda image, level, _: _posterize(image, 4 - int(level * 4)),
-        lambda image, level, _: ImageOps.solarize(image, 256 - int(level * 256)),
-        _solarize_add,
-        *_enhance(lambda level, random: 1.0 + _signed(0.9 * level, random)),
-        *_moves(Image.Resampling.BICUBIC, _IMAGENET_MEAN, lambda side: _TRANSLATE_FRACTION * side),
-    ),
+_SPACES: Final[dict[str, dict[str, Numbers]]] = {
+    "tensorflow": {
+        **dict.fromkeys(("autocontrast", "equalize", "invert"), _none),
+        "posterize": _by_level(lambda level: min(8, int(level * 4))),
+        "solarize": _by_level(lambda level: int(level * 256)),
+        "solarize_add": _by_level(lambda level: int(level * 110)),
+        "cutout": _cut_place,
+        **dict.fromkeys(_BLENDED, _by_level(lambda level: level * 1.8 + 0.1)),
+        **_moves(lambda _: _TRANSLATE_PIXELS),
+    },
+    "timm": {
+        **dict.fromkeys(("autocontrast", "equalize", "invert"), _none),
+        "posterize": _by_level(lambda level: 4 - int(level * 4)),
+        "solarize": _by_level(lambda level: 256 - int(level * 256)),
+        "solarize_add": _by_level(lambda level: int(level * 110)),
+        **dict.fromkeys(_BLENDED, lambda level, _, random: (1.0 + _signed(0.9 * level, random),)),
+        **_moves(lambda side: _TRANSLATE_FRACTION * side),
+    },
 }
 """The operations of each space, in the order in which they are drawn."""

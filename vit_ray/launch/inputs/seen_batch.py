@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.format.labels import keys
 from vit_ray.data.images.crop_boxes import CropBox, draw_box
-from vit_ray.data.images.crops import decode
+from vit_ray.data.images.crops import decode, operations
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
@@ -46,6 +46,8 @@ class SeenImage:
     """Height and width of the stored image."""
     box: CropBox
     """What is cut out of it; mirrored or not."""
+    operations: tuple[str, ...] = ()
+    """Of RandAugment, on the crop, in this order: a name and its numbers."""
     instead_of: int | None = None
     """The sample that stood here and cannot be decoded."""
     partner: int | None = None
@@ -65,8 +67,9 @@ class SeenImage:
             "classes": [classes[label] for label in self.labels],
             "height": self.size[0], "width": self.size[1],
             **{name: float(value) for name, value in {**names, **sides}.items()},
-            "is_mirrored": self.box.is_flipped, "partner": self.partner,
-            "own_share": self.own_share, "instead_of": self.instead_of, "shard": self.shard,
+            "is_mirrored": self.box.is_flipped, "operations": list(self.operations),
+            "partner": self.partner, "own_share": self.own_share,
+            "instead_of": self.instead_of, "shard": self.shard,
             "row_group": self.row_group, "row": self.row,
         }  # fmt: skip
 
@@ -165,15 +168,16 @@ class SeenBatches:
 
     def _located(self, sample: int, epoch: int, step: int, place: int) -> SeenImage:
         """A sample of the data set, and the box that is cut out of it in an epoch."""
-        manifest, seed = self._spec.manifest, self._spec.seed
+        manifest, rng_key = self._spec.manifest, (self._spec.seed, epoch, sample)
         group = int(np.searchsorted(manifest.first_samples, sample, side="right")) - 1
         row = manifest.stored_row(group, sample - int(manifest.first_samples[group]))
         rows = self._reader.read_group(group)
+        drawn = tuple(map(str, operations(self._spec.augmentation, rng_key)))
         return SeenImage(
             step, place, sample, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
             manifest.files[int(manifest.file_index[group])].path,
             int(manifest.row_group[group]), row, rows.size(row),
-            draw_box(rows.size(row), self._spec.augmentation, (seed, epoch, sample)),
+            draw_box(rows.size(row), self._spec.augmentation, rng_key), drawn,
             content=bytes(rows.image(row)),
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from click.testing import CliRunner
+from mlflow import MlflowClient
 from PIL import Image
 
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
@@ -49,12 +51,12 @@ def file(recipe: Recipe, tmp_path: Path) -> str:
     return str(path)
 
 
-def begin(recipe: Recipe, **changes: Any) -> str:
-    """A run of the recipe with a checkpoint of step 7; its folder."""
+def begin(recipe: Recipe, run_id: str | None = None, **changes: Any) -> str:
+    """A run of the recipe with a checkpoint of step 7, of two ranks; its folder."""
     facts = {
         "recipe": recipe.with_changes(**changes).recorded(),
         "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
-        "global_batch_size": 16, "samples_seen": 7 * 16,
+        "global_batch_size": 16, "samples_seen": 7 * 16, "tracking_run_id": run_id,
     }  # fmt: skip
     return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
 
@@ -119,6 +121,63 @@ def test_a_run_is_shown_as_it_was_trained_and_with_the_loss_of_the_step(
     rows = pq.read_table("seen-step-4/batch.parquet").to_pylist()
     assert [row["sample"] for row in rows] == [one.sample for one in images]
     assert len(pixels) == 8
+
+
+def worked(log: MetricsLog, attempt: str, begin_s: float, size: int, first: int, last: int) -> None:
+    log.keep_work(
+        attempt=attempt, begin_s=begin_s, until_s=begin_s + 1, seconds={}, world_size=size,
+        first_step=first, last_step=last, num_steps=last - first,
+    )  # fmt: skip
+
+
+def test_a_rank_is_of_the_attempt_that_trained_the_step(recipe: Recipe, tmp_path: Path) -> None:
+    folder, outs = begin(recipe), iter(range(9))
+
+    def samples(*words: str) -> list[int]:
+        out = tmp_path / f"out{next(outs)}"
+        code, text = said(folder, *words, "--out", str(out))
+        assert code == 0, text
+        return pq.read_table(out / "batch.parquet")["sample"].to_pylist()  # type: ignore[no-any-return]
+
+    # Two ranks wrote the checkpoint of step 7.
+    assert samples("step=5", "rank=1") == samples("step=5", "rank=1/2")
+    log = MetricsLog(metrics_log_path(folder))
+    log.open(RunOpening(TrackingConfig(), recipe.name, log.path))
+    worked(log, "a", 1.0, 8, 0, 6)
+    worked(log, "b", 5.0, 4, 4, 7)  # from step 4 on, once more
+    assert samples("step=5", "rank=3") == samples("step=5", "rank=3/4")
+    assert samples("step=3", "rank=7") == samples("step=3", "rank=7/8")
+    code, text = said(folder, "step=3:5", "rank=1")
+    assert (code, "trained by 4 and 8 workers; give fewer steps" in text) == (2, True), text
+    code, text = said(folder, "step=5", "rank=4")
+    assert (code, "rank=4, of 4: give the rank" in text) == (2, True), text
+    code, text = said(folder, "step=9", "rank=1")
+    assert (code, "not known how many workers trained this step, or rank=1/8" in text) == (2, True)
+
+
+def test_the_loss_of_a_run_that_another_machine_recorded_is_in_mlflow(
+    recipe: Recipe, tmp_path: Path, empty_store: Path
+) -> None:
+    file = shutil.copy(empty_store, tmp_path / "mlflow.db")
+    client = MlflowClient(f"sqlite:///{file}")
+    run = client.create_run(client.create_experiment("e")).info.run_id
+    client.log_metric(run, "train/loss", 1.2345, step=5)
+
+    def shown(name: str, run_id: str) -> str:
+        folder = begin(
+            recipe.with_changes(name=name, tracking={"uri": f"sqlite:///{file}"}), run_id
+        )
+        code, text = said(folder, "step=4", "--out", str(tmp_path / f"out-{name}"))
+        assert code == 0, text
+        return text + (tmp_path / f"out-{name}" / "batch.html").read_text()
+
+    assert "Its loss was 1.2345" in shown("recorded", run)
+    found = shown("unknown", "0" * 32)
+    assert "without the loss of the step: MLflow at" in found
+    assert "Its loss was" not in found
+    Path(file).unlink()
+    assert "there is no file of runs" in shown("away", run)
+    assert not Path(file).exists()
 
 
 def test_the_steps_of_a_sample_by_number_and_by_key(recipe: Recipe) -> None:

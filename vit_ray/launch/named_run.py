@@ -10,12 +10,13 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from pyarrow.fs import FileType
 
-from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.checkpoint import Checkpoint, folder_name, open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE, step_of
@@ -24,8 +25,10 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.record.run_time import marks_of
+from vit_ray.measure.goodput import Work
 from vit_ray.storage import Location, locate
-from vit_ray.tracking.metrics_log import RUN_FOLDER
+from vit_ray.tracking.metrics_log import RUN_FOLDER, MetricsLog, metrics_log_path
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DECIDES_BATCHES: Final = (
@@ -78,6 +81,38 @@ class NamedRun:
                 f"{total:,} steps; give one from 0 to {total - 1}, or a range such as 100:110"
             )
         return steps
+
+    def world_size(self, steps: range) -> int:
+        """Workers of the attempt that trained some steps.
+
+        By the record of the run on this machine, or else by the next checkpoint, of which each rank
+        wrote a part.
+
+        Raises:
+            ValueError: it is not known, or not the same for all of the steps.
+        """
+        timeline = MetricsLog(metrics_log_path(self.recipe.run_folder)).timeline()
+        works = [mark for mark in marks_of(timeline) if isinstance(mark, Work)]
+        works.sort(key=lambda work: work.begin_s)
+        folder = locate(self.recipe.run_folder)
+        saved = sorted(number for number, _ in list_checkpoints(folder))
+
+        @cache
+        def ranks_of(number: int) -> int:
+            checkpoint = open_checkpoint(folder.child(folder_name(number)))
+            return len(checkpoint.shards) if checkpoint else 0
+
+        found = set[int]()
+        for step in steps:
+            sizes = [one.world_size for one in works if one.first_step <= step < one.last_step]
+            later = (ranks_of(number) for number in saved if number > step)
+            found.add(sizes[-1] if sizes else next(filter(None, later), 0))
+        if 0 in found:
+            raise ValueError("it is not known how many workers trained this step")
+        if len(found) > 1:
+            sizes_told = " and ".join(map(str, sorted(found)))
+            raise ValueError(f"these steps were trained by {sizes_told} workers; give fewer steps")
+        return found.pop()
 
 
 def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:

@@ -149,6 +149,21 @@ def reached_client(uri: str) -> MlflowClient:
     return client
 
 
+def recorded_values(uri: str, run_id: str, key: str) -> dict[int, float]:
+    """A metric of a run by step; a file of runs that is not there is not made.
+
+    Raises:
+        RuntimeError, TimeoutError: as `reached_client`, or the store does not have the run.
+    """
+    path = _sqlite_path(uri)
+    if path is not None and not path.exists():
+        raise RuntimeError(f"there is no file of runs {path} here; give its place as tracking.uri=")
+    client = reached_client(uri)
+    with asking(uri):
+        client.get_run(run_id)
+        return {point.step: point.value for point in client.get_metric_history(run_id, key)}
+
+
 def unusable(uri: str, error: Exception) -> RuntimeError:
     """The error of a store with which nothing can be done, without the address's secrets."""
     reason = redact_uri(str(error).strip(), uri).partition("\n")[0].rstrip(".")

@@ -70,7 +70,7 @@ def show_batch(
             _print_steps(run, batches, sample)
         return 0
     steps = run.checked_steps(_steps(own["step"]))
-    places = _places(own.get("rank"), run.recipe.train.global_batch_size)
+    places = _places(own.get("rank"), run, steps)
     costs = [batches.cost(step) for step in steps]
     groups, size = (sum(column) for column in zip(*costs, strict=True))
     is_remote = "://" in run.resolved.manifest.path
@@ -96,18 +96,27 @@ def _steps(text: str) -> range:
     return range(first, int(found[2]) if found[2] else first + 1)
 
 
-def _places(rank: str | None, batch: int) -> range:
-    """In the global batch, of a rank `r/n`."""
+def _places(rank: str | None, run: NamedRun, steps: range) -> range:
+    """In the global batch, of a rank `r/n`, or of `r` where it is known of how many."""
+    batch = run.recipe.train.global_batch_size
     if rank is None:
         return range(batch)
-    found = re.fullmatch(r"(\d+)/(\d+)", rank)
-    number, world = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not found or not number < world or batch % world:
+    found = re.fullmatch(r"(\d+)(?:/(\d+))?", rank)
+    number, world = (int(found[1]), int(found[2] or 0)) if found else (0, 0)
+    if found and not found[2]:
+        try:
+            world = run.world_size(steps)
+        except ValueError as error:
+            raise ValueError(f"rank={rank}: {error}, or rank={rank}/8 of 8 workers") from None
+        print(f"rank {number} of {world}", file=sys.stderr, flush=True)
+    if not world or not number < world or batch % world:
+        of = f", of {world}" if world else ""
         raise ValueError(
-            f"rank={rank}: give the rank and how many there are, such as rank=3/8, which divide "
-            f"train.global_batch_size={batch}"
+            f"rank={rank}{of}: give the rank and how many there are, such as rank=3/8, which "
+            f"divide train.global_batch_size={batch}"
         )
-    return range(number * batch // world, (number + 1) * batch // world)
+    share = batch // world
+    return range(number * share, (number + 1) * share)
 
 
 def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> list[int]:
@@ -144,7 +153,7 @@ def _write(
     is_with_originals: bool,
 ) -> None:
     recipe, classes = run.recipe, run.resolved.manifest.classes
-    losses = _losses(recipe.run_folder, steps)
+    losses = _losses(run, steps)
     rows, sections, drawn = [], [], list[tuple[UInt8Array, str]]()
     for step in steps:
         pixels, images = batches.read(step, places)
@@ -251,13 +260,22 @@ def _write_originals(images: Sequence[SeenImage], folder: Path) -> None:
         (folder / f"{one.sample}-{name}").write_bytes(one.content)
 
 
-def _losses(run_folder: str, steps: range) -> dict[int, float]:
-    """Loss of the steps that were logged on this machine."""
-    log, offset, found = MetricsLog(metrics_log_path(run_folder)), 0, dict[int, float]()
+def _losses(run: NamedRun, steps: range) -> dict[int, float]:
+    """Loss of the steps that were logged: on this machine, or else in MLflow."""
+    log, offset = MetricsLog(metrics_log_path(run.recipe.run_folder)), 0
+    logged = dict[int, float]()
     while some := log.read(offset):
         offset = some[-1][1]
         for record, _ in some:
-            step = record.get("step", 0) - 1  # MLflow's steps count what is done
-            if record["kind"] == "metrics" and step in steps and TRAIN_LOSS in record["values"]:
-                found[step] = record["values"][TRAIN_LOSS]
-    return found
+            if record["kind"] == "metrics" and TRAIN_LOSS in record["values"]:
+                logged[record["step"]] = record["values"][TRAIN_LOSS]
+    run_id = run.newest.position.tracking_run_id if run.newest else None
+    if not offset and run_id is not None:
+        from vit_ray.tracking.mlflow_client import recorded_values  # MLflow: seconds
+
+        try:
+            logged = recorded_values(run.recipe.tracking.uri, run_id, TRAIN_LOSS)
+        except (RuntimeError, TimeoutError) as error:
+            print(f"without the loss of the step: {error}", file=sys.stderr)
+    # MLflow's steps count what is done.
+    return {step: logged[step + 1] for step in steps if step + 1 in logged}

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.checkpoints.written import flip
+from tests.data.damage import damage
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
@@ -18,6 +19,8 @@ from vit_ray.commands.trained.verify_run import _Order
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.inputs.rank_batches import training_batches
+from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.named_run import find_run
 from vit_ray.storage import locate
 
@@ -66,6 +69,23 @@ def test_other_samples_are_named_by_their_steps(recipe: Recipe) -> None:
     assert "step 7: steps 4 to 6 were fed other samples than the order has" in text
 
 
+def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
+    recipe: Recipe, sets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "set").mkdir()
+    for file in (sets / "large").iterdir():
+        (tmp_path / "set" / file.name).write_bytes(file.read_bytes())
+    planned = SeenBatches(resolve_run(recipe)).planned(5)
+    bad = int(planned[3])
+    damage(open_dataset(str(tmp_path / "set")), group=bad // 8, rows=[bad % 8])
+    data = {"train": str(tmp_path / "set"), "max_bad_fraction": 0.1}
+    recipe = recipe.with_changes(data=data)
+    assert bad not in training_batches(recipe)[5]["sample"]
+    code, text = said(begin(recipe, received(recipe, 4, 7)))
+    assert (code, "in order, with neighbours of images that cannot" in text) == (0, True), text
+    assert said(begin(recipe.with_changes(name="other"), received(recipe, 3, 6)))[0] == 1
+
+
 def test_a_run_on_one_batch_had_it_in_each_step(recipe: Recipe) -> None:
     first = training_batches(recipe)[0]["sample"]
     places = range(4 * len(first), 7 * len(first), len(first))
@@ -75,7 +95,8 @@ def test_a_run_on_one_batch_had_it_in_each_step(recipe: Recipe) -> None:
 
 
 def test_digests_of_two_checkpoints_are_of_the_same_order(recipe: Recipe) -> None:
-    order = _Order(find_run(begin(recipe, "")))
+    batches = SeenBatches(find_run(begin(recipe, "")).resolved)
+    order = _Order(batches.planned, recipe.train.global_batch_size)
     for first, end in ((4, 6), (0, 6), (4, 9), (4, 9)):
         assert f"{order.digest(first, end):016x}" == received(recipe, first, end)
 

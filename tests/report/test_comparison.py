@@ -8,6 +8,7 @@ from mlflow.tracking import MlflowClient
 from scipy import stats
 
 from tests.tracking.stored_runs import store_run
+from vit_ray.config.branch_origin import TAG
 from vit_ray.report.comparison import compare
 
 # Top-1 of the two seeds of each row, in either study.
@@ -252,3 +253,18 @@ def test_the_headline_says_which_side_is_better_and_in_which_keys_they_differ(st
     assert store.compare("a", "b").headline() == [
         "a is 10.00 points better than b in top-1 accuracy; they differ in optim.lr."
     ]
+
+
+def test_a_fork_names_its_parent_and_its_curve_begins_where_they_part(store):
+    ids = [store.run("parent"), store.run("fork", tags={TAG: "parent at step 4"})]
+    for run_id, first in zip(ids, (1, 5), strict=True):
+        for step in range(first, 9):
+            store.client.log_metric(run_id, "train/loss", 9 / step, step=step)
+    sides, *_, curves = store.compare("parent", "fork").sections()
+    (table,) = sides.tables
+    at = [column.title for column in table.columns].index("branched from")
+    assert [row[at] for row in table.rows] == [None, "parent at step 4"]
+    (chart,) = curves.charts
+    assert [one.points[0].x for one in chart.series] == [1, 5]
+    plain = store.compare("parent", "parent").sections()[0].tables[0]
+    assert "branched from" not in [column.title for column in plain.columns]

@@ -19,6 +19,7 @@ from typing import Final
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from vit_ray.config.branch_origin import TAG
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
     DEV_GROUP,
@@ -157,13 +158,14 @@ class Comparison:
 
     def sections(self) -> list[Section]:
         """For the page; the first three are printed, too."""
-        heads = ("side", "run", "kind", "status", "experiment", "run id")
+        heads = ("side", "run", "kind", "branched from", "status", "experiment", "run id")
         sides = [("A", self.a), ("B", self.b)]
         rows = [
             [
                 letter,
                 s.root.name,
                 s.kind,
+                s.root.tags.get(TAG),
                 s.root.status.lower(),
                 s.archive.experiment,
                 s.root.run_id,
@@ -181,7 +183,8 @@ class Comparison:
         ]
         return [
             Section(
-                "Sides", tables=[Table("What is compared", [*map(Column, heads)], rows, links)]
+                "Sides",
+                tables=[Table("What is compared", [*map(Column, heads)], rows, links).used()],
             ),
             Section(
                 "Recipe",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,12 @@ from tests.launch.inputs.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.commands.cli import vit_ray
+from vit_ray.commands.trained import batch
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.data import open_dataset
 from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 
@@ -121,6 +125,37 @@ def test_a_run_is_shown_as_it_was_trained_and_with_the_loss_of_the_step(
     rows = pq.read_table("seen-step-4/batch.parquet").to_pylist()
     assert [row["sample"] for row in rows] == [one.sample for one in images]
     assert len(pixels) == 8
+
+
+def test_the_cost_of_each_stage_by_a_clock_that_ticks_when_it_is_read(
+    sets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: float(next(ticks)))
+    resolved = resolve_run(recipe_on(sets))
+    groups, _ = SeenBatches(resolved).cost(3)
+    samples = SeenBatches(resolved).planned(3)
+    stored = sum(min(8, 70 - 8 * group) for group in {int(one) // 8 for one in samples})
+    found = stream_cost(resolved, 3)
+    # A row group takes a tick to read and one to check, which is taken off; an image one a stage.
+    assert found == {
+        "read": 0.0, "check": pytest.approx(groups / stored + 1), "draw": 2 / 16, "decode": 1.0,
+        "crop": 1.0, "augment": 1.0, "copy": 1 / 16,
+    }  # fmt: skip
+
+
+def test_the_cost_is_printed_and_nothing_written(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "stream_cost", lambda *_: dict.fromkeys(STAGES, 0.001))
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    code, text = said(file, "step=0:2", "--time")
+    assert code == 0, text
+    assert "decode         1.000   14.3%" in text
+    assert "all            7.000    100%  143 images/s of one core" in text
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def worked(log: MetricsLog, attempt: str, begin_s: float, size: int, first: int, last: int) -> None:

@@ -272,9 +272,9 @@ vit_ray = _Names(
         ),
         _plain(
             "The images of a step as the model sees them, on a page: "
-            "`vit-ray batch SOURCE step=100` (counted from 0; or 100:110; rank=3/8). SOURCE is a "
-            "recipe, the folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` or "
-            "`key=KEY` lists the steps that an image is in. Further words change the recipe.",
+            "`vit-ray batch SOURCE step=100` (counted from 0; or 100:110; rank=3, or 3/8). SOURCE "
+            "is a recipe, the folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` "
+            "or `key=KEY` lists the steps that an image is in. Further words change the recipe.",
             "vit_ray.commands.trained.batch:show_batch",
             click.Argument(["source"]),
             click.Argument(["words"], nargs=-1, required=True),
@@ -286,6 +286,11 @@ vit_ray = _Names(
             ),
             click.Option(
                 ["--large", "is_large"], is_flag=True, help="Read more than 1 GiB of a bucket."
+            ),
+            click.Option(
+                ["--time", "is_timed"],
+                is_flag=True,
+                help="Write nothing; print what reading, decoding and cropping an image costs.",
             ),
             _MODULES,
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from PIL import Image, ImageDraw
 from vit_ray.config.secrets import redact
 from vit_ray.evaluate.contact_sheet import SIDE, sheet, square, strip
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage, UInt8Array
+from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.metric_names import TRAIN_LOSS
 from vit_ray.own_parts import trust_modules
@@ -41,6 +43,7 @@ def show_batch(
     out: str | None,
     is_with_originals: bool,
     is_large: bool,
+    is_timed: bool,
     modules: Sequence[str],
 ) -> int:
     """Write the page, the picture and the tables, and print where; or the steps of a sample.
@@ -52,6 +55,7 @@ def show_batch(
         out: folder to write; None for one named after the run and the step.
         is_with_originals: write the stored files, too.
         is_large: read however many bytes it takes.
+        is_timed: write nothing, and print what each stage of the stream costs.
         modules: of the user's own parts, which may be imported.
 
     Raises:
@@ -80,6 +84,9 @@ def show_batch(
             f"{size / 2**30:.1f} GiB would be read from {run.resolved.manifest.path}; give fewer "
             "steps, or --large"
         )
+    if is_timed:
+        _print_cost(run, steps)
+        return 0
     folder = Path(out or f"{run.recipe.name}-step-{own['step'].replace(':', '-')}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give another folder as --out")
@@ -117,6 +124,20 @@ def _places(rank: str | None, run: NamedRun, steps: range) -> range:
         )
     share = batch // world
     return range(number * share, (number + 1) * share)
+
+
+def _print_cost(run: NamedRun, steps: range) -> None:
+    """What each stage costs, over all images of the steps."""
+    costs = [stream_cost(run.resolved, step) for step in steps]
+    spent_s = {stage: statistics.fmean(one[stage] for one in costs) for stage in STAGES}
+    whole_s = sum(spent_s.values())
+    print(f"{'stage':<8}{'ms an image':>12}{'share':>8}")
+    for stage, s in spent_s.items():
+        print(f"{stage:<8}{1e3 * s:>12.3f}{s / whole_s:>8.1%}")
+    print(
+        f"{'all':<8}{1e3 * whole_s:>12.3f}{1:>8.0%}  {1 / whole_s:,.0f} images/s of one core, "
+        "without Ray's own work"
+    )
 
 
 def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> list[int]:

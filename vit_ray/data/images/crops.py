@@ -111,6 +111,17 @@ def cut_crop(
     Raises:
         BadImageError: if the bytes cannot be decoded, or are of an image of another size.
     """
+    return resized(*decoded(image, box, augmentation), augmentation, out)
+
+
+def decoded(
+    image: StoredImage, box: CropBox, augmentation: Augmentation
+) -> tuple[UInt8Array, CropBox]:
+    """The pixels that a crop is made of, and the box in them, for `resized`.
+
+    Raises:
+        BadImageError: as `cut_crop`.
+    """
     if augmentation.border:
         pixels = decode(image.content)
     else:
@@ -125,10 +136,10 @@ def cut_crop(
                 first_row, first, *_ = wanted.bounds(image.size, scale)
                 sides = box.top / scale - first_row, box.left / scale - first
                 scaled = CropBox(*sides, box.height / scale, box.width / scale, box.is_flipped)
-                return _resized(part[top:bottom, left:right], scaled, augmentation, out)
+                return part[top:bottom, left:right], scaled
         pixels = _decode_other(image.content)
     _check_size(image, pixels.shape[:2])
-    return _resized_box(_within_border(pixels, augmentation.border), box, augmentation, out)
+    return _looked_at(pixels, box, augmentation), box
 
 
 def _with_surroundings(
@@ -207,7 +218,7 @@ def _crop_pixels(
     pixels: UInt8Array, augmentation: Augmentation, rng_key: tuple[int, int, int], out: UInt8Array
 ) -> UInt8Array:
     box = draw_box(pixels.shape[:2], augmentation, rng_key)
-    return _resized_box(_within_border(pixels, augmentation.border), box, augmentation, out)
+    return resized(_looked_at(pixels, box, augmentation), box, augmentation, out)
 
 
 def _within_border(pixels: UInt8Array, border: int) -> UInt8Array:
@@ -262,16 +273,16 @@ def _decode_other(image: bytes | memoryview) -> UInt8Array:
         raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error
 
 
-def _resized_box(
-    pixels: UInt8Array, box: CropBox, augmentation: Augmentation, out: UInt8Array
-) -> UInt8Array:
+def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:
+    """Of a whole image within its border what a crop is made of: of an exact one, all."""
+    pixels = _within_border(pixels, augmentation.border)
     if augmentation.is_exact:
-        return resize_exactly(pixels, box, out)
+        return pixels
     top, left, bottom, right = box.bounds(pixels.shape[:2])
-    return _resized(pixels[top:bottom, left:right], box, augmentation, out)
+    return pixels[top:bottom, left:right]
 
 
-def _resized(
+def resized(
     crop: UInt8Array, box: CropBox, augmentation: Augmentation, out: UInt8Array
 ) -> UInt8Array:
     """All of some pixels; of an exact crop, the rectangle of them that `box` is."""

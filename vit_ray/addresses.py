@@ -1,9 +1,12 @@
-"""Which addresses of storage can be used, by their text alone: needs no library."""
+"""Which addresses of storage and MLflow can be used, as far as that takes no library."""
 
+from pathlib import Path
 from typing import Final
 
 PLACEHOLDER: Final = "s3://BUCKET"
 """In shipped recipes, which leave the place of data and runs to their user."""
+_SQLITE: Final = b"SQLite format 3\0"
+"""How its files begin (sqlite.org/fileformat.html); one without a table yet is empty."""
 
 
 def is_placeholder(path: str) -> bool:
@@ -44,3 +47,24 @@ def check_address(path: str) -> None:
             f"an address with the scheme {path.partition('://')[0]!r} has a scheme that is not "
             "served; use a local path or s3://bucket/folder"
         )
+
+
+def require_store(uri: str) -> None:
+    """A report reads; it must not leave an empty database where a path was mistyped.
+
+    Raises:
+        ValueError: the address is of a SQLite file that does not exist, or of another file.
+    """
+    if not uri.startswith("sqlite:///"):
+        return
+    path, what = Path(uri.removeprefix("sqlite:///").partition("?")[0]), "no such file"
+    if path.is_file():
+        with path.open("rb") as file:
+            begins = file.read(len(_SQLITE))
+        if begins in (b"", _SQLITE):
+            return
+        what = "the file is not a database"
+    raise ValueError(
+        f"tracking.uri={uri}: {what}; give the MLflow database of the runs, such as "
+        "sqlite:///mlflow.db, or the address of a server"
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +137,7 @@ MISTAKES = [
     ("export mine.yaml export.path=x.npz init_from=note.txt", "only .npz and .safetensors are"),
     (
         "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
-        "no readable image .*give a folder",
+        "inspect.images='note.txt' is no folder; give a folder of images",
     ),
     ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder; give a metrics.jsonl"),
@@ -147,7 +149,7 @@ MISTAKES = [
     ("plan digits model.depth=1000000000", "model.depth=1000000000: Input should be less than or"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file; give the MLflow"),
     ("report mine.yaml tracking.uri=runs", "a path is no address of MLflow.s; give sqlite"),
-    ("report mine.yaml tracking.uri=sqlite:///text.db", "cannot be used: .*not a database; .*give"),
+    ("report mine.yaml tracking.uri=sqlite:///text.db", "text.db: the file is not a data"),
     ("report mine.yaml tracking.uri=http://127.0.0.1:9", "cannot be used: .*refused.*give"),
     ("report mine.yaml tracking.uri=foo://x", "foo:// is no address of MLflow"),
 ]
@@ -375,6 +377,26 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_starts(
 ) -> None:
     (newcomers_folder / "sets").symlink_to(sets)
     _told_in_one_message(words, told, newcomers_folder)
+
+
+NEEDS_LIBRARIES = {"report mine.yaml tracking.uri=http://127.0.0.1:9"}
+"""Only MLflow's client can tell what is wrong with a server."""
+TOLD_ALONE = """
+import contextlib, io, sys
+from vit_ray.commands.cli import vit_ray
+for line in sys.stdin.read().splitlines():
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        vit_ray.main(line.split(), prog_name="vit-ray")
+    loaded = {"torch", "ray", "mlflow", "deepspeed"} & set(sys.modules)
+    if loaded:
+        sys.exit(f"{line}: {loaded}")
+"""
+
+
+def test_a_mistake_is_told_without_torch_ray_and_mlflow(newcomers_folder: Path) -> None:
+    lines = [words for words, _ in MISTAKES if words not in NEEDS_LIBRARIES]
+    command = [sys.executable, "-c", TOLD_ALONE]
+    subprocess.run(command, input="\n".join(lines), text=True, check=True, cwd=newcomers_folder)
 
 
 def _told_in_one_message(words: str, told: str, folder: Path) -> None:

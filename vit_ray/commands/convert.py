@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import platform
 
-from vit_ray.config import Recipe, require
-from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.config import Recipe
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.convert.commit import ConvertReport
-from vit_ray.data.prepare.convert.conversion import check_conversion, convert
+from vit_ray.data.prepare.convert.conversion import convert
+from vit_ray.data.prepare.convert.destination import convert_of
 from vit_ray.data.prepare.estimate import estimate_conversion, num_cores
 from vit_ray.data.prepare.progress import clock
 from vit_ray.launch.cluster.connection import connect
@@ -21,7 +21,6 @@ def run_convert(recipe: Recipe) -> int:
         ValueError: the recipe has no `convert` section, or the source is wrong.
     """
     config = convert_of(recipe)
-    check_conversion(config)
     connect(recipe)
     report = convert(config, recipe.seed)
     for what, names in report.fields.items():
@@ -43,7 +42,6 @@ def describe_conversion(recipe: Recipe) -> str:
         ValueError: as `run_convert`, but for what only all images show.
     """
     config = convert_of(recipe)
-    check_conversion(config)
     plan = estimate_conversion(config, recipe.seed)
     about, least = ("", "") if plan.is_exact else ("about ", "at least ")
     parts = f"{plan.num_counted:,} of {plan.num_parts:,} parts counted"
@@ -77,16 +75,3 @@ def rejected_text(report: ConvertReport) -> str:
     if report.num_damaged:
         text += f"; {report.num_damaged} damaged files kept ({DAMAGED_FILE})"
     return text
-
-
-def convert_of(recipe: Recipe) -> ConvertConfig:
-    """The recipe's conversion.
-
-    Raises:
-        ValueError: it has none.
-    """
-    hint = (
-        "convert.source and convert.destination, such as "
-        "convert='{source: images/, destination: data/}'"
-    )
-    return require(recipe.convert, "convert", hint)

@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from vit_ray.addresses import check_address, is_placeholder
+from vit_ray.addresses import check_address, is_placeholder, require_store
 from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.ray_address import host_and_port
@@ -75,7 +75,12 @@ def check_places(command: Command, recipe: Recipe) -> None:
                 if key != "init_from" and path.startswith(_BUCKETS):
                     check_address(path)
                 continue
-            if (place := Path(path).expanduser()).exists():
+            place = Path(path).expanduser()
+            if key == "inspect.images":
+                if not place.is_dir():
+                    raise ValueError(f"{key}={path!r} is no folder; give a folder of images")
+                continue
+            if place.exists():
                 is_run = key == "verify.path" and any(place.glob("step-*"))
                 is_other = is_run or key in ("convert.source", "init_from")
                 if not is_other and not (place / _MANIFEST).exists():
@@ -112,6 +117,14 @@ def check_places(command: Command, recipe: Recipe) -> None:
         recipe.check_shares()
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):
         host_and_port(address)
+
+
+def check_store(recipe: Recipe) -> None:
+    """
+    Raises:
+        ValueError: as `require_store`.
+    """
+    require_store(recipe.tracking.uri)
 
 
 def _has_begun(recipe: Recipe) -> bool:

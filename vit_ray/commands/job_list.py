@@ -38,6 +38,8 @@ class Command:
     """Recipe and overrides of an example."""
     plan: str | None = None
     """`module:function`, which returns the text of `--dry-run`."""
+    check: str | None = None
+    """`module:function`, called first: refuses what can be without the imports of the others."""
     needs: tuple[str, ...] = ()
     """Keys that the recipe must set, checked before anything is imported."""
     opens: tuple[str, ...] = ()
@@ -50,11 +52,17 @@ class Command:
 
     def run(self, recipe: Recipe) -> int | None:
         """Do it."""
+        self._check(recipe)
         return pkgutil.resolve_name(self.main)(recipe)
 
     def describe(self, recipe: Recipe) -> str:
         """What it would do; starts nothing."""
+        self._check(recipe)
         return pkgutil.resolve_name(self.plan)(recipe) if self.plan else ""
+
+    def _check(self, recipe: Recipe) -> None:
+        if self.check:
+            pkgutil.resolve_name(self.check)(recipe)
 
 
 _ALL = (
@@ -65,6 +73,7 @@ _ALL = (
         ("convert", "seed"),
         "cifar10 convert.source=IMAGES/train",
         "vit_ray.commands.convert:describe_conversion",
+        "vit_ray.data.prepare.convert.destination:check_conversion",
         needs=("convert",),
         opens=("convert.source",),
     ),
@@ -195,6 +204,7 @@ _ALL = (
         "vit_ray.commands.report:report_page",
         ("report", "name", "output", "tracking", "plan.price_per_gpu_hour"),
         "digits",
+        check="vit_ray.commands.early_checks:check_store",
         verbs={"compare": "vit_ray.commands.trained.compare:compare_words"},
     ),
     Command(
@@ -252,6 +262,7 @@ _ALL = (
         ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking"),
         "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
         needs=("inspect", "init_from"),
+        opens=("inspect.images",),
     ),
     Command(
         "doctor",

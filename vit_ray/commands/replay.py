@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vit_ray.tracking.tracker import replay
+from vit_ray.tracking.metrics_log import check_replay
 
 
 def run_replay(log: Path, uri: str) -> int:
@@ -14,6 +14,9 @@ def run_replay(log: Path, uri: str) -> int:
     Raises:
         ValueError: there is no such log, or the address is none.
     """
+    check_replay(log, uri)
+    from vit_ray.tracking.tracker import replay  # with MLflow, which takes seconds
+
     done = replay(log, uri)
     print(f"{done.num_points} points were new")
     for refused in done.refused:

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Final
 
+from vit_ray.addresses import require_store
 from vit_ray.config import Recipe
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
-from vit_ray.report.runs import require_store
 from vit_ray.tracking.metrics_log import RUN_FOLDER
 from vit_ray.tracking.mlflow_client import asking, reached_client
 from vit_ray.tracking.past_runs import runs_of_name

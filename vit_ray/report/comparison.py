@@ -19,6 +19,7 @@ from typing import Final
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from vit_ray.addresses import require_store
 from vit_ray.config.branch_origin import TAG
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
@@ -42,7 +43,6 @@ from vit_ray.report.runs import (
     TRANSFER,
     Archive,
     RecordedRun,
-    require_store,
 )
 from vit_ray.report.statistics.accuracies import ACCURACIES, accuracy_name, studied, trainings
 from vit_ray.report.statistics.groups import TRAINING_IMAGES, Group, differences, differing_keys

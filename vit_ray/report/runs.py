@@ -17,6 +17,7 @@ from mlflow.entities import Experiment, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from vit_ray.addresses import require_store
 from vit_ray.config.model_family import model_family
 from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
@@ -531,17 +532,3 @@ def with_origins(
         if run.origin is not None:
             tuned.setdefault(run.origin.run_id, []).append(run)
     return [replace(run, tuned=tuple(tuned.get(run.run_id, ()))) for run in with_own]
-
-
-def require_store(uri: str) -> None:
-    """A report reads; it must not leave an empty database where a path was mistyped.
-
-    Raises:
-        ValueError: the address is of a SQLite file that does not exist.
-    """
-    path = uri.removeprefix("sqlite:///")
-    if path != uri and not Path(path).is_file():
-        raise ValueError(
-            f"tracking.uri={uri}: no such file; give the MLflow database of the runs, "
-            "such as sqlite:///mlflow.db, or the address of a server"
-        )

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -413,6 +414,18 @@ def metrics_log_path(run_folder: str) -> Path:
     folder = locate(run_folder)
     home = Path() if folder.is_local else Path.home() / ".cache" / "vit_ray"
     return home / folder.path / "metrics.jsonl"
+
+
+def check_replay(log_path: Path, uri: str) -> None:
+    """
+    Raises:
+        ValueError: the log is a folder, or the address is none to replay to.
+    """
+    is_none = "://" not in uri and uri not in ("databricks", "uc")
+    if is_none or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # of memory, which ends with replay
+        raise ValueError(f"URI {uri!r} is no address; give sqlite:///mlflow.db or http://HOST:PORT")
+    if log_path.is_dir():
+        raise ValueError(f"log {str(log_path)!r} is a folder; give a metrics.jsonl file in it")
 
 
 def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:

@@ -9,7 +9,6 @@ with the original times. Nothing here knows Ray.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from vit_ray.tracking.metrics_log import (
     Record,
     RunOpening,
     Status,
+    check_replay,
 )
 from vit_ray.tracking.mlflow_api import MlflowException
 from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri, unusable
@@ -387,11 +387,7 @@ def replay(log_path: Path, uri: str) -> Replayed:
         ValueError: no such log, or the file is none.
         RuntimeError: MLflow cannot be used at this address.
     """
-    is_none = "://" not in uri and uri not in ("databricks", "uc")
-    if is_none or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # of memory, which ends with replay
-        raise ValueError(f"URI {uri!r} is no address; give sqlite:///mlflow.db or http://HOST:PORT")
-    if log_path.is_dir():
-        raise ValueError(f"log {str(log_path)!r} is a folder; give a metrics.jsonl file in it")
+    check_replay(log_path, uri)
     log = MetricsLog(log_path)
     first = log.first_start()
     if first is None:

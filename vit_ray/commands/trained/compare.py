@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from vit_ray.addresses import require_store
 from vit_ray.commands.tables.printed_tables import print_table
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import recipe_without_file
 from vit_ray.report.comparison import compare, write_comparison
-from vit_ray.report.runs import require_store
 from vit_ray.tracking.metrics_log import metrics_log_path
 from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client
 

@@ -17,15 +17,14 @@ import numpy as np
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.manifest import Manifest, keep_manifest, open_dataset
 from vit_ray.data.format.schema import (
-    DAMAGED_FILE,
     MANIFEST_FILE,
-    REJECTED_FILE,
     REPORT_FILE,
     SOURCE_FILE,
     STAGING_FOLDER,
     VERSIONS_FOLDER,
     shard_name,
 )
+from vit_ray.data.prepare.convert.destination import LISTS, PLAN
 from vit_ray.data.prepare.convert.shard_images import written_bytes
 from vit_ray.data.prepare.convert.shard_lists import ShardRows, shuffled_rows, write_shard_lists
 from vit_ray.data.prepare.convert.source_record import (
@@ -48,10 +47,8 @@ _MIB: Final = 1 << 20
 _SAMPLED: Final = 256
 """Images that are read, and shrunk, to learn the mean size: it is right within 5 to 10 %."""
 _SAMPLED_PER_TASK: Final = 32
-PLAN: Final = "plan.json"
 RESULT: Final = "shard-{:06d}.json"
 """File of the result of a shard in the staging folder."""
-LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
 STAGING_VERSION: Final = 6
 """Of what the staging folder holds; raised when a restart could not read it."""
 _DO_NOT_DECIDE: Final = {

@@ -22,18 +22,16 @@ from vit_ray.data.format.manifest import (
 )
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
-    CHECKSUMS_FILE,
     DAMAGED_FILE,
-    MANIFEST_FILE,
     REJECTED_FILE,
     REJECTED_SCHEMA,
     REPORT_FILE,
-    SOURCE_FILE,
     STAGING_FOLDER,
     VERSIONS_FOLDER,
 )
 from vit_ray.data.format.sidecars import write_checksums
-from vit_ray.data.prepare.conversion_plan import LISTS, RESULT, Plan
+from vit_ray.data.prepare.conversion_plan import RESULT, Plan
+from vit_ray.data.prepare.convert.destination import HALF_WRITTEN, LISTS, OUTPUT
 from vit_ray.data.prepare.convert.make_shards import ShardResult
 from vit_ray.data.prepare.convert.source_record import read_record
 from vit_ray.data.prepare.convert.staged_files import (
@@ -47,11 +45,6 @@ from vit_ray.storage import Location
 _LOG: Final = logging.getLogger(__name__)
 _THREADS: Final = 16
 _REJECTED_SHOWN: Final = 1000
-HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
-"""What `AtomicOutput` appends to a file's name."""
-_SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
-OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
-"""Names that a conversion gives to files; others are somebody else's."""
 _MIB: Final = 1 << 20
 _SHARE_SORTED: Final = 0.5
 """Of the further classes that a row group of rows in random order would have; with fewer they are

@@ -9,23 +9,22 @@ row group and a piece of the index.
 """
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from pyarrow import fs
-
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.manifest import open_dataset
 from vit_ray.data.format.schema import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
-from vit_ray.data.prepare.conversion_plan import PLAN, Plan, plan_conversion, settings_of
-from vit_ray.data.prepare.convert.commit import (
-    HALF_WRITTEN,
-    OUTPUT,
-    ConvertReport,
-    commit,
-    report_of,
+from vit_ray.data.prepare.conversion_plan import Plan, plan_conversion, settings_of
+from vit_ray.data.prepare.convert.commit import ConvertReport, commit, report_of
+from vit_ray.data.prepare.convert.destination import (
+    PLAN,
+    STAGED,
+    check_apart,
+    check_free,
+    foreign_files,
+    staged_files,
 )
 from vit_ray.data.prepare.convert.make_shards import make_shards
 from vit_ray.data.prepare.convert.source_record import (
@@ -37,19 +36,12 @@ from vit_ray.data.prepare.convert.source_record import (
 from vit_ray.data.prepare.convert.staged_files import read_facts
 from vit_ray.data.prepare.in_place import check_in_place
 from vit_ray.data.prepare.sources.columns import check_columns
-from vit_ray.data.prepare.sources.entries import relative
-from vit_ray.data.prepare.sources.formats import list_units
 from vit_ray.data.prepare.sources.label_map import check_names
-from vit_ray.data.prepare.sources.patterns import is_pattern
 from vit_ray.data.prepare.sources.source_index import units_of
-from vit_ray.lock import HeldError, LockLostError, hold_lock, is_lock_file
+from vit_ray.lock import HeldError, LockLostError, hold_lock
 from vit_ray.storage import Location, locate
 
 _LOG: Final = logging.getLogger(__name__)
-_STAGED: Final = re.compile(
-    r"(settings|plan|source|rejected|damaged|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
-    rf"({HALF_WRITTEN})?"
-)
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
@@ -70,8 +62,8 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     folder = locate(config.destination)
     check_names(config.classes or (), "convert.classes")
     check_columns(config.columns)
-    _check_apart(config)
-    _check_free(folder)
+    check_apart(config)
+    check_free(folder)
     if config.in_place:
         check_in_place(config, folder)
     staging = folder.child(STAGING_FOLDER)
@@ -81,7 +73,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     try:
         with _alone(folder) as lock_number:
             is_held = True
-            _check_free(folder)  # again: another conversion may have ended meanwhile
+            check_free(folder)  # again: another conversion may have ended meanwhile
             planned = _Planned(folder)
             if planned.is_committed:
                 planned.delete()
@@ -94,25 +86,11 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
                 _Planned(folder).delete_unlisted()
     except ValueError:
         # What holds nothing but the lock of a conversion that was refused is no use to a set.
-        if is_held and folder.child(MANIFEST_FILE).exists() and not _staged_files(staging):
+        if is_held and folder.child(MANIFEST_FILE).exists() and not staged_files(staging):
             staging.delete()
         raise
     _delete_staging(staging)
     return report or report_of(folder)
-
-
-def check_conversion(config: ConvertConfig) -> None:
-    """Refuse what can be seen without opening images, before Ray starts.
-
-    Raises:
-        ValueError: there is nothing at the source, it is a file of no known format, or the
-            destination is taken or in the source. What is in a folder is seen by the conversion.
-    """
-    source = config.source
-    if is_pattern(source) or locate(source).info().type != fs.FileType.Directory:
-        list_units(source, config.format, config.split)
-    _check_apart(config)
-    _check_free(locate(config.destination))
 
 
 class _Planned:
@@ -145,13 +123,13 @@ class _Planned:
         if self._plan is not None:
             self.delete_unlisted()
             staging = self._folder.child(STAGING_FOLDER)
-            for name in sorted(_staged_files(staging), key=lambda name: name == PLAN):
-                if _STAGED.fullmatch(name):
+            for name in sorted(staged_files(staging), key=lambda name: name == PLAN):
+                if STAGED.fullmatch(name):
                     staging.child(name).delete()
 
 
 def _delete_staging(staging: Location) -> None:
-    if foreign := _foreign_files(staging):
+    if foreign := foreign_files(staging):
         _LOG.warning("%s stays: it holds %r, which is not ours", staging.uri, foreign[0])
     else:
         staging.delete()
@@ -175,50 +153,6 @@ def _alone(folder: Location) -> Iterator[int]:
         ) from error
     except LockLostError as error:
         raise ValueError(f"convert.destination={folder.uri!r}: {error}") from error
-
-
-def _check_apart(config: ConvertConfig) -> None:
-    """Refuse a destination in the source, where the conversion would index its own files."""
-    source, folder = locate(config.source).uri, locate(config.destination).uri
-    if not config.in_place and f"{folder}/".startswith(f"{source.rstrip('/')}/"):
-        raise ValueError(
-            f"convert.destination={config.destination!r} is in convert.source={config.source!r}; "
-            "choose a folder outside the source"
-        )
-
-
-def _check_free(folder: Location) -> None:
-    """Refuse files that are somebody else's and that ours would replace."""
-    folder.refuse_file_in_its_place("convert.destination")
-    names = {info.base_name for info in folder.list_files(recursive=False)}
-    staging = folder.child(STAGING_FOLDER)
-    if foreign := _foreign_files(staging):
-        raise ValueError(
-            f"{staging.uri!r} holds {foreign[0]!r}, which no conversion has put there; choose "
-            f"another convert.destination, or move it away"
-        )
-    if staging.child(PLAN).exists() or {MANIFEST_FILE, SOURCE_FILE} <= names:
-        return
-    if MANIFEST_FILE in names:
-        raise ValueError(
-            f"convert.destination={folder.uri!r} already holds a data set, without {SOURCE_FILE}, "
-            "which says what it was made of; choose another folder or delete it first"
-        )
-    if taken := sorted(name for name in names if re.fullmatch(OUTPUT, name)):
-        raise ValueError(
-            f"convert.destination={folder.uri!r} has a file {taken[0]!r}, which a conversion would "
-            f"replace; choose another folder, or move it away"
-        )
-
-
-def _staged_files(staging: Location) -> list[str]:
-    """All but locks."""
-    names = [relative(info.path, staging.path) for info in staging.list_files()]
-    return [name for name in names if not is_lock_file(name)]
-
-
-def _foreign_files(staging: Location) -> list[str]:
-    return [name for name in _staged_files(staging) if not _STAGED.fullmatch(name)]
 
 
 def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertReport | None:

@@ -1,0 +1,110 @@
+"""What is refused of a conversion before Ray is imported: a wrong source, a destination in use."""
+
+import re
+from typing import Final
+
+from pyarrow import fs
+
+from vit_ray.config import Recipe, require
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.format.schema import (
+    CHECKSUMS_FILE,
+    DAMAGED_FILE,
+    MANIFEST_FILE,
+    REJECTED_FILE,
+    REPORT_FILE,
+    SOURCE_FILE,
+    STAGING_FOLDER,
+)
+from vit_ray.data.prepare.sources.entries import relative
+from vit_ray.data.prepare.sources.formats import list_units
+from vit_ray.data.prepare.sources.patterns import is_pattern
+from vit_ray.lock import is_lock_file
+from vit_ray.storage import Location, locate
+
+PLAN: Final = "plan.json"
+LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
+HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
+"""What `AtomicOutput` appends to a file's name."""
+_SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
+OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
+"""Names that a conversion gives to files; others are somebody else's."""
+STAGED: Final = re.compile(
+    r"(settings|plan|source|rejected|damaged|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
+    rf"({HALF_WRITTEN})?"
+)
+"""Names of the files in the staging folder."""
+
+
+def convert_of(recipe: Recipe) -> ConvertConfig:
+    """The recipe's conversion.
+
+    Raises:
+        ValueError: it has none.
+    """
+    hint = (
+        "convert.source and convert.destination, such as "
+        "convert='{source: images/, destination: data/}'"
+    )
+    return require(recipe.convert, "convert", hint)
+
+
+def check_conversion(recipe: Recipe) -> None:
+    """Refuse what can be seen without opening images.
+
+    Raises:
+        ValueError: there is no conversion, nothing at the source, it is a file of no known format,
+            or the destination is taken or in the source. What is in a folder is seen by the
+            conversion.
+    """
+    config = convert_of(recipe)
+    source = config.source
+    if is_pattern(source) or locate(source).info().type != fs.FileType.Directory:
+        list_units(source, config.format, config.split)
+    check_apart(config)
+    check_free(locate(config.destination))
+
+
+def check_apart(config: ConvertConfig) -> None:
+    """Refuse a destination in the source, where the conversion would index its own files."""
+    source, folder = locate(config.source).uri, locate(config.destination).uri
+    if not config.in_place and f"{folder}/".startswith(f"{source.rstrip('/')}/"):
+        raise ValueError(
+            f"convert.destination={config.destination!r} is in convert.source={config.source!r}; "
+            "choose a folder outside the source"
+        )
+
+
+def check_free(folder: Location) -> None:
+    """Refuse files that are somebody else's and that ours would replace."""
+    folder.refuse_file_in_its_place("convert.destination")
+    names = {info.base_name for info in folder.list_files(recursive=False)}
+    staging = folder.child(STAGING_FOLDER)
+    if foreign := foreign_files(staging):
+        raise ValueError(
+            f"{staging.uri!r} holds {foreign[0]!r}, which no conversion has put there; choose "
+            f"another convert.destination, or move it away"
+        )
+    if staging.child(PLAN).exists() or {MANIFEST_FILE, SOURCE_FILE} <= names:
+        return
+    if MANIFEST_FILE in names:
+        raise ValueError(
+            f"convert.destination={folder.uri!r} already holds a data set, without {SOURCE_FILE}, "
+            "which says what it was made of; choose another folder or delete it first"
+        )
+    if taken := sorted(name for name in names if re.fullmatch(OUTPUT, name)):
+        raise ValueError(
+            f"convert.destination={folder.uri!r} has a file {taken[0]!r}, which a conversion would "
+            f"replace; choose another folder, or move it away"
+        )
+
+
+def staged_files(staging: Location) -> list[str]:
+    """All files in a staging folder but locks."""
+    names = [relative(info.path, staging.path) for info in staging.list_files()]
+    return [name for name in names if not is_lock_file(name)]
+
+
+def foreign_files(staging: Location) -> list[str]:
+    """Files in a staging folder that no conversion writes."""
+    return [name for name in staged_files(staging) if not STAGED.fullmatch(name)]

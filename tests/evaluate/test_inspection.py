@@ -24,8 +24,9 @@ from vit_ray.evaluate.inspection import (
     position_similarity,
     position_vectors,
     roll,
+    tiled,
 )
-from vit_ray.evaluate.inspection_figures import inspect_model, overlay, tiled
+from vit_ray.evaluate.inspection_figures import inspect_model, overlay
 from vit_ray.models.weights import save_weights
 
 

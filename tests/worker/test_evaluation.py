@@ -10,6 +10,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, top_k_accuracy_score
 
+from tests.models.small import small_model
 from tests.recipes import recipe_with
 from tests.train.engine_runs import build_engine
 from tests.train.pretended_device import PretendedGpu
@@ -279,6 +280,7 @@ def test_each_of_several_sets_has_its_own_figures_and_the_first_the_plain_ones_t
 
 KEPT = {"per_class.csv", "confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}
 KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
+KEPT |= {"filters.png", "position_similarity.png"}
 
 
 @pytest.mark.parametrize("averages", [False, True])
@@ -295,7 +297,8 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
 
     without_others(monkeypatch)
     job = make_job(tmp_path, data={"eval": "somewhere"}, checkpoint={"keep_best": keeps_best})
-    engine, actor = Engine(average=object() if averages else None), FakeRun()
+    average, actor = object() if averages else None, FakeRun()
+    engine = Engine(average=average, whole_model=small_model("ViT"))
     hooks = Worker(job, engine, actor, lambda name, start: share(0, 1)).hooks
     hooks.evaluate(1)
     hooks.log(1, {"eval/top1": 0.5})

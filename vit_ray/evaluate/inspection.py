@@ -83,6 +83,14 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
     return (unit @ unit.T).reshape(*grid, *grid).astype(np.float32)
 
 
+def tiled(similarity: FloatArray) -> FloatArray:
+    """All tiles of (h, w, h, w) in one picture, not-a-numbers between: a thousand axes are slow."""
+    rows, columns = similarity.shape[:2]
+    spaced = np.full((rows, rows + 1, columns, columns + 1), np.nan, dtype=np.float32)
+    spaced[:, :-1, :, :-1] = similarity.transpose(0, 2, 1, 3)
+    return spaced.reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
+
+
 def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> FloatArray:
     """How far heads look, in pixels (Figure 7, right; Figure 11): "receptive field size".
 

@@ -19,6 +19,7 @@ from vit_ray.evaluate.inspection import (
     first_kernel,
     position_similarity,
     position_vectors,
+    tiled,
 )
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.vit import VisionTransformer
@@ -131,14 +132,6 @@ def draw_position_similarity(similarity: FloatArray, path: Path) -> Path:
     axis.set_xlabel("patch column")
     figure.colorbar(drawn, label="cosine similarity", aspect=40)
     return _save(figure, path)
-
-
-def tiled(similarity: FloatArray) -> FloatArray:
-    """All tiles of (h, w, h, w) in one picture, not-a-numbers between: a thousand axes are slow."""
-    rows, columns = similarity.shape[:2]
-    spaced = np.full((rows, rows + 1, columns, columns + 1), np.nan, dtype=np.float32)
-    spaced[:, :-1, :, :-1] = similarity.transpose(0, 2, 1, 3)
-    return spaced.reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
 
 
 def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) -> Path:

@@ -24,6 +24,7 @@ from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.examples import ExampleImages, example_files
 from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.evaluate.weight_pictures import FirstLayer
 from vit_ray.metric_names import (
     DEV_GROUP,
     EVAL_GROUP,
@@ -73,6 +74,7 @@ class Evaluator:
         self._link, self._watchdog = link, watchdog
         self._pool_labels: NDArray[np.int32] | None = None
         self._files: dict[str, bytes] = {}
+        self._first_layer: FirstLayer | None = None
 
     def evaluate(
         self,
@@ -204,6 +206,8 @@ class Evaluator:
         of_weights = prefix if self._job.kind == "evaluate" else ""
         files = {**confusion.files(classes), **example_files(rows, classes)}
         self._files = {f"{of_weights}{name}": content for name, content in files.items()}
+        if self._job.kind == "train" and rank == 0 and (model := self._engine.whole_model):
+            self._first_layer = FirstLayer.of(model)
         if answers is None:
             return accuracy
         if self._link.rank == 0:
@@ -213,9 +217,11 @@ class Evaluator:
         return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
 
     def show_files(self) -> None:
-        """Keep images and tables of the last evaluation with a training."""
+        """Keep images and tables of the last evaluation, and pictures of its weights."""
         if self._link.rank == 0:
             self._link.show_files(self._files, "evaluation")
+            if self._first_layer is not None:
+                self._link.show_files(self._first_layer.files(), "weights")
 
     def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
         """Batches of a stream; on a GPU, images are copied while it computes."""

@@ -72,6 +72,7 @@ class DeepSpeedEngine:
         )
         if train.compiles(has_gpu):
             compile_model(model, compile_backend(), may_fail=train.compile == "auto")
+        self._is_parted = train.zero_stage == 3
         self.rank, self.world_size = int(self._engine.global_rank), int(self._engine.world_size)
         self.device = torch.device(self._engine.device)
         self.forward_times = DeviceTimes(self.device)
@@ -140,6 +141,12 @@ class DeepSpeedEngine:
             hook.remove()
             self._engine.train()
         return captured[0].float(), logits.float()
+
+    @property
+    def whole_model(self) -> nn.Module | None:
+        """The model that predicts; None under ZeRO-3, where no rank has all of its weights."""
+        module: nn.Module = self._engine.module
+        return None if self._is_parted else getattr(module, "model", module)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

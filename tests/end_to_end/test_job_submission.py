@@ -11,6 +11,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from tests.conftest import ROOT, Digits, Head
 from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
+from vit_ray.config.recorded_recipe import tags_of
 
 
 @pytest.mark.slow
@@ -29,7 +30,7 @@ def test_a_submitted_job_ends_well_and_records_its_run(
     assert MlflowClient(recipe.tracking.uri).get_run(run.info.run_id).info.status == "FINISHED"
     assert [step for step, _ in curve(recipe, run.info.run_id)] == [1, 4, 8]
     # A job's copy of the folder has no .git, so the submitter says the commit.
-    assert run.data.tags["vit_ray.git_commit"] == "0123abc"
+    assert tags_of(run.data.tags)["vit_ray.git_commit"] == "0123abc"
 
 
 def test_a_submitted_job_with_a_wrong_key_fails_with_the_reason(

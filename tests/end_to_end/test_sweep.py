@@ -11,6 +11,7 @@ from tests.conftest import Digits
 from tests.end_to_end.runs import Finished, runs_of
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import open_checkpoint
+from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, run_sweep, trial_recipe
 from vit_ray.storage import locate
@@ -60,7 +61,10 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
     assert {file.path for file in kept} == {"sweep/trials.csv", "sweep/dev_accuracy.svg"}
     beside = client.download_artifacts(result.parent_run_id or "", "paper/row.csv", str(tmp_path))
     assert ",proxy,paper.task is not set" in Path(beside).read_text()
-    assert open_checkpoint(locate(parent.data.tags["vit_ray.best_trial_checkpoint"])) is not None
+    assert (
+        open_checkpoint(locate(tags_of(parent.data.tags)["vit_ray.best_trial_checkpoint"]))
+        is not None
+    )
     trials = [run for run in children if run.data.tags["vit_ray.kind"] == "sweep_trial"]
     assert all("dev/top1" in trial.data.metrics for trial in trials)
     states = {run.info.status: run.data.tags.get("vit_ray.stopped_early") for run in trials}

@@ -23,6 +23,7 @@ from tests.end_to_end.runs import (
 )
 from tests.recipes import STEPS, small_recipe
 from vit_ray import lock
+from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
@@ -91,7 +92,7 @@ def test_its_mlflow_run_holds_figures_recipe_code_and_data(straight: Finished) -
     assert run.data.params["train.zero_stage"] == "2"
     assert run.data.params["optim.learning_rate"] == "0.01"
     for tag in ("git_commit", "data_fingerprint", "cluster", "kind"):
-        assert run.data.tags[f"vit_ray.{tag}"]
+        assert tags_of(run.data.tags)[f"vit_ray.{tag}"]
     assert [step for step, _ in curve(recipe, result.run_id)] == [1, 4, 8, 12, 16, 20, 24]
 
 
@@ -299,7 +300,7 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
     assert outcome.is_complete
     assert outcome.run_id is not None
     recorded = MlflowClient(tuned.tracking.uri).get_run(outcome.run_id)
-    assert recorded.data.tags["vit_ray.init_run"] == result.run_id
+    assert tags_of(recorded.data.tags)["vit_ray.init_run"] == result.run_id
     assert any("resized" in event for event in outcome.events)
 
 

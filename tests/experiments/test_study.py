@@ -21,6 +21,7 @@ from vit_ray.commands.report import report
 from vit_ray.commands.tables.study_tables import print_study
 from vit_ray.config import load_recipe
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.config.resume_compatibility import TAGGED
 from vit_ray.experiments.finished_cells import check_same_cell
 from vit_ray.experiments.study import run_study
@@ -285,7 +286,7 @@ def test_a_cell_is_transferred_at_one_rate_and_over_a_sweep(failed_and_transferr
     under = {re.sub("-[0-9a-f]{8}$", "", run.info.run_name): run for run in runs}
     fixed = under[f"{good.cell.name}-fixed"]
     assert fixed.data.metrics["eval/top1"] == kept["fixed"]
-    assert fixed.data.tags["vit_ray.study_cell"] == good.cell.name
+    assert tags_of(fixed.data.tags)["vit_ray.study_cell"] == good.cell.name
     swept = under[f"{good.cell.name}-swept"]
     assert swept.data.tags["vit_ray.transfer_task"] == "swept"
     assert swept.data.tags["mlflow.parentRunId"] == result.parent_run_id

@@ -11,6 +11,7 @@ from tests.end_to_end.runs import Driver, checkpoint_steps, runs_of, wait_until,
 from tests.faults.runs import actors_of, long_recipe, wait_until_nothing_is_left, worker_pids
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
+from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.evaluate.feature_files import FACTS_FILE
 from vit_ray.experiments.vtab import task_recipe
 from vit_ray.launch.run import train
@@ -66,7 +67,7 @@ def test_a_vtab_job_that_is_stopped_and_then_killed_continues(
     runs = {one.info.run_name: one for one in runs_of(recipe)}
     for task in tasks:
         assert runs[task.name].info.status == "FINISHED"
-        assert int(runs[task.name].data.tags["vit_ray.events.resumed"]) >= 1
+        assert int(tags_of(runs[task.name].data.tags)["vit_ray.events.resumed"]) >= 1
 
 
 def test_a_few_shot_job_that_is_stopped_and_then_killed_has_the_figures_of_an_undisturbed_one(

@@ -35,6 +35,7 @@ from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
+from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.study_cells import study_cells
 from vit_ray.experiments.sweep import trial_recipe
@@ -158,7 +159,7 @@ def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
     assert all(steps < [STEPS] for steps in stopped_at)
     code, output = Driver(ray_cluster, "sweep", arguments).wait()
     assert code == 0, output
-    ends = [run.data.tags.get("vit_ray.events.resumed") for run in runs_of(recipe)]
+    ends = [tags_of(run.data.tags).get("vit_ray.events.resumed") for run in runs_of(recipe)]
     assert any(ends), stopped_at
 
 
@@ -188,7 +189,7 @@ def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
     code, output = Driver(ray_cluster, "scaling_study", arguments).wait()
     assert code == 0, output
     assert checkpoint_steps(second)[-1] > stopped_at
-    cells = {run.info.run_name: run.data.tags for run in runs_of(recipe)}
+    cells = {run.info.run_name: tags_of(run.data.tags) for run in runs_of(recipe)}
     assert cells[second.name]["vit_ray.events.resumed"] == "1"
     assert "vit_ray.events.resumed" not in cells[first.name]
     assert same_weights(weights_of(first), before)

@@ -23,6 +23,7 @@ from tests.faults.runs import (
 )
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
+from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments import parent_run
 from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.runner import Flow, Room, Work
@@ -136,7 +137,7 @@ def test_a_trial_resumes_whose_process_or_whose_pools_keeper_is_killed(
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     (run,) = [one for one in runs_of(recipe) if one.info.run_name == recipe.name]
     assert run.info.status == "FINISHED"
-    assert run.data.tags["vit_ray.events.resumed"] == "1"
+    assert tags_of(run.data.tags)["vit_ray.events.resumed"] == "1"
     wait_until_nothing_is_left(ray_cluster, before)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from vit_ray.config.recorded_recipe import tags_of
+
 # Measured times and all that follows from them: listed by name.
 TIMED = re.compile(
     r"^(perf|startup|system|cost)/|(_s|_ms|_per_s|_ms_max|_ms_median|wait_fraction|goodput)$"
@@ -61,7 +63,7 @@ def _run(client: MlflowClient, run: Run, places: dict[str, str]) -> dict[str, An
         "parameters": {key: plain(value, places) for key, value in run.data.params.items()},
         "tags": {
             key: "-" if key in TAGS else plain(value, places)
-            for key, value in run.data.tags.items()
+            for key, value in tags_of(run.data.tags).items()
         },
         "metrics": {key: _points(client, run.info.run_id, key) for key in run.data.metrics},
         "inputs": {

@@ -25,6 +25,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.commands.command_line import run_cli
 from tests.ports import free_ports
+from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking import mlflow_client
@@ -155,13 +156,13 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     assert _history(config.uri, first.run_id, "eval/top1") == [(20, 0.5), (40, 0.6)]
     run = MlflowClient(config.uri).get_run(first.run_id)
     assert run.data.params == {"seed": "0", "workers": "2", "new": "1"}
-    assert run.data.tags["vit_ray.changed_params"] == '{"workers": "4"}'
-    assert run.data.tags["vit_ray.resumed_at_steps"] == "20"
+    assert tags_of(run.data.tags)["vit_ray.changed_params"] == '{"workers": "4"}'
+    assert tags_of(run.data.tags)["vit_ray.resumed_at_steps"] == "20"
     back = {"seed": "0", "workers": "2", "new": "1"}
     third = started(config, "long", tmp_path / "3", run_id=first.run_id, params=back)
     assert third.finish()
     run = MlflowClient(config.uri).get_run(first.run_id)
-    assert run.data.tags["vit_ray.changed_params"] == "{}"
+    assert tags_of(run.data.tags)["vit_ray.changed_params"] == "{}"
     assert run.info.status == "FINISHED"
 
 
@@ -383,7 +384,7 @@ def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config
     assert again.flush(30)
     told = ["from step 8", "no step", "worker 1", "from step 8 again"]
     assert texts_of_history(config.uri, tracker.run_id) == told
-    tags = MlflowClient(config.uri).get_run(tracker.run_id).data.tags
+    tags = tags_of(MlflowClient(config.uri).get_run(tracker.run_id).data.tags)
     assert (tags["vit_ray.events.resumed"], tags["vit_ray.events.hung"]) == ("2", "1")
     again.log.tag("vit_ray.failure", "worker 1 has failed")
     again.finish("FAILED")
@@ -392,7 +393,7 @@ def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config
         other.log.event(EventKind.STOPPED, text, 9)
         assert other.finish("KILLED")
     assert texts_of_history(config.uri, tracker.run_id) == [*told, "SIGTERM", "SIGTERM again"]
-    tags = MlflowClient(config.uri).get_run(tracker.run_id).data.tags
+    tags = tags_of(MlflowClient(config.uri).get_run(tracker.run_id).data.tags)
     assert tags["vit_ray.events.stopped"] == "1"  # of the last opening
     assert "vit_ray.failure" not in tags  # of a run that has gone on since
 

@@ -15,6 +15,34 @@ CHANGED_PARAMS: Final = "vit_ray.changed_params"
 """Tag of the parameters, as JSON, that have changed since the run was created."""
 INIT_RUN: Final = "vit_ray.init_run"
 """Tag of the run whose weights it began with."""
+SHOWN_TAGS: Final = (
+    "init_from", "vit_ray.kind", "vit_ray.cluster", "vit_ray.run_folder", "vit_ray.device",
+    "vit_ray.study_label", "vit_ray.vtab_task", "vit_ray.transfer_task", "vit_ray.branched_from",
+    "vit_ray.started_over_from", "vit_ray.stopped_early", "vit_ray.failure", "vit_ray.error",
+)  # fmt: skip
+"""Tags that people read on a run's page; a training has three or four of them."""
+_HIDDEN: Final = "mlflow."
+"""MLflow's pages show no tag that begins so."""
+
+
+def stored_tag(name: str) -> str:
+    """The name that MLflow has a tag under; those that only programs read are hidden."""
+    is_ours = name.startswith("vit_ray.") or name in TAGGED
+    return f"{_HIDDEN}{name}" if is_ours and name not in SHOWN_TAGS else name
+
+
+_TAGGED_STORED: Final = {stored_tag(key): key for key in TAGGED}
+
+
+def tags_of(stored: Mapping[str, str]) -> dict[str, str]:
+    """A run's tags by our names, under which older versions stored all."""
+    found = dict(stored)
+    for key, value in stored.items():
+        if name := _TAGGED_STORED.get(key):
+            found[name] = value
+        elif key.startswith(f"{_HIDDEN}vit_ray."):
+            found[key.removeprefix(_HIDDEN)] = value
+    return found
 
 
 def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
@@ -22,6 +50,7 @@ def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[
 
     What is not recorded was unset; what a restart changed is in a tag.
     """
+    tags = tags_of(tags)
     with contextlib.suppress(json.JSONDecodeError):  # cut off at the length of a tag
         params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
     return {**_unset(), **{key: tags[key] for key in TAGGED if key in tags}, **params}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vit_ray.config import Recipe
 from vit_ray.config.branch_origin import TAG
 from vit_ray.config.command_sections import StudyTask
-from vit_ray.config.recorded_recipe import recorded_before
+from vit_ray.config.recorded_recipe import recorded_before, tags_of
 from vit_ray.config.resume_compatibility import DATA_SET, EVALUATED_SETS, incompatible_changes
 from vit_ray.experiments.study_cells import Cell, CellResult, study_of
 from vit_ray.experiments.transfer import task_tags, top1_key
@@ -50,7 +50,7 @@ def missing_tasks(cell: Cell, tasks: tuple[StudyTask, ...], run: Run) -> tuple[S
         task
         for task in tasks
         if top1_key(task) not in run.data.metrics
-        or not task_tags(cell, task).items() <= run.data.tags.items()
+        or not task_tags(cell, task).items() <= tags_of(run.data.tags).items()
     )
 
 
@@ -61,7 +61,7 @@ def check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
         ValueError: names what differs.
     """
     before = recorded_before(run.data.params, run.data.tags)
-    before[DATA_SET] = run.data.tags.get("vit_ray.data_fingerprint", "unknown")
+    before[DATA_SET] = tags_of(run.data.tags).get("vit_ray.data_fingerprint", "unknown")
     now = {**cell.recipe.flat(), DATA_SET: resolved.manifest.fingerprint}
     moved = EVALUATED_SETS if _has_same_sets(resolved, run) else ()
     if changed := incompatible_changes(before, now, without=moved):

@@ -16,7 +16,6 @@ import ray
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import BenchmarkModelsConfig
-from vit_ray.config.model_family import model_family
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.record.run_metadata import git_commit, trained_params
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
@@ -126,7 +125,6 @@ def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
         "vit_ray.study_label": row.label,
         "vit_ray.device": row.device,
         "vit_ray.model": recipe.model.name,
-        "vit_ray.family": model_family(recipe.model.name),
         "vit_ray.cluster": str(cluster),
         "vit_ray.git_commit": git_commit(),
     }

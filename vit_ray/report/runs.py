@@ -19,7 +19,7 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray.addresses import require_store
 from vit_ray.config.model_family import model_family
-from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
+from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before, tags_of
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import with_best
@@ -135,7 +135,7 @@ class RecordedRun:
     @property
     def commit(self) -> str:
         """Git commit of the code, or `unknown`."""
-        return str(self.run.data.tags.get("vit_ray.git_commit", "unknown"))
+        return self.tags.get("vit_ray.git_commit", "unknown")
 
     @property
     def short_commit(self) -> str:
@@ -145,7 +145,7 @@ class RecordedRun:
     @property
     def tags(self) -> dict[str, str]:
         """All tags."""
-        return dict(self.run.data.tags)
+        return tags_of(self.run.data.tags)
 
     @cached_property
     def recorded(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from vit_ray.config.recorded_recipe import CHANGED_PARAMS
+from vit_ray.config.recorded_recipe import CHANGED_PARAMS, stored_tag, tags_of
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S, SYSTEM_GROUP
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import CARD, FAILURE, REQUIREMENTS, Record
@@ -42,7 +42,7 @@ MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS: Final = 100
 MAX_PARAM_CHARS: Final = 6000
 MAX_TAG_CHARS: Final = 5000
-ORIGIN: Final = "vit_ray.spool"  # tag that finds the run of a log again
+ORIGIN: Final = stored_tag("vit_ray.spool")  # finds the run of a log again
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds the model of a run's step again, which a cut-off attempt has begun to log."""
 NONFINITE: Final = "_nonfinite"
@@ -132,7 +132,10 @@ class RunWriter:
         name = f"history/{began_at}.{ms:03}-{self.opening['opening']}.json"
         self.client.log_text(self.run_id, json.dumps(found, indent=1), name)
         counts = Counter(one["event"].replace(" ", "_") for one in events)
-        tags = [RunTag(f"vit_ray.events.{kind}", str(count)) for kind, count in counts.items()]
+        tags = [
+            RunTag(stored_tag(f"vit_ray.events.{kind}"), str(count))
+            for kind, count in counts.items()
+        ]
         self.client.log_batch(self.run_id, tags=tags)
 
     def takes_writes(self) -> bool:
@@ -186,7 +189,8 @@ class RunWriter:
         for first in range(0, len(new), MAX_PARAMS):
             self.client.log_batch(self.run_id, params=new[first : first + MAX_PARAMS])
         changed = {k: v for k, v in params.items() if k in known and known[k] != v}
-        if changed or (params and CHANGED_PARAMS in run.data.tags):
+        before = tags_of(run.data.tags)
+        if changed or (params and CHANGED_PARAMS in before):
             self._tag(CHANGED_PARAMS, json.dumps(changed))
         if datasets := record.get("datasets"):
             inputs = [
@@ -208,13 +212,16 @@ class RunWriter:
             self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
         tags = dict(record["tags"])
         if record["resume_step"] is not None:
-            before = run.data.tags.get("vit_ray.resumed_at_steps", "")
-            steps = [*before.split(), str(record["resume_step"])]
+            steps = [
+                *before.get("vit_ray.resumed_at_steps", "").split(),
+                str(record["resume_step"]),
+            ]
             tags["vit_ray.resumed_at_steps"] = " ".join(dict.fromkeys(steps))
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self.client.log_batch(
-            self.run_id, tags=[RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
+            self.run_id,
+            tags=[RunTag(stored_tag(k), str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()],
         )
 
     def _steps_of(self, run: Run, resume_step: int | None = None) -> dict[str, SeenSteps]:
@@ -366,7 +373,7 @@ class RunWriter:
             )
 
     def _tag(self, key: str, value: str) -> None:
-        self.client.set_tag(self.run_id, key, value[:MAX_TAG_CHARS])
+        self.client.set_tag(self.run_id, stored_tag(key), value[:MAX_TAG_CHARS])
 
 
 class SeenSteps:

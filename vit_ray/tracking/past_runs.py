@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from vit_ray.config.recorded_recipe import stored_tag
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.metrics_log import RUN_FOLDER
 from vit_ray.tracking.mlflow_api import Metric, MlflowClient, Run, RunTag
@@ -109,7 +110,9 @@ def add_to_finished(
     def ask(client: MlflowClient) -> None:
         now_ms = int(time.time() * 1000)
         points = [Metric(key, value, now_ms, 0) for key, value in metrics.items()]
-        client.log_batch(run_id, points, tags=[RunTag(key, text) for key, text in tags.items()])
+        client.log_batch(
+            run_id, points, tags=[RunTag(stored_tag(key), text) for key, text in tags.items()]
+        )
 
     return _asked(tracking, ask, None)
 

@@ -187,7 +187,7 @@ def test_what_is_recorded_while_the_host_does_not_know_the_run_is_neither_lost_n
     ):
         points = store.get_metric_history(run_id, key)
         assert sorted((p.step, p.value) for p in points) == expected
-    assert store.get_run(run_id).data.tags["vit_ray.events.resumed"] == "1"
+    assert store.get_run(run_id).data.tags["mlflow.vit_ray.events.resumed"] == "1"
 
 
 def test_a_heartbeat_carries_at_most_100_bytes(store: MlflowClient, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.record.resolved import resolved_run
 from vit_ray.config import load_recipe
-from vit_ray.config.recorded_recipe import recorded_before
+from vit_ray.config.recorded_recipe import recorded_before, stored_tag, tags_of
 from vit_ray.config.resume_compatibility import incompatible_changes
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.experiments.search_space import RATE
@@ -73,6 +73,15 @@ def test_a_run_that_went_on_with_another_recipe_is_recorded_as_of_that_one():
     assert recorded_before(params, cut_off)["optim.learning_rate"] == "0.1"
 
 
+def test_a_tag_is_read_by_our_name_under_whichever_it_is_stored() -> None:
+    tags = {"vit_ray.kind": "pretrain", "vit_ray.git_commit": "b", "data.eval": "test", "own": "x"}
+    stored = {stored_tag(key): value for key, value in tags.items()}
+    assert stored.keys() == {"vit_ray.kind", "mlflow.vit_ray.git_commit", "mlflow.data.eval", "own"}
+    of_mlflow = {"mlflow.source.git.commit": "b", "mlflow.user": "ana"}
+    read = tags_of({"vit_ray.git_commit": "of an older version", **stored, **of_mlflow})
+    assert {key: read[key] for key in (*tags, *of_mlflow)} == {**tags, **of_mlflow}
+
+
 def test_the_recipe_that_is_kept_runs_again(tmp_path: Path):
     recipe = load_recipe("digits", ["tracking.parent_run_id=abc", "optim.learning_rate=1.25e-4"])
     path = tmp_path / "recipe.yaml"
@@ -80,13 +89,14 @@ def test_the_recipe_that_is_kept_runs_again(tmp_path: Path):
     assert load_recipe(path) == recipe.with_changes(tracking={"parent_run_id": None})
 
 
-def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
+def test_tags_say_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
     words = ["/x/vit-ray", "sweep", "digits_sweep", "tracking.uri=http://u:hunter2@h"]
     monkeypatch.setattr(sys, "argv", words)
     recipe = load_recipe("digits_sweep", TRIALS)
     tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
-    assert tags["vit_ray.family"] == "ViT"
     assert tags["vit_ray.kind"] == "sweep_trial"
+    shown = {key for key in tags if not stored_tag(key).startswith("mlflow.")}  # what pages show
+    assert shown == {"init_from", "vit_ray.kind", "vit_ray.cluster", "vit_ray.run_folder"}
     assert tags["data.eval"] == "a/test"
     assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
     assert tags["mlflow.user"] == getpass.getuser()

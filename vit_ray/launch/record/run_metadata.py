@@ -20,7 +20,6 @@ import ray
 import yaml
 
 from vit_ray.config import Recipe
-from vit_ray.config.model_family import model_family
 from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -88,7 +87,6 @@ def run_facts(
         **recipe.tracking.tags,
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         "vit_ray.kind": kind,
-        "vit_ray.family": model_family(recipe.model.name),
         "vit_ray.git_commit": git_commit(),
         "vit_ray.data_fingerprint": resolved.manifest.fingerprint,
         "vit_ray.cluster": str(cluster),

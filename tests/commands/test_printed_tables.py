@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 import pytest
+from scipy.stats import binomtest
 
-from vit_ray.commands.tables.printed_tables import print_sweep
+from vit_ray.commands.tables.printed_tables import print_shares, print_sweep
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.training import Outcome
@@ -30,3 +31,10 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys: Any) -> None:
     assert "97.00% (1 run" in single
     assert "+-" not in single
     assert re.search(r"0\.1 +.*failed: a worker died", single)
+
+
+def test_an_accuracy_has_wilsons_interval_of_its_images(capsys: Any) -> None:
+    print_shares("Top-1", {"ours": 0.8}, 10)
+    low, high = binomtest(8, 10).proportion_ci(method="wilson")
+    text = f"{low:.1%} to {high:.1%}"
+    assert re.search(rf"ours +\S+ +80\.00% +\S+ +{re.escape(text)}", capsys.readouterr().out)

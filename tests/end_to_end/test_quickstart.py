@@ -1,4 +1,4 @@
-"""`make quickstart` in a quarter of its steps: convert, pre-train, sweep; and all of it again."""
+"""`make quickstart` in a part of its steps: convert, pre-train, sweep, scratch; and all again."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,9 @@ from vit_ray.config import Recipe, load_recipe
 
 
 def _shorter(recipe: str) -> Recipe:
-    changes = {"optim": {"steps": 20}, "sweep": {"learning_rates": [0.03, 1e-6]}}
-    return load_recipe(recipe).with_changes(**changes)
+    found = load_recipe(recipe).with_changes(optim={"steps": 20})
+    rates = {"sweep": {"learning_rates": [0.03, 1e-6]}}
+    return found.with_changes(**rates) if found.sweep else found
 
 
 @pytest.mark.slow
@@ -39,12 +40,19 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     assert accuracy is not None
     assert float(accuracy[1]) > 70  # in a quarter of its epochs; 10 is chance
     assert re.search(r"0\.03 .* chosen", first)
+    tuned, scratch = (
+        float(re.search(rf"{name}, 20 steps at 32 px +\S +([0-9.]+)%", first)[1])
+        for name in ("fine-tuned", "from scratch")
+    )
+    assert tuned > scratch + 20  # as many steps from random weights
     _check_the_logged_model(recipe, Path(recipe.output) / "digits_images" / "test")
     made = _weight_files(tmp_path)
-    assert len(made) >= 4  # of the pre-training, two trials and the retraining
+    assert (
+        len(made) >= 5
+    )  # of the pre-training, two trials, the retraining and the one from scratch
     assert run_quickstart(recipe) == 0
     second = capsys.readouterr().out
-    assert second.count("it was complete before") == 1
+    assert second.count("it was complete before") == 2
     assert _tables(second) == _tables(first)
     assert _weight_files(tmp_path) == made
 

@@ -1,4 +1,4 @@
-"""The main job in small: digits to parquet, pre-training, a sweep at a higher resolution."""
+"""The main job in small: digits to parquet, pre-training, a sweep, and the same without weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import time
 from pathlib import Path
 
 from vit_ray.commands.report import report
-from vit_ray.commands.tables.printed_tables import print_result, print_sweep
+from vit_ray.commands.tables.printed_tables import (
+    print_result,
+    print_shares,
+    print_sweep,
+)
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
@@ -15,13 +19,14 @@ from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.pool.pool_keeper import kept_pools
-from vit_ray.launch.run import train
+from vit_ray.launch.run import RunResult, train
+from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 
-SWEEP_RECIPE = "digits_sweep"
+SWEEP_RECIPE, SCRATCH_RECIPE = "digits_sweep", "digits_scratch"
 
 
 def run_quickstart(recipe: Recipe) -> int:
-    """Convert, pre-train, sweep, and print a table; finished parts are not done again.
+    """Convert, pre-train, sweep, train from scratch, compare; finished parts are not done again.
 
     Raises:
         ValueError: the recipe has several training or test sets, or none.
@@ -32,29 +37,55 @@ def run_quickstart(recipe: Recipe) -> int:
             raise ValueError(
                 f"data.{name}={path!r}: quickstart writes one data set there; give one path"
             )
-    sweep = load_recipe(SWEEP_RECIPE).with_changes(
-        output=recipe.output,
-        init_from=f"{recipe.output}/{recipe.name}",
-        data={"train": recipe.data.train, "eval": recipe.data.eval},
-        tracking=recipe.tracking.model_dump(mode="json"),
+    sweep, scratch = (
+        load_recipe(name).with_changes(
+            output=recipe.output,
+            data={"train": recipe.data.train, "eval": recipe.data.eval},
+            tracking=recipe.tracking.model_dump(mode="json"),
+        )
+        for name in (SWEEP_RECIPE, SCRATCH_RECIPE)
     )
+    sweep = sweep.with_changes(init_from=f"{recipe.output}/{recipe.name}")
     connect(recipe)
     _convert_digits(recipe)
     with kept_pools():
-        code = print_result(train(recipe)) or _sweep_and_report(recipe, sweep)
+        code = _train_and_compare(recipe, sweep, scratch)
     print(f"All of it took {time.monotonic() - start_s:.0f} s.")
     return code
 
 
-def _sweep_and_report(recipe: Recipe, sweep: Recipe) -> int:
-    """Sweep, and make one page of that and of the pre-training, kept with the run of the sweep."""
-    result = run_sweep(sweep)
-    code = print_sweep(result)
-    if result is not None and result.parent_run_id is not None:
-        page = report(recipe, whole_experiment=True, keep_with=result.parent_run_id)
+def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
+    """Train all; one page of them, kept with the run of the sweep. The first exit code but 0."""
+    pretrained = train(recipe)
+    if code := print_result(pretrained):
+        return code
+    swept = run_sweep(sweep)
+    if (code := print_sweep(swept)) or swept is None:
+        return code
+    alone = train(scratch)
+    if code := print_result(alone):
+        return code
+    places = {
+        f"pre-trained, {_length(recipe, pretrained)}": _top1(pretrained),
+        f"fine-tuned, {_length(scratch, alone)}": swept.mean,
+        f"from scratch, {_length(scratch, alone)}": _top1(alone),
+    }
+    print_shares(
+        "Top-1 accuracy on the test set", places, open_dataset(str(recipe.data.eval)).num_images
+    )
+    if swept.parent_run_id is not None:
+        page = report(recipe, whole_experiment=True, keep_with=swept.parent_run_id)
         print(f"report of all runs: {page}")
-        print(f"all runs in MLflow: {result.hint}")
-    return code
+        print(f"all runs in MLflow: {swept.hint}")
+    return 0
+
+
+def _length(recipe: Recipe, result: RunResult) -> str:
+    return f"{result.total_steps} steps at {recipe.model.image_size} px"
+
+
+def _top1(result: RunResult) -> float:
+    return result.metrics.get(EVAL_AVERAGED_TOP1, result.metrics[EVAL_TOP1])
 
 
 def is_converted(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import TrialState
 from vit_ray.report import tables as report_tables
+from vit_ray.report.statistics.intervals import of_share
 
 if TYPE_CHECKING:
     from vit_ray.experiments.sweep import SweepResult
@@ -114,6 +116,18 @@ def describe_spread(result: SweepResult) -> str:
     if runs == 1:
         return f"{result.mean:.2%} (1 run; set sweep.seeds for more)"
     return f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
+
+
+def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
+    """Accuracies on one test set with Wilson's 95 % intervals."""
+    table = Table(title=f"{title}, {num_images:,} images")
+    table.add_column("weights")
+    table.add_column("top-1", justify="right")
+    table.add_column("95 % interval", justify="right")
+    for name, share in shares.items():
+        found = of_share(share, num_images)
+        table.add_row(name, f"{share:.2%}", f"{found.low:.1%} to {found.high:.1%}")
+    _show(table)
 
 
 def print_metrics(metrics: dict[str, float]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 import torch
 import torch.nn.functional as F
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list, _internal_kv_put
 from torch import nn
 
 from vit_ray import build_model
@@ -210,6 +210,16 @@ def wait_for_two_groups(step: int, metrics: dict[str, float]) -> None:
         if ray.cluster_resources().get("CPU", 0.0) == 8 and free <= 2:
             _internal_kv_put("two groups", "held")
         time.sleep(0.5)
+
+
+def wait_for_two_jobs(step: int, metrics: dict[str, float]) -> None:
+    """Until trainings of two jobs have each had a step while the other one was there."""
+    own = ray.get_runtime_context().get_job_id()
+    _internal_kv_put(f"two jobs {own}", "trains")
+    deadline = time.monotonic() + 180
+    while len(_internal_kv_list("two jobs ")) < 2:
+        assert time.monotonic() < deadline, own
+        time.sleep(0.2)
 
 
 def fail(step: int, metrics: dict[str, float]) -> None:

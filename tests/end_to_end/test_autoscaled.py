@@ -1,6 +1,7 @@
 """A cluster that has only its head: the job asks for nodes, trains on them, and refuses at once
 what they can never hold."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 
 from tests import hosts
 from tests.conftest import ROOT, Digits
+from tests.end_to_end.quota_provider import QuotaProvider
 from tests.end_to_end.runs import runs_of, write_recipe
 from tests.hosts import Host
 from tests.recipes import small_recipe
@@ -43,13 +45,16 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Host]:
+def head(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Host]:
+    """The fixture's parameter is what the configuration has of another provider."""
     hosts.require()
     config = tmp_path / "autoscaler.yaml"
-    config.write_text(yaml.safe_dump(CONFIG))
+    provider = {**CONFIG["provider"], **getattr(request, "param", {})}  # type: ignore[dict-item]
+    config.write_text(yaml.safe_dump({**CONFIG, "provider": provider}))
     with hosts.network() as net:
         host = net.join("head")
-        hosts.start_head(host, options=[f"--autoscaling-config={config}"], **ENVIRONMENT)
+        environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        hosts.start_head(host, options=[f"--autoscaling-config={config}"], **environment)
         hosts.wait_for_nodes(host, 1)
         yield host
 
@@ -79,6 +84,51 @@ def test_a_job_starts_the_nodes_that_it_needs_and_no_job_waits_for_what_cannot_c
     code, output = run_job(head, "pretrain", recipe("fits", 2), tmp_path)
     assert code == 0, output
     hosts.wait_for_nodes(head, 3)
+    hosts.wait_for_nodes(head, 1, timeout_s=300)  # idle for a minute
+
+
+def limited(quota: int) -> pytest.MarkDecorator:
+    """The cluster's cloud gives so many nodes, and its configuration promises two."""
+    provider = {"type": "external", "module": f"{QuotaProvider.__module__}.QuotaProvider"}
+    return pytest.mark.parametrize("head", [{**provider, "quota": quota}], indirect=True, ids=[""])
+
+
+def small_group(
+    name: str, num_workers: int | tuple[int, int], digits: Digits, folder: Path
+) -> Recipe:
+    """One worker for each node of 4 CPUs, for which it waits 90 s."""
+    workers = {
+        "num_workers": num_workers, "cpus_per_worker": 3.0, "place_timeout_minutes": 1.5,
+    }  # fmt: skip
+    return small_recipe(
+        name, digits, folder, workers=workers, optim={"steps": 4},
+        train={"global_batch_size": 12, "micro_batch_size": "auto"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@limited(quota=1)
+def test_a_quota_that_ends_in_the_middle_of_a_group_is_waited_for_or_done_without(
+    head: Host, digits: Digits, tmp_path: Path
+) -> None:
+    code, output = run_job(head, "pretrain", small_group("fixed", 2, digits, tmp_path), tmp_path)
+    assert code == 1, output
+    told = r"2 workers need 6 CPU of which the cluster has 4, .*place_timeout_minutes=1\.5"
+    assert re.search(told, output), output
+    elastic = small_group("elastic", (1, 2), digits, tmp_path)
+    code, output = run_job(head, "pretrain", elastic, tmp_path)
+    assert code == 0, output
+    hosts.wait_for_nodes(head, 2)
+
+
+@pytest.mark.slow
+@limited(quota=0)
+def test_a_node_that_never_comes_is_waited_for_as_long_as_the_recipe_says(
+    head: Host, digits: Digits, tmp_path: Path
+) -> None:
+    code, output = run_job(head, "pretrain", small_group("never", 1, digits, tmp_path), tmp_path)
+    assert code == 1, output
+    assert "place_timeout_minutes=1.5" in output
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TEXT_AT = {
     "Failure": 0, "InvalidValueError": 0, "_failed": 0, "_tell": 1, "event.remote": 1, "note": 1,
@@ -77,6 +79,7 @@ def _comes_first(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) or getattr(node, "module", "") == "__future__"
 
 
+@pytest.mark.slow
 def test_reworded_messages_change_no_outcome(tmp_path: Path) -> None:
     write_reworded(tmp_path)
     done = subprocess.run(

@@ -50,6 +50,7 @@ def test_a_warm_pool_trains_bit_equal_to_a_cold_one_also_after_a_run_that_failed
     assert len(alone) == 1
 
 
+@pytest.mark.slow
 def test_pools_that_start_at_once_have_time_outs_of_their_own(
     ray_cluster: Head, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from vit_ray.commands.train import evaluate
 from vit_ray.launch.run import train
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("worker_pool")
 def test_each_of_several_sets_has_the_accuracy_that_it_has_alone(
     digits: Digits, tmp_path: Path

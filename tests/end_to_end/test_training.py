@@ -304,6 +304,7 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
     assert any("resized" in event for event in outcome.events)
 
 
+@pytest.mark.slow
 def test_one_worker_under_another_stage_goes_on_with_the_same_batches(
     straight: Finished, in_parts: list[Finished]
 ) -> None:

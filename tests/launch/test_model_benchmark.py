@@ -36,6 +36,7 @@ def recorded(recipe: Recipe) -> dict[str, Any]:
     return {run.data.tags["vit_ray.study_label"]: run for run in runs}
 
 
+@pytest.mark.slow
 def test_models_are_measured_on_ray_and_recorded_one_run_each(
     recipe: Recipe, ray_cluster: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

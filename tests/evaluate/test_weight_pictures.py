@@ -36,6 +36,18 @@ def test_a_tile_shows_the_similarity_of_its_patch_in_matplotlibs_colours() -> No
     assert (pixels[between] == 255).all()
 
 
+def test_pictures_are_of_the_weights_that_were_evaluated() -> None:
+    """The averaged ones, which leave the model before the pictures are drawn."""
+    model = small_model("ViT")
+    layer = FirstLayer.of(model)
+    before = layer.files()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    assert layer.files() == before
+    assert FirstLayer.of(model).files() != before
+
+
 @pytest.mark.parametrize(("family", "options"), [("ResNet", {}), ("ViT", {"positions": "none"})])
 def test_a_model_without_positions_has_its_filters_alone(
     family: str, options: dict[str, str]

@@ -25,13 +25,15 @@ ATTENTION_BUDGET_BYTES = 2**30
 
 
 def first_kernel(model: nn.Module) -> FloatArray | None:
-    """The filters that see the pixels: (D, 3, P, P) of the patch embedding or a ResNet's root.
+    """A copy of the filters that see the pixels.
+
+    (D, 3, P, P) of the patch embedding or of a ResNet's root.
 
     None for a model of the user's own without a convolution of three channels.
     """
     kernels = (p for p in model.parameters() if p.dim() == 4 and p.shape[1] == 3)
     kernel = next(kernels, None)
-    return None if kernel is None else kernel.detach().float().cpu().numpy()
+    return None if kernel is None else kernel.detach().float().cpu().numpy().copy()
 
 
 def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, FloatArray]:

@@ -5,6 +5,7 @@ Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
@@ -44,6 +45,8 @@ from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 SHOWN_EVERY_S: Final = 5.0
 
@@ -221,7 +224,10 @@ class Evaluator:
         if self._link.rank == 0:
             self._link.show_files(self._files, "evaluation")
             if self._first_layer is not None:
-                self._link.show_files(self._first_layer.files(), "weights")
+                try:
+                    self._link.show_files(self._first_layer.files(), "weights")
+                except Exception as error:  # no training depends on it
+                    logger.warning("no pictures of the weights: %s", error)
 
     def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
         """Batches of a stream; on a GPU, images are copied while it computes."""

@@ -42,7 +42,8 @@ MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS: Final = 100
 MAX_PARAM_CHARS: Final = 6000
 MAX_TAG_CHARS: Final = 5000
-ORIGIN: Final = stored_tag("vit_ray.spool")  # finds the run of a log again
+_OLD_ORIGIN: Final = "vit_ray.spool"  # of earlier versions
+ORIGIN: Final = stored_tag(_OLD_ORIGIN)  # finds the run of a log again
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds the model of a run's step again, which a cut-off attempt has begun to log."""
 NONFINITE: Final = "_nonfinite"
@@ -105,17 +106,19 @@ class RunWriter:
             if run is not None and run.info.lifecycle_stage == "active":
                 return run
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            # A server with log-ins refuses what it does not have.
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED"):
                 raise
         experiment = self.client.get_experiment_by_name(first["experiment"])
         if experiment is None:
             return None
         for origin in filter(None, (run_id, first["opening"])):
-            found = self.client.search_runs(
-                [experiment.experiment_id], f"tags.`{ORIGIN}` = '{origin}'", max_results=1
-            )
-            if found:
-                return self.client.get_run(found[0].info.run_id)
+            for tag in (ORIGIN, _OLD_ORIGIN):
+                found = self.client.search_runs(
+                    [experiment.experiment_id], f"tags.`{tag}` = '{origin}'", max_results=1
+                )
+                if found:
+                    return self.client.get_run(found[0].info.run_id)
         return None
 
     def log_history(self, events: Sequence[Record]) -> None:

@@ -228,7 +228,7 @@ def test_one_line_has_the_shares_that_are_not_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("data_wait", "told"),
-    [(0.0, ""), (9.0, ""), (250.0, "; with a perfect loader training is 25% faster")],
+    [(0.0, ""), (9.0, ""), (250.0, "; with a perfect loader training is at least 25% faster")],
 )
 def test_the_wait_for_data_is_what_a_perfect_loader_saves(data_wait: float, told: str) -> None:
     # Of 1,000 s without any wait a loader that nothing waits for would save nothing more.

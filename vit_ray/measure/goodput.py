@@ -309,13 +309,18 @@ SHOWN: Final = {
 
 
 def loader_gain(training_s: float, data_wait_s: float) -> str:
-    """What a loader that nothing waits for would gain; empty where that is below 1 %.
+    """What a loader that nothing waits for would gain at least; empty where that is below 1 %.
 
     Args:
         training_s, data_wait_s: as metrics of the run have them; together the time of its steps.
+            They are rank 0's, which also waits, in training, for data that others wait for.
     """
     gain = data_wait_s / training_s if training_s > 0 else 0.0
-    return f"with a perfect loader training is {gain:.0%} faster" if gain >= LEAST_GAIN else ""
+    return (
+        f"with a perfect loader training is at least {gain:.0%} faster"
+        if gain >= LEAST_GAIN
+        else ""
+    )
 
 
 def describe_goodput(metrics: Mapping[str, float]) -> str:

@@ -85,7 +85,11 @@ def _length(recipe: Recipe, result: RunResult) -> str:
 
 
 def _top1(result: RunResult) -> float:
-    return result.metrics.get(EVAL_AVERAGED_TOP1, result.metrics[EVAL_TOP1])
+    found = [result.metrics.get(key) for key in (EVAL_AVERAGED_TOP1, EVAL_TOP1)]
+    top1 = next((value for value in found if value is not None), None)
+    if top1 is None:
+        raise ValueError("a run has no accuracy, as its events say; give the command again")
+    return top1
 
 
 def is_converted(path: str) -> bool:

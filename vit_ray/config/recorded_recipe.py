@@ -17,8 +17,9 @@ INIT_RUN: Final = "vit_ray.init_run"
 """Tag of the run whose weights it began with."""
 SHOWN_TAGS: Final = (
     "init_from", "vit_ray.kind", "vit_ray.cluster", "vit_ray.run_folder", "vit_ray.device",
-    "vit_ray.study_label", "vit_ray.vtab_task", "vit_ray.transfer_task", "vit_ray.branched_from",
-    "vit_ray.started_over_from", "vit_ray.stopped_early", "vit_ray.failure", "vit_ray.error",
+    "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
+    "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
+    "vit_ray.failure", "vit_ray.error",
 )  # fmt: skip
 """Tags that people read on a run's page; a training has three or four of them."""
 _HIDDEN: Final = "mlflow."

@@ -207,9 +207,10 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
     )
     period = math.lcm(*(window.num_rows for window in windows if window))
     if seen % period:
+        steps = math.lcm(period, then, size) // then
         raise ValueError(
             f"{key}: step {position.step} is inside a shuffle window, which another batch deals "
-            f"out otherwise; fork a step that is a multiple of {math.lcm(period, then) // then}"
+            f"out otherwise; fork a step that is a multiple of {steps}"
         )
     return seen // size
 

@@ -175,6 +175,7 @@ CASES: dict[str, tuple[list[list[float]], list[int] | None]] = {
     "no larger than usual": ([*USUAL, [1.0, 0.5], [2.0, 0.0]], []),
     "all are larger": ([[9.0, 0.0]] * 16, None),
     "one": ([[60.0, 0.0], *USUAL, [1.0, 0.0]], [0]),
+    "one, and the others are a little above usual": ([[60.0, 0.0], *[[1.1, 0.0]] * 15], [0]),
     "two that pull in other directions": ([[0.0, 50.0], *USUAL, [-40.0, 0.0]], [0, 15]),
 }
 

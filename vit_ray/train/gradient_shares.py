@@ -28,6 +28,9 @@ SPIKE_FACTOR: Final = 3.0
 """Of the gradient norm over that of the steps before and after, from which on it is a spike. Of 20
 ordinary batches of 128 the largest factor was 2.2, with culprits the smallest was 9.4
 (`benchmarks/results/explained_spikes_cpu_2026-11-26.md`)."""
+NEAR: Final = 1.5
+"""Of the usual norm: what is left after a round is no larger than that. Two controls do not say it
+more exactly, and to go below would take image after image that is like all others."""
 MOST_CULPRITS: Final = 0.25
 """Of a batch; if more images have to be left out, it is not the fault of single ones."""
 
@@ -156,7 +159,7 @@ def find_culprits(
         order, units = torch.argsort(shares, descending=True), len(shares)
         left = now.norm * (1.0 - shares[order].cumsum(0)[:-1])
         left *= units / (units - torch.arange(1, units))
-        enough = torch.nonzero(left <= usual)
+        enough = torch.nonzero(left <= NEAR * usual)
         chosen = order[: int(enough[0]) + 1].tolist() if len(enough) else range(units)
         out = [places[one * unit + i] for one in chosen for i in range(unit)]
         found += out
@@ -164,7 +167,7 @@ def find_culprits(
             return None
         places = [place for place in places if place not in out]
         now = measure(places)
-        if now.norm <= usual:
+        if now.norm <= NEAR * usual:
             return found
     return None
 

@@ -29,6 +29,7 @@ from vit_ray.commands.trained import batch
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.data import open_dataset
+from vit_ray.data.images.crop_boxes import CropBox, draw_boxes
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.inputs.streams import resolve_run
@@ -143,6 +144,21 @@ def test_the_cost_of_each_stage_by_a_clock_that_ticks_when_it_is_read(
         "read": 0.0, "check": pytest.approx(groups / stored + 1), "draw": 2 / 16, "decode": 1.0,
         "crop": 1.0, "augment": 1.0, "copy": 1 / 16,
     }  # fmt: skip
+
+
+def test_the_cost_of_a_run_on_one_batch_is_of_that_batch(
+    sets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[int]()
+
+    def noted(*drawn: Any) -> list[CropBox]:
+        measured.extend(drawn[-1].tolist())
+        return draw_boxes(*drawn)
+
+    monkeypatch.setattr("vit_ray.launch.inputs.stream_cost.draw_boxes", noted)
+    resolved = resolve_run(recipe_on(sets, train={"overfit_one_batch": True}))
+    stream_cost(resolved, 3)
+    assert measured == SeenBatches(resolved).planned(3).tolist()
 
 
 def test_the_cost_is_printed_and_nothing_written(

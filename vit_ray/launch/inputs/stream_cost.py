@@ -53,7 +53,8 @@ def stream_cost(resolved: ResolvedRun, step: int) -> dict[str, float]:
     spec = replace(spec, decode="host", cache=None)
     counts = rows_per_group(spec.manifest, spec.rows)
     plan = BatchReader(StreamJob(spec, Partition(1, size), 0, True, counts)).plan
-    start, threads = step * size, cv2.getNumThreads()
+    start = 0 if resolved.recipe.train.overfit_one_batch else step * size
+    threads = cv2.getNumThreads()
     cv2.setNumThreads(0)  # as a reading task
     try:
         plan.rows_at(np.array([start]))  # the order of the epoch, once

@@ -214,15 +214,22 @@ def test_the_loss_of_a_run_that_another_machine_recorded_is_in_mlflow(
     run = client.create_run(client.create_experiment("e")).info.run_id
     client.log_metric(run, "train/loss", 1.2345, step=5)
 
-    def shown(name: str, run_id: str) -> str:
+    def shown(name: str, run_id: str, step: str = "step=4") -> str:
         folder = begin(
             recipe.with_changes(name=name, tracking={"uri": f"sqlite:///{file}"}), run_id
         )
-        code, text = said(folder, "step=4", "--out", str(tmp_path / f"out-{name}"))
+        code, text = said(folder, step, "--out", str(tmp_path / f"out-{name}"))
         assert code == 0, text
         return text + (tmp_path / f"out-{name}" / "batch.html").read_text()
 
     assert "Its loss was 1.2345" in shown("recorded", run)
+    partly = metrics_log_path(recipe.with_changes(name="partly").run_folder)
+    log = MetricsLog(partly)
+    log.open(RunOpening(TrackingConfig(), "partly", log.path))
+    log.metrics(6, {"train/loss": 5.4321})
+    found = shown("partly", run, "step=4:6")
+    assert "Its loss was 1.2345" in found
+    assert "Its loss was 5.4321" in found
     found = shown("unknown", "0" * 32)
     assert "without the loss of the step: MLflow at" in found
     assert "Its loss was" not in found

@@ -282,7 +282,7 @@ def _write_originals(images: Sequence[SeenImage], folder: Path) -> None:
 
 
 def _losses(run: NamedRun, steps: range) -> dict[int, float]:
-    """Loss of the steps that were logged: on this machine, or else in MLflow."""
+    """Loss of the steps that were logged: on this machine, and else in MLflow."""
     log, offset = MetricsLog(metrics_log_path(run.recipe.run_folder)), 0
     logged = dict[int, float]()
     while some := log.read(offset):
@@ -291,12 +291,12 @@ def _losses(run: NamedRun, steps: range) -> dict[int, float]:
             if record["kind"] == "metrics" and TRAIN_LOSS in record["values"]:
                 logged[record["step"]] = record["values"][TRAIN_LOSS]
     run_id = run.newest.position.tracking_run_id if run.newest else None
-    if not offset and run_id is not None:
+    # A log on this machine is of the attempts that ran here. MLflow's steps count what is done.
+    if run_id is not None and not {step + 1 for step in steps} <= logged.keys():
         from vit_ray.tracking.mlflow_client import recorded_values  # MLflow: seconds
 
         try:
-            logged = recorded_values(run.recipe.tracking.uri, run_id, TRAIN_LOSS)
+            logged = recorded_values(run.recipe.tracking.uri, run_id, TRAIN_LOSS) | logged
         except (RuntimeError, TimeoutError) as error:
             print(f"without the loss of the step: {error}", file=sys.stderr)
-    # MLflow's steps count what is done.
     return {step: logged[step + 1] for step in steps if step + 1 in logged}

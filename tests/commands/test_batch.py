@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from click.testing import CliRunner
 from mlflow import MlflowClient
 from PIL import Image
 
+from tests.checkpoints.written import write_snapshot
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
+from vit_ray.checkpoints.checkpoint import Snapshot, folder_name, read_checkpoint
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.trained import batch
 from vit_ray.config import Recipe
@@ -33,6 +36,7 @@ from vit_ray.data.images.crop_boxes import CropBox, draw_boxes
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 
 __all__ = ["sets"]
@@ -192,6 +196,8 @@ def test_a_rank_is_of_the_attempt_that_trained_the_step(recipe: Recipe, tmp_path
 
     # Two ranks wrote the checkpoint of step 7.
     assert samples("step=5", "rank=1") == samples("step=5", "rank=1/2")
+    text = said(folder, "step=5", "rank=1", "--out", str(tmp_path / "told"))[1]
+    assert "rank 1 of 2, by the checkpoint of step 7\n" in text
     log = MetricsLog(metrics_log_path(folder))
     log.open(RunOpening(TrackingConfig(), recipe.name, log.path))
     worked(log, "a", 1.0, 8, 0, 6)
@@ -204,6 +210,21 @@ def test_a_rank_is_of_the_attempt_that_trained_the_step(recipe: Recipe, tmp_path
     assert (code, "rank=4, of 4: give the rank" in text) == (2, True), text
     code, text = said(folder, "step=9", "rank=1")
     assert (code, "not known how many workers trained this step, or rank=1/8" in text) == (2, True)
+
+
+def test_a_rank_between_checkpoints_of_different_ranks_is_asked_for(recipe: Recipe) -> None:
+    folder = begin(recipe)
+    (step_7,) = Path(folder).glob("*7")
+    earlier = step_7.with_name(folder_name(4))
+    model, position = small_model("ViT"), read_checkpoint(locate(str(step_7))).position
+    position = replace(position, progress=replace(position.progress, step=4))
+    shards = {f"weight|{n}|0": p.detach().flatten() for n, p in model.named_parameters()}
+    write_snapshot(Snapshot(0, 1, shards, position), locate(str(earlier)))
+    code, text = said(folder, "step=5", "rank=1")
+    assert (code, "step 4 is of 1, and that of step 7 of 2" in text) == (2, True), text
+    assert "rank=1/8 of 8 workers" in text
+    code, text = said(folder, "step=3", "rank=0", "--out", f"{folder}-3")
+    assert (code, "rank 0 of 1, by the checkpoint of step 4\n" in text) == (0, True), text
 
 
 def test_the_loss_of_a_run_that_another_machine_recorded_is_in_mlflow(

@@ -82,14 +82,15 @@ class NamedRun:
             )
         return steps
 
-    def world_size(self, steps: range) -> int:
-        """Workers of the attempt that trained some steps.
+    def world_size(self, steps: range) -> tuple[int, str]:
+        """Workers of the attempt that trained some steps, and what says so.
 
         By the record of the run on this machine, or else by the next checkpoint, of which each rank
         wrote a part.
 
         Raises:
-            ValueError: it is not known, or not the same for all of the steps.
+            ValueError: it is not known, or not the same for all of the steps; or the checkpoints
+                before and after a step, between which workers came or went, are all there is.
         """
         timeline = MetricsLog(metrics_log_path(self.recipe.run_folder)).timeline()
         works = [mark for mark in marks_of(timeline) if isinstance(mark, Work)]
@@ -102,17 +103,28 @@ class NamedRun:
             checkpoint = open_checkpoint(folder.child(folder_name(number)))
             return len(checkpoint.shards) if checkpoint else 0
 
-        found = set[int]()
+        found = dict[int, str]()
         for step in steps:
             sizes = [one.world_size for one in works if one.first_step <= step < one.last_step]
-            later = (ranks_of(number) for number in saved if number > step)
-            found.add(sizes[-1] if sizes else next(filter(None, later), 0))
-        if 0 in found:
-            raise ValueError("it is not known how many workers trained this step")
+            if sizes:
+                found[sizes[-1]] = "the run's record"
+                continue
+            after = next(filter(ranks_of, (number for number in saved if number > step)), None)
+            if after is None:
+                raise ValueError("it is not known how many workers trained this step")
+            earlier = (number for number in reversed(saved) if number <= step)
+            before = next(filter(ranks_of, earlier), after)
+            if ranks_of(before) != ranks_of(after):
+                raise ValueError(
+                    f"it is not known how many workers trained step {step}: the checkpoint of step "
+                    f"{before} is of {ranks_of(before)}, and that of step {after} of "
+                    f"{ranks_of(after)}; ask for the whole batch"
+                )
+            found[ranks_of(after)] = f"the checkpoint of step {after}"
         if len(found) > 1:
             sizes_told = " and ".join(map(str, sorted(found)))
             raise ValueError(f"these steps were trained by {sizes_told} workers; give fewer steps")
-        return found.pop()
+        return found.popitem()
 
 
 def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:

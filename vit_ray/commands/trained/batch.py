@@ -112,10 +112,10 @@ def _places(rank: str | None, run: NamedRun, steps: range) -> range:
     number, world = (int(found[1]), int(found[2] or 0)) if found else (0, 0)
     if found and not found[2]:
         try:
-            world = run.world_size(steps)
+            world, told_by = run.world_size(steps)
         except ValueError as error:
             raise ValueError(f"rank={rank}: {error}, or rank={rank}/8 of 8 workers") from None
-        print(f"rank {number} of {world}", file=sys.stderr, flush=True)
+        print(f"rank {number} of {world}, by {told_by}", file=sys.stderr, flush=True)
     if not world or not number < world or batch % world:
         of = f", of {world}" if world else ""
         raise ValueError(

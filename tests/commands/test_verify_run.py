@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from numpy.typing import NDArray
 
 from tests.checkpoints.written import flip
 from tests.data.damage import damage
@@ -15,6 +18,7 @@ from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress, folder_name
 from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.commands.cli import vit_ray
+from vit_ray.commands.trained import verify_run
 from vit_ray.commands.trained.verify_run import _Order
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
@@ -53,8 +57,8 @@ def begin(recipe: Recipe, digest: str) -> str:
     return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
 
 
-def said(run: str) -> tuple[int, str]:
-    result = CliRunner().invoke(vit_ray, ["verify", "digits", f"verify.path={run}"])
+def said(run: str, *words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(vit_ray, ["verify", "digits", f"verify.path={run}", *words])
     return result.exit_code, result.output
 
 
@@ -69,21 +73,78 @@ def test_other_samples_are_named_by_their_steps(recipe: Recipe) -> None:
     assert "step 7: steps 4 to 6 were fed other samples than the order has" in text
 
 
-def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
-    recipe: Recipe, sets: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "set").mkdir()
-    for file in (sets / "large").iterdir():
-        (tmp_path / "set" / file.name).write_bytes(file.read_bytes())
-    planned = SeenBatches(resolve_run(recipe)).planned(5)
-    bad = int(planned[3])
+@pytest.fixture
+def bad(recipe: Recipe) -> int:
+    """A sample of step 5."""
+    return int(SeenBatches(resolve_run(recipe)).planned(5)[3])
+
+
+@pytest.fixture
+def damaged(recipe: Recipe, bad: int, sets: Path, tmp_path: Path) -> Recipe:
+    """The recipe on a copy of its set in which that sample cannot be decoded."""
+    shutil.copytree(sets / "large", tmp_path / "set")
     damage(open_dataset(str(tmp_path / "set")), group=bad // 8, rows=[bad % 8])
     data = {"train": str(tmp_path / "set"), "max_bad_fraction": 0.1}
-    recipe = recipe.with_changes(data=data)
+    return recipe.with_changes(data=data)
+
+
+def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
+    damaged: Recipe, bad: int
+) -> None:
+    recipe = damaged
     assert bad not in training_batches(recipe)[5]["sample"]
     code, text = said(begin(recipe, received(recipe, 4, 7)))
     assert (code, "in order, with neighbours of images that cannot" in text) == (0, True), text
     assert said(begin(recipe.with_changes(name="other"), received(recipe, 3, 6)))[0] == 1
+
+
+def test_much_is_decoded_only_where_it_is_asked_for(
+    damaged: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(damaged, received(damaged, 4, 7))
+    monkeypatch.setattr(verify_run, "MOST_BYTES", 0)
+    code, text = said(run)
+    assert (code, "give --large: it decodes 48 images, up to 0.00 GiB" in text) == (1, True), text
+    code, text = said(run, "--large")
+    assert (code, "decodes the images of steps 4 to 6, 48 images" in text) == (0, True), text
+
+
+def test_images_that_a_device_decoded_are_not_decoded_here(damaged: Recipe) -> None:
+    digest = received(damaged, 4, 7)
+    code, text = said(begin(damaged.with_changes(data={"decode": "device"}), digest))
+    assert (code, "Images are not decoded to see why" in text) == (1, True), text
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_shards_that_cannot_be_read_are_a_checkpoints_problem(
+    damaged: Recipe, bad: int, tmp_path: Path, is_missing: bool
+) -> None:
+    run = begin(damaged, received(damaged, 3, 6))
+    if is_missing:
+        (tmp_path / "set" / "part-0.parquet").unlink()
+    else:
+        rows = [row for row in range(8) if row != bad % 8]
+        damage(open_dataset(str(tmp_path / "set")), group=bad // 8, rows=rows)
+    code, text = said(run)
+    told = "is missing" if is_missing else "no image of its row group"
+    (line,) = (line for line in text.splitlines() if line.startswith("step 7: shard"))
+    assert (code, told in line) == (1, True), text
+
+
+def test_steps_before_one_that_cannot_be_read_are_read_once() -> None:
+    asked = list[int]()
+
+    def samples_of(step: int) -> NDArray[np.int64]:
+        asked.append(step)
+        if step == 2:
+            raise ValueError
+        return np.array([step])
+
+    order = _Order(samples_of, 1)
+    for end in (4, 6):
+        with pytest.raises(ValueError):
+            order.digest(0, end)
+    assert asked == [0, 1, 2, 2]
 
 
 def test_a_run_on_one_batch_had_it_in_each_step(recipe: Recipe) -> None:

@@ -86,6 +86,12 @@ _ALL = (
         "cifar10 verify.path=data/cifar10/train",
         needs=("verify",),
         opens=("verify.path",),
+        flags={
+            "--large": (
+                "decode more than 1 GiB of a run's images where its samples are not as planned",
+                "vit_ray.commands.datasets:run_verify_large",
+            )
+        },
     ),
     Command(
         "subset",

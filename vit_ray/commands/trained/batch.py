@@ -32,8 +32,8 @@ from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
 MOST_SHOWN: Final = 64
 """Images of a step on the page and in the picture; the table has all."""
-_MOST_BYTES: Final = 1 << 30
-"""That are read from a remote store without being asked for."""
+MOST_BYTES: Final = 1 << 30
+"""That are read without `--large`; here, from a remote store."""
 _BOX_COLOR: Final = (255, 64, 64)
 
 
@@ -79,7 +79,7 @@ def show_batch(
     groups, size = (sum(column) for column in zip(*costs, strict=True))
     is_remote = "://" in run.resolved.manifest.path
     print(f"reads {groups:,} row groups, {size / 2**20:,.1f} MiB", file=sys.stderr, flush=True)
-    if is_remote and size > _MOST_BYTES and not is_large:
+    if is_remote and size > MOST_BYTES and not is_large:
         raise ValueError(
             f"{size / 2**30:.1f} GiB would be read from {run.resolved.manifest.path}; give fewer "
             "steps, or --large"

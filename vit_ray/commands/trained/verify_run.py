@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.checkpoints.checkpoint import Progress, read_checkpoint
-from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError, PartialCheckpointError
+from vit_ray.checkpoints.checkpoint import Position, Progress, read_checkpoint
+from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
+from vit_ray.commands.trained.batch import MOST_BYTES
 from vit_ray.launch.inputs.seen_batch import SeenBatches
-from vit_ray.launch.named_run import find_run
+from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.storage import locate
 
 
-def verify_run(source: str) -> int:
+def verify_run(source: str, is_large: bool) -> int:
     """Check all checkpoints of a run and print what is found; 1 if anything is wrong.
+
+    Args:
+        is_large: decode however many images it takes to see which of them were replaced.
 
     Raises:
         ValueError: as `find_run`.
     """
     run, num_problems = find_run(source), 0
-    batches, size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
-    planned = _Order(batches.planned, size)
-    decoded = _Order(lambda step: batches.batch(step)["sample"], size)
+    samples = _Samples(run, is_large)
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
         try:
             checkpoint = read_checkpoint(folder)
             checkpoint.verify()
+            found, problem = samples.checked(checkpoint.position), ""
         except PartialCheckpointError:
             print(f"step {step:,}: not whole: still being written, or cut off and never used")
             continue
-        except DamagedCheckpointError as error:
-            problem = str(error)
-        else:
-            problem, samples = _samples(planned, decoded, checkpoint.position.progress)
+        except (ValueError, OSError) as error:  # of the checkpoint, or of the shards
+            found, problem = "", str(error)
         num_problems += bool(problem)
-        print(f"step {step:,}: {problem or f'files whole; {samples}'}")
+        print(f"step {step:,}: {problem or f'files whole; {found}'}")
     return 1 if num_problems else 0
 
 
@@ -57,7 +59,7 @@ class _Order:
         for step in range(start, end):
             of_step = samples_digest(step * self._size, self._samples_of(step))
             digest = add_digests(digest, of_step)
-        self._known[first] = end, digest
+            self._known[first] = step + 1, digest  # kept where a later step cannot be read
         return digest
 
     def has_been_fed(self, progress: Progress) -> bool:
@@ -66,19 +68,48 @@ class _Order:
         return f"{digest:016x}" == progress.samples_digest
 
 
-def _samples(planned: _Order, decoded: _Order, progress: Progress) -> tuple[str, str]:
-    """What is wrong with the samples that the run was fed, or what is right with them.
+class _Samples:
+    """The samples that a run was fed, by the digests of its checkpoints."""
 
-    Images are decoded only where the order alone differs: to see which of them cannot be.
-    """
-    if not progress.samples_digest:
-        return "", "it has no digest of samples"
-    steps = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
-    if planned.has_been_fed(progress):
-        return "", f"samples of {steps} in order"
-    print(f"decodes the images of {steps}: some may be replaced", file=sys.stderr, flush=True)
-    if decoded.has_been_fed(progress):
-        return "", f"samples of {steps} in order, with neighbours of images that cannot be decoded"
-    problem = f"{steps} were fed other samples than the order has; this is a defect"
-    elsewhere = ", unless its history says that a worker has replaced an image (data.decode=device)"
-    return problem + elsewhere, ""
+    def __init__(self, run: NamedRun, is_large: bool) -> None:
+        batches, self._size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
+        self._planned = _Order(batches.planned, self._size)
+        self._decoded = _Order(lambda step: batches.batch(step)["sample"], self._size)
+        self._bytes_of = cache(lambda step: batches.cost(step)[1])
+        self._is_large = is_large
+
+    def checked(self, position: Position) -> str:
+        """What is right with the samples of a checkpoint.
+
+        Images are decoded only where the order alone differs: to see which of them cannot be.
+
+        Raises:
+            ValueError: they are not those of the order, or that cannot be told; or, as OSError,
+                images cannot be read.
+        """
+        progress = position.progress
+        if not progress.samples_digest:
+            return "it has no digest of samples"
+        steps = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
+        if self._planned.has_been_fed(progress):
+            return f"samples of {steps} in order"
+        if position.recipe["data"].get("decode") == "device":
+            raise ValueError(
+                f"{steps} were fed other samples than the order has. Images are not decoded to see "
+                "why: workers with data.decode=device replace those that cannot be decoded by "
+                "another rule. Unless the run's history names such images, this is a defect"
+            )
+        self._say_cost(steps, range(progress.digest_from, progress.step))
+        if self._decoded.has_been_fed(progress):
+            return f"samples of {steps} in order, with neighbours of images that cannot be decoded"
+        raise ValueError(f"{steps} were fed other samples than the order has; this is a defect")
+
+    def _say_cost(self, told: str, steps: range) -> None:
+        size = sum(map(self._bytes_of, steps))
+        cost = f"{len(steps) * self._size:,} images, up to {size / 2**30:,.2f} GiB"
+        if size > MOST_BYTES and not self._is_large:
+            raise ValueError(
+                f"{told} were fed other samples than the order has: a defect, or neighbours of "
+                f"images that cannot be decoded. To see which, give --large: it decodes {cost}"
+            )
+        print(f"decodes the images of {told}, {cost}: some may be replaced", file=sys.stderr)

@@ -17,6 +17,7 @@ from tests.data.small_sets import write_encoded
 from tests.recipes import recipe_with
 from tests.trained_runs import write_run
 from vit_ray.commands.cli import vit_ray
+from vit_ray.commands.trained.explain import likeness
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.shard_writer import EncodedImage
@@ -113,3 +114,13 @@ def test_what_cannot_be_explained_is_refused(run: str, words: tuple[str, ...], e
     code, text = said(run, *words)
     assert code == 2
     assert error in text
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [({4: 0.5, 9: 2.0}, "these are its weights"), ({4: 0.5, 9: 2.6}, "differ .* by up to 0.6:")],
+)
+def test_losses_that_were_kept_tell_whether_these_are_the_runs_weights(
+    kept: dict[int, float], told: str
+) -> None:
+    assert re.search(told, likeness([0.5, 2.0, 1.0], [4, 9, 11], kept))

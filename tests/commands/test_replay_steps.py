@@ -6,10 +6,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.checkpoints.written import write_snapshot
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import (
     Checkpoint,
     Position,
@@ -18,7 +20,7 @@ from vit_ray.checkpoints.checkpoint import (
     folder_name,
     read_checkpoint,
 )
-from vit_ray.commands.trained.replay_steps import replay_steps
+from vit_ray.commands.trained.replay_steps import images_per_pass, replay_steps
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.inputs.rank_batches import training_batches
@@ -59,6 +61,17 @@ def replayed(run_folder: str, first: str, steps: list[int], folder: str) -> str:
     for step in steps:
         checkpoint = replay_steps(run, checkpoint, step, locate(folder))
     return checkpoint.folder.path
+
+
+@pytest.mark.parametrize(
+    ("micro", "batch", "images"),
+    [(128, 128, 128), (96, 192, 96), ("auto", 128, 64), (256, 512, 64)],
+)
+def test_passes_are_the_runs_own_where_they_are_known_and_small(
+    micro: int | str, batch: int, images: int
+) -> None:
+    train = {"micro_batch_size": micro, "global_batch_size": batch}
+    assert images_per_pass(recipe_with(train=train)) == images
 
 
 def test_a_replay_is_the_training_by_torch_in_one_part_or_two(sets: Path, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ It reads the newest checkpoint at or before the step and three batches; no Ray, 
 from __future__ import annotations
 
 import csv
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -40,6 +41,8 @@ from vit_ray.train.objective import build_objective, make_image_losses
 from vit_ray.train.optim.schedule import lr_at
 from vit_ray.train.spikes import losses_file
 
+SAME_LOSS: Final = 1e-4
+"""Of fp32, between the passes of a training and of this command."""
 NUM_SHOWN: Final = 8
 """Images with the largest shares that are shown, or all that make the spike."""
 STALE_RMS: Final = 2.3
@@ -120,7 +123,10 @@ def explain_step(
     captions = [f"{found[step].shares[one.place]:.1%} {one.sample}" for one in facts]
     title = f"{run.recipe.name}, step {step}: largest shares of the gradient"
     sheet([pixels[0] for pixels, _ in drawn], captions, title).save(folder / "explain.png")
-    _write_table(run, found[step], columns[step][2], step, folder / "images.csv")
+    kept = _kept_losses(run, step)
+    _write_table(found[step], columns[step][2], kept, folder / "images.csv")
+    if kept and checkpoint.position.step == step:
+        print(likeness(found[step].losses.tolist(), columns[step][2].tolist(), kept))
     print(f"wrote {folder / 'explain.png'} and {folder / 'images.csv'}")
     return 0
 
@@ -170,7 +176,7 @@ def _print_figures(
 ) -> None:
     """What was measured, step by step, and what the optimizer would do with it."""
     recipe, distance = run.recipe, step - checkpoint.position.step
-    far = f", {distance:,} steps before" if distance else ", the very weights of the step"
+    far = f", {distance:,} steps before" if distance else ", the weights of the step"
     print(f"weights of checkpoint {checkpoint.position.step}{far}, in fp32")
     print(f"{'step':>9} {'mean loss':>10} {'gradient norm':>14} {'largest share':>14}")
     for one in sorted(found):
@@ -238,17 +244,33 @@ def _print_verdict(
         print(f"  vit-ray fork {source} {origin} {excluded}")
 
 
+def _kept_losses(run: NamedRun, step: int) -> dict[int, float]:
+    """Of each sample when it happened, where this machine recorded the run; MLflow has it, too."""
+    file = metrics_log_path(run.recipe.run_folder).parent / losses_file(step)
+    if not file.exists():
+        return {}
+    table = pq.read_table(file)
+    of_step = np.asarray(table["step"]) == step
+    pairs = (np.asarray(table[name])[of_step].tolist() for name in ("sample", "loss"))
+    return dict(zip(*pairs, strict=True))
+
+
+def likeness(losses: Sequence[float], samples: Sequence[int], kept: Mapping[int, float]) -> str:
+    """Whether these are the weights that the run had, as far as its losses tell."""
+    pairs = zip(losses, samples, strict=True)
+    off = max((abs(loss - kept[one]) for loss, one in pairs if one in kept), default=math.inf)
+    if off < SAME_LOSS:
+        return "the losses of its images are those that the run had: these are its weights"
+    return (
+        f"the losses of its images differ from those that the run had by up to {off:.2g}: these "
+        "are not quite its weights; that takes its precision, threads, workers and images per pass"
+    )
+
+
 def _write_table(
-    run: NamedRun, found: StepGradient, samples: Tensor, step: int, path: Path
+    found: StepGradient, samples: Tensor, kept: Mapping[int, float], path: Path
 ) -> None:
     """Shares and losses of all images, with the loss when it happened where that was kept."""
-    kept: dict[int, float] = {}
-    file = metrics_log_path(run.recipe.run_folder).parent / losses_file(step)
-    if file.exists():  # on the machine that recorded the run; MLflow has it, too
-        table = pq.read_table(file)
-        of_step = np.asarray(table["step"]) == step
-        pairs = (np.asarray(table[name])[of_step].tolist() for name in ("sample", "loss"))
-        kept = dict(zip(*pairs, strict=True))
     rows = zip(samples.tolist(), found.shares.tolist(), found.losses.tolist(), strict=True)
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)

@@ -17,6 +17,7 @@ from vit_ray.checkpoints.checkpoint import (
     write_snapshot,
 )
 from vit_ray.checkpoints.checkpoint_format import commit
+from vit_ray.config import Recipe
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.named_run import NamedRun
 from vit_ray.measure.meters import Compute
@@ -31,7 +32,18 @@ _HOST = "127.0.0.1"
 _CPU = torch.device("cpu")
 _TIMEOUT_S = 600.0
 _MOST_IMAGES = 64
-"""Of a pass."""
+"""Of a pass, unless the recipe names its own, of up to twice as many: with others sums are rounded
+otherwise, and a training that is near to diverging multiplies the difference at every step."""
+
+
+def images_per_pass(recipe: Recipe) -> int:
+    """Of a replay: as the run's own where the recipe says it, or as this machine may hold."""
+    own, size = recipe.train.micro_batch_size, recipe.train.global_batch_size
+    if isinstance(own, int) and own <= 2 * _MOST_IMAGES:
+        return own
+    passes = range(-(-size // _MOST_IMAGES), size + 1)
+    least = recipe.train.least_pass
+    return next(size // n for n in passes if size % n == 0 and size // n % least == 0)
 
 
 def replay_steps(run: NamedRun, checkpoint: Checkpoint, step: int, folder: Location) -> Checkpoint:
@@ -45,9 +57,7 @@ def replay_steps(run: NamedRun, checkpoint: Checkpoint, step: int, folder: Locat
             checkpoint's.
     """
     recipe = run.recipe.with_changes(train={"zero_stage": 0, "offload": False, "compile": False})
-    size, least = recipe.train.global_batch_size, recipe.train.least_pass
-    passes = range(-(-size // _MOST_IMAGES), size + 1)
-    micro = next(size // n for n in passes if size % n == 0 and size // n % least == 0)
+    size, micro = recipe.train.global_batch_size, images_per_pass(recipe)
     batches, target = SeenBatches(run.resolved), folder.child(folder_name(step))
 
     def read() -> Iterator[Batch]:

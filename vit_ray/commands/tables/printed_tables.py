@@ -28,7 +28,6 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import TrialState
 from vit_ray.report import tables as report_tables
-from vit_ray.report.statistics.intervals import of_share
 
 if TYPE_CHECKING:
     from vit_ray.experiments.sweep import SweepResult
@@ -120,6 +119,8 @@ def describe_spread(result: SweepResult) -> str:
 
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
     """Accuracies on one test set with Wilson's 95 % intervals."""
+    from vit_ray.report.statistics.intervals import of_share  # scipy: not in every driver
+
     table = Table(title=f"{title}, {num_images:,} images")
     table.add_column("weights")
     table.add_column("top-1", justify="right")

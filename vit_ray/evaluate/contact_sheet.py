@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -43,8 +44,10 @@ def sheet(images: Sequence[UInt8Array], captions: Sequence[str], title: str) -> 
     """A title, and below it images with a line each, eight in a row."""
     columns, height = min(_COLUMNS, len(images)), _LARGE + 2 * _LINE
     rows = -(-len(images) // columns)
-    drawn = Image.new("RGB", (columns * _LARGE, rows * height + 2 * _LINE), "white")
-    draw, font = ImageDraw.Draw(drawn), ImageFont.load_default(_LINE)
+    font = ImageFont.load_default(_LINE)
+    width = max(columns * _LARGE, math.ceil(font.getlength(title)) + 8)
+    drawn = Image.new("RGB", (width, rows * height + 2 * _LINE), "white")
+    draw = ImageDraw.Draw(drawn)
     draw.text((4, 4), title, "black", font)
     for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         left, top = number % columns * _LARGE, number // columns * height + 2 * _LINE

@@ -88,6 +88,14 @@ def collection_of_new_objects_alone() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is not whole is read again at once."""
+    from vit_ray.checkpoints import run_checkpoints
+
+    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
+
+
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 

@@ -1,7 +1,10 @@
 """Parts as a user would write them, for tests of `own_parts`."""
 
+import os
+import signal
 import sys
 import time
+import uuid
 from typing import Any
 
 import ray
@@ -121,6 +124,12 @@ def as_floats(crop: Any, random: Any) -> Any:
     return crop / 255.0
 
 
+def counted(crop: Any, random: Any) -> Any:
+    """Leaves a key in the cluster for every crop that is made."""
+    _internal_kv_put(f"counted/{uuid.uuid4().hex}".encode(), b"")
+    return crop
+
+
 class Lion(torch.optim.Optimizer):
     """Chen et al. (arXiv:2302.06675), algorithm 2; makes its state at the first step."""
 
@@ -228,3 +237,17 @@ def fail(step: int, metrics: dict[str, float]) -> None:
 
 def path_of_imports() -> list[str]:
     return sys.path
+
+
+def wait_for_another(step: int, metrics: dict[str, float]) -> None:
+    """Until a second training with this part has begun, too."""
+    _internal_kv_put(f"begun/{os.getpid()}".encode(), b"")
+    deadline_s = time.monotonic() + 100.0
+    while len(_internal_kv_list(b"begun/")) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+
+
+def die_once(step: int, metrics: dict[str, float]) -> None:
+    """Of all trainings with this part the first that gets to step 8 loses its worker there."""
+    if step == 8 and not _internal_kv_put(b"died_once", b"", overwrite=False):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -123,6 +123,7 @@ def test_the_example_in_lightning_runs_and_learns(monkeypatch: pytest.MonkeyPatc
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("worker_pool", "quickstart_data")
 def test_the_notebook_runs_and_shows_what_it_says() -> None:
     notebook, names = run_notebook(ROOT / "docs" / "notebook.ipynb")

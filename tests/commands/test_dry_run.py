@@ -11,6 +11,7 @@ import yaml
 
 from tests.commands.command_line import run_cli
 from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
+from vit_ray.commands.plans.plan import describe_sharing
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.train.memory.memory_estimate import estimate_memory
@@ -89,6 +90,7 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial() -> None:
     text = describe_sweep(load_recipe(RECIPES / "finetune" / "pets.yaml"))
     assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text
     assert "500 of 512 images" in text
+    assert "one stream for 0.001, 0.003, 0.01, 0.03" in text.replace("learning_rate=", "")
 
 
 def test_a_real_data_set_is_counted_although_counts_are_told(digits: Any) -> None:
@@ -111,3 +113,19 @@ def test_a_dry_run_prints_the_plan_and_the_recipe_on_request() -> None:
     shown = both.stdout.removeprefix(plan.stdout)
     assert shown == run_cli(*words, "--recipe").stdout
     assert yaml.safe_load(shown)["optim"]["learning_rate"] == 5e-4
+
+
+def test_it_is_said_which_trainings_share_a_stream() -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "slow": {"optim": {"learning_rate": 0.1}},
+        "fast": {"optim": {"learning_rate": 0.2}},
+        "large": {"model": {"image_size": 64}},
+        "deep": {"model": {"image_size": 64, "depth": 2}},
+        "long": {"optim": {"epochs": 20.0}},
+    }
+    recipes = {name: small(**sections) for name, sections in changes.items()}
+    assert describe_sharing(recipes.items()) == (
+        "where they run side by side on a host, one stream for slow, fast; one for large, deep; "
+        "by themselves long"
+    )
+    assert describe_sharing([("one", small())]) == "no two read the same images"

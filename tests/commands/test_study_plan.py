@@ -17,6 +17,7 @@ from vit_ray.commands.experiments import study
 from vit_ray.commands.plans.study_plan import StudyPlan, describe_study, plan_study
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.experiments import runner as runner_module
 from vit_ray.experiments import study as study_module
 from vit_ray.experiments import sweep, transfer
 from vit_ray.experiments.runner import Room, Runner, Work
@@ -189,6 +190,7 @@ def studied_hours(monkeypatch: pytest.MonkeyPatch, plan: StudyPlan, room: Room) 
 
     parent = Parent(recipe)
     parent.__dict__["run_flow"] = run_flow
+    monkeypatch.setattr(runner_module, "GATHER_SHARE", 0.0)  # in a clock of its own
     monkeypatch.setattr(study_module, "cluster_room", lambda *_: room)
     monkeypatch.setattr(transfer, "plan_sweep", swept_without_data)
     monkeypatch.setattr(sweep, "sweep_table", lambda *_: Table("", [], []))

@@ -15,7 +15,6 @@ from tests.data.prepare.conftest import run_in_this_process
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.data.small_sets import SHARD, used_rows, write_rows
 from vit_ray import lock, retry, s3
-from vit_ray.checkpoints import run_checkpoints
 from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint, prune
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert.commit import ConvertReport
@@ -46,7 +45,6 @@ def proxy(bucket: Path) -> Iterator[FaultProxy]:
 def store(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """The store of this process, which tries again without a pause."""
     monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)
-    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
     proxy.faults.set("", 0)
     with this_process_uses(proxy.port, timeout_s=0.5):
         yield proxy

@@ -21,6 +21,7 @@ from vit_ray.storage import locate
 from vit_ray.tracking.mlflow_client import open_client
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_fork_ends_with_its_parents_weights_and_reads_on_with_another_batch(
     digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -222,3 +222,92 @@ def test_the_directives_of_work_are_followed() -> None:
     assert not one.goes_on(part, Outcome(TrialState.STOPPED_EARLY, at[2]))
     one.end(part, Outcome(TrialState.STOPPED_EARLY, at[2]))
     assert noted == [(other, 2)]
+
+
+def alike(count: int, **keys: Any) -> list[Work]:
+    """Trainings of two workers that read the same, whatever their rate."""
+    return [
+        work(
+            f"run{k}",
+            optim={"learning_rate": 0.1 * (k + 1), "steps": 10},
+            workers={"num_workers": 2, "use_gpu": False},
+            **keys,
+        )
+        for k in range(count)
+    ]
+
+
+def sharing(parts: list[Work]) -> list[int]:
+    return [one.training.num_sharing for one in parts]
+
+
+def test_trainings_know_how_many_start_with_them_and_read_the_same() -> None:
+    others = [work("other", seed=7, workers={"num_workers": 2, "use_gpu": False})]
+    parts = [*alike(2), *others, *alike(3)]
+    one = Runner(flow_of(parts), lambda: Room(0, 12.0))
+    assert len(started(one)) == 4
+    assert sharing(parts) == [3, 3, 0, 3, 0, 0]
+    alone = alike(2)
+    one = Runner(flow_of(alone), lambda: Room(0, 12.0, runs=1))
+    started(one)
+    end(one, alone, 0)
+    started(one)
+    assert sharing(alone) == [0, 0]
+
+
+def test_places_wait_for_each_other_so_that_trainings_start_in_waves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now_s)
+    parts = alike(9)
+    one = Runner(flow_of(parts), lambda: Room(0, 99, runs=3))
+    assert started(one) == ["run0", "run1", "run2"]
+    now_s += 100.0
+    end(one, parts, 0)
+    assert started(one) == []
+    now_s += 4.9  # 5 % of 100 s
+    end(one, parts, 1)
+    assert started(one) == []
+    now_s += 0.2
+    assert started(one) == ["run3", "run4"]
+    assert sharing(parts)[3:5] == [2, 2]
+    now_s += 30.0
+    end(one, parts, 2)
+    now_s += 0.1
+    end(one, parts, 3)
+    assert started(one) == []
+    now_s += 0.1
+    end(one, parts, 4)
+    assert started(one) == ["run5", "run6", "run7"]  # nobody is left to wait for
+    now_s += 10_000.0
+    end(one, parts, 5)
+    assert started(one) == ["run8"]  # the last has nobody to start with
+
+
+def test_a_place_waits_for_none_that_reads_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now_s)
+    parts = [*alike(2), *alike(3, seed=5)]
+    one = Runner(flow_of(parts), lambda: Room(0, 99, runs=2))
+    assert started(one) == ["run0", "run1"]
+    now_s += 100.0
+    end(one, parts, 0)
+    assert started(one) == ["run0"]
+
+
+def test_what_reads_something_else_does_not_wait_with_a_place_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now_s)
+    others = [
+        work(name, seed=5, workers={"cpus_per_worker": 0.1, "use_gpu": False})
+        for name in ("first", "second")
+    ]
+    parts = [*alike(7), *others]
+    one = Runner(flow_of(parts), lambda: Room(0, 11.6))  # four of 2.66 CPUs and one of 0.76
+    assert started(one) == ["run0", "run1", "run2", "run3", "first"]
+    now_s += 100.0
+    end(one, parts, 0, 1)
+    assert started(one) == ["second"]

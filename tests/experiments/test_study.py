@@ -237,7 +237,7 @@ def test_a_finished_cell_is_not_taken_for_one_of_another_recipe(finished):
 
 def test_a_dry_run_lists_the_cells_and_their_compute(finished):
     recipe, result = finished
-    (line,) = [one for one in describe_study(recipe).splitlines() if "grid-one-" in one]
+    (line,) = [one for one in describe_study(recipe).splitlines() if one.startswith("grid-one-")]
     exaflops = result.cells[0].metrics["study/exaflops"]
     assert line.split()[:4] == ["grid-one-data1-epochs1", "1,497", "23", f"{exaflops:.4g}"]
 

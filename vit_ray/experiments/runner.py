@@ -44,6 +44,12 @@ T = TypeVar("T")
 
 LOOK_S: Final = 5.0
 """How often it is asked what the cluster has."""
+GATHER_SHARE: Final = 0.05
+"""Of the time that a training took: so long its place waits for those of others like it."""
+GATHER_S: Final = 20.0
+"""Longest such time."""
+TOGETHER_S: Final = 5.0
+"""Trainings that start within this time start together."""
 MOST_RESTARTS: Final = 3
 """Of a trial whose process dies; each continues from the newest checkpoint."""
 
@@ -131,7 +137,8 @@ class _Node:
 class Runner:
     """Decides what runs next: what waits starts in its order, each that finds room.
 
-    The same rule decides what runs and what `--dry-run` shows.
+    The same rule decides what runs and what `--dry-run` shows, apart from the seconds for which
+    trainings that read the same wait for each other.
     """
 
     def __init__(
@@ -149,6 +156,9 @@ class Runner:
         self._room, self._looked_s = room(), time.monotonic()
         self._waiting: list[tuple[tuple[int, ...], Work]] = []
         self._running: dict[Work, tuple[tuple[int, ...], Room]] = {}
+        self._started_s: dict[Work, float] = {}
+        self._gathers_until_s: dict[str, float] = {}
+        """By what is read: until when a free place waits for another one."""
         self._nodes: dict[tuple[int, ...], _Node] = {}
         self.error: BaseException | None = None
         self.result: Any = None
@@ -164,9 +174,18 @@ class Runner:
         if not self._waiting or self._ends():
             return None
         room, taken = self._room_now(), [need for _, need in self._running.values()]
+        held: set[str] = set()
+        """What is read by works whose place waits for another one."""
         for index, (place, work) in enumerate(self._waiting):
             need = work.need(room)
             if room.holds(need, taken):
+                if held and work.takes is None and work.training.reads in held:
+                    continue
+                beside = self._beside(work, room, [*taken, need])
+                if self._gathers(work, beside):
+                    taken.append(need)
+                    held.add(work.training.reads)
+                    continue
                 del self._waiting[index]
                 if work.draw is not None:
                     try:
@@ -174,9 +193,46 @@ class Runner:
                     except Exception as error:
                         self.error = self.error or error
                         return None
-                self._running[work] = place, need
+                if self._alike(work, [*self._running, *beside]):
+                    num_sharing = 1 + len(self._alike(work, [*self._just_started(), *beside]))
+                    work.training = replace(work.training, num_sharing=num_sharing)
+                self._running[work], self._started_s[work] = (place, need), time.monotonic()
                 return work
         return None
+
+    def _beside(self, work: Work, room: Room, taken: list[Room]) -> list[Work]:
+        """What can start together with it, of trainings that are not only planned."""
+        found: list[Work] = []
+        for _, other in self._waiting if work.takes is None else ():
+            if other is not work:
+                need = other.need(room)
+                if room.holds(need, taken):
+                    found.append(other)
+                    taken.append(need)
+        return found
+
+    def _just_started(self) -> list[Work]:
+        since_s = time.monotonic() - TOGETHER_S
+        return [one for one in self._running if self._started_s[one] > since_s]
+
+    def _alike(self, work: Work, others: Iterable[Work]) -> list[Work]:
+        """Those that read the same; none where trainings are only planned."""
+        if work.takes is not None:
+            return []
+        reads = work.training.reads
+        return [one for one in others if one is not work and one.training.reads == reads]
+
+    def _gathers(self, work: Work, beside: list[Work]) -> bool:
+        """Whether its place waits for more, so that trainings that read the same start together."""
+        if work.takes is not None:
+            return False
+        until_s = self._gathers_until_s.get(work.training.reads, -math.inf)
+        if time.monotonic() > until_s:
+            return False
+        waiting = self._alike(work, (one for _, one in self._waiting))
+        new = self._just_started()
+        may_end = self._alike(work, (one for one in self._running if one not in new))
+        return bool(may_end) and len(waiting) > len(self._alike(work, beside))
 
     def goes_on(self, work: Work, outcome: Outcome) -> bool:
         """Whether a training continues after an outcome."""
@@ -189,7 +245,11 @@ class Runner:
     def end(self, work: Work, outcome: Outcome) -> None:
         """It has ended; its flow continues if it was the last that the flow waits for."""
         place, _ = self._running.pop(work)
-        self._looked_s = -math.inf
+        self._looked_s, now_s = -math.inf, time.monotonic()
+        took_s = now_s - self._started_s.pop(work)
+        if work.takes is None and now_s > self._gathers_until_s.get(work.training.reads, -math.inf):
+            until_s = now_s + min(GATHER_S, GATHER_SHARE * took_s)
+            self._gathers_until_s[work.training.reads] = until_s
         for text in outcome.warnings:
             logger.warning("%s", text)
         if not outcome.is_cut:

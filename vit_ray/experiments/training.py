@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, TypeVar
 
 import ray
@@ -22,6 +22,7 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import Point
 from vit_ray.launch.cluster.connection import mark_private
 from vit_ray.launch.feature_extraction import extract_features
+from vit_ray.launch.inputs.streams import reads_of
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool.pool_keeper import borrowing
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
@@ -57,11 +58,18 @@ class Training:
     """How often it is started again, from what it has saved, after a failure."""
     rungs: tuple[int, ...] = ()
     """Steps before its end at which it reports, and may be stopped."""
+    num_sharing: int = 0
+    """Trainings that start with it and read the same, itself counted; 0: none runs beside it."""
     begin: Callable[[Callable[[str], None]], str] | None = None
     """Called before the first step with what notes an event; returns what it has branched from."""
 
     def __repr__(self) -> str:
         return self.recipe.name
+
+    @cached_property
+    def reads(self) -> str:
+        """Equal for trainings that can share their streams."""
+        return reads_of(self.recipe)
 
     @property
     def label(self) -> str:
@@ -206,9 +214,10 @@ def trial_of(keeper: Any, *, is_private: bool) -> Callable[[dict[str, Any]], Non
     def trial(config: dict[str, Any]) -> None:
         if is_private:
             mark_private()
-        with borrowing(keeper), kept_warnings() as warnings:
-            # no limit: it lies in the object store of the driver's node, where trials run
-            for outcome in outcomes(ray.get(config[TRIAL].reference)):
+        # no limit: it lies in the object store of the driver's node, where trials run
+        training: Training = ray.get(config[TRIAL].reference)
+        with borrowing(keeper, training.num_sharing), kept_warnings() as warnings:
+            for outcome in outcomes(training):
                 step = {"step": outcome.steps, "top1": outcome.top1}
                 # Does not return where the scheduler stops the trial.
                 tune.report({**step, OUTCOME: replace(outcome, warnings=tuple(warnings))})

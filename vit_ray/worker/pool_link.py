@@ -33,6 +33,10 @@ class Streams(Protocol):
 class OpensStreams(Protocol):
     """Opens the streams of a training for a worker."""
 
+    @property
+    def sharing(self) -> Any:
+        """With other trainings, or None."""
+
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> Streams:
         """`group` names the start of the worker group and the training; `ranks`: of this host."""
 

@@ -1,12 +1,8 @@
-"""What a stream server keeps of evaluations, so that the same images are decoded once."""
+"""What a stream server reads, and what it keeps of evaluations: images are decoded once."""
 
-import itertools
-import time
 import uuid
-from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,101 +16,9 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import HostRanks, Segment, segments_of
-from vit_ray.data.stream.stream_server import (
-    KEPT_SHARE,
-    DealtBlocks,
-    KeptBlocks,
-    Pass,
-    PassName,
-    RankBlock,
-    StreamLostError,
-    StreamServer,
-    _most_kept_bytes,
-    blocks_of,
-)
-
-Blocks = list[RankBlock]
-
-
-class Reader:
-    """Gives some blocks, and counts how often it was asked to."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks, self.times = blocks, 0
-
-    def __call__(self) -> Generator[RankBlock, None, None]:
-        self.times += 1
-        yield from self.blocks
-
-
-def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
-    return RankBlock(rank, name, size)
-
-
-def test_a_reading_that_fits_is_kept_and_one_that_does_not_is_read_again() -> None:
-    kept = KeptBlocks(10)
-    small, large = Reader([block("a", 4), block("b", 6)]), Reader([block("c", 5), block("d", 6)])
-    for _ in range(3):
-        assert list(kept.blocks(b"small", small)) == small.blocks
-        assert list(kept.blocks(b"large", large)) == large.blocks
-    assert (small.times, large.times) == (1, 3)
-
-
-def test_what_was_used_last_is_kept() -> None:
-    kept = KeptBlocks(10)
-    readers = {key: Reader([block(key, 4)]) for key in (b"a", b"b", b"c")}
-    for key in (b"a", b"b", b"a", b"c", b"a", b"b"):
-        assert list(kept.blocks(key, readers[key])) == [block(key, 4)]
-    assert {key: reader.times for key, reader in readers.items()} == {b"a": 1, b"b": 2, b"c": 1}
-
-
-def test_a_reading_that_was_left_or_failed_is_not_kept() -> None:
-    kept = KeptBlocks(10)
-    reader = Reader([block("a"), block("b")])
-    left = kept.blocks(b"key", reader)
-    next(left)
-    left.close()
-
-    def failing() -> Generator[RankBlock, None, None]:
-        yield block("a")
-        raise OSError("storage is away")
-
-    with pytest.raises(OSError, match="away"):
-        list(kept.blocks(b"key", failing))
-    assert list(kept.blocks(b"key", reader)) == reader.blocks
-    assert reader.times == 2
-
-
-def test_every_rank_is_told_that_a_stream_failed() -> None:
-    def failing() -> Generator[RankBlock, None, None]:
-        yield block("a")
-        raise ValueError("too many bad images")
-
-    dealt = DealtBlocks(failing())
-    assert dealt.next_block(0, 0) == "a"
-    for rank, index in ((1, 0), (2, 0), (0, 1)):
-        with pytest.raises(ValueError, match="too many bad images"):
-            dealt.next_block(rank, index)
-
-
-def test_each_rank_takes_its_own_blocks_in_their_order() -> None:
-    blocks = (block(name, rank=rank) for rank, name in enumerate(("a0", "b0", "c0")))
-    later = (block(name, rank=rank) for name, rank in (("a1", 0), ("a2", 0), ("b1", 1)))
-    dealt = DealtBlocks(one for one in itertools.chain(blocks, later))
-    assert [dealt.next_block(1, 0), dealt.next_block(1, 1), dealt.next_block(1, 2)] == [
-        "b0", "b1", None,
-    ]  # fmt: skip
-    assert [dealt.next_block(0, index) for index in range(4)] == ["a0", "a1", "a2", None]
-    with pytest.raises(StreamLostError, match="rank 2 has had 1 blocks, but was given 0"):
-        dealt.next_block(2, 1)
-
-
-def test_a_rank_of_another_host_is_refused() -> None:
-    dealt = DealtBlocks((block(name, rank=4) for name in "ab"), range(4, 6))
-    assert dealt.next_block(4, 0) == "a"
-    with pytest.raises(StreamLostError, match="rank 6 asked the server of ranks 4 to 5"):
-        dealt.next_block(6, 0)
+from vit_ray.data.stream.dealt_blocks import StreamLostError, blocks_of
+from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
+from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer, _own_resources
 
 
 @pytest.mark.parametrize(("ranks", "is_near"), [(range(1), True), (range(2), False)])
@@ -131,45 +35,6 @@ def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
     assert (getattr(strategy, "node_id", None) == node) == is_near
     assert is_near or strategy == "SPREAD"
     assert ray.data.DataContext.get_current().scheduling_strategy == "SPREAD"
-
-
-def made_up_segments(started: list[int], sizes: list[int], next_at: int) -> Iterator[Segment]:
-    """Segments of one rank without Ray, that note when they are executed."""
-
-    class Executed:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def iter_internal_ref_bundles(self) -> list[Any]:
-            started.append(self.number)
-            metadata = SimpleNamespace(size_bytes=1)
-            names = [f"{self.number}.{index}" for index in range(sizes[self.number])]
-            entries = [SimpleNamespace(ref=name, metadata=metadata) for name in names]
-            return [SimpleNamespace(blocks=[entry]) for entry in entries]
-
-    for number, size in enumerate(sizes):
-        dataset: Any = Executed(number)
-        yield Segment(dataset, [0] * size, next_at)
-
-
-def test_the_next_segment_starts_while_the_last_blocks_of_one_are_taken() -> None:
-    started: list[int] = []
-    blocks = blocks_of(made_up_segments(started, [6, 4, 4], 2))
-    names = [str(next(blocks).block) for _ in range(3)]
-    assert started == [0]
-    names.append(str(next(blocks).block))
-    deadline_s = time.monotonic() + 30
-    while started == [0] and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert started == [0, 1]
-    names += [str(one.block) for one in blocks]
-    assert names == [f"{n}.{index}" for n, size in enumerate((6, 4, 4)) for index in range(size)]
-
-
-def test_an_execution_that_gives_too_few_blocks_is_an_error() -> None:
-    (whole,) = made_up_segments([], [3], 0)
-    with pytest.raises(ValueError, match="shorter"):
-        list(blocks_of(iter([replace(whole, ranks=[0, 0, 0, 0])])))
 
 
 def test_a_run_of_many_segments_is_one_run(
@@ -204,11 +69,11 @@ def test_what_is_kept_is_a_share_of_the_store_of_its_own_node(
     ray_cluster: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (node,) = ray.nodes()
-    own = KEPT_SHARE * node["Resources"]["object_store_memory"]
+    own = node["Resources"]["object_store_memory"]
     larger = {"object_store_memory": 100 * own}
     nodes = [{**node, "NodeID": "another", "Resources": larger}, node]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    assert _most_kept_bytes() == pytest.approx(own)
+    assert _own_resources()["object_store_memory"] == pytest.approx(own)
 
 
 def test_where_nobody_sees_statistics_no_process_is_started_for_them(
@@ -263,3 +128,161 @@ def test_trainings_of_one_pool_share_the_decoded_images_of_an_evaluation(
     for count, (changed, group) in enumerate(changes, 3):
         np.testing.assert_array_equal(images(changed, group), first)
         assert len(read) == count
+
+
+def shared_pass(spec: StreamSpec, training: str, start: int = 0, **how: Any) -> Pass:
+    """Of one rank, 240 images in batches of 12."""
+    name = PassName(f"{training}-workers 0", "train", 0, training)
+    specs = ray.put({"train": spec})
+    return replace(Pass(name, specs, range(1), 1, 12, start, start + 240, sharing=2), **how)
+
+
+def training_samples(server: StreamServer, one: Pass, most: int = 1000) -> list[int]:
+    blocks: list[Any] = []
+    while len(blocks) < most and (found := server.next_block(one, 0, len(blocks))):
+        blocks.append(ray.get(found[0]).to_pydict()["sample"])
+    return [int(sample) for one in blocks for sample in np.ravel(one)]
+
+
+def test_trainings_whose_streams_are_equal_are_read_for_once_and_others_for_themselves(
+    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    segments_of = stream_server.segments_of
+
+    def counted(spec: StreamSpec, *options: Any) -> Any:
+        read.append(options[2])
+        return segments_of(spec, *options)
+
+    monkeypatch.setattr(stream_server, "segments_of", counted)
+    tiny = Augmentation("resize", size=8, flip=False)
+    spec = StreamSpec(dataset, tiny, seed=11, window=ShuffleWindow(24, 3), num_cpus=0.5)
+    order, server = Order(dataset.rows, 11, window=ShuffleWindow(24, 3)), StreamServer()
+    first, second = shared_pass(spec, "first"), shared_pass(spec, "second")
+    expected = order.samples_at(0, 240).tolist()
+    begun = training_samples(server, first, 2)
+    assert training_samples(server, second) == expected
+    rest = []
+    while found := server.next_block(first.name, 0, 2 + len(rest)):
+        rest.append(ray.get(found[0]).to_pydict()["sample"])
+    assert begun + np.concatenate(rest, axis=None).tolist() == expected
+    assert read == [0]
+    # A group that died reads from its checkpoint on, and has left the first reading.
+    restarted = first.name._replace(group="first-workers-again 1")
+    again = shared_pass(spec, "first", 120, name=restarted, stop=360)
+    assert training_samples(server, again) == order.samples_at(120, 360).tolist()
+    assert read == [0, 120]
+    with pytest.raises(StreamLostError, match="is not read here"):
+        server.next_block(first.name, 0, 1)
+    # What differs in anything reads by itself.
+    others = (
+        shared_pass(replace(spec, seed=12), "seed"),
+        shared_pass(replace(spec, augmentation=replace(tiny, size=9)), "size"),
+        shared_pass(replace(spec, window=None), "window"),
+        shared_pass(spec, "batch", batch_size_per_rank=24),
+        shared_pass(spec, "world", world_size=2),
+        shared_pass(spec, "start", 24),
+        shared_pass(spec, "length", stop=480),
+        shared_pass(spec, "alone", sharing=0),
+    )
+    for number, one in enumerate(others, 3):
+        assert training_samples(server, one)
+        assert len(read) == number
+    server.close()
+    assert not any(one.can_be_joined for one in server._shared.values())
+
+
+def test_nobody_reads_for_a_training_that_has_ended_or_a_group_that_has_failed(
+    dataset: Manifest,
+) -> None:
+    spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
+    server = StreamServer()
+    trainings = [shared_pass(spec, name) for name in ("one", "two", "three")]
+    for each in trainings:
+        training_samples(server, each, 1)
+    (reading,) = server._shared.values()
+    server.close(trainings[0].name.group)
+    server.close(training="two")
+    assert len(reading._readers) == 1
+    for name in (trainings[0].name, trainings[1].name, trainings[1]):
+        with pytest.raises(StreamLostError, match="is not read here"):
+            server.next_block(name, 0, 1)
+    again = replace(trainings[0], name=trainings[0].name._replace(group="one-workers-again 1"))
+    training_samples(server, again, 1)  # it may still be joined
+    assert len(reading._readers) == 2
+    for left in ("one", "three"):
+        server.close(training=left)
+    assert not reading._readers
+    assert not reading.can_be_joined
+
+
+def test_a_training_whose_group_failed_takes_none_of_the_blocks_that_may_be_lost(
+    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    segments_of = stream_server.segments_of
+
+    def counted(spec: StreamSpec, *options: Any) -> Any:
+        read.append(1)
+        return segments_of(spec, *options)
+
+    monkeypatch.setattr(stream_server, "segments_of", counted)
+    spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
+    specs, server = ray.put({"eval": spec}), StreamServer()
+
+    def evaluate(training: str, group: str, number: int = 0) -> None:
+        name = PassName(group, "eval", number, training)
+        one = Pass(name, specs, range(1), 1, 50, sharing=2)
+        assert len(training_samples(server, one)) == 300
+
+    evaluate("one", "one-workers 0")
+    evaluate("two", "two-workers 0")
+    evaluate("one", "one-workers 0", 1)
+    assert len(read) == 1
+    evaluate("one", "one-workers-again 1")
+    assert len(read) == 2
+
+
+def test_crops_of_a_function_that_has_no_name_can_be_shared(dataset: Manifest) -> None:
+    def darker(by: int) -> Any:
+        return lambda crop, random: crop // by
+
+    def content(own: Any) -> str:
+        cut = Augmentation("resize", size=8, flip=False, own=own)
+        return shared_pass(StreamSpec(dataset, cut), "one").content(StreamSpec(dataset, cut))
+
+    assert content(darker(2)) != content(darker(3))
+
+
+def test_only_a_training_that_begins_waits_for_those_that_begin_with_it(
+    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: list[int] = []
+    reading = stream_server.Reading
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        expected.append(options["expected"])
+        return reading(*arguments, **{**options, "expected": 1})
+
+    monkeypatch.setattr(stream_server, "Reading", noted)
+    spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
+    server = StreamServer()
+    for number in range(2):
+        name = PassName("one-workers 0", "train", number, "one")
+        training_samples(server, shared_pass(spec, "one", 120 * number, name=name), 1)
+    evaluation = PassName("two-workers 0", "eval", 0, "two")
+    specs = ray.put({"train": spec, "eval": spec})
+    server.next_block(Pass(evaluation, specs, range(1), 1, 50, sharing=2), 0, 0)
+    server._most_behind = 0.0
+    training_samples(server, shared_pass(replace(spec, seed=1), "two"), 1)
+    late = shared_pass(replace(spec, seed=1), "three")
+    training_samples(server, late, 1)  # of those that began with it, by itself already
+    monkeypatch.setattr(stream_server, "GATHER_S", 0.0)
+    server.close()
+    training_samples(server, replace(late, name=late.name._replace(training="four")), 1)
+    wide = shared_pass(
+        replace(spec, seed=2), "wide", ranks=range(3), world_size=3, sharing=9, stop=360
+    )
+    server._cpus_per_rank = 0.5
+    training_samples(server, wide, 1)
+    assert expected == [2, 1, 1, 2, 1, 2, 2]  # of the 4 CPUs 3 times 0.5 twice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,51 @@ def test_pools_are_closed_at_the_same_time(
         keeper.lend(name, shapes[name], True, None)
     assert len(opened) == 4
     keeper.close()
+
+
+def test_a_host_has_one_stream_server_until_its_node_leaves(
+    keeper: PoolKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    left: list[tuple[str, str]] = []
+
+    class Server:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.close = SimpleNamespace(remote=lambda training: left.append((self.name, training)))
+
+        def __eq__(self, other: object) -> bool:
+            return self.name == other
+
+    class Actor:
+        def options(self, **options: Any) -> Any:
+            started.append(options)
+            return self
+
+        def remote(self, **how: Any) -> Any:
+            assert how == {"warms_up": True, "cpus_per_rank": 2.0}
+            return Server(f"server {len(started)}")
+
+    alive = {"a": True, "b": True, "c": True}
+    monkeypatch.setattr(ray, "remote", lambda _: Actor())
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": k, "Alive": v} for k, v in alive.items()])
+
+    def server(host: str, node: str, ranks: int = 2) -> Any:
+        how = {"warms_up": False, "cpus_per_rank": 2.0}
+        return keeper.stream_server(host, node, (ranks, 4), how)
+
+    assert server("10.0.0.1", "a") == server("10.0.0.1", "b") == "server 1"
+    assert server("10.0.0.2", "b") == "server 2"
+    alive["a"] = False
+    assert server("10.0.0.1", "c") == server("10.0.0.1", "c") == "server 3"
+    assert server("10.0.0.2", "b", 4) == "server 4"  # the whole group is there
+    assert [one["label_selector"]["ray.io/node-id"] for one in started] == ["a", "b", "c", "b"]
+    # A loan that ends, however it does, leaves them all.
+    keeper.lend("loan", "shape", True, None)  # type: ignore[arg-type]
+    keeper.take_back("loan", "abandon")
+    assert sorted(left) == [(f"server {number}", "loan") for number in (2, 3, 4)]
+    assert all(one["max_restarts"] == -1 for one in started)  # of a process that dies
 
 
 def until(is_so: Callable[[], bool]) -> None:

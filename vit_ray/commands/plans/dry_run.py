@@ -6,6 +6,7 @@ from vit_ray.commands.plans.plan import (
     PlannedCluster,
     TrainingFacts,
     data_facts,
+    describe_sharing,
     describe_work,
     planned_cluster,
 )
@@ -81,8 +82,10 @@ def describe_sweep(recipe: Recipe) -> str:
     tried = "; ".join(map(point_text, points))
     if config.space is None:
         tried = f"learning rates {', '.join(f'{rate:g}' for rate in config.learning_rates)}"
-    trial = trial_recipe(recipe, points[0])
+    trials = [trial_recipe(recipe, point) for point in points]
+    names = map(point_text, points)
     return (
-        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set\n\n"
-        f"one trial:\n{describe_training(trial)}"
+        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set\n"
+        f"reading: {describe_sharing(zip(names, trials, strict=True))}\n\n"
+        f"one trial:\n{describe_training(trials[0])}"
     )

@@ -7,6 +7,7 @@ no data and no Ray are needed where the recipe tells `plan.num_images` and `plan
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
@@ -14,7 +15,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.inputs.streams import reads_of, resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
 from vit_ray.measure.memory import MemoryEstimate
@@ -307,3 +308,21 @@ def _stage_table(
         ("core-days (GPU-days)", [f"{s / DAY_S * cluster.num_gpus:.1f}" for s in run_s]),
     ]
     return [f"{name:<30}" + "".join(f"{value:>10}" for value in values) for name, values in rows]
+
+
+def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
+    """Which trainings read the same, and so share a stream where they run side by side."""
+    alike: dict[str, list[str]] = {}
+    for name, recipe in trainings:
+        alike.setdefault(reads_of(recipe), []).append(name)
+    shared = [_few(names) for names in alike.values() if len(names) > 1]
+    alone = [names[0] for names in alike.values() if len(names) == 1]
+    if not shared:
+        return "no two read the same images"
+    text = "where they run side by side on a host, one stream for " + "; one for ".join(shared)
+    return f"{text}; by themselves {_few(alone)}" if alone else text
+
+
+def _few(names: list[str]) -> str:
+    rest = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + rest

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from vit_ray.commands.plans.plan import TrainingFacts, data_facts, planned_cluster
+from vit_ray.commands.plans.plan import (
+    TrainingFacts,
+    data_facts,
+    describe_sharing,
+    planned_cluster,
+)
 from vit_ray.config import Recipe
 from vit_ray.experiments.branching import branch_step
 from vit_ray.experiments.runner import Flow, Room, Work, makespan
@@ -289,6 +294,8 @@ def _totals(plan: StudyPlan) -> list[str]:
         f"critical path  {longest_hours:,.4g} hours: {longest[0].cell.name}{branches}, however "
         "many GPUs there are",
         f"images         {sources}",
+        "reading        "
+        + describe_sharing((one.cell.name, one.cell.recipe) for one in plan.cells),
     ]
     if config.price_per_gpu_hour is not None:
         cost = _cost(plan.recipe, plan.gpu_hours)

@@ -6,8 +6,8 @@ positions, the same for every world size. A block holds consecutive rows of one 
 rank's blocks come in the order of its rows.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,17 +45,20 @@ class BlockTask:
     block_rows: int
     rounds: int
     of_ranks: range
+    left_out: int = 0
+    """Blocks at its beginning that are not made."""
 
     @property
     def ranks(self) -> list[int]:
         """The rank of each block, in the order of delivery."""
-        return [*self.of_ranks] * self.rounds
+        return ([*self.of_ranks] * self.rounds)[self.left_out :]
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(rank, first row, row after the last) of each block, in the order of delivery."""
-        for turn in range(self.rounds):
+        for place in range(self.left_out, self.rounds * len(self.of_ranks)):
+            turn, index = divmod(place, len(self.of_ranks))
             first = self.first + turn * self.block_rows
-            yield from ((rank, first, first + self.block_rows) for rank in self.of_ranks)
+            yield self.of_ranks[index], first, first + self.block_rows
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,11 @@ def read_tasks(
             of_ranks = range(start, min(start + shared, ranks.stop))
             yield BlockTask(done * micro, size * micro, rounds, of_ranks)
         done += size * rounds
+
+
+def without_blocks(tasks: Iterable[BlockTask], count: int) -> Iterator[BlockTask]:
+    """Tasks that make all blocks but the first `count` ones."""
+    for task in tasks:
+        if count < len(task.ranks):
+            yield replace(task, left_out=count) if count else task
+        count = max(0, count - len(task.ranks))

@@ -23,7 +23,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray import ray_internals
-from vit_ray.data.order.partition import BlockTask, Partition, read_tasks
+from vit_ray.data.order.partition import BlockTask, Partition, read_tasks, without_blocks
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
@@ -75,7 +75,12 @@ class HostRanks:
 
 
 def segments_of(
-    spec: StreamSpec, readers: HostRanks, batch_size: int, start: int, stop: int | None = None
+    spec: StreamSpec,
+    readers: HostRanks,
+    batch_size: int,
+    start: int,
+    stop: int | None = None,
+    first_block: int = 0,
 ) -> Iterator[Segment]:
     """Some ranks' blocks of a stream, in segments that follow each other.
 
@@ -85,6 +90,7 @@ def segments_of(
             at the beginning that are left out.
         stop: training: samples seen after. None for an evaluation, which has every image once, in
             order, padded so that all ranks get equally many whole batches.
+        first_block: blocks at the beginning that are left out.
 
     Raises:
         ValueError: if a training's range is empty or not a whole number of passes of all ranks.
@@ -114,7 +120,8 @@ def segments_of(
         most_tasks = min(tasks, most_tasks or tasks)
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
-    tasks_left = read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
+    whole = read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
+    tasks_left = without_blocks(whole, first_block)
     while planned := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
         # A set takes from the context where its tasks run, unless by their labels. A block that is
         # made on its ranks' host crosses no network; where there is one server alone, Ray Data

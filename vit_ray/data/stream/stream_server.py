@@ -4,7 +4,8 @@ One actor on each host serves training and every evaluation, for one training af
 executes the Ray Data sets of the host's ranks and deals their blocks to them in turn. Which images
 a block holds is arithmetic (`order.partition`), so servers need not know of each other. A rank asks
 for one block after the other. The decoded blocks of evaluations are kept while they are small: a
-run, and the trials of a sweep, evaluate on the same images again and again.
+run, and the trials of a sweep, evaluate on the same images again and again. Trainings that run side
+by side have one server on a host, which reads once what they read alike (`dealt_blocks`).
 """
 
 from __future__ import annotations
@@ -12,30 +13,37 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import pickle
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import ray
 import ray.util
+from ray import cloudpickle
 from ray.data.block import Block
 
 from vit_ray.data.stream.batches import Batch, StreamSpec
 from vit_ray.data.stream.blocks import cut
-from vit_ray.data.stream.ray_datasets import (
-    HostRanks,
-    Segment,
-    segments_of,
-    warm_up,
+from vit_ray.data.stream.dealt_blocks import (
+    GATHER_S,
+    Blocks,
+    KeptBlocks,
+    Reader,
+    Reading,
+    StreamLostError,
+    blocks_of,
 )
+from vit_ray.data.stream.ray_datasets import HostRanks, segments_of, warm_up
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
 """Of its node's object store, for decoded evaluation images that a server keeps at most."""
+LAG_SHARE: Final = 0.05
+"""Of its node's object store, for blocks that one training has taken and another one has not."""
 ANSWER_LIMIT_S: Final = 120.0
 """For the handle of a server, which is given before its process has started."""
 
@@ -49,9 +57,13 @@ class PassName(NamedTuple):
     """`train`, or the name of an evaluation stream."""
     number: int
     """How often this group has read the stream before."""
+    training: str = ""
+    """Whose it is, where a server is that of several."""
 
     def replaces(self, other: PassName) -> bool:
         """Whether `other` is no longer read once this one is."""
+        if self.training != other.training:
+            return False
         if self.group != other.group:
             return True
         return self.stream == other.stream and self.number > other.number
@@ -72,140 +84,16 @@ class Pass:
     """Training: samples seen before; positions over all epochs joined. Evaluation: left out."""
     stop: int = 0
     """Training: samples seen after."""
+    sharing: int = 0
+    """Trainings that begin now and read the same, this one counted; 0: it shares with none."""
 
-
-class StreamLostError(RuntimeError):
-    """A stream and its ranks no longer agree; a new attempt starts at a checkpoint."""
-
-
-class RankBlock(NamedTuple):
-    """A block of a stream, whose rank it is, and its bytes."""
-
-    rank: int
-    block: ray.ObjectRef[Block]
-    size: int
-
-
-class DealtBlocks:
-    """The blocks of some ranks; each rank takes its own."""
-
-    def __init__(
-        self, blocks: Generator[RankBlock, None, None], ranks: range | None = None
-    ) -> None:
-        """`ranks`: that blocks are dealt to; another one is refused, whose blocks would pile up."""
-        self._blocks, self._ranks = blocks, ranks
-        self._ready: defaultdict[int, deque[ray.ObjectRef[Block]]] = defaultdict(deque)
-        self._num_taken: Counter[int] = Counter()
-        self._is_closed = False
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
-        """The rank's next block, or None after its last; called by one thread for each rank.
-
-        Args:
-            index: how many blocks the rank has had.
-
-        Raises:
-            StreamLostError: it was given another number of them.
-            Exception: whatever a reading task raised.
-        """
-        if self._ranks is not None and rank not in self._ranks:
-            raise StreamLostError(
-                f"rank {rank} asked the server of ranks {self._ranks.start} to "
-                f"{self._ranks.stop - 1}: several Ray nodes have one address, and their ranks do "
-                "not follow each other; give each node an address of its own"
-            )
-        if index != self._num_taken[rank]:
-            raise StreamLostError(
-                f"rank {rank} has had {index} blocks, but was given {self._num_taken[rank]}"
-            )
-        mine = self._ready[rank]
-        while not mine:
-            with self._lock:
-                if mine:
-                    break
-                if self._error is not None:
-                    raise self._error  # to every rank: a stream that failed has not ended
-                try:
-                    found = next(self._blocks, None)
-                except BaseException as error:
-                    self._error = error
-                    raise
-                if self._is_closed:
-                    self._blocks.close()
-                if found is None or self._is_closed:
-                    return None
-                self._ready[found.rank].append(found.block)
-        self._num_taken[rank] += 1
-        return mine.popleft()
-
-    def close(self) -> None:
-        """Stop reading, at the latest with the block that is being waited for."""
-        self._is_closed = True
-        if self._lock.acquire(blocking=False):
-            self._blocks.close()
-            self._lock.release()
-
-
-def blocks_of(segments: Iterator[Segment]) -> Generator[RankBlock, None, None]:
-    """The blocks of consecutive sets; each set starts while the last tasks of the one before run.
-
-    Closing it drops the executions under way, which ends their tasks.
-    """
-
-    def start_next() -> tuple[Segment, Iterator[Any]] | None:
-        """Plan and execute a set, whose execution ends when the iterator is dropped."""
-        if (segment := next(segments, None)) is None:
-            return None
-        bundles = segment.dataset.iter_internal_ref_bundles()
-        return segment, (entry for bundle in bundles for entry in bundle.blocks)
-
-    with ThreadPoolExecutor(1, "segments") as planner:
-        started = planner.submit(start_next)
-        while (found := started.result()) is not None:  # no limit: planning reads nothing
-            segment, entries = found
-            left = range(len(segment.ranks) - 1, -1, -1)
-            for rank, entry, num_left in zip(segment.ranks, entries, left, strict=True):
-                if num_left == segment.next_at:
-                    started = planner.submit(start_next)
-                yield RankBlock(rank, entry.ref, entry.metadata.size_bytes or 0)
-
-
-class KeptBlocks:
-    """Blocks of whole readings, of at most some bytes in all; the last used stay longest."""
-
-    def __init__(self, most_bytes: float) -> None:
-        self._most_bytes = most_bytes
-        self._readings: OrderedDict[bytes, list[RankBlock]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def blocks(
-        self, key: bytes, read: Callable[[], Generator[RankBlock, None, None]]
-    ) -> Generator[RankBlock, None, None]:
-        """What is kept of the reading `key`, or else what `read` gives."""
-        with self._lock:
-            kept = self._readings.get(key)
-            if kept is not None:
-                self._readings.move_to_end(key)
-        if kept is not None:
-            yield from kept
-            return
-        reading: list[RankBlock] = []
-        size = 0
-        with contextlib.closing(read()) as blocks:
-            for block in blocks:
-                size += block.size
-                if size <= self._most_bytes:
-                    reading.append(block)
-                else:
-                    reading.clear()
-                yield block
-        with self._lock:
-            if size <= self._most_bytes:
-                self._readings[key] = reading
-            while sum(b.size for r in self._readings.values() for b in r) > self._most_bytes:
-                self._readings.popitem(last=False)
+    def content(self, spec: StreamSpec) -> str:
+        """Digest of everything that its images depend on, but whose ranks they are for."""
+        how = replace(spec, manifest=None)  # type: ignore[arg-type]
+        is_training = self.name.stream == "train"
+        which = self.world_size, self.batch_size_per_rank, self.start, self.stop, is_training
+        what = spec.manifest.fingerprint, how, which
+        return hashlib.sha256(cloudpickle.dumps(what)).hexdigest()  # type: ignore[no-untyped-call]
 
 
 class StreamServer:
@@ -225,9 +113,16 @@ class StreamServer:
         self._warms_up, self._cpus_per_rank = warms_up, cpus_per_rank
         if not keeps_statistics:
             keep_no_dataset_statistics()
-        self._open: dict[PassName, DealtBlocks] = {}
-        self._kept = KeptBlocks(_most_kept_bytes())
-        self._lock = threading.Lock()
+        self._open: dict[PassName, Reader] = {}
+        self._shared: dict[tuple[Any, ...], Reading] = {}
+        self._begun_s: dict[tuple[Any, ...], float] = {}
+        """When each was last read from the start of its training."""
+        self._has_ended: set[str] = set()
+        """Trainings that share and take no more."""
+        self._most_sharing = 1
+        store = float(_own_resources().get("object_store_memory", 0))
+        self._kept, self._most_behind = KeptBlocks(KEPT_SHARE * store), LAG_SHARE * store
+        self._lock, self._opening = threading.Lock(), threading.Lock()
 
     def next_block(self, one: Pass | PassName, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
         """The block of a rank after its first `index` ones in a list, empty after its last.
@@ -236,56 +131,141 @@ class StreamServer:
         calls give its name alone, which costs the server less.
         """
         name = one.name if isinstance(one, Pass) else one
+        if isinstance(one, Pass):
+            self._begin(one)
         with self._lock:
-            if name not in self._open:
-                if not isinstance(one, Pass):
-                    raise StreamLostError(f"{name} has ended here: another one has replaced it")
-                for other in [open_one for open_one in self._open if name.replaces(open_one)]:
-                    self._open.pop(other).close()
-                self._open[name] = DealtBlocks(self._read(one), one.ranks)
-            blocks = self._open[name]
-        block = blocks.next_block(rank, index)
+            reader = self._open.get(name)
+        if reader is None:
+            raise StreamLostError(f"{name} is not read here, or no more")
+        block = reader.next_block(rank, index)
         return [] if block is None else [block]
 
-    def close(self) -> None:
-        """End all reading."""
+    def close(self, group: str | None = None, training: str | None = None) -> None:
+        """End all reading, that of a group, or that of a training that takes no more."""
         with self._lock:
-            for blocks in self._open.values():
-                blocks.close()
-            self._open = {}
+            if training is not None:
+                self._has_ended.add(training)
+            is_all = group is None and training is None
+            names = [
+                one
+                for one in self._open
+                if is_all or one.group == group or one.training == training
+            ]
+            readers = [self._open.pop(name) for name in names]
+        for reader in readers:
+            reader.close()
 
-    def _read(self, one: Pass) -> Generator[RankBlock, None, None]:
+    def _begin(self, one: Pass) -> None:
+        with self._opening:  # other passes are read meanwhile
+            with self._lock:
+                if one.name in self._open or one.name.training in self._has_ended:
+                    return
+                replaced = [other for other in self._open if one.name.replaces(other)]
+                readers = [self._open.pop(other) for other in replaced]
+            for reader in readers:
+                reader.close()
+            if one.sharing and any(other.group != one.name.group for other in replaced):
+                # Blocks may have been lost with what the group has failed by.
+                self._kept.clear()
+                self._shared = {}
+            reader = self._reader(one)
+            with self._lock:
+                if one.name.training not in self._has_ended:
+                    self._open[one.name] = reader
+                    return
+        reader.close()  # it has ended meanwhile
+
+    def _reader(self, one: Pass) -> Reader:
+        """Of what another training reads already, or of a reading of its own."""
         # no limit: the driver has put it there before the stream began
         spec = ray.get(one.specs)[one.name.stream]
-        size = one.batch_size_per_rank
-        readers = HostRanks("/".join(map(str, one.name)), one.ranks, one.world_size)
-        give_datasets(readers.share, one.world_size * self._cpus_per_rank)
+        if not one.sharing:
+            name = "/".join(map(str, one.name))
+            return _first_reader(Reading(self._read_of(one, spec, name), one.ranks))
+        content = one.content(spec)
+        # Blocks may be lost with the node on which they were made.
+        key = content, one.ranks, () if one.name.stream == "train" else _nodes_alive()
+        self._shared = {key: each for key, each in self._shared.items() if each.can_be_joined}
+        if (shared := self._shared.get(key)) and (reader := shared.new_reader()):
+            return reader
+        most_behind = self._most_behind / (1 + len(self._shared))
+        if spec.object_store_mib is not None:
+            share = len(one.ranks) / one.world_size
+            most_behind = min(most_behind, share * (spec.object_store_mib << 20))
+        # The same name on all hosts, and not that of another job's earlier reading.
+        name = f"{ray.get_runtime_context().get_job_id()}/{content}"
+        self._shared[key] = Reading(
+            self._read_of(one, spec, name),
+            one.ranks,
+            most_bytes=most_behind,
+            expected=self._expected(one, key),
+        )
+        return _first_reader(self._shared[key])
 
-        def read() -> Generator[RankBlock, None, None]:
+    def _expected(self, one: Pass, key: tuple[Any, ...]) -> int:
+        """Trainings that begin with this one and have room on this host, itself counted."""
+        if one.name.stream != "train" or one.start:
+            return 1
+        now_s = time.monotonic()
+        is_late = now_s - self._begun_s.get(key, -math.inf) < GATHER_S
+        self._begun_s[key] = now_s
+        has = _own_resources()
+        places = has.get("GPU") or has.get("CPU", 1) / max(self._cpus_per_rank, 1e-3)
+        return 1 if is_late else max(1, min(one.sharing, int(places // len(one.ranks))))
+
+    def _read_of(self, one: Pass, spec: StreamSpec, name: str) -> Callable[[int], Blocks]:
+        """What reads a stream without its first blocks, so many as it is told."""
+        readers = HostRanks(name, one.ranks, one.world_size)
+        self._most_sharing = max(self._most_sharing, one.sharing)
+        give_datasets(readers.share, self._most_sharing * one.world_size * self._cpus_per_rank)
+        size = one.batch_size_per_rank
+
+        def read(first: int) -> Blocks:
             if self._warms_up:
                 warm_up(spec, readers.share)
             stop = one.stop if one.name.stream == "train" else None
-            return blocks_of(segments_of(spec, readers, size, one.start, stop))
+            return blocks_of(segments_of(spec, readers, size, one.start, stop, first))
 
         if one.name.stream == "train" or spec.object_store_mib is not None:
-            return read()
-        # Equal for evaluations of the same blocks by the same start of a worker group. A block may
-        # be lost with the node on which it was made, while the group continues.
-        nodes = tuple(sorted(node["NodeID"] for node in _nodes_alive()))
-        workers = one.name.group.partition(" ")[0]
-        what = spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
-        how = workers, nodes, one.ranks, one.world_size, size, one.start, spec.gives_keys
-        return self._kept.blocks(hashlib.sha256(pickle.dumps((what, how))).digest(), read)
+            return read
+        # Equal for evaluations of the same blocks, where nothing is shared by the same start of a
+        # worker group, whose server ends with it.
+        workers = "" if one.sharing else one.name.group.partition(" ")[0]
+        key = pickle.dumps((workers, _nodes_alive(), one.ranks, one.content(spec)))
+
+        def read_or_kept(first: int) -> Blocks:
+            with contextlib.closing(self._kept.blocks(key, lambda: read(0))) as blocks:
+                yield from itertools.islice(blocks, first, None)
+
+        return read_or_kept
 
 
-def _most_kept_bytes() -> float:
+def _first_reader(reading: Reading) -> Reader:
+    reader = reading.new_reader()
+    assert reader is not None
+    return reader
+
+
+def _own_resources() -> dict[str, float]:
     here = ray.get_runtime_context().get_node_id()
-    stores = [n["Resources"] for n in _nodes_alive() if n["NodeID"] == here]
-    return KEPT_SHARE * sum(float(store.get("object_store_memory", 0)) for store in stores)
+    (found,) = [one["Resources"] for one in ray.nodes() if one["NodeID"] == here]  # type: ignore[no-untyped-call]
+    return dict(found)
 
 
-def _nodes_alive() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+def _nodes_alive() -> tuple[str, ...]:
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+
+
+class Sharing(NamedTuple):
+    """One training among several whose streams are those of one server on each host."""
+
+    training: str
+    """Its name, which no other one has."""
+    num_sharing: int
+    """Of the trainings that begin with it and read the same, itself counted."""
+    servers: Any = None
+    """Handle of an actor that has `stream_server`, which gives the server of a host."""
 
 
 class RankStreams:
@@ -299,6 +279,7 @@ class RankStreams:
         rank: int,
         world_size: int,
         ranks: range | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -309,8 +290,10 @@ class RankStreams:
             rank: in the group.
             world_size: of the group.
             ranks: that use this server; None for all.
+            sharing: of a server that is that of several trainings.
         """
         self._server, self._specs, self._group = server, specs, group
+        self._sharing = sharing or Sharing("", 0)
         self._rank, self._world_size = rank, world_size
         self._ranks = range(world_size) if ranks is None else ranks
         self._num_passes: dict[str, int] = {}
@@ -330,8 +313,9 @@ class RankStreams:
     def _blocks(self, stream: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
         number = self._num_passes.get(stream, 0)
         self._num_passes[stream] = number + 1
-        name = PassName(self._group, stream, number)
-        one = Pass(name, self._specs, self._ranks, self._world_size, size, start, stop)
+        training, sharing = self._sharing.training, self._sharing.num_sharing
+        name = PassName(self._group, stream, number, training)
+        one = Pass(name, self._specs, self._ranks, self._world_size, size, start, stop, sharing)
         ask = self._server.next_block.remote
         # no limit: train.step_timeout_s ends a step that waits for images
         found = ray.get(ask(one, self._rank, 0))
@@ -350,6 +334,7 @@ class StreamSource:
     servers: Any
     """Handle of an actor that has `stream_server`, which gives the server of a host's ranks."""
     specs: ray.ObjectRef[dict[str, StreamSpec]]
+    sharing: Sharing | None = None
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
         """The streams of a rank of this host; `group` and `ranks` as in `RankStreams`."""
@@ -357,4 +342,5 @@ class StreamSource:
         node = ray.get_runtime_context().get_node_id()
         found = self.servers.stream_server.remote(group, host, node, ranks)
         server = ray.get(found, timeout=ANSWER_LIMIT_S) or self.servers
-        return RankStreams(server, self.specs, group, rank, world_size, ranks)
+        sharing = self.sharing and self.sharing._replace(servers=None)
+        return RankStreams(server, self.specs, group, rank, world_size, ranks, sharing)

@@ -5,6 +5,7 @@ Nothing is started; errors say what to change.
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -133,6 +134,16 @@ def resolve_run(
         check_batch(recipe, num_images)
         total_steps = recipe.optim.total_steps(num_images, batch)
     return ResolvedRun(recipe, manifest, streams, total_steps)
+
+
+def reads_of(recipe: Recipe) -> str:
+    """What of a recipe its training stream depends on: those of which it is equal read the same."""
+    train, optim = recipe.train, recipe.optim
+    data = recipe.data.model_dump(mode="json", exclude={"eval", "eval_augment"})
+    how = train.global_batch_size, train.overfit_one_batch
+    length = optim.steps, optim.epochs, optim.images
+    workers = recipe.workers.num_workers, recipe.workers.label_selector
+    return json.dumps([data, recipe.seed, recipe.model.sides, how, length, workers])
 
 
 def training_stream(

@@ -23,6 +23,7 @@ from typing import Any, Final, Literal
 
 import ray
 
+from vit_ray.data.stream.stream_server import StreamServer
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.pool.group_callbacks import remove_groups
 from vit_ray.launch.pool.placement_wait import NoPlaceError
@@ -44,6 +45,8 @@ are not waited for."""
 
 LOOK_S: Final = 1.0
 """How often it is asked whether borrowers are alive."""
+SERVER_THREADS: Final = 256
+"""Calls that a server answers at a time: two of each rank."""
 WAITS_S: Final = 60.0
 """A loan that has asked for another pool within this time waits for its place."""
 
@@ -100,6 +103,8 @@ class PoolKeeper:
         self._given_up: set[str] = set()
         """Loans whose borrower has not waited until there was a pool."""
         self._num_started = 0
+        self._servers: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        """Of each host and shape of groups: a node, and the server of trainings side by side."""
         self._changed = threading.Condition()
         self._is_closed = False
         threading.Thread(target=self._watch, daemon=True, name="borrowers").start()
@@ -133,6 +138,8 @@ class PoolKeeper:
     def take_back(self, loan: str, ending: Ending) -> None:
         """The loan has ended, or will not be used."""
         with self._changed:
+            for _, server in self._servers.values():
+                server.close.remote(training=loan)  # no limit: it is not waited for
             ended = self._loans.pop(loan, None)
             if ended is None:  # not lent yet, taken back before, or of a keeper that has died
                 self._given_up.add(loan)
@@ -168,6 +175,31 @@ class PoolKeeper:
             for pool in others:
                 self._endings.submit(pool.close)
             return None, any(not one.waits for one in self._loans.values())
+
+    def stream_server(
+        self, host: str, node: str, shape: tuple[int, int], how: dict[str, Any]
+    ) -> Any:
+        """Handle of the process on a host that reads for all trainings of one shape there.
+
+        Args:
+            host: its address.
+            node: Ray's id of a node of the host.
+            shape: ranks on the host, and of the whole group, by which its part of the CPUs goes.
+            how: of `StreamServer`.
+        """
+        key = host, shape, tuple(sorted(how.items()))
+        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
+        with self._changed:
+            if key not in self._servers or self._servers[key][0] not in alive:
+                options: dict[str, Any] = {
+                    "num_cpus": 0,
+                    "max_concurrency": SERVER_THREADS,
+                    "max_restarts": -1,
+                    "label_selector": {"ray.io/node-id": node},
+                }
+                actor = ray.remote(StreamServer).options(**options)
+                self._servers[key] = node, actor.remote(**{**how, "warms_up": True})
+            return self._servers[key][1]
 
     def num_started(self) -> int:
         """Pools that it has started so far."""
@@ -227,6 +259,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.handle: Any = None
+        self.num_sharing = 0
 
     def keeper(self) -> Any:
         if self.handle is None:
@@ -268,10 +301,14 @@ def kept_pools() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def borrowing(keeper: Any) -> Iterator[None]:
-    """Inside the block, in a trial's process, pools are those of the driver's keeper."""
+def borrowing(keeper: Any, num_sharing: int = 0) -> Iterator[None]:
+    """Inside the block, in a trial's process, pools are those of the driver's keeper.
+
+    Args:
+        num_sharing: of the first training, as in `BorrowedPool`; later ones wait for no others.
+    """
     kept = _Kept()
-    kept.handle = keeper
+    kept.handle, kept.num_sharing = keeper, num_sharing
     with _borrowing_from(kept):
         yield
 
@@ -308,6 +345,7 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
     kept, ending = _KEPT.get(), "close"
     own: WorkerPool | None = None
     keeper: Any = None
+    num_sharing = 0
     loan = uuid.uuid4().hex
     if kept is None:
         own = WorkerPool(shape, is_private=is_private)
@@ -315,7 +353,8 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
     else:
         context = ray.get_runtime_context()
         borrower = context.current_actor if context.get_actor_id() else None
-        keeper = kept.keeper()
+        keeper, num_sharing = kept.keeper(), kept.num_sharing
+        kept.num_sharing = min(1, num_sharing)
         lent = keeper.lend.remote(loan, shape, is_private, borrower)
         try:
             server = answer(lent, KEEPER_NAME, LEND_S)
@@ -325,7 +364,7 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
             keeper.take_back.remote(loan, "close")  # no limit: it has not answered before
             raise
     try:
-        yield BorrowedPool(shape, server, keeper, loan)
+        yield BorrowedPool(shape, server, keeper, loan, num_sharing)
         ending = "keep"
     except NoPlaceError:
         ending = "abandon"

@@ -1,6 +1,7 @@
 """The actor of a pool: hands one training after another to its workers.
 
-It runs the streams of the ranks of its own host, too, and starts servers for those of other hosts.
+It runs the streams of the ranks of its own host, too, and starts servers for those of other hosts,
+unless the training shares those of others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import ray
 import ray.util
 
 from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer
+from vit_ray.launch.pool.actor_calls import answer
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.pool_link import (
     Assignment,
@@ -29,6 +31,8 @@ from vit_ray.worker.pool_link import (
 
 ANSWER_S: Final = 5.0
 """Longest time that a call waits before it answers that nothing has changed."""
+SERVER_S: Final = 60.0
+"""For the handle of a server that several trainings share."""
 ENDED_S: Final = 60.0
 """How long the ranks that waited for a process which was ended may need to notice."""
 
@@ -42,6 +46,7 @@ class PoolServer:
         self._streams = StreamServer(**how)
         self._workers = ""
         self._host_servers: dict[str, Any] = {}
+        self._shared_servers: dict[str, Any] = {}
         self._changed = threading.Condition()
         self._assignment: Assignment | None = None
         self._num_assigned = 0
@@ -62,8 +67,9 @@ class PoolServer:
     def stream_server(self, group: str, host: str, node: str, ranks: range) -> Any:
         """Handle of the process that serves the ranks of a host, None for this actor itself.
 
-        Each start of the worker group has other servers: those of the last one, dead or alive, end
-        with the handles of its workers.
+        That of all trainings where they share, which ends with its owner. Else each start of the
+        worker group has other servers: those of the last one, dead or alive, end with the handles
+        of its workers.
 
         Args:
             group: as in `RankStreams`.
@@ -71,6 +77,15 @@ class PoolServer:
             node: Ray's id of a node of the host, on which the server starts.
             ranks: of the group, all that are on the host.
         """
+        with self._changed:
+            sharing = self._assignment.streams.sharing if self._assignment else None
+            shape = len(ranks), len(self._members)
+        if sharing is not None:
+            asked = sharing.servers.stream_server.remote(host, node, shape, self._how)
+            server = answer(asked, "the keeper of the worker pools", SERVER_S)
+            with self._changed:
+                self._shared_servers[host] = server
+            return server
         if host == ray.util.get_node_ip_address():  # type: ignore[no-untyped-call]
             return None
         workers = group.partition(" ")[0]
@@ -105,6 +120,7 @@ class PoolServer:
         with self._changed:
             if alone and self._is_hung:
                 return False
+            self._leave_shared()
             if not alone:
                 self._start, self._is_hung = uuid.uuid4().hex, False
             if self._assignment is not None and not self._has_ended:
@@ -134,7 +150,7 @@ class PoolServer:
             if len(self._members) < world_size:
                 return None
             members = tuple(self._members[one] for one in range(world_size))
-            return Meeting(f"{self._start} {number}", members)
+            return Meeting(self._group(number), members)
 
     def end_silent(self, number: int, ranks: list[int]) -> bool:
         """End the processes of ranks that hang.
@@ -165,6 +181,8 @@ class PoolServer:
     def note_placement(self, is_placed: bool) -> None:
         """Whether the worker group is running, by its controller."""
         self._is_placed = is_placed
+        if not is_placed:  # the group has failed, and another one starts
+            self._leave_shared()
 
     def is_placed(self) -> bool:
         """Whether the workers have found their place."""
@@ -208,8 +226,20 @@ class PoolServer:
 
     def _close_streams(self) -> None:
         self._streams.close()
+        self._leave_shared()
         for server in self._host_servers.values():
             server.close.remote()  # no limit: nobody waits for it
+
+    def _leave_shared(self) -> None:
+        """Others do not wait for a group that takes no more."""
+        servers, self._shared_servers = self._shared_servers, {}
+        if self._assignment is not None:
+            group = self._group(self._assignment.number)
+            for server in servers.values():
+                server.close.remote(group)  # no limit: it is not waited for
+
+    def _group(self, number: int) -> str:
+        return f"{self._start} {number}"
 
     def _begin(self, assignment: Assignment) -> None:
         self._assignment = assignment

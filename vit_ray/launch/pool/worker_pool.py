@@ -23,7 +23,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import start_beside_server
-from vit_ray.data.stream.stream_server import StreamSource
+from vit_ray.data.stream.stream_server import Sharing, StreamSource
 from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.pool.failing_nodes import LeaveOutNodes
@@ -159,6 +159,9 @@ class BorrowedPool:
     """Handle of the `PoolKeeper` that lends it; None of a pool that is this training's alone."""
     loan: str = ""
     """Its name at the keeper."""
+    num_sharing: int = 0
+    """Trainings that begin with this one and read the same, itself counted; 0: none runs beside
+    it."""
 
     def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
         """Train, until all workers are done, through failures and resizes.
@@ -172,11 +175,12 @@ class BorrowedPool:
             NoPlaceError: there is no place for the group, or a stop came while there was none.
         """
         shape, server, held = self.shape, self.server, ray.put(streams)
+        sharing = Sharing(self.loan, self.num_sharing, self.keeper) if self.num_sharing else None
         labels = dict(shape.label_selector)
         watch = PlacementWait(
             job, lambda: missing_now(shape.least_workers, shape.resources, labels)
         )
-        _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held))
+        _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held, sharing))
         while not _ask(server, "wait_until_ended"):
             is_closed, error = _ask(server, "closed")
             if is_closed:
@@ -189,7 +193,7 @@ class BorrowedPool:
                 other, is_in_turn = self._free_place(server)
                 if other is not None:
                     server = other
-                    _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held))
+                    _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held, sharing))
             watch.check(is_placed=is_placed, is_in_turn=is_in_turn)
 
     def _free_place(self, server: Any) -> tuple[Any, bool]:

@@ -1,0 +1,335 @@
+"""One reading of a stream, dealt to the ranks of those who read it: one training, or several.
+
+Which blocks there are is arithmetic, so trainings whose streams are equal take the same ones, each
+at its own pace. What a slow one has not taken stays in the object store, up to a bound. There the
+others wait for it while it takes blocks; one that takes none for some time gets a reading of its
+own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+import ray
+from ray.data.block import Block
+
+from vit_ray.data.stream.ray_datasets import Segment
+
+PATIENCE_S: Final = 20.0
+"""A reader that takes no block for so long is not waited for."""
+GATHER_S: Final = 20.0
+"""Longest time that a reading waits for those that are expected to take part."""
+LOOK_S: Final = 1.0
+"""How often that is looked at."""
+
+
+class StreamLostError(RuntimeError):
+    """A stream and its ranks no longer agree; a new attempt starts at a checkpoint."""
+
+
+class RankBlock(NamedTuple):
+    """A block of a stream, whose rank it is, and its bytes."""
+
+    rank: int
+    block: ray.ObjectRef[Block]
+    size: int
+
+
+Blocks = Generator[RankBlock, None, None]
+
+
+class Reader:
+    """What one training has of a reading: a queue of blocks for each of its ranks."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.num_waiting = 0
+        """Of its ranks, that have no block to take."""
+        self.num_ended = 0
+        """Of its ranks, that have had their last block."""
+        self.held_bytes = 0
+        """Of the blocks in its queues."""
+        self.behind_s = time.monotonic()
+        """When a rank took its last block, or its queues were filled up to the bound after that."""
+        self._ready: defaultdict[int, deque[RankBlock]] = defaultdict(deque)
+        self._num_taken: Counter[int] = Counter()
+
+    def put(self, block: RankBlock, most_bytes: float = 0.0) -> None:
+        """Into the queue of its rank; `most_bytes` is the bound."""
+        if self.held_bytes < most_bytes <= self.held_bytes + block.size:
+            self.behind_s = time.monotonic()
+        self._ready[block.rank].append(block)
+        self.held_bytes += block.size
+
+    def has(self, rank: int) -> bool:
+        """Whether there is a block for a rank."""
+        return bool(self._ready[rank])
+
+    def take(self, rank: int) -> ray.ObjectRef[Block]:
+        """The next block of a rank that has one."""
+        block = self._ready[rank].popleft()
+        self.held_bytes -= block.size
+        self._num_taken[rank] += 1
+        self.behind_s = time.monotonic()
+        return block.block
+
+    def check(self, rank: int, index: int) -> None:
+        """
+        Raises:
+            StreamLostError: the rank was not given `index` blocks.
+        """
+        if index != self._num_taken[rank]:
+            raise StreamLostError(
+                f"rank {rank} has had {index} blocks, but was given {self._num_taken[rank]}"
+            )
+
+    def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
+        """The rank's next block, or None after its last; called by one thread for each rank.
+
+        Args:
+            index: how many blocks the rank has had.
+
+        Raises:
+            StreamLostError: it was given another number of them.
+            Exception: whatever a reading task raised.
+        """
+        return self.reading.next_block(self, rank, index)
+
+    def close(self) -> None:
+        """Take no more."""
+        self.reading.leave(self)
+
+
+class Reading:
+    """Makes the blocks of a stream once, for all of its readers."""
+
+    def __init__(
+        self,
+        read: Callable[[int], Blocks],
+        ranks: range | None = None,
+        *,
+        most_bytes: float = 0.0,
+        expected: int = 1,
+        first: int = 0,
+        changed: threading.Condition | None = None,
+    ) -> None:
+        """
+        Args:
+            read: gives the blocks without the first so many.
+            ranks: that blocks are dealt to; another one is refused, whose blocks would pile up.
+            most_bytes: that a reader may be behind another one, or come later.
+            expected: readers for which it waits before they would come too late.
+            first: of the blocks, that are left out.
+            changed: of the reading that this one has parted from.
+        """
+        self._read, self._ranks, self._most_bytes = read, ranks, most_bytes
+        self._blocks, self._num_read = _begun_later(read, first), first
+        self._turn = threading.Lock()
+        """Of the one that makes the next block."""
+        self._changed = changed or threading.Condition()
+        self._readers: list[Reader] = []
+        self._since_start: list[RankBlock] | None = []
+        """For a reader that comes later; None where it would come too late."""
+        self._bytes_since_start = 0
+        self._expected, self._gathered_s = expected, time.monotonic() + GATHER_S
+        self._has_ended = False
+        self._error: BaseException | None = None
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether another one can still read it from its start."""
+        return self._since_start is not None and self._error is None
+
+    def new_reader(self) -> Reader | None:
+        """Another one that reads it from its start; None where it comes too late."""
+        with self._changed:
+            if self._since_start is None or self._error is not None:
+                return None
+            reader = Reader(self)
+            for block in self._since_start:
+                reader.put(block)
+            self._readers.append(reader)
+            self._changed.notify_all()
+            return reader
+
+    def leave(self, reader: Reader) -> None:
+        """Of one that takes no more; after the last, reading stops with the block in progress."""
+        with self._changed:
+            if reader in self._readers:
+                self._readers.remove(reader)
+                self._expected -= 1
+            if not self._readers:
+                self._has_ended, self._since_start = True, None
+            self._changed.notify_all()
+        self._stop_if_ended()
+
+    def _stop_if_ended(self) -> None:
+        """Whoever makes a block meanwhile does it then."""
+        if self._has_ended and self._turn.acquire(blocking=False):
+            try:
+                self._blocks.close()
+            finally:
+                self._turn.release()
+
+    def next_block(self, reader: Reader, rank: int, index: int) -> ray.ObjectRef[Block] | None:
+        """As `Reader.next_block`."""
+        if self._ranks is not None and rank not in self._ranks:
+            raise StreamLostError(
+                f"rank {rank} asked the server of ranks {self._ranks.start} to "
+                f"{self._ranks.stop - 1}: several Ray nodes have one address, and their ranks do "
+                "not follow each other; give each node an address of its own"
+            )
+        with self._changed:
+            reader.check(rank, index)
+            if reader.has(rank):
+                return self._take(reader, rank)
+            reading = reader.reading  # which stays as long as a rank waits
+            reader.num_waiting += 1
+            self._changed.notify_all()
+        try:
+            with reading._turn:
+                while not reader.has(rank) and reading._make_one(reader):
+                    pass
+        finally:
+            with self._changed:
+                reader.num_waiting -= 1
+            reading._stop_if_ended()
+        with self._changed:
+            if reader.has(rank):
+                return self._take(reader, rank)
+            reader.num_ended += 1
+        if self._ranks is not None and reader.num_ended == len(self._ranks):
+            reader.close()
+        return None
+
+    def _take(self, reader: Reader, rank: int) -> ray.ObjectRef[Block]:
+        block = reader.take(rank)
+        self._changed.notify_all()
+        return block
+
+    def _make_one(self, reader: Reader) -> bool:
+        """Make a block and give it to all readers, in its turn; False after the last."""
+        with self._changed:
+            while self._waits(reader):
+                self._changed.wait(LOOK_S)
+            if self._error is not None:
+                raise self._error  # to every rank: a stream that failed has not ended
+        found = None
+        if not self._has_ended:
+            try:
+                found = next(self._blocks, None)
+            except BaseException as error:
+                self._error = error
+                raise
+        with self._changed:
+            if found is None or not self._readers:
+                self._has_ended = True
+                return False
+            self._num_read += 1
+            for one in self._readers:
+                one.put(found, self._most_bytes)
+            if self._since_start is not None:
+                self._since_start.append(found)
+                self._bytes_since_start += found.size
+            return reader in self._readers
+
+    def _waits(self, reader: Reader) -> bool:
+        """Whether others must take or come first; those that are not waited for part."""
+        if self._has_ended or reader not in self._readers:
+            return False
+        now_s = time.monotonic()
+        if self._since_start is not None and self._bytes_since_start >= self._most_bytes:
+            if len(self._readers) < self._expected and now_s < self._gathered_s:
+                return True
+            self._since_start = None
+        waits = False
+        for one in list(self._readers):
+            if one is reader or one.num_waiting or one.held_bytes < self._most_bytes:
+                continue
+            if now_s - one.behind_s < PATIENCE_S:
+                waits = True
+            else:
+                self._part(one)
+        return waits
+
+    def _part(self, reader: Reader) -> None:
+        """Let one make by itself what this reading has not yet given it."""
+        own = Reading(self._read, self._ranks, first=self._num_read, changed=self._changed)
+        own._since_start = None
+        own._readers.append(reader)
+        self._readers.remove(reader)
+        reader.reading = own
+
+
+def _begun_later(read: Callable[[int], Blocks], first: int) -> Blocks:
+    """What `read` gives, which is called for the first block."""
+    yield from read(first)
+
+
+def blocks_of(segments: Iterator[Segment]) -> Blocks:
+    """The blocks of consecutive sets; each set starts while the last tasks of the one before run.
+
+    Closing it drops the executions under way, which ends their tasks.
+    """
+
+    def start_next() -> tuple[Segment, Iterator[Any]] | None:
+        """Plan and execute a set, whose execution ends when the iterator is dropped."""
+        if (segment := next(segments, None)) is None:
+            return None
+        bundles = segment.dataset.iter_internal_ref_bundles()
+        return segment, (entry for bundle in bundles for entry in bundle.blocks)
+
+    with ThreadPoolExecutor(1, "segments") as planner:
+        started = planner.submit(start_next)
+        while (found := started.result()) is not None:  # no limit: planning reads nothing
+            segment, entries = found
+            left = range(len(segment.ranks) - 1, -1, -1)
+            for rank, entry, num_left in zip(segment.ranks, entries, left, strict=True):
+                if num_left == segment.next_at:
+                    started = planner.submit(start_next)
+                yield RankBlock(rank, entry.ref, entry.metadata.size_bytes or 0)
+
+
+class KeptBlocks:
+    """Blocks of whole readings, of at most some bytes in all; the last used stay longest."""
+
+    def __init__(self, most_bytes: float) -> None:
+        self._most_bytes = most_bytes
+        self._readings: OrderedDict[bytes, list[RankBlock]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Keep nothing of what was read so far."""
+        with self._lock:
+            self._readings.clear()
+
+    def blocks(self, key: bytes, read: Callable[[], Blocks]) -> Blocks:
+        """What is kept of the reading `key`, or else what `read` gives."""
+        with self._lock:
+            kept = self._readings.get(key)
+            if kept is not None:
+                self._readings.move_to_end(key)
+        if kept is not None:
+            yield from kept
+            return
+        reading: list[RankBlock] = []
+        size = 0
+        with contextlib.closing(read()) as blocks:
+            for block in blocks:
+                size += block.size
+                if size <= self._most_bytes:
+                    reading.append(block)
+                else:
+                    reading.clear()
+                yield block
+        with self._lock:
+            if size <= self._most_bytes:
+                self._readings[key] = reading
+            while sum(b.size for r in self._readings.values() for b in r) > self._most_bytes:
+                self._readings.popitem(last=False)

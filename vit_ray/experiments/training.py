@@ -69,7 +69,7 @@ class Training:
     @cached_property
     def reads(self) -> str:
         """Equal for trainings that can share their streams."""
-        return reads_of(self.recipe)
+        return self.recipe.name if self.kind == "extract" else reads_of(self.recipe)
 
     @property
     def label(self) -> str:

@@ -43,8 +43,10 @@ class Source:
             yield one
 
 
-def reader_of(source: Callable[[int], Any], ranks: range | None = None, **how: Any) -> Reader:
-    reader = Reading(source, ranks, **how).new_reader()
+def reader_of(
+    source: Callable[[int], Any], ranks: range | None = None, most_bytes: float = 0.0, **how: Any
+) -> Reader:
+    reader = Reading(source, ranks, most_bytes=lambda: most_bytes, **how).new_reader()
     assert reader is not None
     return reader
 
@@ -285,7 +287,10 @@ def test_nobody_waits_for_one_that_leaves(in_thread: Any) -> None:
         time.sleep(0.001)
     began_s = time.monotonic()
     slow.close()
-    assert slow.next_block(1, 0) in ("1-0", None)
+    held = [slow.next_block(1, index) for index in range(len(slow._ready[1]))]
+    assert held == of_rank(1)[: len(held)]
+    with pytest.raises(StreamLostError, match="rank 1 is not read for any more"):
+        slow.next_block(1, len(held))  # it has not come to its end
     assert rest(30) == of_rank(0)
     assert time.monotonic() - began_s < dealt_blocks.PATIENCE_S / 2
     fast.close()
@@ -368,7 +373,15 @@ def test_whoever_comes_waits_hangs_or_leaves_each_rank_gets_its_blocks(
     ) -> tuple[bool, list[Any]]:
         pause_s, leaves_at, hangs_at, _ = plan
         mine, found = random.Random(f"{seed} {number} {rank}"), list[Any]()
-        while (one := reader.next_block(rank, len(found))) is not None:
+        while True:
+            try:
+                one = reader.next_block(rank, len(found))
+            except StreamLostError:  # another of its ranks has left
+                assert number
+                assert leaves_at
+                return False, found
+            if one is None:
+                return True, found
             found.append(one)
             if len(found) == hangs_at:
                 time.sleep(0.15)
@@ -376,7 +389,6 @@ def test_whoever_comes_waits_hangs_or_leaves_each_rank_gets_its_blocks(
                 reader.close()
                 return False, found
             time.sleep(mine.random() * pause_s)
-        return True, found
 
     with ThreadPoolExecutor(16) as threads:
         ends = [
@@ -387,8 +399,8 @@ def test_whoever_comes_waits_hangs_or_leaves_each_rank_gets_its_blocks(
         for leaves_at, rank, end in ends:
             whole, found = end.result(60)
             assert found == [(rank, index) for index in range(len(found))]
-            if whole and leaves_at is None:
-                assert len(found) == 60
+            assert len(found) == 60 or not whole
+            assert whole or leaves_at
 
 
 def test_a_reading_that_all_have_had_is_not_kept() -> None:

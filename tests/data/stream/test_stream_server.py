@@ -15,7 +15,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
-from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.batches import LAG_SHARE, StreamSpec
 from vit_ray.data.stream.dealt_blocks import StreamLostError, blocks_of
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer, _own_resources
@@ -202,7 +202,7 @@ def test_nobody_reads_for_a_training_that_has_ended_or_a_group_that_has_failed(
         training_samples(server, each, 1)
     (reading,) = server._shared.values()
     server.close(trainings[0].name.group)
-    server.close(training="two")
+    server.close("two")
     assert len(reading._readers) == 1
     for name in (trainings[0].name, trainings[1].name, trainings[1]):
         with pytest.raises(StreamLostError, match="is not read here"):
@@ -211,7 +211,7 @@ def test_nobody_reads_for_a_training_that_has_ended_or_a_group_that_has_failed(
     training_samples(server, again, 1)  # it may still be joined
     assert len(reading._readers) == 2
     for left in ("one", "three"):
-        server.close(training=left)
+        server.close(left)
     assert not reading._readers
     assert not reading.can_be_joined
 
@@ -239,8 +239,31 @@ def test_a_training_whose_group_failed_takes_none_of_the_blocks_that_may_be_lost
     evaluate("two", "two-workers 0")
     evaluate("one", "one-workers 0", 1)
     assert len(read) == 1
+    server.close("one-workers 0", has_failed=True)
     evaluate("one", "one-workers-again 1")
     assert len(read) == 2
+    evaluate("two", "two-workers 0", 1)
+    assert len(read) == 2
+    server.close("two-workers 0")  # its end
+    evaluate("two", "two-workers 1")
+    assert len(read) == 2
+
+
+def test_all_that_trainings_are_behind_has_one_bound(dataset: Manifest) -> None:
+    server, spec = StreamServer(), StreamSpec(dataset, Augmentation("resize", size=8, flip=False))
+    bounds = []
+    for seed in range(3):
+        one = shared_pass(replace(spec, seed=seed, num_cpus=0.2), f"{seed}")
+        training_samples(server, one, 1)
+        bounds.append(server._open[one.name].reading._most_bytes())
+    whole = LAG_SHARE * _own_resources()["object_store_memory"]
+    assert bounds == pytest.approx([whole, whole / 2, whole / 3])
+    training_samples(server, shared_pass(replace(spec, seed=0, num_cpus=0.2), "same"), 1)
+    assert server._open[one.name].reading._most_bytes() == pytest.approx(whole / 3)
+    small = shared_pass(replace(spec, seed=9, object_store_mib=1), "small")
+    training_samples(server, small, 1)
+    assert server._open[small.name].reading._most_bytes() == 1 << 20
+    server.close()
 
 
 def test_crops_of_a_function_that_has_no_name_can_be_shared(dataset: Manifest) -> None:

@@ -26,6 +26,7 @@ from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.dealt_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.stream_server import RankStreams
 
@@ -242,15 +243,17 @@ def test_one_server_serves_one_group_after_another_and_each_evaluation_anew(
     spec: StreamSpec,
 ) -> None:
     server, specs = start_stream_server(1), ray.put({"train": spec, "eval": spec})
-    first, second = (RankStreams(server, specs, group, 0, 1) for group in ("first", "second"))
+    first, second, third = (RankStreams(server, specs, group, 0, 1) for group in "abc")
     expected = global_samples(spec, 0, 2)
     broken_off = first.training_batches(BATCH, 0, 1000 * BATCH)
     next(broken_off)
-    for streams in (second, first):
+    for streams in (second, third):
         read = [sorted(b["sample"]) for b in streams.training_batches(BATCH, 0, 2 * BATCH)]
         assert read == expected
+    with pytest.raises(StreamLostError, match="is not read here"):
+        list(first.training_batches(BATCH, 0, 2 * BATCH))
     for _ in range(2):
-        evaluated = list(first.evaluation_batches("eval", 100))
+        evaluated = list(third.evaluation_batches("eval", 100))
         assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
 
 

@@ -160,7 +160,7 @@ def test_a_host_has_one_stream_server_until_its_node_leaves(
     class Server:
         def __init__(self, name: str) -> None:
             self.name = name
-            self.close = SimpleNamespace(remote=lambda training: left.append((self.name, training)))
+            self.close = SimpleNamespace(remote=lambda loan: left.append((self.name, loan)))
 
         def __eq__(self, other: object) -> bool:
             return self.name == other

@@ -214,7 +214,12 @@ class SharedServer:
 
     def __init__(self) -> None:
         self.left: list[str] = []
-        self.close = SimpleNamespace(remote=self.left.append)
+        self.failures: list[bool] = []
+        self.close = SimpleNamespace(remote=self.leave)
+
+    def leave(self, group: str, has_failed: bool) -> None:
+        self.left.append(group)
+        self.failures.append(has_failed)
 
 
 def test_trainings_that_share_have_the_servers_of_all_and_leave_them_at_once(
@@ -256,3 +261,4 @@ def test_trainings_that_share_have_the_servers_of_all_and_leave_them_at_once(
         server.end_rank(3, rank, 2)
     assert [one.left for one in servers.values()] == [groups, groups]
     assert len(set(groups)) == 4
+    assert [one.failures for one in servers.values()] == [[True, True, True, False]] * 2

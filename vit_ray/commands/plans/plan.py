@@ -15,6 +15,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
+from vit_ray.data.stream.batches import LAG_SHARE
 from vit_ray.launch.inputs.streams import reads_of, resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
@@ -320,6 +321,7 @@ def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
     if not shared:
         return "no two read the same images"
     text = "where they run side by side on a host, one stream for " + "; one for ".join(shared)
+    text += f", in {LAG_SHARE:.0%} more of its object store"
     return f"{text}; by themselves {_few(alone)}" if alone else text
 
 

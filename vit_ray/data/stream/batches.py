@@ -29,6 +29,8 @@ from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns
 
 Batch = dict[str, NDArray[Any]]
 
+LAG_SHARE: Final = 0.05
+"""Of a node's object store, for blocks that one training has taken and another one has not."""
 _PADDING_SAMPLE: Final = -1
 
 

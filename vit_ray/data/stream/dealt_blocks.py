@@ -51,6 +51,8 @@ class Reader:
         self.reading = reading
         self.num_waiting = 0
         """Of its ranks, that have no block to take."""
+        self.has_all = False
+        """Of the reading's blocks, those in its queues counted."""
         self.num_ended = 0
         """Of its ranks, that have had their last block."""
         self.held_bytes = 0
@@ -96,7 +98,7 @@ class Reader:
             index: how many blocks the rank has had.
 
         Raises:
-            StreamLostError: it was given another number of them.
+            StreamLostError: it was given another number of them, or the reader was closed.
             Exception: whatever a reading task raised.
         """
         return self.reading.next_block(self, rank, index)
@@ -114,7 +116,7 @@ class Reading:
         read: Callable[[int], Blocks],
         ranks: range | None = None,
         *,
-        most_bytes: float = 0.0,
+        most_bytes: Callable[[], float] = lambda: 0.0,
         expected: int = 1,
         first: int = 0,
         changed: threading.Condition | None = None,
@@ -123,7 +125,7 @@ class Reading:
         Args:
             read: gives the blocks without the first so many.
             ranks: that blocks are dealt to; another one is refused, whose blocks would pile up.
-            most_bytes: that a reader may be behind another one, or come later.
+            most_bytes: that a reader may be behind another one, or come later, as of now.
             expected: readers for which it waits before they would come too late.
             first: of the blocks, that are left out.
             changed: of the reading that this one has parted from.
@@ -161,13 +163,14 @@ class Reading:
     def leave(self, reader: Reader) -> None:
         """Of one that takes no more; after the last, reading stops with the block in progress."""
         with self._changed:
-            if reader in self._readers:
-                self._readers.remove(reader)
-                self._expected -= 1
-            if not self._readers:
-                self._has_ended, self._since_start = True, None
+            mine = reader.reading
+            if reader in mine._readers:
+                mine._readers.remove(reader)
+                mine._expected -= 1
+            if not mine._readers:
+                mine._has_ended, mine._since_start = True, None
             self._changed.notify_all()
-        self._stop_if_ended()
+        mine._stop_if_ended()
 
     def _stop_if_ended(self) -> None:
         """Whoever makes a block meanwhile does it then."""
@@ -203,6 +206,8 @@ class Reading:
         with self._changed:
             if reader.has(rank):
                 return self._take(reader, rank)
+            if not reader.has_all:  # it was closed, which is no end
+                raise StreamLostError(f"rank {rank} is not read for any more")
             reader.num_ended += 1
         if self._ranks is not None and reader.num_ended == len(self._ranks):
             reader.close()
@@ -218,6 +223,8 @@ class Reading:
         with self._changed:
             while self._waits(reader):
                 self._changed.wait(LOOK_S)
+            if reader not in self._readers:
+                return False
             if self._error is not None:
                 raise self._error  # to every rank: a stream that failed has not ended
         found = None
@@ -230,27 +237,29 @@ class Reading:
         with self._changed:
             if found is None or not self._readers:
                 self._has_ended = True
+                for one in self._readers:
+                    one.has_all = True
                 return False
             self._num_read += 1
             for one in self._readers:
-                one.put(found, self._most_bytes)
+                one.put(found, self._most_bytes())
             if self._since_start is not None:
                 self._since_start.append(found)
                 self._bytes_since_start += found.size
-            return reader in self._readers
+            return True
 
     def _waits(self, reader: Reader) -> bool:
         """Whether others must take or come first; those that are not waited for part."""
         if self._has_ended or reader not in self._readers:
             return False
-        now_s = time.monotonic()
-        if self._since_start is not None and self._bytes_since_start >= self._most_bytes:
+        now_s, most_bytes = time.monotonic(), self._most_bytes()
+        if self._since_start is not None and self._bytes_since_start >= most_bytes:
             if len(self._readers) < self._expected and now_s < self._gathered_s:
                 return True
             self._since_start = None
         waits = False
         for one in list(self._readers):
-            if one is reader or one.num_waiting or one.held_bytes < self._most_bytes:
+            if one is reader or one.num_waiting or one.held_bytes < most_bytes:
                 continue
             if now_s - one.behind_s < PATIENCE_S:
                 waits = True

@@ -26,7 +26,7 @@ import ray.util
 from ray import cloudpickle
 from ray.data.block import Block
 
-from vit_ray.data.stream.batches import Batch, StreamSpec
+from vit_ray.data.stream.batches import LAG_SHARE, Batch, StreamSpec
 from vit_ray.data.stream.blocks import cut
 from vit_ray.data.stream.dealt_blocks import (
     GATHER_S,
@@ -42,8 +42,6 @@ from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
 """Of its node's object store, for decoded evaluation images that a server keeps at most."""
-LAG_SHARE: Final = 0.05
-"""Of its node's object store, for blocks that one training has taken and another one has not."""
 ANSWER_LIMIT_S: Final = 120.0
 """For the handle of a server, which is given before its process has started."""
 
@@ -118,7 +116,7 @@ class StreamServer:
         self._begun_s: dict[tuple[Any, ...], float] = {}
         """When each was last read from the start of its training."""
         self._has_ended: set[str] = set()
-        """Trainings that share and take no more."""
+        """Groups and trainings that take no more."""
         self._most_sharing = 1
         store = float(_own_resources().get("object_store_memory", 0))
         self._kept, self._most_behind = KeptBlocks(KEPT_SHARE * store), LAG_SHARE * store
@@ -140,40 +138,40 @@ class StreamServer:
         block = reader.next_block(rank, index)
         return [] if block is None else [block]
 
-    def close(self, group: str | None = None, training: str | None = None) -> None:
-        """End all reading, that of a group, or that of a training that takes no more."""
+    def close(self, of: str | None = None, *, has_failed: bool = False) -> None:
+        """End all reading, or that of a group or training, which takes no more.
+
+        Args:
+            has_failed: blocks may have been lost with what the group has failed by.
+        """
         with self._lock:
-            if training is not None:
-                self._has_ended.add(training)
-            is_all = group is None and training is None
-            names = [
-                one
-                for one in self._open
-                if is_all or one.group == group or one.training == training
-            ]
+            if of is not None:
+                self._has_ended.add(of)
+            if has_failed:
+                self._shared = {}
+                self._kept.clear()
+            names = [one for one in self._open if of in (None, one.group, one.training)]
             readers = [self._open.pop(name) for name in names]
-        for reader in readers:
-            reader.close()
+        _close(readers)
 
     def _begin(self, one: Pass) -> None:
         with self._opening:  # other passes are read meanwhile
             with self._lock:
-                if one.name in self._open or one.name.training in self._has_ended:
+                if one.name in self._open or self._is_over(one.name):
                     return
                 replaced = [other for other in self._open if one.name.replaces(other)]
+                self._has_ended |= {other.group for other in replaced} - {one.name.group}
                 readers = [self._open.pop(other) for other in replaced]
-            for reader in readers:
-                reader.close()
-            if one.sharing and any(other.group != one.name.group for other in replaced):
-                # Blocks may have been lost with what the group has failed by.
-                self._kept.clear()
-                self._shared = {}
+            _close(readers)
             reader = self._reader(one)
             with self._lock:
-                if one.name.training not in self._has_ended:
+                if not self._is_over(one.name):
                     self._open[one.name] = reader
                     return
         reader.close()  # it has ended meanwhile
+
+    def _is_over(self, name: PassName) -> bool:
+        return name.group in self._has_ended or name.training in self._has_ended
 
     def _reader(self, one: Pass) -> Reader:
         """Of what another training reads already, or of a reading of its own."""
@@ -188,10 +186,16 @@ class StreamServer:
         self._shared = {key: each for key, each in self._shared.items() if each.can_be_joined}
         if (shared := self._shared.get(key)) and (reader := shared.new_reader()):
             return reader
-        most_behind = self._most_behind / (1 + len(self._shared))
+        most_bytes = math.inf
         if spec.object_store_mib is not None:
-            share = len(one.ranks) / one.world_size
-            most_behind = min(most_behind, share * (spec.object_store_mib << 20))
+            most_bytes = (spec.object_store_mib << 20) * len(one.ranks) / one.world_size
+
+        def most_behind() -> float:
+            with self._lock:
+                names = [name for name in self._open if name.training]
+                num_readings = len({self._open[name].reading for name in names})
+            return min(most_bytes, self._most_behind / max(1, num_readings))
+
         # The same name on all hosts, and not that of another job's earlier reading.
         name = f"{ray.get_runtime_context().get_job_id()}/{content}"
         self._shared[key] = Reading(
@@ -233,11 +237,13 @@ class StreamServer:
         workers = "" if one.sharing else one.name.group.partition(" ")[0]
         key = pickle.dumps((workers, _nodes_alive(), one.ranks, one.content(spec)))
 
-        def read_or_kept(first: int) -> Blocks:
-            with contextlib.closing(self._kept.blocks(key, lambda: read(0))) as blocks:
-                yield from itertools.islice(blocks, first, None)
+        return lambda first: read(first) if first else self._kept.blocks(key, lambda: read(0))
 
-        return read_or_kept
+
+def _close(readers: list[Reader]) -> None:
+    with contextlib.ExitStack() as all_of_them:
+        for reader in readers:
+            all_of_them.callback(reader.close)
 
 
 def _first_reader(reading: Reading) -> Reader:

@@ -142,7 +142,9 @@ def reads_of(recipe: Recipe) -> str:
     data = recipe.data.model_dump(mode="json", exclude={"eval", "eval_augment"})
     how = train.global_batch_size, train.overfit_one_batch
     length = optim.steps, optim.epochs, optim.images
-    workers = recipe.workers.num_workers, recipe.workers.label_selector
+    workers = recipe.workers.model_dump(
+        mode="json", include={"num_workers", "cpus_per_worker", "label_selector"}
+    )
     return json.dumps([data, recipe.seed, recipe.model.sides, how, length, workers])
 
 

@@ -139,7 +139,7 @@ class PoolKeeper:
         """The loan has ended, or will not be used."""
         with self._changed:
             for _, server in self._servers.values():
-                server.close.remote(training=loan)  # no limit: it is not waited for
+                server.close.remote(loan)  # no limit: it is not waited for
             ended = self._loans.pop(loan, None)
             if ended is None:  # not lent yet, taken back before, or of a keeper that has died
                 self._given_up.add(loan)

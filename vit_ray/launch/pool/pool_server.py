@@ -120,7 +120,7 @@ class PoolServer:
         with self._changed:
             if alone and self._is_hung:
                 return False
-            self._leave_shared()
+            self._leave_shared(has_failed=True)
             if not alone:
                 self._start, self._is_hung = uuid.uuid4().hex, False
             if self._assignment is not None and not self._has_ended:
@@ -182,7 +182,7 @@ class PoolServer:
         """Whether the worker group is running, by its controller."""
         self._is_placed = is_placed
         if not is_placed:  # the group has failed, and another one starts
-            self._leave_shared()
+            self._leave_shared(has_failed=True)
 
     def is_placed(self) -> bool:
         """Whether the workers have found their place."""
@@ -226,17 +226,18 @@ class PoolServer:
 
     def _close_streams(self) -> None:
         self._streams.close()
-        self._leave_shared()
+        self._leave_shared(has_failed=False)
         for server in self._host_servers.values():
             server.close.remote()  # no limit: nobody waits for it
 
-    def _leave_shared(self) -> None:
+    def _leave_shared(self, *, has_failed: bool) -> None:
         """Others do not wait for a group that takes no more."""
-        servers, self._shared_servers = self._shared_servers, {}
-        if self._assignment is not None:
-            group = self._group(self._assignment.number)
-            for server in servers.values():
-                server.close.remote(group)  # no limit: it is not waited for
+        with self._changed:
+            servers, self._shared_servers = self._shared_servers, {}
+            if self._assignment is not None:
+                group = self._group(self._assignment.number)
+                for server in servers.values():  # no limit: they are not waited for
+                    server.close.remote(group, has_failed=has_failed)
 
     def _group(self, number: int) -> str:
         return f"{self._start} {number}"

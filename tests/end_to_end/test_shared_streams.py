@@ -50,7 +50,7 @@ def test_trials_side_by_side_share_their_decoding_and_are_those_that_each_is_alo
     assert made_alone == pytest.approx(3 * STEPS * BATCH, rel=0.01)
     together, made_together = swept("together", digits, tmp_path, 2, WAIT)
     assert made_together == pytest.approx(2 * STEPS * BATCH, rel=0.01)
-    # One of them loses its worker in the middle, and goes on from its checkpoint by itself.
+    # A worker is killed halfway: its trial continues from the checkpoint with its own stream.
     _, made_killed = swept("killed", digits, tmp_path, 2, WAIT, "tests.parts.die_once")
     assert _internal_kv_get(b"died_once") is not None
     assert made_together + BATCH < made_killed < made_alone

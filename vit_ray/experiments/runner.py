@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import ray
 import ray.util
@@ -45,11 +45,11 @@ T = TypeVar("T")
 LOOK_S: Final = 5.0
 """How often it is asked what the cluster has."""
 GATHER_SHARE: Final = 0.05
-"""Of the time that a training took: so long its place waits for those of others like it."""
+"""How long a free place waits for another one, as a share of the time of the last training."""
 GATHER_S: Final = 20.0
-"""Longest such time."""
+"""At most so long."""
 TOGETHER_S: Final = 5.0
-"""Trainings that start within this time start together."""
+"""Trainings that start within this time count as started together."""
 MOST_RESTARTS: Final = 3
 """Of a trial whose process dies; each continues from the newest checkpoint."""
 
@@ -134,6 +134,15 @@ class _Node:
     num_missing: int = 0
 
 
+class _Run(NamedTuple):
+    """Of a training that runs."""
+
+    place: tuple[int, ...]
+    """As in `_Node`."""
+    need: Room
+    started_s: float
+
+
 class Runner:
     """Decides what runs next: what waits starts in its order, each that finds room.
 
@@ -155,10 +164,9 @@ class Runner:
         self._look, self._is_stopped = room, is_stopped
         self._room, self._looked_s = room(), time.monotonic()
         self._waiting: list[tuple[tuple[int, ...], Work]] = []
-        self._running: dict[Work, tuple[tuple[int, ...], Room]] = {}
-        self._started_s: dict[Work, float] = {}
+        self._running: dict[Work, _Run] = {}
         self._gathers_until_s: dict[str, float] = {}
-        """By what is read: until when a free place waits for another one."""
+        """For each stream: until when a free place waits for another one."""
         self._nodes: dict[tuple[int, ...], _Node] = {}
         self.error: BaseException | None = None
         self.result: Any = None
@@ -173,9 +181,9 @@ class Runner:
         """What starts now; None if there is nothing, or no room."""
         if not self._waiting or self._ends():
             return None
-        room, taken = self._room_now(), [need for _, need in self._running.values()]
+        room, taken = self._room_now(), [one.need for one in self._running.values()]
         held: set[str] = set()
-        """What is read by works whose place waits for another one."""
+        """Streams of works that wait for another place."""
         for index, (place, work) in enumerate(self._waiting):
             need = work.need(room)
             if room.holds(need, taken):
@@ -196,12 +204,12 @@ class Runner:
                 if self._alike(work, [*self._running, *beside]):
                     num_sharing = 1 + len(self._alike(work, [*self._just_started(), *beside]))
                     work.training = replace(work.training, num_sharing=num_sharing)
-                self._running[work], self._started_s[work] = (place, need), time.monotonic()
+                self._running[work] = _Run(place, need, time.monotonic())
                 return work
         return None
 
     def _beside(self, work: Work, room: Room, taken: list[Room]) -> list[Work]:
-        """What can start together with it, of trainings that are not only planned."""
+        """Waiting trainings that still have room if this one starts; empty for planned ones."""
         found: list[Work] = []
         for _, other in self._waiting if work.takes is None else ():
             if other is not work:
@@ -213,17 +221,17 @@ class Runner:
 
     def _just_started(self) -> list[Work]:
         since_s = time.monotonic() - TOGETHER_S
-        return [one for one in self._running if self._started_s[one] > since_s]
+        return [work for work, one in self._running.items() if one.started_s > since_s]
 
     def _alike(self, work: Work, others: Iterable[Work]) -> list[Work]:
-        """Those that read the same; none where trainings are only planned."""
+        """Others with an equal stream; empty for planned ones."""
         if work.takes is not None:
             return []
         reads = work.training.reads
         return [one for one in others if one is not work and one.training.reads == reads]
 
     def _gathers(self, work: Work, beside: list[Work]) -> bool:
-        """Whether its place waits for more, so that trainings that read the same start together."""
+        """Whether it waits for another place, to start together with others of an equal stream."""
         if work.takes is not None:
             return False
         until_s = self._gathers_until_s.get(work.training.reads, -math.inf)
@@ -244,9 +252,9 @@ class Runner:
 
     def end(self, work: Work, outcome: Outcome) -> None:
         """It has ended; its flow continues if it was the last that the flow waits for."""
-        place, _ = self._running.pop(work)
+        run = self._running.pop(work)
         self._looked_s, now_s = -math.inf, time.monotonic()
-        took_s = now_s - self._started_s.pop(work)
+        took_s = now_s - run.started_s
         if work.takes is None and now_s > self._gathers_until_s.get(work.training.reads, -math.inf):
             until_s = now_s + min(GATHER_S, GATHER_SHARE * took_s)
             self._gathers_until_s[work.training.reads] = until_s
@@ -258,7 +266,7 @@ class Runner:
                 work.on_end(work.training, outcome)
             except Exception as error:
                 self.error = self.error or error
-            self._deliver(place, outcome)
+            self._deliver(run.place, outcome)
 
     def close(self) -> None:
         """Let flows that have not come to their end know that they were stopped."""

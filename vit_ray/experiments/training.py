@@ -59,7 +59,7 @@ class Training:
     rungs: tuple[int, ...] = ()
     """Steps before its end at which it reports, and may be stopped."""
     num_sharing: int = 0
-    """Trainings that start with it and read the same, itself counted; 0: none runs beside it."""
+    """How many trainings, this one included, start together with equal streams; 0: not shared."""
     begin: Callable[[Callable[[str], None]], str] | None = None
     """Called before the first step with what notes an event; returns what it has branched from."""
 
@@ -68,7 +68,7 @@ class Training:
 
     @cached_property
     def reads(self) -> str:
-        """Equal for trainings that can share their streams."""
+        """Trainings with an equal text can share a stream."""
         return self.recipe.name if self.kind == "extract" else reads_of(self.recipe)
 
     @property

@@ -56,6 +56,20 @@ def test_a_run_of_many_segments_is_one_run(
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where each reading of a stream began."""
+    starts: list[int] = []
+    segments_of = stream_server.segments_of
+
+    def noted(spec: StreamSpec, *options: Any) -> Any:
+        starts.append(options[2])
+        return segments_of(spec, *options)
+
+    monkeypatch.setattr(stream_server, "segments_of", noted)
+    return starts
+
+
 def samples_of(server: StreamServer, spec: StreamSpec, group: str, number: int = 0) -> np.ndarray:
     """Sample numbers of an evaluation by one rank."""
     one = Pass(PassName(group, "eval", number), ray.put({"eval": spec}), range(1), 1, 50)
@@ -93,16 +107,8 @@ def test_where_nobody_sees_statistics_no_process_is_started_for_them(
 
 
 def test_trainings_of_one_pool_share_the_decoded_images_of_an_evaluation(
-    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+    dataset: Manifest, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[StreamSpec] = []
-    segments_of = stream_server.segments_of
-
-    def counted(spec: StreamSpec, *options: Any) -> Any:
-        read.append(spec)
-        return segments_of(spec, *options)
-
-    monkeypatch.setattr(stream_server, "segments_of", counted)
     crop = Augmentation("resize", size=16, flip=False)
     spec = StreamSpec(dataset, crop, num_cpus=0.5)
     workers, images = uuid.uuid4().hex, partial(samples_of, StreamServer())
@@ -134,7 +140,7 @@ def shared_pass(spec: StreamSpec, training: str, start: int = 0, **how: Any) -> 
     """Of one rank, 240 images in batches of 12."""
     name = PassName(f"{training}-workers 0", "train", 0, training)
     specs = ray.put({"train": spec})
-    return replace(Pass(name, specs, range(1), 1, 12, start, start + 240, sharing=2), **how)
+    return replace(Pass(name, specs, range(1), 1, 12, start, start + 240, num_sharing=2), **how)
 
 
 def training_samples(server: StreamServer, one: Pass, most: int = 1000) -> list[int]:
@@ -145,16 +151,8 @@ def training_samples(server: StreamServer, one: Pass, most: int = 1000) -> list[
 
 
 def test_trainings_whose_streams_are_equal_are_read_for_once_and_others_for_themselves(
-    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+    dataset: Manifest, read: list[int]
 ) -> None:
-    read: list[int] = []
-    segments_of = stream_server.segments_of
-
-    def counted(spec: StreamSpec, *options: Any) -> Any:
-        read.append(options[2])
-        return segments_of(spec, *options)
-
-    monkeypatch.setattr(stream_server, "segments_of", counted)
     tiny = Augmentation("resize", size=8, flip=False)
     spec = StreamSpec(dataset, tiny, seed=11, window=ShuffleWindow(24, 3), num_cpus=0.5)
     order, server = Order(dataset.rows, 11, window=ShuffleWindow(24, 3)), StreamServer()
@@ -183,7 +181,7 @@ def test_trainings_whose_streams_are_equal_are_read_for_once_and_others_for_them
         shared_pass(spec, "world", world_size=2),
         shared_pass(spec, "start", 24),
         shared_pass(spec, "length", stop=480),
-        shared_pass(spec, "alone", sharing=0),
+        shared_pass(spec, "alone", num_sharing=0),
     )
     for number, one in enumerate(others, 3):
         assert training_samples(server, one)
@@ -217,22 +215,14 @@ def test_nobody_reads_for_a_training_that_has_ended_or_a_group_that_has_failed(
 
 
 def test_a_training_whose_group_failed_takes_none_of_the_blocks_that_may_be_lost(
-    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+    dataset: Manifest, read: list[int]
 ) -> None:
-    read: list[int] = []
-    segments_of = stream_server.segments_of
-
-    def counted(spec: StreamSpec, *options: Any) -> Any:
-        read.append(1)
-        return segments_of(spec, *options)
-
-    monkeypatch.setattr(stream_server, "segments_of", counted)
     spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
     specs, server = ray.put({"eval": spec}), StreamServer()
 
     def evaluate(training: str, group: str, number: int = 0) -> None:
         name = PassName(group, "eval", number, training)
-        one = Pass(name, specs, range(1), 1, 50, sharing=2)
+        one = Pass(name, specs, range(1), 1, 50, num_sharing=2)
         assert len(training_samples(server, one)) == 300
 
     evaluate("one", "one-workers 0")
@@ -295,7 +285,7 @@ def test_only_a_training_that_begins_waits_for_those_that_begin_with_it(
         training_samples(server, shared_pass(spec, "one", 120 * number, name=name), 1)
     evaluation = PassName("two-workers 0", "eval", 0, "two")
     specs = ray.put({"train": spec, "eval": spec})
-    server.next_block(Pass(evaluation, specs, range(1), 1, 50, sharing=2), 0, 0)
+    server.next_block(Pass(evaluation, specs, range(1), 1, 50, num_sharing=2), 0, 0)
     server._most_behind = 0.0
     training_samples(server, shared_pass(replace(spec, seed=1), "two"), 1)
     late = shared_pass(replace(spec, seed=1), "three")
@@ -304,7 +294,7 @@ def test_only_a_training_that_begins_waits_for_those_that_begin_with_it(
     server.close()
     training_samples(server, replace(late, name=late.name._replace(training="four")), 1)
     wide = shared_pass(
-        replace(spec, seed=2), "wide", ranks=range(3), world_size=3, sharing=9, stop=360
+        replace(spec, seed=2), "wide", ranks=range(3), world_size=3, num_sharing=9, stop=360
     )
     server._cpus_per_rank = 0.5
     training_samples(server, wide, 1)

@@ -312,7 +312,7 @@ def _stage_table(
 
 
 def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
-    """Which trainings read the same, and so share a stream where they run side by side."""
+    """Which trainings have equal streams, and so share one if they run side by side on a host."""
     alike: dict[str, list[str]] = {}
     for name, recipe in trainings:
         alike.setdefault(reads_of(recipe), []).append(name)

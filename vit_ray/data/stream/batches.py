@@ -30,7 +30,7 @@ from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns
 Batch = dict[str, NDArray[Any]]
 
 LAG_SHARE: Final = 0.05
-"""Of a node's object store, for blocks that one training has taken and another one has not."""
+"""Most of a node's object store for blocks that only slow trainings still need (`dealt_blocks`)."""
 _PADDING_SAMPLE: Final = -1
 
 

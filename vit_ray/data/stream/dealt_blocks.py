@@ -1,9 +1,9 @@
-"""One reading of a stream, dealt to the ranks of those who read it: one training, or several.
+"""Reads a stream once and deals its blocks to the ranks of one training, or of several.
 
-Which blocks there are is arithmetic, so trainings whose streams are equal take the same ones, each
-at its own pace. What a slow one has not taken stays in the object store, up to a bound. There the
-others wait for it while it takes blocks; one that takes none for some time gets a reading of its
-own.
+The order of a stream is arithmetic, so trainings with equal streams can take the same blocks. Each
+takes them at its own pace; what a slow one has not taken yet stays in the object store. If that
+reaches a bound, the others wait for it. If it then takes no block for 20 s, it gets a reading of
+its own, and the others continue.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ray.data.block import Block
 from vit_ray.data.stream.ray_datasets import Segment
 
 PATIENCE_S: Final = 20.0
-"""A reader that takes no block for so long is not waited for."""
+"""How long others wait for a reader that takes no block."""
 GATHER_S: Final = 20.0
-"""Longest time that a reading waits for those that are expected to take part."""
+"""How long a reading waits for expected readers, before they would have missed its first blocks."""
 LOOK_S: Final = 1.0
-"""How often that is looked at."""
+"""How often those limits are checked."""
 
 
 class StreamLostError(RuntimeError):
@@ -50,27 +50,27 @@ class Reader:
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.num_waiting = 0
-        """Of its ranks, that have no block to take."""
+        """Ranks that have asked for a block and found none in their queue."""
         self.has_all = False
-        """Of the reading's blocks, those in its queues counted."""
+        """Whether the stream has ended and nothing but its queues is left to take."""
         self.num_ended = 0
-        """Of its ranks, that have had their last block."""
+        """Ranks that have taken their last block."""
         self.held_bytes = 0
-        """Of the blocks in its queues."""
+        """Size of the blocks in its queues."""
         self.behind_s = time.monotonic()
-        """When a rank took its last block, or its queues were filled up to the bound after that."""
+        """When it last took a block, or later, when its queues reached the bound."""
         self._ready: defaultdict[int, deque[RankBlock]] = defaultdict(deque)
         self._num_taken: Counter[int] = Counter()
 
     def put(self, block: RankBlock, most_bytes: float = 0.0) -> None:
-        """Into the queue of its rank; `most_bytes` is the bound."""
+        """Add a block to the queue of its rank; `most_bytes` is the bound."""
         if self.held_bytes < most_bytes <= self.held_bytes + block.size:
             self.behind_s = time.monotonic()
         self._ready[block.rank].append(block)
         self.held_bytes += block.size
 
     def has(self, rank: int) -> bool:
-        """Whether there is a block for a rank."""
+        """Whether the queue of a rank has a block."""
         return bool(self._ready[rank])
 
     def take(self, rank: int) -> ray.ObjectRef[Block]:
@@ -104,7 +104,7 @@ class Reader:
         return self.reading.next_block(self, rank, index)
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop taking blocks."""
         self.reading.leave(self)
 
 
@@ -123,21 +123,22 @@ class Reading:
     ) -> None:
         """
         Args:
-            read: gives the blocks without the first so many.
+            read: `read(n)` gives the blocks of the stream from block n on.
             ranks: that blocks are dealt to; another one is refused, whose blocks would pile up.
-            most_bytes: that a reader may be behind another one, or come later, as of now.
-            expected: readers for which it waits before they would come too late.
-            first: of the blocks, that are left out.
-            changed: of the reading that this one has parted from.
+            most_bytes: gives the bound on what a reader may be behind the fastest one; a new reader
+                can join until so many bytes have been read.
+            expected: readers that will join; reading waits for them at that point.
+            first: number of the block to begin with.
+            changed: the condition of the reading whose reader this one takes over.
         """
         self._read, self._ranks, self._most_bytes = read, ranks, most_bytes
         self._blocks, self._num_read = _begun_later(read, first), first
         self._turn = threading.Lock()
-        """Of the one that makes the next block."""
+        """Held by the thread that makes the next block."""
         self._changed = changed or threading.Condition()
         self._readers: list[Reader] = []
         self._since_start: list[RankBlock] | None = []
-        """For a reader that comes later; None where it would come too late."""
+        """All blocks so far, for a new reader; None once it would come too late."""
         self._bytes_since_start = 0
         self._expected, self._gathered_s = expected, time.monotonic() + GATHER_S
         self._has_ended = False
@@ -145,11 +146,11 @@ class Reading:
 
     @property
     def can_be_joined(self) -> bool:
-        """Whether another one can still read it from its start."""
+        """Whether a new reader still gets every block."""
         return self._since_start is not None and self._error is None
 
     def new_reader(self) -> Reader | None:
-        """Another one that reads it from its start; None where it comes too late."""
+        """Add a reader that gets every block; None if it comes too late."""
         with self._changed:
             if self._since_start is None or self._error is not None:
                 return None
@@ -161,7 +162,7 @@ class Reading:
             return reader
 
     def leave(self, reader: Reader) -> None:
-        """Of one that takes no more; after the last, reading stops with the block in progress."""
+        """Remove a reader. After the last one, reading stops with the current block."""
         with self._changed:
             mine = reader.reading
             if reader in mine._readers:
@@ -173,7 +174,7 @@ class Reading:
         mine._stop_if_ended()
 
     def _stop_if_ended(self) -> None:
-        """Whoever makes a block meanwhile does it then."""
+        """Stop reading; a thread that is making a block does this when it is done."""
         if self._has_ended and self._turn.acquire(blocking=False):
             try:
                 self._blocks.close()
@@ -207,7 +208,7 @@ class Reading:
             if reader.has(rank):
                 return self._take(reader, rank)
             if not reader.has_all:  # it was closed, which is no end
-                raise StreamLostError(f"rank {rank} is not read for any more")
+                raise StreamLostError(f"the stream of rank {rank} was closed before its end")
             reader.num_ended += 1
         if self._ranks is not None and reader.num_ended == len(self._ranks):
             reader.close()
@@ -219,7 +220,7 @@ class Reading:
         return block
 
     def _make_one(self, reader: Reader) -> bool:
-        """Make a block and give it to all readers, in its turn; False after the last."""
+        """Make the next block and give it to all readers; False if there is none."""
         with self._changed:
             while self._waits(reader):
                 self._changed.wait(LOOK_S)
@@ -249,7 +250,7 @@ class Reading:
             return True
 
     def _waits(self, reader: Reader) -> bool:
-        """Whether others must take or come first; those that are not waited for part."""
+        """Whether reading must wait for slow or missing readers; slow ones may get their own."""
         if self._has_ended or reader not in self._readers:
             return False
         now_s, most_bytes = time.monotonic(), self._most_bytes()
@@ -268,7 +269,7 @@ class Reading:
         return waits
 
     def _part(self, reader: Reader) -> None:
-        """Let one make by itself what this reading has not yet given it."""
+        """Give a reader a reading of its own, from the next block on."""
         own = Reading(self._read, self._ranks, first=self._num_read, changed=self._changed)
         own._since_start = None
         own._readers.append(reader)
@@ -277,7 +278,7 @@ class Reading:
 
 
 def _begun_later(read: Callable[[int], Blocks], first: int) -> Blocks:
-    """What `read` gives, which is called for the first block."""
+    """The blocks of `read(first)`, which is called only when the first one is taken."""
     yield from read(first)
 
 
@@ -314,7 +315,7 @@ class KeptBlocks:
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Keep nothing of what was read so far."""
+        """Forget all blocks."""
         with self._lock:
             self._readings.clear()
 

@@ -5,7 +5,7 @@ executes the Ray Data sets of the host's ranks and deals their blocks to them in
 a block holds is arithmetic (`order.partition`), so servers need not know of each other. A rank asks
 for one block after the other. The decoded blocks of evaluations are kept while they are small: a
 run, and the trials of a sweep, evaluate on the same images again and again. Trainings that run side
-by side have one server on a host, which reads once what they read alike (`dealt_blocks`).
+by side and have equal streams use one server on a host, which reads these once (`dealt_blocks`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PassName(NamedTuple):
     number: int
     """How often this group has read the stream before."""
     training: str = ""
-    """Whose it is, where a server is that of several."""
+    """Name of the training, if the server is shared."""
 
     def replaces(self, other: PassName) -> bool:
         """Whether `other` is no longer read once this one is."""
@@ -82,11 +82,11 @@ class Pass:
     """Training: samples seen before; positions over all epochs joined. Evaluation: left out."""
     stop: int = 0
     """Training: samples seen after."""
-    sharing: int = 0
-    """Trainings that begin now and read the same, this one counted; 0: it shares with none."""
+    num_sharing: int = 0
+    """How many trainings, this one included, start together with equal streams; 0: not shared."""
 
     def content(self, spec: StreamSpec) -> str:
-        """Digest of everything that its images depend on, but whose ranks they are for."""
+        """Digest of all that decides the blocks: two trainings with the same digest can share."""
         how = replace(spec, manifest=None)  # type: ignore[arg-type]
         is_training = self.name.stream == "train"
         which = self.world_size, self.batch_size_per_rank, self.start, self.stop, is_training
@@ -114,9 +114,9 @@ class StreamServer:
         self._open: dict[PassName, Reader] = {}
         self._shared: dict[tuple[Any, ...], Reading] = {}
         self._begun_s: dict[tuple[Any, ...], float] = {}
-        """When each was last read from the start of its training."""
+        """When a training with each stream last started."""
         self._has_ended: set[str] = set()
-        """Groups and trainings that take no more."""
+        """Groups and trainings that were closed."""
         self._most_sharing = 1
         store = float(_own_resources().get("object_store_memory", 0))
         self._kept, self._most_behind = KeptBlocks(KEPT_SHARE * store), LAG_SHARE * store
@@ -139,10 +139,10 @@ class StreamServer:
         return [] if block is None else [block]
 
     def close(self, of: str | None = None, *, has_failed: bool = False) -> None:
-        """End all reading, or that of a group or training, which takes no more.
+        """Stop all reading, or that of one group or training, which cannot read again.
 
         Args:
-            has_failed: blocks may have been lost with what the group has failed by.
+            has_failed: the group failed, so blocks may be lost: new readers get none of the old.
         """
         with self._lock:
             if of is not None:
@@ -174,10 +174,10 @@ class StreamServer:
         return name.group in self._has_ended or name.training in self._has_ended
 
     def _reader(self, one: Pass) -> Reader:
-        """Of what another training reads already, or of a reading of its own."""
+        """Join the reading of an equal stream if there is one, or start a new one."""
         # no limit: the driver has put it there before the stream began
         spec = ray.get(one.specs)[one.name.stream]
-        if not one.sharing:
+        if not one.num_sharing:
             name = "/".join(map(str, one.name))
             return _first_reader(Reading(self._read_of(one, spec, name), one.ranks))
         content = one.content(spec)
@@ -196,7 +196,7 @@ class StreamServer:
                 num_readings = len({self._open[name].reading for name in names})
             return min(most_bytes, self._most_behind / max(1, num_readings))
 
-        # The same name on all hosts, and not that of another job's earlier reading.
+        # The same on all hosts; bad rows are counted under it, for this job alone.
         name = f"{ray.get_runtime_context().get_job_id()}/{content}"
         self._shared[key] = Reading(
             self._read_of(one, spec, name),
@@ -207,7 +207,7 @@ class StreamServer:
         return _first_reader(self._shared[key])
 
     def _expected(self, one: Pass, key: tuple[Any, ...]) -> int:
-        """Trainings that begin with this one and have room on this host, itself counted."""
+        """How many readers to wait for: trainings that start together and fit on this host."""
         if one.name.stream != "train" or one.start:
             return 1
         now_s = time.monotonic()
@@ -215,12 +215,12 @@ class StreamServer:
         self._begun_s[key] = now_s
         has = _own_resources()
         places = has.get("GPU") or has.get("CPU", 1) / max(self._cpus_per_rank, 1e-3)
-        return 1 if is_late else max(1, min(one.sharing, int(places // len(one.ranks))))
+        return 1 if is_late else max(1, min(one.num_sharing, int(places // len(one.ranks))))
 
     def _read_of(self, one: Pass, spec: StreamSpec, name: str) -> Callable[[int], Blocks]:
-        """What reads a stream without its first blocks, so many as it is told."""
+        """A function of n that reads a stream from its block n on."""
         readers = HostRanks(name, one.ranks, one.world_size)
-        self._most_sharing = max(self._most_sharing, one.sharing)
+        self._most_sharing = max(self._most_sharing, one.num_sharing)
         give_datasets(readers.share, self._most_sharing * one.world_size * self._cpus_per_rank)
         size = one.batch_size_per_rank
 
@@ -232,9 +232,9 @@ class StreamServer:
 
         if one.name.stream == "train" or spec.object_store_mib is not None:
             return read
-        # Equal for evaluations of the same blocks, where nothing is shared by the same start of a
-        # worker group, whose server ends with it.
-        workers = "" if one.sharing else one.name.group.partition(" ")[0]
+        # An unshared server keeps blocks for one start of a worker group: blocks may be lost with
+        # what the group failed by. A shared one is told of that (`close`).
+        workers = "" if one.num_sharing else one.name.group.partition(" ")[0]
         key = pickle.dumps((workers, _nodes_alive(), one.ranks, one.content(spec)))
 
         return lambda first: read(first) if first else self._kept.blocks(key, lambda: read(0))
@@ -264,12 +264,12 @@ def _nodes_alive() -> tuple[str, ...]:
 
 
 class Sharing(NamedTuple):
-    """One training among several whose streams are those of one server on each host."""
+    """What a training needs to use servers that other trainings use, too."""
 
     training: str
-    """Its name, which no other one has."""
+    """Its name, unique among all trainings."""
     num_sharing: int
-    """Of the trainings that begin with it and read the same, itself counted."""
+    """As in `Pass`."""
     servers: Any = None
     """Handle of an actor that has `stream_server`, which gives the server of a host."""
 
@@ -296,7 +296,7 @@ class RankStreams:
             rank: in the group.
             world_size: of the group.
             ranks: that use this server; None for all.
-            sharing: of a server that is that of several trainings.
+            sharing: set if the server is shared with other trainings.
         """
         self._server, self._specs, self._group = server, specs, group
         self._sharing = sharing or Sharing("", 0)
@@ -319,9 +319,9 @@ class RankStreams:
     def _blocks(self, stream: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
         number = self._num_passes.get(stream, 0)
         self._num_passes[stream] = number + 1
-        training, sharing = self._sharing.training, self._sharing.num_sharing
+        training, num_sharing = self._sharing.training, self._sharing.num_sharing
         name = PassName(self._group, stream, number, training)
-        one = Pass(name, self._specs, self._ranks, self._world_size, size, start, stop, sharing)
+        one = Pass(name, self._specs, self._ranks, self._world_size, size, start, stop, num_sharing)
         ask = self._server.next_block.remote
         # no limit: train.step_timeout_s ends a step that waits for images
         found = ray.get(ask(one, self._rank, 0))

@@ -137,7 +137,7 @@ def resolve_run(
 
 
 def reads_of(recipe: Recipe) -> str:
-    """What of a recipe its training stream depends on: those of which it is equal read the same."""
+    """The part of a recipe that decides its training stream: equal texts mean equal streams."""
     train, optim = recipe.train, recipe.optim
     data = recipe.data.model_dump(mode="json", exclude={"eval", "eval_augment"})
     how = train.global_batch_size, train.overfit_one_batch

@@ -104,7 +104,7 @@ class PoolKeeper:
         """Loans whose borrower has not waited until there was a pool."""
         self._num_started = 0
         self._servers: dict[tuple[Any, ...], tuple[str, Any]] = {}
-        """Of each host and shape of groups: a node, and the server of trainings side by side."""
+        """For each host and shape of groups: Ray's node id, and the shared stream server."""
         self._changed = threading.Condition()
         self._is_closed = False
         threading.Thread(target=self._watch, daemon=True, name="borrowers").start()
@@ -179,13 +179,13 @@ class PoolKeeper:
     def stream_server(
         self, host: str, node: str, shape: tuple[int, int], how: dict[str, Any]
     ) -> Any:
-        """Handle of the process on a host that reads for all trainings of one shape there.
+        """Handle of the stream server that all trainings of one shape share on a host.
 
         Args:
             host: its address.
             node: Ray's id of a node of the host.
-            shape: ranks on the host, and of the whole group, by which its part of the CPUs goes.
-            how: of `StreamServer`.
+            shape: ranks on the host and in the whole group; they decide the server's CPU share.
+            how: arguments of `StreamServer`.
         """
         key = host, shape, tuple(sorted(how.items()))
         alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
@@ -305,7 +305,7 @@ def borrowing(keeper: Any, num_sharing: int = 0) -> Iterator[None]:
     """Inside the block, in a trial's process, pools are those of the driver's keeper.
 
     Args:
-        num_sharing: of the first training, as in `BorrowedPool`; later ones wait for no others.
+        num_sharing: as in `BorrowedPool`, for the first training; later ones wait for no others.
     """
     kept = _Kept()
     kept.handle, kept.num_sharing = keeper, num_sharing

@@ -1,7 +1,7 @@
 """The actor of a pool: hands one training after another to its workers.
 
-It runs the streams of the ranks of its own host, too, and starts servers for those of other hosts,
-unless the training shares those of others.
+It also runs the streams of the ranks on its own host, and starts servers for other hosts. A
+training that shares its streams uses the keeper's servers instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vit_ray.worker.pool_link import (
 ANSWER_S: Final = 5.0
 """Longest time that a call waits before it answers that nothing has changed."""
 SERVER_S: Final = 60.0
-"""For the handle of a server that several trainings share."""
+"""How long the keeper may take to name a shared stream server."""
 ENDED_S: Final = 60.0
 """How long the ranks that waited for a process which was ended may need to notice."""
 
@@ -67,9 +67,8 @@ class PoolServer:
     def stream_server(self, group: str, host: str, node: str, ranks: range) -> Any:
         """Handle of the process that serves the ranks of a host, None for this actor itself.
 
-        That of all trainings where they share, which ends with its owner. Else each start of the
-        worker group has other servers: those of the last one, dead or alive, end with the handles
-        of its workers.
+        A shared server belongs to the keeper. Other servers belong to one start of the worker
+        group, and end with the handles of its workers.
 
         Args:
             group: as in `RankStreams`.
@@ -231,7 +230,7 @@ class PoolServer:
             server.close.remote()  # no limit: nobody waits for it
 
     def _leave_shared(self, *, has_failed: bool) -> None:
-        """Others do not wait for a group that takes no more."""
+        """Close the group's streams on shared servers, so that no other training waits for it."""
         with self._changed:
             servers, self._shared_servers = self._shared_servers, {}
             if self._assignment is not None:

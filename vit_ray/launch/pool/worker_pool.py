@@ -160,8 +160,7 @@ class BorrowedPool:
     loan: str = ""
     """Its name at the keeper."""
     num_sharing: int = 0
-    """Trainings that begin with this one and read the same, itself counted; 0: none runs beside
-    it."""
+    """How many trainings, this one included, start together with equal streams; 0: not shared."""
 
     def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
         """Train, until all workers are done, through failures and resizes.

@@ -165,6 +165,12 @@ class AugmentConfig(Section):
     """Strength of the operations; 10 is full strength and the maximum of `timm`."""
     randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
     """Standard deviation of normal noise on the strength of each operation (DeiT: 0.5)."""
+    three_augment: bool = False
+    """One of grey, solarized and blurred for each image: 3-Augment of DeiT III. Needs
+    `data.decode=host`."""
+    color_jitter: Fraction = 0.0
+    """Brightness, contrast and saturation are multiplied by numbers from 1 - this to 1 + this
+    (DeiT III: 0.3); 0 = off. Needs `data.decode=host`."""
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`. Needs
     `data.decode=host`."""
@@ -292,12 +298,13 @@ class DataConfig(Section):
     def problems(self) -> dict[str, object]:
         """What is done to crops on the device; a cache that is not on a disk."""
         is_on_device = self.decode == "device"
-        done = {key: getattr(self.augment, key) for key in ("randaugment", "own")}
+        done = ("randaugment", "three_augment", "color_jitter", "own")
         return {
             **{
                 f"augment.{key}={value} is done by the reading tasks; set decode=host, or "
-                "unset it": value is not None and is_on_device
-                for key, value in done.items()
+                "leave it out": is_on_device
+                for key in done
+                if (value := getattr(self.augment, key))
             },
             f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
             "/local_ssd/vit_ray": "://" in (self.cache_dir or ""),

@@ -234,7 +234,7 @@ def _section(
     columns = [
         Column("place", whole), Column("sample", whole), Column("epoch", whole), Column("key"),
         Column("classes"), Column("stored"), Column("box (top, left, height, width)"),
-        Column("mirrored"), Column("RandAugment"), Column("mixed with", whole),
+        Column("mirrored"), Column("operations"), Column("mixed with", whole),
         Column("own share", "{:.2f}".format), Column("in the place of", whole), Column("shard"),
     ]  # fmt: skip
     cells = [

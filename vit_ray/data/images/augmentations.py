@@ -7,6 +7,7 @@ from dataclasses import replace
 from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.own_parts import Augments, own_part
 
 
@@ -36,5 +37,7 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         min_area=augment.min_area,
         max_area=augment.max_area,
         randaugment=operations,
+        three_augment=ThreeAugment() if augment.three_augment else None,
+        color_jitter=ColorJitter(augment.color_jitter) if augment.color_jitter else None,
         own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.data.jpeg_index.restart_index import Box
 from vit_ray.data.order.keyed_random import KeyedUniforms
 from vit_ray.own_parts import Augments
@@ -41,7 +42,8 @@ class Augmentation:
         border: pixels cut off all four sides before anything else.
         is_exact: the crop is cut between pixels, and resized with more care, for evaluation;
             otherwise at the whole pixels around it.
-        randaugment: what is done to the finished crop; None for nothing.
+        randaugment, three_augment, color_jitter: what is done to the finished crop, in this order;
+            None for nothing.
         own: a function of the user's own that is then applied; None for none.
     """
 
@@ -55,6 +57,8 @@ class Augmentation:
     max_aspect: float = 4 / 3
     border: int = 0
     randaugment: RandAugment | None = None
+    three_augment: ThreeAugment | None = None
+    color_jitter: ColorJitter | None = None
     own: Augments | None = None
     is_exact: bool = False
 
@@ -84,6 +88,12 @@ class Augmentation:
     def shape(self) -> tuple[int, int, int]:
         """Shape of the output array."""
         return (self.height, self.width, 3)
+
+    @property
+    def only_cuts(self) -> bool:
+        """Whether nothing is done to the finished crop."""
+        changes = (self.randaugment, self.three_augment, self.color_jitter, self.own)
+        return all(change is None for change in changes)
 
 
 @dataclass(frozen=True)

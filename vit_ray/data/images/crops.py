@@ -30,9 +30,9 @@ __all__ = ["Augmentation", "UInt8Array"]
 
 UInt8Array = NDArray[np.uint8]
 
-_RANDAUGMENT: Final = 4
-_OWN: Final = 6
-"""These tell their random numbers from those of the crop."""
+_CHANGES: Final = {"randaugment": 4, "three_augment": 7, "color_jitter": 8, "own": 6}
+"""What may be done to a finished crop, in this order, with what tells its random numbers from those
+of the crop."""
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Those that Pillow opens for us. Among its others are PostScript, which it hands to another
 program, and formats that are not for photographs."""
@@ -162,18 +162,20 @@ def augmented(
     crop: UInt8Array, augmentation: Augmentation, rng_key: tuple[int, int, int]
 ) -> UInt8Array:
     """The crop, changed in place where more is to be done to it."""
-    if augmentation.randaugment is not None:
-        crop[:] = augmentation.randaugment(crop, KeyedUniform(*rng_key, _RANDAUGMENT))
-    if augmentation.own is not None:
-        crop[:] = augmentation.own(crop, KeyedUniform(*rng_key, _OWN))
+    for name, word in _CHANGES.items():
+        if (change := getattr(augmentation, name)) is not None:
+            crop[:] = change(crop, KeyedUniform(*rng_key, word))
     return crop
 
 
 def operations(augmentation: Augmentation, rng_key: tuple[int, int, int]) -> list[Operation]:
-    """Those of RandAugment that `augmented` applies to a crop."""
-    if augmentation.randaugment is None:
-        return []
-    return augmentation.randaugment.draw(augmentation.shape, KeyedUniform(*rng_key, _RANDAUGMENT))
+    """Those that `augmented` applies to a crop, but for a user's own."""
+    return [
+        operation
+        for name, word in _CHANGES.items()
+        if (change := getattr(augmentation, name)) is not None and name != "own"
+        for operation in change.draw(augmentation.shape, KeyedUniform(*rng_key, word))
+    ]
 
 
 def jpeg_region(

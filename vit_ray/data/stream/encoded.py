@@ -56,7 +56,7 @@ class EncodedColumns:
         Raises:
             BadImageError: if it is not a plain JPEG and cannot be decoded.
         """
-        assert self._augmentation.randaugment is None, "a device only cuts"
+        assert self._augmentation.only_cuts, "a device only cuts"
         image, box = crop.image, crop.box
         region = None if self._augmentation.border else jpeg_region(image, box)
         if region is None:

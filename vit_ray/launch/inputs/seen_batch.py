@@ -47,7 +47,7 @@ class SeenImage:
     box: CropBox
     """What is cut out of it; mirrored or not."""
     operations: tuple[str, ...] = ()
-    """Of RandAugment, on the crop, in this order: a name and its numbers."""
+    """On the crop, in this order, but for a user's own: a name and its numbers."""
     instead_of: int | None = None
     """The sample that stood here and cannot be decoded."""
     partner: int | None = None

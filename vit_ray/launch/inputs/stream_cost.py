@@ -21,7 +21,7 @@ from vit_ray.launch.inputs.streams import ResolvedRun
 
 STAGES: Final = ("read", "check", "draw", "decode", "crop", "augment", "copy")
 """Row groups from storage; their checksums; which images and boxes; pixels; the crop of them;
-RandAugment and own parts; the batch once from memory to memory."""
+what is done to the crop, own parts too; the batch once from memory to memory."""
 
 
 class _Stopwatch:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tests.models.small import shake, small_model, some_images
 from vit_ray.models.axial import AxialAttention2d, AxialBlock, LineAttention
 from vit_ray.models.encoder import Block
+from vit_ray.models.sizes import EncoderSize, VitOptions
 
 
 def masked_block(block: Block, x_BND: Tensor, may_meet: Tensor) -> Tensor:
@@ -25,7 +26,8 @@ def masked_block(block: Block, x_BND: Tensor, may_meet: Tensor) -> Tensor:
 
 def test_an_axial_block_is_two_blocks_that_see_one_row_and_one_column() -> None:
     torch.manual_seed(0)
-    block = AxialBlock((3, 5), Block(32, 64, 4, 0.0), Block(32, 64, 4, 0.0))
+    row, column = (Block(EncoderSize(1, 32, 64, 4), VitOptions()) for _ in range(2))
+    block = AxialBlock((3, 5), row, column)
     shake(block)
     x = torch.randn(2, 15, 32)
     row, column = torch.arange(15) // 5, torch.arange(15) % 5

@@ -161,7 +161,10 @@ EXACT = [
     ("ViT", {"registers": 3}),
     ("ViT", {"pool": "map", "registers": 1}),
     ("ViT", {"positions": "sincos_2d", "pool": "gap"}),
+    ("ViT", {"qk_norm": True}),
+    ("ViT", {"layer_scale": 1e-4}),
     ("Axial-ViT", {}),
+    ("Axial-ViT", {"layer_scale": 1e-4, "qk_norm": True}),
 ]
 
 

@@ -20,6 +20,7 @@ from tests.recipes import recipe_with
 from vit_ray.evaluate.inspection import attention_figures, position_vectors
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
+from vit_ray.models.layers import LayerScale
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import sincos_table
 from vit_ray.models.weights import load_weights, save_weights
@@ -69,12 +70,20 @@ def dino_with(model: Any) -> Dinov2WithRegistersModel:
             (layer.mlp.fc2, own.mlp.contract),
         ):
             copy_linear(target, source.weight, source.bias)
+        with torch.no_grad():
+            for target, source in (
+                (layer.layer_scale1, own.attention_scale),
+                (layer.layer_scale2, own.mlp_scale),
+            ):
+                if isinstance(source, LayerScale):
+                    target.lambda1.copy_(source.scale)
     copy_linear(other.layernorm, model.norm.weight, model.norm.bias)
     return other
 
 
-def test_registers_are_those_of_dinov2() -> None:
-    model: Any = small_model("ViT", registers=3).eval()
+@pytest.mark.parametrize("layer_scale", [0.0, 0.3])
+def test_registers_and_layer_scale_are_those_of_dinov2(layer_scale: float) -> None:
+    model: Any = small_model("ViT", registers=3, layer_scale=layer_scale).eval()
     with torch.no_grad():
         ours = model.encode(model.embed(IMAGES))
         theirs = dino_with(model)(IMAGES).last_hidden_state
@@ -198,7 +207,10 @@ def test_fixed_positions_are_not_taken_for_none(tmp_path: Path) -> None:
         load_weights(small_model("ViT", positions="none"), file)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"pool": "map", "dropout": 0.1}])
+SCALED: dict[str, Any] = {"layer_scale": 0.3, "qk_norm": True}
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, SCALED, {"pool": "map", "dropout": 0.1}])
 def test_every_parameter_learns_and_recomputation_changes_nothing(options: dict[str, Any]) -> None:
     keys = sample_keys(torch.arange(2), 0, 0)
     gradients = []
@@ -213,7 +225,7 @@ def test_every_parameter_learns_and_recomputation_changes_nothing(options: dict[
         assert name.endswith("key.bias") or float(gradient.abs().max()) > 0, name
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS, SCALED])
 def test_masked_patch_prediction_predicts_patches_only(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     objective = MaskedPatchObjective(small_model("ViT", **options))
@@ -243,6 +255,7 @@ def test_attention_figures_are_of_patches(options: dict[str, Any]) -> None:
         ({"positions": "sincos_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),
         ({"positions": "sincos_2d", "width": 30, "num_heads": 3}, "multiple of 4"),
         ({"pool": "max"}, "use one of cls, gap, map"),
+        ({"layer_scale": -1e-4}, "layer_scale=-0.0001 must be 0 or a positive number"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
@@ -257,7 +270,8 @@ def test_axial_models_have_neither(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("registers", -1), ("pool", "max"), ("positions", "sincos")]
+    ("key", "value"),
+    [("registers", -1), ("layer_scale", -1), ("pool", "max"), ("positions", "sincos")],
 )
 def test_recipes_are_refused_by_the_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"model\.{key}"):

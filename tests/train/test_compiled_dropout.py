@@ -24,6 +24,7 @@ from vit_ray.models.dropout import StochasticDepth, keyed_dropout
 from vit_ray.models.encoder import Block
 from vit_ray.models.masked import draw_corruption
 from vit_ray.models.recompute import run_block
+from vit_ray.models.sizes import EncoderSize, VitOptions
 from vit_ray.train.engine.compiling import compile_model
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.mixing import draw_mixing, mix_images
@@ -52,7 +53,8 @@ def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
 def block_differences(rank: int, dropout: float, depth: float, again: bool, mixed: bool) -> float:
     """The largest difference between compiled and eager over all calls, outputs and gradients."""
     torch.manual_seed(0)
-    block = Block(WIDTH, 80, 3, dropout, stochastic_depth=depth).train()
+    size, options = EncoderSize(1, WIDTH, 80, 3), VitOptions(dropout=dropout)
+    block = Block(size, options, stochastic_depth=depth).train()
     mixes = TrainConfig(mixup=0.8, cutmix=1.0)
 
     def forward(x: Tensor, samples: Tensor, step: Tensor) -> Tensor:

@@ -93,11 +93,14 @@ def test_a_batch_of_several_passes_has_the_shares_of_one() -> None:
         torch.testing.assert_close(found.by_name[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("positions", ["learned_1d", "relative"])
+@pytest.mark.parametrize(
+    ("positions", "qk_norm"), [("learned_1d", False), ("learned_1d", True), ("relative", False)]
+)
 def test_the_largest_attention_logit_is_the_one_before_softmax(
-    positions: str, monkeypatch: pytest.MonkeyPatch
+    positions: str, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of({"depth": 1, "positions": positions}, {}, batch=4)
+    options = {"depth": 1, "positions": positions, "qk_norm": qk_norm}
+    recipe = recipe_of(options, {}, batch=4)
     model, columns = started(recipe), columns_of(4)
     attention = model.blocks[0].attention  # type: ignore[index,union-attr]
     for parameter in model.parameters():  # a class token of zeros asks for nothing
@@ -115,6 +118,12 @@ def test_the_largest_attention_logit_is_the_one_before_softmax(
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     make_loss(recipe)(model, *columns, 0)
     q, k, _ = attention.qkv(caught[0])
+    if qk_norm:  # PyTorch's formula, head by head
+        q, k = (
+            torch.nn.functional.layer_norm(x.unflatten(-1, (-1, 8)), (8,), n.weight, n.bias, 1e-6)
+            for x, n in ((q, attention.query_norm), (k, attention.key_norm))
+        )
+        q, k = q.flatten(2), k.flatten(2)
     mask = torch.zeros(1, 2, 1, k.shape[1]) if masks[0] is None else masks[0]
     by_hand = max(
         float((q[i, 0, 8 * h : 8 * h + 8] @ k[i, b, 8 * h : 8 * h + 8]).detach()) / 8**0.5

@@ -72,6 +72,11 @@ class ModelConfig(Section):
     registers: NotNegative | None = None
     """Extra tokens that belong to no patch. Models with registers, a MAP head or fixed positions
     are exported only in the layout `vit_ray`."""
+    layer_scale: NotNegativeFloat | None = None
+    """LayerScale (CaiT): first value of a learned factor for each channel of what attention and MLP
+    add, such as 1e-4 (DeiT-III); 0 = none."""
+    qk_norm: bool | None = None
+    """Layer norm of the queries and keys of each head (ViT-22B), which bounds attention logits."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None

@@ -76,9 +76,7 @@ class AxialViT(VisionTransformer):
     is_bound_to_grid = True
 
     def _block(self, index: int) -> nn.Module:
-        size, dropout = self.size, self.options.dropout
-        row = Block(size.width, size.mlp_dim, size.num_heads, dropout)
-        column = Block(size.width, size.mlp_dim, size.num_heads, dropout)
+        row, column = (Block(self.size, self.options) for _ in range(2))
         return AxialBlock(self.grid, row, column)
 
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout, StochasticDepth
-from vit_ray.models.layers import Linear, QkvLinear
+from vit_ray.models.layers import LayerScale, Linear, QkvLinear
 from vit_ray.models.positions import RelativePositions
+from vit_ray.models.sizes import EncoderSize, VitOptions
 
 # Takes the attention weights (B, H, N, N) of one block; they live as long as it keeps them.
 WeightsSink = Callable[[Tensor], None]
@@ -33,14 +34,23 @@ class Attention(nn.Module):
         width: D, a multiple of `num_heads`.
         num_heads: H.
         relative: bias on the logits from relative positions, or None.
+        normalizes: queries and keys of each head (Dehghani et al., arXiv:2302.05442), which bounds
+            the logits.
     """
 
     def __init__(
-        self, width: int, num_heads: int, relative: RelativePositions | None = None
+        self,
+        width: int,
+        num_heads: int,
+        relative: RelativePositions | None = None,
+        normalizes: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.qkv = QkvLinear(width)
+        self.query_norm, self.key_norm = (
+            layer_norm(width // num_heads) if normalizes else nn.Identity() for _ in range(2)
+        )
         self.relative = relative
         self.out = Linear(width, width)
 
@@ -62,6 +72,7 @@ class Attention(nn.Module):
             part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2)
             for part in self.qkv(x_BND, num_queries)
         )
+        q_BHNK, k_BHNK = self.query_norm(q_BHNK), self.key_norm(k_BHNK)
         bias = None if self.relative is None else self.relative(q_BHNK)
         if weights_to is not None:
             scale = q_BHNK.shape[-1] ** -0.5
@@ -88,23 +99,31 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + dropout(attention(norm(x))), then x + mlp(norm(x))."""
+    """x + dropout(attention(norm(x))), then x + mlp(norm(x)); with LayerScale, factors on both.
+
+    Args:
+        size: of the encoder.
+        options: of the ViT; stochastic depth is that of the last block.
+        relative: as of `Attention`.
+        stochastic_depth: of this block.
+    """
 
     def __init__(
         self,
-        width: int,
-        mlp_dim: int,
-        num_heads: int,
-        dropout: float,
+        size: EncoderSize,
+        options: VitOptions,
         relative: RelativePositions | None = None,
         stochastic_depth: float = 0.0,
     ) -> None:
         super().__init__()
+        width, initial = size.width, options.layer_scale
         self.attention_norm = layer_norm(width)
-        self.attention = Attention(width, num_heads, relative)
-        self.dropout = Dropout(dropout)
+        self.attention = Attention(width, size.num_heads, relative, options.qk_norm)
+        self.dropout = Dropout(options.dropout)
+        self.attention_scale = LayerScale(width, initial) if initial else nn.Identity()
         self.mlp_norm = layer_norm(width)
-        self.mlp = Mlp(width, mlp_dim, dropout)
+        self.mlp = Mlp(width, size.mlp_dim, options.dropout)
+        self.mlp_scale = LayerScale(width, initial) if initial else nn.Identity()
         self.stochastic_depth = StochasticDepth(stochastic_depth)
 
     def forward(
@@ -125,9 +144,9 @@ class Block(nn.Module):
         # Each place that drops has keys of its own: 0 after attention, 1 and 2 in the MLP, 3 and 4
         # for whole branches.
         mixed = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
-        mixed = self.dropout(mixed, numbered_keys(keys, 0))
+        mixed = self.attention_scale(self.dropout(mixed, numbered_keys(keys, 0)))
         x_BND = x_BND[:, :num_queries] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
-        made = self.mlp(self.mlp_norm(x_BND), keys)
+        made = self.mlp_scale(self.mlp(self.mlp_norm(x_BND), keys))
         return x_BND + self.stochastic_depth(made, numbered_keys(keys, 4))
 
 

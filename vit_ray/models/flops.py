@@ -184,9 +184,9 @@ def _count(
             macs = block_macs(encoder, num_tokens, queries)
         if chosen.positions == "relative":
             macs += queries * (2 * num_tokens - 1) * width
-        # The end of an MLP, after which only what drops keeps something for the backward pass.
-        drops = chosen.dropout or chosen.depth_rate(index, encoder.depth)
-        tail = 0 if drops or compiles else queries * width * encoder.mlp_dim
+        # The end of an MLP, after which only factors keep something for the backward pass.
+        scales = chosen.dropout or chosen.layer_scale or chosen.depth_rate(index, encoder.depth)
+        tail = 0 if scales or compiles else queries * width * encoder.mlp_dim
         blocks.append(_Unit(macs, tail))
     embedding = num_patches * pixels * width
     last = width * num_classes + (width**2 if chosen.representation else 0)

@@ -42,8 +42,9 @@ class VitOptions:
     `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
     head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
     `stochastic_depth` is the share of images for which the last block's branches are left out;
-    `registers` is the number of tokens that belong to no patch. Of `positions`, `sincos_2d` is
-    fixed; of `pool`, `map` is pooling by attention.
+    `registers` is the number of tokens that belong to no patch; `layer_scale` is the first value of
+    the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys. Of
+    `positions`, `sincos_2d` is fixed; of `pool`, `map` is pooling by attention.
     """
 
     positions: Positions = "learned_1d"
@@ -54,6 +55,8 @@ class VitOptions:
     dropout: float = 0.0
     stochastic_depth: float = 0.0
     registers: int = 0
+    layer_scale: float = 0.0
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         choices = {"positions": Positions, "positions_at": PositionsAt, "pool": Pool}
@@ -79,6 +82,8 @@ class VitOptions:
         for name in ("dropout", "stochastic_depth"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if not 0.0 <= self.layer_scale < math.inf:
+            raise ValueError(f"layer_scale={self.layer_scale} must be 0 or a positive number")
         if not math.isfinite(self.head_bias):
             raise ValueError(f"head_bias={self.head_bias} must be a finite number")
 

@@ -109,8 +109,7 @@ class VisionTransformer(Recomputable):
         relative = None
         if self.options.positions == "relative":
             relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
-        dropout, depth_rate = self.options.dropout, self.options.depth_rate(index, size.depth)
-        return Block(size.width, size.mlp_dim, size.num_heads, dropout, relative, depth_rate)
+        return Block(size, self.options, relative, self.options.depth_rate(index, size.depth))
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K).

@@ -115,6 +115,7 @@ def _noted_logits(model: nn.Module, logits: dict[str, float]) -> Iterator[None]:
     @torch.no_grad()
     def note(name: str, of: Attention, _: nn.Module, __: Any, output: Sequence[Tensor]) -> None:
         q, k = (x.view(*x.shape[:-1], of.num_heads, -1).transpose(1, 2) for x in output[:2])
+        q, k = of.query_norm(q), of.key_norm(k)
         found = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
         if of.relative is not None:
             found = found + of.relative(q)

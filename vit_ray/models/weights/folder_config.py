@@ -155,8 +155,9 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
     if layout != "timm" or not isinstance(model, VisionTransformer):
         return config
     has_class_token, has_positions = model.class_token is not None, len(model.positions) > 0
+    options = model.options
     if (
-        model.options.representation
+        options.representation
         or not isinstance(model.embedding, PatchEmbedding)
         or (has_class_token and not has_positions)  # without positions timm leaves the token out
     ):
@@ -181,6 +182,8 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
             "fc_norm": False,
             "act_layer": "gelu_tanh",
             **({} if has_positions else {"pos_embed": "none"}),
+            **({"init_values": options.layer_scale} if options.layer_scale else {}),
+            **({"qk_norm": True} if options.qk_norm else {}),
         },
         "pretrained_cfg": {
             "num_classes": num_classes,

@@ -29,17 +29,12 @@ from vit_ray.models.weights.input_statistics import (
 )
 from vit_ray.models.weights.name_maps import (
     HEAD_BIASES,
+    SPARE_PREFIXES,
     Tensors,
     check_layout,
     rules_for,
 )
-from vit_ray.models.weights.state_dicts import (
-    SPARE_PREFIXES,
-    LoadReport,
-    NewHead,
-    check_fit,
-    fit_state_dict,
-)
+from vit_ray.models.weights.state_dicts import LoadReport, NewHead, check_fit, fit_state_dict
 
 
 @dataclass(frozen=True)

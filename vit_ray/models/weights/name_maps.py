@@ -35,9 +35,14 @@ HEAD_BIASES = (
     "classifier.1.bias",
 )
 
+POOL_PREFIX = "attention_pool."
+# What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
+# 3.2), and what another way of pooling needs.
+SPARE_PREFIXES = ("head.", "representation.", "class_token.", POOL_PREFIX)
+
 # Our part, its kind, and the part in the layouts of JAX, timm and Hugging Face; the first line is
 # what @ stands for: a block or unit, by its numbers, of which stage1 and unit1 count from 1. A part
-# is a kernel or scale and a bias; `kernel` has no bias, and `tensor` is one tensor.
+# is a kernel or scale and a bias; `kernel` has no bias, and `tensor` is one tensor; - is no name.
 _VIT = f"""
 @ - Transformer/encoderblock_{{block}}/ blocks.{{block}}. vit.encoder.layer.{{block}}.
 embedding.projection conv embedding patch_embed.proj vit.embeddings.patch_embeddings.projection
@@ -46,9 +51,13 @@ positions.0.table tensor {JAX_POSITIONS} pos_embed vit.embeddings.position_embed
 blocks.{{block}}.attention_norm norm @LayerNorm_0 @norm1 @layernorm_before
 blocks.{{block}}.attention.qkv qkv @{_ATTENTION}/* @attn.qkv @attention.attention.*
 blocks.{{block}}.attention.out out @{_ATTENTION}/out @attn.proj @attention.output.dense
+blocks.{{block}}.attention.query_norm norm - @attn.q_norm -
+blocks.{{block}}.attention.key_norm norm - @attn.k_norm -
+blocks.{{block}}.attention_scale.scale tensor - @ls1.gamma -
 blocks.{{block}}.mlp_norm norm @LayerNorm_2 @norm2 @layernorm_after
 blocks.{{block}}.mlp.expand linear @MlpBlock_3/Dense_0 @mlp.fc1 @intermediate.dense
 blocks.{{block}}.mlp.contract linear @MlpBlock_3/Dense_1 @mlp.fc2 @output.dense
+blocks.{{block}}.mlp_scale.scale tensor - @ls2.gamma -
 norm norm Transformer/encoder_norm norm vit.layernorm
 representation linear pre_logits pre_logits.fc vit.pooler.dense
 head linear head head classifier
@@ -147,8 +156,7 @@ def check_layout(layout: str) -> None:
 def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     """The rules of a layout for a model, head included.
 
-    A published layout's for a ViT have the class token and the representation layer too, whether or
-    not it has them.
+    A published layout's for a ViT have those of `SPARE_PREFIXES` too, whether or not it has them.
 
     Raises:
         ValueError: if the layout is unknown or has no names for such a model.
@@ -167,10 +175,11 @@ def rules_for(model: nn.Module, layout: str) -> list[Rule]:
         )
     assert isinstance(model, VisionTransformer)
     blocks = [{"block": index} for index in range(model.size.depth)]
+    own = model.state_dict()
     rules = [
         rule
         for rule in _rules(_VIT, layout, blocks)
-        if len(model.positions) or rule.own != "positions.0.table"
+        if rule.own in own or rule.own.startswith(SPARE_PREFIXES)
     ]
     if isinstance(model.embedding, ResNetEmbedding):
         rules += _rules(_BACKBONE, layout, _units(model.embedding.size.stages))
@@ -197,7 +206,7 @@ def _rules(table: str, layout: str, places: list[dict[str, Any]]) -> Iterator[Ru
         form = row[column].replace("@", prefixes[column - 2])
         for place in places:
             own, name, kind = row[0].format_map(place), form.format_map(place), row[1]
-            if own in made or ("shortcut" in own and place["unit"]):
+            if own in made or form == "-" or ("shortcut" in own and place["unit"]):
                 continue
             made.add(own)
             if kind == "tensor":

@@ -10,17 +10,12 @@ from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
 from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.files import Origin, origin_of
-from vit_ray.models.weights.name_maps import Tensors, describe
+from vit_ray.models.weights.name_maps import POOL_PREFIX, SPARE_PREFIXES, Tensors, describe
 
 NewHead = bool | Literal["auto"]
 
 NOT_TOLD = Origin()
 
-# Names that a fresh head replaces: fine-tuning drops both linear layers (paper 3.2).
-_HEAD_PREFIXES = ("head.", "representation.")
-_POOL_PREFIX = "attention_pool."
-# What a file may hold beyond the model: its head, and what another way of pooling needs.
-SPARE_PREFIXES = (*_HEAD_PREFIXES, "class_token.", _POOL_PREFIX)
 # Parts of `MaskedPatchObjective` around the model that it trains.
 _OBJECTIVE_PREFIXES = ("mask.", "prediction.")
 
@@ -174,11 +169,11 @@ def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]
     """Names of the head and what stands before it that keep the model's fresh values."""
     if new_head is False:
         return set()
-    layers = ("representation.weight", "class_token.token", f"{_POOL_PREFIX}probe")
+    layers = ("representation.weight", "class_token.token", f"{POOL_PREFIX}probe")
     has_same_layers = all((name in wanted) == (name in state) for name in layers)
     fresh = {n for n in wanted if n.startswith("representation.") and n not in state}
-    if not any(name.startswith(_POOL_PREFIX) for name in state):
-        fresh |= {name for name in wanted if name.startswith(_POOL_PREFIX)}
+    if not any(name.startswith(POOL_PREFIX) for name in state):
+        fresh |= {name for name in wanted if name.startswith(POOL_PREFIX)}
     if new_head is True:
         fresh |= {n for n in wanted if n.startswith("registers.") and n not in state}
     head = state.get("head.weight")

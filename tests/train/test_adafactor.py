@@ -22,7 +22,7 @@ from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights
 from vit_ray.storage import locate
 from vit_ray.train.engine.fragments import Fragment
-from vit_ray.train.optim import adafactor
+from vit_ray.train.optim import adafactor, guarded
 from vit_ray.train.optim.optimizers import (
     build_optimizer,
     bytes_per_element,
@@ -31,6 +31,7 @@ from vit_ray.train.optim.optimizers import (
 )
 
 RATE, DECAY = 1e-2, 0.1
+ALONE = guarded.Ranks(0, 1, torch.device("cpu"))
 SHAPES = {"matrix": (48, 40), "vector": (70,), "kernel": (64, 3, 4, 4), "small": (5, 40)}
 
 
@@ -67,7 +68,7 @@ def prepared(config: OptimConfig) -> tuple[Weights, Any]:
     if config.name == "adafactor":
         parts = [Fragment(n, 0, p.data.view(-1), p, 0) for n, p in named.items()]
         names = [(p, [n]) for n, p in named.items()]
-        optimizer.attach(parts, names, SHAPES, lambda sums: None)
+        optimizer.attach(parts, names, SHAPES, ALONE)
     for group in optimizer.param_groups:
         group["lr"] = RATE
     return model, optimizer
@@ -117,7 +118,7 @@ class Ours:
         names = [(p, [n]) for n, p in self.parameters.items()]
         shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}
         shapes = shapes_by_head(self.model, shapes)
-        self.optimizer.attach(parts, names, shapes, lambda sums: None)
+        self.optimizer.attach(parts, names, shapes, ALONE)
         self.optimizer.param_groups[0]["lr"] = 1.0
 
     def step(self, number: int) -> None:
@@ -212,8 +213,8 @@ def test_a_large_tensor_is_stepped_in_pieces_as_if_it_were_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
-    for piece in (adafactor.PIECE, 7):  # which divides none of the sizes but one
-        monkeypatch.setattr(adafactor, "PIECE", piece)
+    for piece in (guarded.PIECE, 7):  # which divides none of the sizes but one
+        monkeypatch.setattr(guarded, "PIECE", piece)
         model, optimizer = prepared(config("adamw", "bf16"))
         for step in range(3):
             set_gradients(model, step)
@@ -251,6 +252,7 @@ def test_a_refused_step_changes_no_bit(name: str) -> None:
         ("adamw", "bf16", 6),
         ("adafactor", "fp32", 4),
         ("adafactor", "bf16", 2),
+        ("lamb", "fp32", 8),
         ("sgd", "fp32", 4),
     ],
 )
@@ -266,7 +268,7 @@ def test_a_momentum_that_bf16_would_not_hold_is_refused() -> None:
 
 
 def test_momentum_in_bf16_is_refused() -> None:
-    with pytest.raises(ValueError, match="first_moment=bf16 is for name=adamw"):
+    with pytest.raises(ValueError, match="first_moment=bf16 is for name=adamw, name=adafactor"):
         config("sgd", "bf16")
 
 
@@ -290,9 +292,10 @@ def run_config(name: str, stage: int, precision: str = "fp32", **more: Any) -> d
     return {"name": label, "micro": 2, "train": train, "optim": optim}
 
 
-CONFIGS = [run_config(name, stage) for name in ("adafactor", "adamw") for stage in range(4)]
+NAMES = ("adafactor", "adamw", "lamb", "muon")
+CONFIGS = [run_config(name, stage) for name in NAMES for stage in range(4)]
 CONFIGS += [run_config("adafactor", stage, "bf16") for stage in (1, 3)]
-CONFIGS += [run_config("adafactor", 2, offload=True)]
+CONFIGS += [run_config(name, 2, offload=True) for name in ("adafactor", "lamb", "muon")]
 
 
 def straight_of_wider(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Run]:
@@ -314,13 +317,17 @@ def straight(folder: str) -> dict[str, Run]:
 def again(straight: dict[str, Run], folder: str) -> dict[Any, Run]:
     own = [{**c, "from": c["name"]} for c in CONFIGS]
     crossed = [
-        {**run_config("adafactor", s), "from": f"adafactor-fp32-{(s + 2) % 4}"} for s in range(4)
+        {**run_config(name, s), "from": f"{name}-fp32-{(s + 2) % 4}"}
+        for name in ("adafactor", "lamb", "muon")
+        for s in range(4)
     ]
-    return run_ranks(WORLD, resumed_of_wider, own + crossed, folder)[0]
+    alone = [{**run_config(n, 1), "from": f"{n}-fp32-2", "micro": 4} for n in ("lamb", "muon")]
+    found: dict[Any, Run] = run_ranks(WORLD, resumed_of_wider, own + crossed, folder)[0]
+    return found | run_ranks(1, resumed_of_wider, alone, folder)[0]
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("name", ["adafactor", "adamw"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_stage_takes_the_same_steps(straight: dict[str, Run], name: str) -> None:
     first = straight[f"{name}-fp32-0"].losses
     assert len(set(first)) == len(first)

@@ -34,6 +34,7 @@ OWN_ACCURACIES: Final = (
     "top1", "top5", "loss", "images", "mean_class_top1", "mean_average_precision",
 )  # fmt: skip
 """Metrics of an evaluation that are there without being asked for."""
+_WITH_MOMENTS: Final = ("adamw", "adafactor", "lamb", "muon")
 HIGHEST_BF16_BETA: Final = 0.95
 """With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""
 
@@ -319,27 +320,30 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule and length of a run."""
 
-    name: Annotated[Literal["adamw", "sgd", "adafactor"] | OwnPart, OnResume.FIXED] = "adamw"
-    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), or the
+    name: Annotated[
+        Literal["adamw", "sgd", "adafactor", "lamb", "muon"] | OwnPart, OnResume.FIXED
+    ] = "adamw"
+    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), the
     Adafactor of "Scaling ViT" and big_vision, with a second moment factored into rows and columns
-    of each matrix, in attention of each head; or an optimizer of your own (`myparts.lion`)."""
+    of each matrix, in attention of each head, the LAMB of DeiT III, or Muon on the matrices of
+    hidden layers with AdamW on everything else; or an optimizer of your own (`myparts.lion`)."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", ("adamw", "adafactor"))] = (
+    betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", _WITH_MOMENTS)] = (
         0.9,
         0.999,
     )
-    """AdamW's betas; for Adafactor the momentum and the limit of the second beta."""
-    first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", ("adamw", "adafactor"))] = (
-        "fp32"
-    )
-    """Precision of the first moment of AdamW and Adafactor; "Scaling ViT" uses bf16. AdamW with
+    """AdamW's and LAMB's betas; for Adafactor the momentum and the limit of the second beta. Muon's
+    momentum is 0.95, and these are of its AdamW."""
+    first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", _WITH_MOMENTS)] = "fp32"
+    """Precision of the first moment, or of Muon's momentum; "Scaling ViT" uses bf16. AdamW with
     bf16 does not run as one fused kernel."""
     momentum: Annotated[Fraction, UsedIf("name", ("sgd",))] = 0.9
     """SGD's momentum."""
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels, not on biases, norms, tokens or positions. Decoupled and scaled by
-    the rate in AdamW; added to the gradient in SGD, as in BiT."""
+    the rate; in LAMB a part of the step, whose length is the tensor's; added to the gradient in
+    SGD, as in BiT."""
     layer_decay: Share = 1.0
     """Layer-wise decay of the learning rate for fine-tuning (BEiT, MAE: 0.65 to 0.85): the head and
     the last norm have the full rate, and each block below this share of the one above; the
@@ -383,8 +387,8 @@ class OptimConfig(Section):
         return {
             f"decay_at={shares} is not in ascending order; give shares of the run such as "
             "[0.3, 0.6, 0.9]": sorted(set(shares)) != shares,
-            "first_moment=bf16 is for name=adamw and name=adafactor; set it to fp32 for "
-            f"{self.name}": (is_bf16 and self.name not in ("adamw", "adafactor")),
+            f"first_moment=bf16 is for name={', name='.join(_WITH_MOMENTS)}; set it to fp32 for "
+            f"{self.name}": (is_bf16 and self.name not in _WITH_MOMENTS),
             f"betas={list(self.betas)} with first_moment=bf16: what a step adds to a moment that "
             f"decays by {self.betas[0]} is lost in bf16's rounding; use at most "
             f"{HIGHEST_BF16_BETA}, or first_moment=fp32": (

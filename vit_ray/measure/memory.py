@@ -67,7 +67,8 @@ class StateShape:
 
     Attributes:
         num_parameters: trained ones.
-        moment_bytes: that the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum.
+        moment_bytes: that the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum;
+            the mean where some keep more than others.
         num_frozen: parameters without gradient and optimizer state.
         overlaps: reduction runs beside the backward pass, with a second bucket (on GPUs).
         largest_parameter: elements of the largest trained parameter.
@@ -78,7 +79,7 @@ class StateShape:
     stage: int
     world_size: int
     precision: str
-    moment_bytes: int
+    moment_bytes: float
     has_average: bool
     offload: bool
     num_frozen: int = 0

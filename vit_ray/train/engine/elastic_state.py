@@ -34,6 +34,7 @@ from vit_ray.train.engine.fragments import (
 )
 from vit_ray.train.optim.adafactor import OLD_ROWS, Adafactor
 from vit_ray.train.optim.ema import WeightAverage
+from vit_ray.train.optim.guarded import GuardedOptimizer, Ranks
 from vit_ray.train.optim.optimizers import StepGuard, counts_steps, shapes_by_head, state_types
 
 if TYPE_CHECKING:
@@ -76,19 +77,16 @@ class TrainingState:
         types = state_types(optim)
         self._kinds = tuple(types)
         owners = stepped_tensors(engine)
-        create_state(optimizer.state, owners, types, counts=counts_steps(optim))
-        if isinstance(optimizer, Adafactor):
-
-            def add_over_ranks(sums: Tensor) -> None:
-                if stage == 0:
-                    return  # every rank has all of the gradient
-                on_device = sums.to(engine.device)
-                dist.all_reduce(on_device)
-                sums.copy_(on_device)
-
-            of_owners = zip(owners, names_of_tensors(self._local, owners), strict=True)
-            shapes = shapes_by_head(engine.module, self.shapes)
-            optimizer.attach(self._local, list(of_owners), shapes, add_over_ranks)
+        if isinstance(optimizer, GuardedOptimizer):
+            named = list(zip(owners, names_of_tensors(self._local, owners), strict=True))
+            number, size = (rank, world_size) if stage else (0, 1)
+            ranks = Ranks(number, size, torch.device(engine.device))
+            optimizer.attach(self._local, named, shapes_by_head(engine.module, self.shapes), ranks)
+        for owner in owners:
+            kept = types
+            if isinstance(optimizer, GuardedOptimizer):
+                kept = {kind: t for kind, t in types.items() if optimizer.keeps(owner, kind)}
+            create_state(optimizer.state, [owner], kept, counts=counts_steps(optim))
         self.average = None
         if train.averaging:
             self.average = WeightAverage(
@@ -123,7 +121,8 @@ class TrainingState:
         has_average = checkpoint.has_average()
         entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
         for kind in self._kinds:
-            states = ((f, f.state(self._optimizer.state, kind)) for f in self._local)
+            keepers = (f for f in self._local if kind in self._optimizer.state[f.owner])
+            states = ((f, f.state(self._optimizer.state, kind)) for f in keepers)
             entries += [(kind, f.name, f.start, values) for f, values in states]
         entries += self._second_moments()
         if self.average is not None and has_average:
@@ -157,6 +156,8 @@ class TrainingState:
         for f in self.owned:
             yield WEIGHT, f.name, f.start, f.weight
             for kind in self._kinds:
+                if kind not in self._optimizer.state[f.owner]:
+                    continue
                 yield kind, f.name, f.start, f.state(self._optimizer.state, kind)
         for name, parts in (self.average.by_name() if self.average else {}).items():
             yield from ((AVERAGE, name, start, values) for start, values in parts)

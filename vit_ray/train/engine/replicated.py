@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vit_ray.train.engine.gradient_clipping import clip_gradients
-from vit_ray.train.optim.adafactor import GuardedOptimizer
+from vit_ray.train.optim.guarded import GuardedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
 
 ALIGNED: Final = 64

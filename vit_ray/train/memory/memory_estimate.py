@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +22,39 @@ from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, stat
 from vit_ray.models.flops import TrainingMacs, training_macs
 from vit_ray.own_parts import is_own
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.optim.optimizers import bytes_per_element
+from vit_ray.train.optim.optimizers import bytes_per_element, hidden_matrices
 
 META: Final = torch.device("meta")
 
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
     """Trained parameters of the recipe's model."""
-    return sum(_parameter_sizes(recipe, num_classes)[0])
+    return sum(_parameter_sizes(recipe, num_classes).trained)
 
 
 def count_tensors(recipe: Recipe, num_classes: int) -> int:
     """Trained parameter tensors of the recipe's model."""
-    return len(_parameter_sizes(recipe, num_classes)[0])
+    return len(_parameter_sizes(recipe, num_classes).trained)
+
+
+class _Sizes(NamedTuple):
+    """Elements of parameters."""
+
+    trained: list[int]
+    frozen: list[int]
+    num_hidden: int
+    """Of all that Muon makes orthogonal together."""
 
 
 @functools.lru_cache(maxsize=256)
-def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[int]]:
-    """Elements of each trained parameter, and of each frozen one."""
+def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
     with META:
-        parameters = list(build_objective(recipe, num_classes).parameters())
-    return (
+        model = build_objective(recipe, num_classes)
+    parameters = list(model.parameters())
+    return _Sizes(
         [p.numel() for p in parameters if p.requires_grad],
         [p.numel() for p in parameters if not p.requires_grad],
+        sum(hidden_matrices(model, recipe.optim).values()),
     )
 
 
@@ -129,7 +139,7 @@ def state_shape(
 ) -> StateShape:
     """What decides the memory of the training state, under the recipe's ZeRO stage or another."""
     stage = recipe.train.zero_stage if stage is None else stage
-    trained, frozen = _parameter_sizes(recipe, num_classes)
+    trained, frozen, num_hidden = _parameter_sizes(recipe, num_classes)
     height, width = recipe.model.sides
     return StateShape(
         num_parameters=sum(trained),
@@ -138,7 +148,7 @@ def state_shape(
         stage=stage,
         world_size=world_size,
         precision=recipe.train.precision,
-        moment_bytes=bytes_per_element(recipe.optim),
+        moment_bytes=bytes_per_element(recipe.optim, num_hidden / max(1, sum(trained))),
         has_average=recipe.train.averaging > 0,
         offload=recipe.train.offload and stage > 0,
         batch_bytes=recipe.train.global_batch_size // world_size * height * width * 3,

@@ -1,15 +1,10 @@
-"""Optimizers with small state: AdamW's first moment in bf16, and Adafactor of "Scaling ViT".
-
-Both are as Zhai et al. (arXiv:2106.04560, section 3.5) have them, in torch's operations and not in
-one fused kernel. As `StepGuard` asks, `found_inf` refuses a step without the host waiting for it.
-"""
+"""Adafactor of "Scaling ViT" (Zhai et al., arXiv:2106.04560, section 3.5)."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,70 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit_ray.train.engine.fragments import Fragment
+from vit_ray.train.optim.guarded import PIECE, Groups, GuardedOptimizer, Ranks, pieces, views_of
 
-Groups = list[dict[str, Any]]
 FULL, ROWS, COLUMNS = "exp_avg_sq", "exp_avg_sq_by_row", "exp_avg_sq_by_column"
 """Kinds of second moment, as checkpoints name them."""
 OLD_ROWS: Final = "exp_avg_sq_rows"
 """Of versions that took a kernel as one matrix (outputs, everything else)."""
-# Elements that are stepped at a time: temporary memory is 256 MB at most.
-PIECE: Final = 1 << 24
 # Of big_vision's `scale_by_adafactor`, with which "Scaling ViT" was trained.
 LEAST_SIDE: Final = 32
 DECAY_EXPONENT: Final = 0.8
 TINY_SQUARE: Final = 1e-30
-
-
-class GuardedOptimizer(torch.optim.Optimizer, ABC):
-    """Steps each tensor by itself; a refused step changes no weight, no moment and no count."""
-
-    def __init__(self, groups: Groups, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"lr": 0.0, "betas": betas})
-        self.found_inf: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply `grad` of each tensor that has state and a gradient; `closure` is not called.
-
-        Gradients are overwritten.
-        """
-        for group in self.param_groups:
-            for owner in group["params"]:
-                entry = self.state[owner]
-                if owner.grad is None or "step" not in entry:
-                    continue
-                applied = torch.ones_like(entry["step"])
-                if self.found_inf is not None:
-                    refused = self.found_inf.to(owner.device)
-                    applied -= refused
-                    owner.grad.masked_fill_(refused.bool(), 0.0)  # NaN would spread to the moments
-                entry["step"] += applied
-                self._apply(owner, owner.grad, entry, group, applied)
-
-    @abstractmethod
-    def _apply(
-        self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
-    ) -> None:
-        """One step; `on` is 1, or 0 where nothing may change."""
-
-
-class HalfMomentAdamW(GuardedOptimizer):
-    """AdamW that keeps its first moment in whatever precision its state has, and works in fp32."""
-
-    def _apply(
-        self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        count, rate = entry["step"].clamp(min=1.0), group["lr"] * on
-        for weight, slope, first, second in _pieces(
-            owner, grad, entry["exp_avg"], entry["exp_avg_sq"]
-        ):
-            moved = torch.lerp(first.float(), slope, (1.0 - beta1) * on)
-            first.copy_(moved)
-            second.copy_(torch.lerp(second, slope.square(), (1.0 - beta2) * on))
-            deviation = (second / (1.0 - beta2**count)).sqrt_().add_(1e-8)
-            weight.mul_(1.0 - rate * group["weight_decay"])
-            weight.sub_(moved.div_(deviation).mul_(rate / (1.0 - beta1**count)))
 
 
 class Adafactor(GuardedOptimizer):
@@ -102,23 +43,16 @@ class Adafactor(GuardedOptimizer):
         fragments: Iterable[Fragment],
         names: Sequence[tuple[Tensor, Sequence[str]]],
         shapes: Mapping[str, Sequence[int]],
-        add_over_ranks: Callable[[Tensor], None],
+        ranks: Ranks,
     ) -> None:
-        """Say what the tensors that are stepped consist of; until then steps do nothing.
-
-        Args:
-            fragments: all that this rank steps.
-            names: the tensors, the same on all ranks, and each one's parameters on any rank.
-            shapes: of the parameters, with an axis for heads where there are any.
-            add_over_ranks: in place; called once for each tensor in a step.
-        """
+        """As of every optimizer here; until then steps do nothing."""
         parts: dict[int, list[Fragment]] = {}
         for fragment in fragments:
             parts.setdefault(id(fragment.owner), []).append(fragment)
         for owner, its_names in names:
             its_shapes = {name: shapes[name] for name in its_names}
             self._moments[owner] = _SecondMoments(
-                parts.get(id(owner), []), its_shapes, owner.device, add_over_ranks
+                parts.get(id(owner), []), its_shapes, owner.device, ranks
             )
 
     def second_moments(self) -> list[tuple[str, Fragment]]:
@@ -136,14 +70,10 @@ class Adafactor(GuardedOptimizer):
         moments.update(grad, (1.0 - decay) * on)
         moments.scale_(grad)
         rate = group["lr"] * on
-        for weight, scaled, kept in _pieces(owner, grad, entry["exp_avg"]):
+        for weight, scaled, kept in pieces(owner, grad, entry["exp_avg"]):
             momentum = torch.lerp(kept.float(), scaled, (1.0 - beta1) * on)
             kept.copy_(momentum)
             weight.mul_(1.0 - rate * group["weight_decay"]).sub_(momentum.mul_(rate))
-
-
-def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(torch.split(tensor.view(-1), PIECE) for tensor in tensors), strict=True)
 
 
 class Layout(NamedTuple):
@@ -219,7 +149,7 @@ class _SecondMoments:
         fragments: list[Fragment],
         shapes: Mapping[str, Sequence[int]],
         device: torch.device,
-        add_over_ranks: Callable[[Tensor], None],
+        ranks: Ranks,
     ) -> None:
         by_layout: dict[Layout | None, list[str]] = defaultdict(list)
         for name, shape in shapes.items():
@@ -231,7 +161,7 @@ class _SecondMoments:
         self._values = torch.full((sum(whole.values(), sum(num_sums)),), TINY_SQUARE, device=device)
         self._sums = torch.zeros_like(self._values)
         self._counts = torch.ones_like(self._values)
-        self._add_over_ranks = add_over_ranks
+        self._ranks = ranks
         self._kept, full = _laid_out(self._values, layouts, whole)
         self._summed, full_sums = _laid_out(self._sums, layouts, whole)
         for layout, counts in _laid_out(self._counts, layouts, whole)[0].items():
@@ -262,9 +192,9 @@ class _SecondMoments:
             sums.of_rows[work.slots, work.region.groups, work.region.rows] += squares.sum(4)
             sums.of_columns[work.slots, work.region.groups] += squares.sum(2)
         if self._full:
-            slopes = _runs(self._fragments, flat)
+            slopes = views_of(self._fragments, flat)
             torch._foreach_addcmul_(self._full_sums, slopes, slopes)
-        self._add_over_ranks(self._sums)
+        self._ranks.add(self._sums)
         means = self._sums.div_(self._counts).add_(TINY_SQUARE)
         self._values.copy_(torch.lerp(self._values, means, share))
 
@@ -277,11 +207,11 @@ class _SecondMoments:
             by_row = (of_rows / of_rows.mean(2, keepdim=True)).rsqrt_()[:, :, region.rows]
             by_column = kept.of_columns[work.slots, region.groups].rsqrt()
             scaled = _stacked(work, flat).mul_(by_row.unsqueeze(4)).mul_(by_column.unsqueeze(2))
-            runs = _runs(work.fragments, flat)
+            runs = views_of(work.fragments, flat)
             ends = region.before + runs[0].numel()
             torch._foreach_copy_(runs, list(scaled.flatten(1)[:, region.before : ends]))
         if self._full:
-            torch._foreach_mul_(_runs(self._fragments, flat), torch._foreach_rsqrt(self._full))
+            torch._foreach_mul_(views_of(self._fragments, flat), torch._foreach_rsqrt(self._full))
 
 
 def _laid_out(
@@ -320,15 +250,10 @@ def _work(
             yield _Work(layout, slice(slot, slot + 1), region, [fragment])
 
 
-def _runs(fragments: Iterable[Fragment], flat: Tensor) -> list[Tensor]:
-    """Each fragment's elements (n,) of a flat tensor, as views."""
-    return [flat.narrow(0, f.offset, f.weight.numel()) for f in fragments]
-
-
 def _stacked(work: _Work, flat: Tensor) -> Tensor:
     """A copy (parameters, groups, rows, between, columns, within) of a region, padded with 0."""
     region, layout = work.region, work.layout
-    runs = torch.stack(_runs(work.fragments, flat))
+    runs = torch.stack(views_of(work.fragments, flat))
     if region.before or region.after:
         runs = F.pad(runs, (region.before, region.after))
     num_groups, num_rows = (s.stop - s.start for s in (region.groups, region.rows))

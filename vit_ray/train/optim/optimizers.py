@@ -1,4 +1,4 @@
-"""The optimizers of the papers: AdamW, Adafactor, SGD with momentum; decay on matrices only."""
+"""The optimizers of the papers, by `optim.name`; weight decay acts on kernels only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models.build import NamedParameters, decayed_parameters
 from vit_ray.models.encoder import Attention, AttentionPool
-from vit_ray.models.parameter_groups import layer_of
+from vit_ray.models.parameter_groups import layer_of, part_of
 from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
-from vit_ray.train.optim.adafactor import Adafactor, HalfMomentAdamW
+from vit_ray.train.optim.adafactor import Adafactor
+from vit_ray.train.optim.guarded import HalfMomentAdamW
+from vit_ray.train.optim.lamb import ADAPTS, Lamb
+from vit_ray.train.optim.muon import Muon
 
 RATE_FACTOR = "rate_factor"
 """Key of a parameter group: its share of the learning rate."""
@@ -34,20 +37,50 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     minutes. All take a refusal as a number (`found_inf`).
     """
     decayed, rest = decayed_parameters(model)
+    hidden, decay = hidden_matrices(model, config), config.weight_decay
+    matrices = [(name, p) for name, p in decayed if name in hidden]
+    kernels = [(name, p) for name, p in decayed if name not in hidden]
     groups = [
-        {"params": parameters, "weight_decay": decay, RATE_FACTOR: factor}
-        for named, decay in ((decayed, config.weight_decay), (rest, 0.0))
+        {"params": parameters, "weight_decay": by, RATE_FACTOR: factor, ADAPTS: named is not rest}
+        for named, by in ((matrices, decay), (kernels, decay), (rest, 0.0))
         for factor, parameters in _by_rate(model, named, config.layer_decay).items()
     ]
     if is_own(config.name):
         return _own_optimizer(groups, config)
     if config.name == "adafactor":
         return Adafactor(groups, config.betas)
+    if config.name == "lamb":
+        return Lamb(groups, config.betas)
+    if config.name == "muon":
+        return Muon(groups, config.betas, hidden)
     if config.name == "adamw" and config.first_moment == "bf16":
         return HalfMomentAdamW(groups, config.betas)
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
     return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
+
+
+def hidden_matrices(model: nn.Module, config: OptimConfig) -> dict[str, int]:
+    """Elements of the parameters that `name=muon` makes orthogonal, by name; none for others.
+
+    They are the linear layers' matrices but those of the patch embedding and the head.
+
+    Raises:
+        ValueError: `name=muon`, and the model has none.
+    """
+    if config.name != "muon":
+        return {}
+    found = {
+        name: parameter.numel()
+        for name, parameter in decayed_parameters(model)[0]
+        if parameter.ndim == 2 and part_of(name) not in ("embedding", "head")
+    }
+    if not found:
+        raise ValueError(
+            "optim.name=muon is for the matrices of linear layers, and this model trains none but "
+            "those of its embedding and head; set optim.name=adamw"
+        )
+    return found
 
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
@@ -209,6 +242,12 @@ def counts_steps(config: OptimConfig) -> bool:
     return _COUNT in _own_state(config) if is_own(config.name) else config.name != "sgd"
 
 
-def bytes_per_element(config: OptimConfig) -> int:
-    """Of the optimizer's state; Adafactor's row and column sums are next to nothing."""
-    return sum(dtype.itemsize for dtype in state_types(config).values())
+def bytes_per_element(config: OptimConfig, hidden_share: float = 0.0) -> float:
+    """Of the optimizer's state; Adafactor's row and column sums are next to nothing.
+
+    Args:
+        hidden_share: of the elements, those of `hidden_matrices`, which keep momentum alone.
+    """
+    types = state_types(config)
+    kept = sum(dtype.itemsize for dtype in types.values())
+    return kept - hidden_share * types["exp_avg_sq"].itemsize if hidden_share else kept

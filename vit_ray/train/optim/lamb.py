@@ -1,0 +1,72 @@
+"""LAMB (You et al., arXiv:1904.00962): Adam's step of each tensor, as long as the tensor itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from vit_ray.train.engine.fragments import Fragment
+from vit_ray.train.optim.guarded import HalfMomentAdamW, Ranks, pieces, scaled_momentum, views_of
+
+ADAPTS: Final = "adapts"
+"""Key of a parameter group: its tensors' steps are as long as the tensors."""
+
+
+class Lamb(HalfMomentAdamW):
+    """As DeiT III (arXiv:2204.07118) trains with it.
+
+    The ratio of the norms of a tensor and its step is not limited, and 1 where either is 0. As in
+    the code that DeiT III uses, what does not decay (biases, norms, tokens, positions) has none.
+    Squares of what ZeRO has cut are added over ranks in float64.
+    """
+
+    def attach(
+        self,
+        fragments: Iterable[Fragment],
+        names: Sequence[tuple[Tensor, Sequence[str]]],
+        shapes: Mapping[str, Sequence[int]],
+        ranks: Ranks,
+    ) -> None:
+        """As of every optimizer here; until then steps do nothing."""
+        parts: dict[int, list[Fragment]] = {}
+        for fragment in fragments:
+            parts.setdefault(id(fragment.owner), []).append(fragment)
+        self._ranks = ranks
+        self._parts = {owner: (parts.get(id(owner), []), its_names) for owner, its_names in names}
+
+    def _apply(
+        self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
+    ) -> None:
+        if not hasattr(self, "_parts"):
+            return
+        betas, count = group["betas"], entry["step"].clamp(min=1.0)
+        for weight, slope, first, second in pieces(
+            owner, grad, entry["exp_avg"], entry["exp_avg_sq"]
+        ):
+            moved = scaled_momentum(slope, first, second, betas, count, on)
+            slope.copy_(moved.div_(1.0 - betas[0] ** count))
+            slope.add_(weight, alpha=group["weight_decay"])
+        if group[ADAPTS]:
+            self._lengthen(*self._parts[owner], grad)
+        rate = group["lr"] * on
+        for weight, update in pieces(owner, grad):
+            weight.sub_(update.mul_(rate))
+
+    def _lengthen(
+        self, fragments: Sequence[Fragment], names: Sequence[str], update: Tensor
+    ) -> None:
+        """Multiply each tensor's step by the norm of the tensor over that of the step."""
+        updates = views_of(fragments, update)
+        squares = torch.zeros(2, len(names), dtype=torch.float64, device=update.device)
+        places = [names.index(fragment.name) for fragment in fragments]
+        for of_kind, tensors in zip(squares, ([f.weight for f in fragments], updates), strict=True):
+            if tensors:
+                of_kind[places] = torch.stack(torch._foreach_norm(tensors)).double().square_()
+        self._ranks.add(squares)
+        of_weights, of_updates = squares
+        ratios = torch.where(squares.amin(0) > 0.0, (of_weights / of_updates).sqrt(), 1.0).float()
+        for run, place in zip(updates, places, strict=True):
+            run.mul_(ratios[place])

@@ -1,0 +1,145 @@
+"""Muon (https://kellerjordan.github.io/posts/muon): momentum of each matrix, made orthogonal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vit_ray.train.engine.fragments import Fragment
+from vit_ray.train.optim.guarded import Groups, HalfMomentAdamW, Ranks, pieces, views_of
+
+# The defaults of torch.optim.Muon.
+MOMENTUM: Final = 0.95
+COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+ITERATIONS: Final = 5
+LEAST_NORM: Final = 1e-7
+# Elements that are gathered at a time: 256 MiB in fp32, and as much for what becomes of them.
+GATHERED: Final = 1 << 26
+
+
+class _Matrices(NamedTuple):
+    """A parameter that consists of one matrix or, in attention, of those of q, k and v."""
+
+    name: str
+    start: int
+    """In what is gathered with it."""
+    shape: tuple[int, int, int]
+    """(matrices, outputs, inputs)."""
+
+    @classmethod
+    def of(cls, name: str, start: int, shape: Sequence[int]) -> _Matrices:
+        """`shape`: (outputs, inputs), with axes for heads in attention."""
+        # (3, heads, head width, inputs); (heads, head width, inputs); (outputs, heads, head width)
+        count = shape[0] if len(shape) == 4 else 1
+        inputs = math.prod(shape[1:]) if name.endswith(".out.weight") else shape[-1]
+        return cls(name, start, (count, math.prod(shape) // count // inputs, inputs))
+
+
+class Muon(HalfMomentAdamW):
+    """`torch.optim.Muon` with `match_rms_adamw` on hidden matrices, AdamW on everything else.
+
+    The step of a matrix (outputs, inputs) is 0.2 sqrt(max(outputs, inputs)) times an orthogonal
+    one, so that AdamW's rates and decay serve (Liu et al., arXiv:2502.16982). Queries, keys and
+    values are matrices of their own. Where ZeRO has cut them, whole matrices are summed up of the
+    ranks' parts, each is made orthogonal on one rank, and the results are summed in the same way.
+    """
+
+    def __init__(self, groups: Groups, betas: tuple[float, float], hidden: Collection[str]) -> None:
+        """`hidden`: names of the matrices' parameters, in groups of their own."""
+        super().__init__(groups, betas)
+        self._hidden = frozenset(hidden)
+        self._parts: dict[Tensor, dict[str, Fragment]] = {}
+        self._gathers: dict[Tensor, list[list[_Matrices]]] = {}
+        self._is_attached = False
+
+    def attach(
+        self,
+        fragments: Iterable[Fragment],
+        names: Sequence[tuple[Tensor, Sequence[str]]],
+        shapes: Mapping[str, Sequence[int]],
+        ranks: Ranks,
+    ) -> None:
+        """As of every optimizer here; until then steps do nothing."""
+        self._ranks, self._is_attached = ranks, True
+        for owner, its_names in names:
+            if not self._hidden.intersection(its_names):
+                continue
+            gathers: list[list[_Matrices]] = []
+            end = GATHERED
+            for name in its_names:
+                size = math.prod(shapes[name])
+                if end + size > GATHERED:
+                    gathers.append([])
+                    end = 0
+                gathers[-1].append(_Matrices.of(name, end, shapes[name]))
+                end += size
+            self._gathers[owner], self._parts[owner] = gathers, {}
+        for fragment in fragments:
+            if fragment.owner in self._parts:
+                self._parts[fragment.owner][fragment.name] = fragment
+
+    def keeps(self, owner: Tensor, kind: str) -> bool:
+        """Hidden matrices have momentum alone."""
+        return kind != "exp_avg_sq" or owner not in self._gathers
+
+    def _apply(
+        self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
+    ) -> None:
+        if not self._is_attached:
+            return
+        if owner not in self._gathers:
+            super()._apply(owner, grad, entry, group, on)
+            return
+        for slope, kept in pieces(grad, entry["exp_avg"]):
+            moved = torch.lerp(kept.float(), slope, (1.0 - MOMENTUM) * on)
+            kept.copy_(moved)
+            slope.lerp_(moved, MOMENTUM)  # Nesterov's
+        for gathered in self._gathers[owner]:
+            self._make_orthogonal(gathered, self._parts[owner], grad)
+        rate = group["lr"] * on
+        for weight, update in pieces(owner, grad):
+            weight.mul_(1.0 - rate * group["weight_decay"]).sub_(update.mul_(rate))
+
+    def _make_orthogonal(
+        self, gathered: Sequence[_Matrices], parts: Mapping[str, Fragment], update: Tensor
+    ) -> None:
+        """In place, this rank's elements of some parameters."""
+        ranks, last = self._ranks, gathered[-1]
+        whole = torch.zeros(last.start + math.prod(last.shape), device=ranks.device)
+        mine = [(m.start + parts[m.name].start, parts[m.name]) for m in gathered if m.name in parts]
+        views = views_of([fragment for _, fragment in mine], update)
+        for (start, _), view in zip(mine, views, strict=True):
+            whole[start : start + len(view)].copy_(view)
+        ranks.add(whole)
+        done, number = torch.zeros_like(whole), 0
+        for _, start, shape in gathered:
+            end = start + math.prod(shape)
+            for matrix, into in zip(
+                whole[start:end].view(shape), done[start:end].view(shape), strict=True
+            ):
+                if number % ranks.size == ranks.rank:
+                    into.copy_(orthogonal(matrix)).mul_(0.2 * math.sqrt(max(matrix.shape)))
+                number += 1
+        ranks.add(done)
+        for (start, _), view in zip(mine, views, strict=True):
+            view.copy_(done[start : start + len(view)])
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Near U V^T of the matrix's U S V^T, in bf16: singular values between 0.5 and 1.5.
+
+    By Newton and Schulz's iteration x -> a x + (b x x^T + c (x x^T)^2) x.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=LEAST_NORM)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

@@ -71,6 +71,7 @@ def pictures(count: int) -> Iterator[tuple[Image.Image, Image.Image]]:
         Augmentation("center_crop", 32, flip=False, resize=36),
         Augmentation("center_crop", (96, 160), flip=False, resize=183),
         Augmentation("resize", (48, 64), flip=False),
+        Augmentation("center_crop", 224, flip=False, resize=256, interpolation="bicubic"),
     ],
 )
 def test_the_image_processor_gives_the_pixels_of_our_evaluation(crop: Augmentation) -> None:
@@ -212,6 +213,7 @@ def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path: P
     assert (arguments["depth"], arguments["num_heads"], arguments["patch_size"]) == (2, 4, 8)
     assert config["pretrained_cfg"]["input_size"] == [3, 32, 32]
     assert config["pretrained_cfg"]["crop_pct"] == pytest.approx(32 / 37)
+    assert config["pretrained_cfg"]["interpolation"] == "bilinear"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
         ({"crop_pct": 0.9}, {"kind": "center_crop", "resize": 248}),  # timm: floor(224 / 0.9)
         ({"crop_pct": 0.95, "crop_mode": "center"}, {"kind": "center_crop", "resize": 235}),
         ({"crop_pct": 1.0, "crop_mode": "squash"}, {"kind": "resize"}),
+        ({"interpolation": "bicubic"}, {"kind": "resize", "interpolation": "bicubic"}),
     ],
 )
 def test_images_are_cropped_as_timm_crops_them(

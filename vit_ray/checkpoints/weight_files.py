@@ -103,6 +103,9 @@ def find_weight_file(path: str) -> Location | None:
     return found
 
 
+_PILLOWS_BICUBIC: Final = 3  # in the settings of transformers' image processors
+
+
 def published_use(path: str) -> dict[str, Any] | None:
     """Sections of a recipe that say which model a published file is of, and how images are cut.
 
@@ -131,6 +134,8 @@ def published_use(path: str) -> dict[str, Any] | None:
     share, size = timm.get("crop_pct"), timm.get("input_size")
     if share and size and timm.get("crop_mode", "center") == "center":
         crop = {"kind": "center_crop", "resize": int(max(size[1:]) / share)}
+    if timm.get("interpolation") == "bicubic" or processor.get("resample") == _PILLOWS_BICUBIC:
+        crop["interpolation"] = "bicubic"
     return {"model": model, "data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
 
 

@@ -160,6 +160,8 @@ class AugmentConfig(Section):
     """Largest share of the image's area that an inception crop takes."""
     resize: Positive | None = None
     """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How crops are resized, with antialiasing; `bicubic` needs `data.decode=host`."""
     flip: bool = True
     """Mirror half of the images."""
     randaugment: Literal["tensorflow", "timm"] | None = None
@@ -177,6 +179,9 @@ class AugmentConfig(Section):
     color_jitter: Fraction = 0.0
     """Brightness, contrast and saturation are multiplied by numbers from 1 - this to 1 + this
     (DeiT III: 0.3); 0 = off. Needs `data.decode=host`."""
+    erasing: Fraction = 0.0
+    """Share of the images with noise in a random rectangle of 2 to 33 % of the crop: timm's random
+    erasing by pixel, after everything else (DeiT: 0.25). Needs `data.decode=host`."""
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`. Needs
     `data.decode=host`."""
@@ -200,6 +205,8 @@ class EvalAugmentConfig(Section):
     """Plain resize, or resize and centre crop."""
     resize: Positive | None = None
     """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How crops are resized, with antialiasing."""
     border: NotNegative = 0
     """Pixels cut off all four sides first: 2 for ObjectNet's red frame."""
     crop: Annotated[Literal["exact", "whole_pixels"], OnResume.FREE] = "exact"
@@ -304,7 +311,7 @@ class DataConfig(Section):
     def problems(self) -> dict[str, object]:
         """What is done to crops on the device; a cache that is not on a disk."""
         is_on_device = self.decode == "device"
-        done = ("randaugment", "three_augment", "color_jitter", "own")
+        done = ("randaugment", "three_augment", "color_jitter", "erasing", "own")
         return {
             **{
                 f"augment.{key}={value} is done by the reading tasks; set decode=host, or "
@@ -312,6 +319,8 @@ class DataConfig(Section):
                 for key in done
                 if (value := getattr(self.augment, key))
             },
+            "augment.interpolation=bicubic is done by the reading tasks; set decode=host, or "
+            "interpolation=bilinear": is_on_device and self.augment.interpolation == "bicubic",
             f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
             "/local_ssd/vit_ray": "://" in (self.cache_dir or ""),
         }

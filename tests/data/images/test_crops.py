@@ -13,6 +13,9 @@ from PIL import EpsImagePlugin, Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, jpeg, picture
+from tests.recipes import recipe_with
+from vit_ray.data.images.augmentations import augmentation_of
+from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import (
     IMAGE_FORMATS,
     Augmentation,
@@ -194,7 +197,10 @@ EXACT_CROPS = [(224, 256), (224, 299), (384, 438), (96, 110), (64, 73), (160, 16
 
 
 def boxes_by_pillow(
-    image: bytes, augmentation: Augmentation, is_flipped: bool
+    image: bytes,
+    augmentation: Augmentation,
+    is_flipped: bool,
+    resample: Image.Resampling = Image.Resampling.BILINEAR,
 ) -> NDArray[np.uint8]:
     opened = Image.open(io.BytesIO(image))
     scale = min(opened.size) / augmentation.resize
@@ -202,7 +208,7 @@ def boxes_by_pillow(
     left, top = (opened.width - width) / 2, (opened.height - height) / 2
     crop = opened.resize(
         (augmentation.width, augmentation.height),
-        Image.Resampling.BILINEAR,
+        resample,
         box=(left, top, left + width, top + height),
     )
     return np.asarray(crop)[:, ::-1] if is_flipped else np.asarray(crop)
@@ -228,12 +234,56 @@ def test_exact_crops_are_pillows_of_the_same_box(photographs: dict[str, bytes]) 
     assert min(found) > 36
 
 
+def test_bicubic_crops_are_pillows(photographs: dict[str, bytes]) -> None:
+    """To the last bit where the JPEG is decoded at full scale; the decoder's averages are near."""
+    bicubic = Image.Resampling.BICUBIC
+    for image in photographs.values():
+        opened = Image.open(io.BytesIO(image))
+        for (height, width), bound in {
+            (610, 914): np.inf,
+            (225, 337): np.inf,
+            (97, 145): 33,
+        }.items():
+            plain = Augmentation("resize", size=(height, width), interpolation="bicubic")
+            reference = np.asarray(opened.resize((width, height), bicubic))
+            for key in range(4):
+                made = training_crop(image, plain, (0, 0, key))
+                box = draw_box((opened.height, opened.width), plain, (0, 0, key))
+                assert psnr(made[:, :: -1 if box.is_flipped else 1], reference) >= bound
+        for size, resize in EXACT_CROPS:
+            exact = Augmentation(
+                "center_crop", size=size, resize=resize, flip=False, is_exact=True,
+                interpolation="bicubic",
+            )  # fmt: skip
+            made = training_crop(image, exact, (0, 0, 0))
+            expected = boxes_by_pillow(image, exact, False, bicubic)
+            is_full_scale = min(opened.size) / resize < 2.4
+            assert psnr(made, expected) >= (55 if is_full_scale else 36), (size, resize)
+
+
+def test_a_bicubic_training_crop_is_cut_before_it_is_resized() -> None:
+    """As torchvision's RandomResizedCrop: pixels around the box are not looked at."""
+    pixels = picture(2, 90, 120)
+    augment = Augmentation(size=48, interpolation="bicubic", flip=False)
+    for key in range(8):
+        box = draw_box(pixels.shape[:2], augment, (0, 0, key))
+        cut = (box.left, box.top, box.left + box.width, box.top + box.height)
+        expected = Image.fromarray(pixels).crop(cut).resize((48, 48), Image.Resampling.BICUBIC)
+        made = training_crop(encoded(pixels, "PNG"), augment, (0, 0, key))
+        np.testing.assert_array_equal(made, np.asarray(expected))
+
+
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 900), (3, 2), (17, 5), (4000, 60)])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("kind", ["center_crop", "resize"])
-def test_an_exact_crop_of_any_shape_is_whole(height: int, width: int, kind: Any) -> None:
+def test_an_exact_crop_of_any_shape_is_whole(
+    height: int, width: int, kind: Any, interpolation: Any
+) -> None:
     """One colour stays one colour, to the last pixel, whatever the sides are."""
     pixels = np.full((height, width, 3), (200, 40, 90), np.uint8)
-    augmentation = Augmentation(kind, size=(24, 31), resize=33, flip=False, is_exact=True)
+    augmentation = Augmentation(
+        kind, size=(24, 31), resize=33, flip=False, is_exact=True, interpolation=interpolation
+    )
     for image in (encoded(pixels, "PNG"), encoded(pixels, quality=95, subsampling=0)):
         crop = training_crop(image, augmentation, (0, 0, 0)).astype(int)
         assert abs(crop - pixels[0, 0]).max() <= 3
@@ -387,3 +437,15 @@ def test_postscript_reaches_no_other_program(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(BadImageError):
         decode(files_of_every_format()["EPS"])
     assert started == []
+
+
+def test_a_recipe_decides_how_crops_are_resized() -> None:
+    for key, other in (("augment", "eval_augment"), ("eval_augment", "augment")):
+        recipe = recipe_with(data={key: {"interpolation": "bicubic"}})
+        for name, expected in ((key, "bicubic"), (other, "bilinear")):
+            section = getattr(recipe.data, name)
+            assert augmentation_of(recipe.model, section).interpolation == expected
+    told = r"data: augment\.interpolation=bicubic is done by the reading tasks"
+    with pytest.raises(ValueError, match=told):
+        recipe_with(data={"augment": {"interpolation": "bicubic"}, "decode": "device"})
+    recipe_with(data={"eval_augment": {"interpolation": "bicubic"}, "decode": "device"})

@@ -92,7 +92,7 @@ def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> Non
         is_centre = crop.kind == "center_crop"
         share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
         how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
-        settings["pretrained_cfg"].update(how)
+        settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
     file.write_text(json.dumps(settings, indent=2) + "\n")
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 from vit_ray.data.images.crop_boxes import Augmentation
+from vit_ray.data.images.erasing import RandomErasing
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.own_parts import Augments, own_part
@@ -22,6 +23,7 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         size=model.image_size,
         flip=False,
         resize=augment.resize or round(max(model.sides) * 8 / 7),
+        interpolation=augment.interpolation,
     )
     if isinstance(augment, EvalAugmentConfig):
         return replace(cut, border=augment.border, is_exact=augment.crop == "exact")
@@ -39,5 +41,6 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         randaugment=operations,
         three_augment=ThreeAugment() if augment.three_augment else None,
         color_jitter=ColorJitter(augment.color_jitter) if augment.color_jitter else None,
+        erasing=RandomErasing(augment.erasing) if augment.erasing else None,
         own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
     )

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.data.images.erasing import RandomErasing
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.data.jpeg_index.restart_index import Box
@@ -42,8 +43,9 @@ class Augmentation:
         border: pixels cut off all four sides before anything else.
         is_exact: the crop is cut between pixels, and resized with more care, for evaluation;
             otherwise at the whole pixels around it.
-        randaugment, three_augment, color_jitter: what is done to the finished crop, in this order;
-            None for nothing.
+        interpolation: `bilinear`, by OpenCV and close to Pillow's, or `bicubic`, Pillow's own.
+        randaugment, three_augment, color_jitter, erasing: what is done to the finished crop, in
+            this order; None for nothing.
         own: a function of the user's own that is then applied; None for none.
     """
 
@@ -56,9 +58,11 @@ class Augmentation:
     min_aspect: float = 3 / 4
     max_aspect: float = 4 / 3
     border: int = 0
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     randaugment: RandAugment | None = None
     three_augment: ThreeAugment | None = None
     color_jitter: ColorJitter | None = None
+    erasing: RandomErasing | None = None
     own: Augments | None = None
     is_exact: bool = False
 
@@ -92,8 +96,8 @@ class Augmentation:
     @property
     def only_cuts(self) -> bool:
         """Whether nothing is done to the finished crop."""
-        changes = (self.randaugment, self.three_augment, self.color_jitter, self.own)
-        return all(change is None for change in changes)
+        colors = (self.randaugment, self.three_augment, self.color_jitter)
+        return all(change is None for change in (*colors, self.erasing, self.own))
 
 
 @dataclass(frozen=True)

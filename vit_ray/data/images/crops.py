@@ -30,7 +30,7 @@ __all__ = ["Augmentation", "UInt8Array"]
 
 UInt8Array = NDArray[np.uint8]
 
-_CHANGES: Final = {"randaugment": 4, "three_augment": 7, "color_jitter": 8, "own": 6}
+_CHANGES: Final = {"randaugment": 4, "three_augment": 7, "color_jitter": 8, "erasing": 9, "own": 6}
 """What may be done to a finished crop, in this order, with what tells its random numbers from those
 of the crop."""
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -150,7 +150,8 @@ def _with_surroundings(
         return box
     height, width = image.size
     shrinks = box.height / augmentation.height / scale, box.width / augmentation.width / scale
-    below, right = ((filter_reach(shrink) + 1) * scale for shrink in shrinks)
+    widths = 2 if augmentation.interpolation == "bicubic" else 1
+    below, right = ((filter_reach(shrink, widths) + 1) * scale for shrink in shrinks)
     # A small output is warped in less time than these pixels are decoded.
     skipped = MOST_SKIPPED * scale if max(shrinks) < 2 else 0
     top, left = max(0.0, box.top - skipped - below), max(0.0, box.left - skipped - right)
@@ -288,9 +289,17 @@ def resized(
     crop: UInt8Array, box: CropBox, augmentation: Augmentation, out: UInt8Array
 ) -> UInt8Array:
     """All of some pixels; of an exact crop, the rectangle of them that `box` is."""
+    height, width = out.shape[:2]
+    if augmentation.interpolation == "bicubic":
+        edges = None
+        if augmentation.is_exact:
+            bottom, right = box.top + box.height, box.left + box.width
+            edges = box.left, box.top, min(right, crop.shape[1]), min(bottom, crop.shape[0])
+        made = Image.fromarray(crop).resize((width, height), Image.Resampling.BICUBIC, edges)
+        out[:] = np.asarray(made)[:, :: -1 if box.is_flipped else 1]
+        return out
     if augmentation.is_exact:
         return resize_exactly(crop, box, out)
-    height, width = out.shape[:2]
     shrinks = crop.shape[0] / height, crop.shape[1] / width
     method = cv2.INTER_LINEAR
     if max(shrinks) >= _AVERAGED_FROM:

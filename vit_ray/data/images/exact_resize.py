@@ -26,8 +26,15 @@ _STEPS: Final = 64
 """For each pixel, where the filter is compared with the triangle; shrinks are rounded to it."""
 
 
-def filter_reach(shrink: float) -> int:
-    """Pixels on each side of one that the filter takes, for an image that shrinks so much."""
+def filter_reach(shrink: float, widths: int = 1) -> int:
+    """Pixels on each side of one that the filter takes, for an image that shrinks so much.
+
+    Args:
+        widths: 1 for bilinear, 2 for bicubic, whose filter is twice as wide and not only for
+            antialiasing.
+    """
+    if widths > 1:
+        return math.ceil(widths * max(shrink, 1.0))
     return max(1, round(shrink)) if shrink > 1 else 0
 
 

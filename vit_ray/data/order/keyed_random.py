@@ -62,6 +62,12 @@ class KeyedUniform:
         """The next number as an integer in [0, bound)."""
         return int(self.draw() * bound)
 
+    def words(self, count: int) -> UInt64Array:
+        """The next numbers as 64 random bits each: uint64 (count,)."""
+        first = self._drawn + 1
+        self._drawn += count
+        return keys_of(self._key, np.arange(first, first + count))
+
 
 class KeyedUniforms:
     """The sequences of `KeyedUniform` of many keys, element by element the same numbers.

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from PIL import Image
 
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.config import Recipe
@@ -254,7 +255,7 @@ def image_processor(augmentation: Augmentation) -> dict[str, Any]:
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": augmentation.resize} if crops else size,
-        "resample": 2,  # Pillow's number of bilinear
+        "resample": Image.Resampling[augmentation.interpolation.upper()].value,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

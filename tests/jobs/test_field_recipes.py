@@ -31,7 +31,9 @@ from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import training_crop
+from vit_ray.data.images.erasing import RandomErasing
 from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
 from vit_ray.storage import locate
 from vit_ray.train.engine.collectives import all_sum
@@ -109,7 +111,33 @@ def test_deit_is_as_its_table_9_prints_it() -> None:
     assert (train.label_smoothing, train.mixup, train.cutmix) == (0.1, 0.8, 1.0)
     augment = augmentation_of(recipe.model, recipe.data.augment)
     assert augment.randaugment == RandAugment("timm", 2, 9.0, 0.5)
-    assert augment.min_area == 0.08
+    assert augment.color_jitter is None  # timm's create_transform has it only without RandAugment
+    assert augment.erasing == RandomErasing(0.25)
+    assert (augment.min_area, augment.interpolation) == (0.08, "bicubic")
+    evaluated = augmentation_of(recipe.model, recipe.data.eval_augment)
+    assert (evaluated.resize, evaluated.interpolation) == (256, "bicubic")
+
+
+def test_deit_iii_is_as_its_authors_command_for_vit_s() -> None:
+    # facebookresearch/deit, README_revenge.md: deit_small_patch16_LS, 8 GPUs of 256 images.
+    recipe = load_recipe(FIELD / "deit3_s16_imagenet.yaml")
+    optim, model, train = recipe.optim, recipe.model, recipe.train
+    steps = told_facts(recipe).total_steps
+    assert steps == round(800 * 1_281_167 / 2048)
+    assert (model.name, model.layer_scale, model.dropout) == ("ViT-S/16", 1e-4, 0.0)
+    # --drop-path 0.05 in each block is what ours is on average.
+    assert model.stochastic_depth == 2 * 0.05
+    assert (train.global_batch_size, train.loss, train.label_smoothing) == (8 * 256, "sigmoid", 0)
+    assert (train.mixup, train.cutmix) == (0.8, 1.0)
+    assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.05, 0.0)
+    assert lr_at(round(steps / 160), optim, steps) == pytest.approx(4e-3, rel=1e-3)  # 5 of 800
+    assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
+    augment = augmentation_of(recipe.model, recipe.data.augment)
+    assert augment.randaugment is augment.erasing is None
+    assert (augment.three_augment, augment.color_jitter) == (ThreeAugment(), ColorJitter(0.3))
+    assert (augment.min_area, augment.interpolation) == (0.08, "bicubic")
+    evaluated = augmentation_of(recipe.model, recipe.data.eval_augment)
+    assert (evaluated.resize, evaluated.interpolation) == (224, "bicubic")
 
 
 # One for each feature.

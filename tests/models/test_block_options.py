@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional as F
 
 from tests.models.small import TINY_VIT, small_model, some_images
@@ -83,3 +84,12 @@ def test_files_have_timms_names_and_are_refused_by_a_model_without(tmp_path: Pat
     for layout, name in (("jax", "w.npz"), ("huggingface", "w.safetensors")):
         with pytest.raises(ValueError, match="use layout='vit_ray'"):
             save_weights(model, tmp_path / name, layout)
+
+
+@pytest.mark.parametrize("family", ["ViT", "Axial-ViT"])
+def test_every_layer_norm_has_the_models_epsilon(family: str) -> None:
+    pool = {"pool": "map"} if family == "ViT" else {}
+    model = small_model(family, qk_norm=True, pre_norm=True, norm_eps=3e-5, **pool)
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert {norm.eps for norm in norms} == {3e-5}
+    assert len(norms) == (2 * 4 + 3 if family == "ViT" else 2 * 8 + 2)

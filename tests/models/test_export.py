@@ -12,7 +12,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
     *(("ViT", {"positions": kind, "positions_at": where}) for kind, where in POSITION_VARIANTS),
     ("ViT", {"pool": "map", "registers": 2}),
-    ("ViT", {"layer_scale": 0.1, "qk_norm": True}),
+    ("ViT", {"layer_scale": 0.1, "pre_norm": True, "activation": "quick_gelu"}),
     ("ViT", {"pool": "gap", "positions": "sincos_2d"}),
     ("ViT", {"representation": True, "dropout": 0.1, "stochastic_depth": 0.1}),
 ]

@@ -207,7 +207,9 @@ def test_fixed_positions_are_not_taken_for_none(tmp_path: Path) -> None:
         load_weights(small_model("ViT", positions="none"), file)
 
 
-SCALED: dict[str, Any] = {"layer_scale": 0.3, "qk_norm": True}
+SCALED: dict[str, Any] = {
+    "layer_scale": 0.3, "qk_norm": True, "pre_norm": True, "activation": "quick_gelu",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, SCALED, {"pool": "map", "dropout": 0.1}])
@@ -255,6 +257,8 @@ def test_attention_figures_are_of_patches(options: dict[str, Any]) -> None:
         ({"positions": "sincos_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),
         ({"positions": "sincos_2d", "width": 30, "num_heads": 3}, "multiple of 4"),
         ({"pool": "max"}, "use one of cls, gap, map"),
+        ({"activation": "relu"}, "use one of gelu_tanh, gelu, quick_gelu"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0 and below 1"),
         ({"layer_scale": -1e-4}, "layer_scale=-0.0001 must be 0 or a positive number"),
     ],
 )

@@ -26,12 +26,12 @@ from vit_ray.models.weights.folder_config import (
     FOLDER_INDEX,
     FOLDER_WEIGHTS,
     USE,
-    model_section,
     parse_settings,
     weights_file,
 )
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import WeightFile, read_weights
+from vit_ray.models.weights.published_models import model_section
 from vit_ray.storage import Location, locate
 
 _WEIGHT_FILES = (".npz", ".safetensors")

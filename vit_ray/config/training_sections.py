@@ -71,13 +71,20 @@ class ModelConfig(Section):
     """Classifier input: the class token, the mean over patch tokens, or attention pooling (the MAP
     head of "Scaling Vision Transformers")."""
     registers: NotNegative | None = None
-    """Extra tokens that belong to no patch. Models with registers, a MAP head or fixed positions
-    are exported only in the layout `vit_ray`."""
+    """Extra tokens that belong to no patch. Models with registers, `pre_norm`, a MAP head or fixed
+    positions are exported only in the layout `vit_ray`."""
     layer_scale: NotNegativeFloat | None = None
     """LayerScale (CaiT): first value of a learned factor for each channel of what attention and MLP
     add, such as 1e-4 (DeiT-III); 0 = none."""
     qk_norm: bool | None = None
     """Layer norm of the queries and keys of each head (ViT-22B), which bounds attention logits."""
+    pre_norm: bool | None = None
+    """Layer norm before the first block, as CLIP's towers have it."""
+    activation: Literal["gelu_tanh", "gelu", "quick_gelu"] | None = None
+    """Of the MLPs: GELU approximated by tanh (the paper's code), exact (DeiT, DINOv2, MAE), or the
+    sigmoid of OpenAI's CLIP."""
+    norm_eps: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Epsilon of the layer norms: 1e-6 if unset; 1e-5 in CLIP's towers."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None
@@ -359,9 +366,9 @@ class OptimConfig(Section):
     embedding, class token and positions have the smallest. 1 = one rate for all."""
     frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
     """Parts of the model that are not trained and have no gradient or optimizer state:
-    `embedding`, `class_token`, `positions`, `registers`, `blocks` or `blocks.0-5`, `norm`,
-    `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`,
-    `head`."""
+    `embedding`, `class_token`, `positions`, `registers`, `pre_norm`, `blocks` or `blocks.0-5`,
+    `norm`, `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`,
+    `norm`, `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps", "cooldown", "rsqrt"] = "cosine"

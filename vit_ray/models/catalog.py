@@ -63,7 +63,14 @@ class ModelSpec:
 
 # Stage 4 of the /16 hybrids is moved into stage 3, which leaves a map twice as fine (paper 4.1).
 _STAGES_16, _STAGES_32 = ResNetSize((3, 4, 9)), ResNetSize((3, 4, 6, 3))
-_PATCHES = {"Ti": (16,), "S": (16, 32), "b": (16, 32), "B": (8, 16, 32), "L": (16, 32), "H": (14,)}
+_PATCHES = {
+    "Ti": (16,),
+    "S": (14, 16, 32),
+    "b": (16, 32),
+    "B": (8, 14, 16, 32),
+    "L": (14, 16, 32),
+    "H": (14,),
+}
 
 _SPECS: dict[str, ModelSpec] = {
     **{

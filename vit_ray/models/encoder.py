@@ -7,7 +7,6 @@ And pooling by attention: the MAP head of "Scaling Vision Transformers" (arXiv:2
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,39 +16,49 @@ from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout, StochasticDepth
 from vit_ray.models.layers import LayerScale, Linear, QkvLinear
 from vit_ray.models.positions import RelativePositions
-from vit_ray.models.sizes import EncoderSize, VitOptions
+from vit_ray.models.sizes import Activation, EncoderSize, VitOptions
 
 # Takes the attention weights (B, H, N, N) of one block; they live as long as it keeps them.
 WeightsSink = Callable[[Tensor], None]
 
-# The reference code's; PyTorch's default is 1e-5.
-LAYER_NORM_EPS = 1e-6
-layer_norm = partial(nn.LayerNorm, eps=LAYER_NORM_EPS)
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """As CLIP's own towers (Radford et al., arXiv:2103.00020) have it in place of GELU."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": _gelu_tanh,
+    "gelu": F.gelu,
+    "quick_gelu": _quick_gelu,
+}
 
 
 class Attention(nn.Module):
     """Multi-head self-attention (Appendix A) with biases; no dropout on the weights.
 
     Args:
-        width: D, a multiple of `num_heads`.
-        num_heads: H.
+        size: of the encoder.
+        options: whether queries and keys of each head are normalised (Dehghani et al.,
+            arXiv:2302.05442), which bounds the logits.
         relative: bias on the logits from relative positions, or None.
-        normalizes: queries and keys of each head (Dehghani et al., arXiv:2302.05442), which bounds
-            the logits.
     """
 
     def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        relative: RelativePositions | None = None,
-        normalizes: bool = False,
+        self, size: EncoderSize, options: VitOptions, relative: RelativePositions | None = None
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        width, self.num_heads = size.width, size.num_heads
         self.qkv = QkvLinear(width)
         self.query_norm, self.key_norm = (
-            layer_norm(width // num_heads) if normalizes else nn.Identity() for _ in range(2)
+            nn.LayerNorm(width // self.num_heads, options.norm_eps)
+            if options.qk_norm
+            else nn.Identity()
+            for _ in range(2)
         )
         self.relative = relative
         self.out = Linear(width, width)
@@ -83,18 +92,20 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two dense layers with tanh-approximate GELU between, dropout after each."""
+    """Two dense layers with an activation between, dropout after each."""
 
-    def __init__(self, width: int, mlp_dim: int, dropout: float) -> None:
+    def __init__(
+        self, width: int, mlp_dim: int, dropout: float, activation: Activation = "gelu_tanh"
+    ) -> None:
         super().__init__()
+        self.activation = _ACTIVATIONS[activation]
         self.expand = Linear(width, mlp_dim, bias_std=1e-6)
         self.contract = Linear(mlp_dim, width, bias_std=1e-6)
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
         """(B, N, D) to (B, N, D); `keys` as of `Block.forward`."""
-        hidden = F.gelu(self.expand(x_BND), approximate="tanh")
-        hidden = self.dropout(hidden, numbered_keys(keys, 1))
+        hidden = self.dropout(self.activation(self.expand(x_BND)), numbered_keys(keys, 1))
         return self.dropout(self.contract(hidden), numbered_keys(keys, 2))
 
 
@@ -117,12 +128,12 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         width, initial = size.width, options.layer_scale
-        self.attention_norm = layer_norm(width)
-        self.attention = Attention(width, size.num_heads, relative, options.qk_norm)
+        self.attention_norm = nn.LayerNorm(width, options.norm_eps)
+        self.attention = Attention(size, options, relative)
         self.dropout = Dropout(options.dropout)
         self.attention_scale = LayerScale(width, initial) if initial else nn.Identity()
-        self.mlp_norm = layer_norm(width)
-        self.mlp = Mlp(width, size.mlp_dim, options.dropout)
+        self.mlp_norm = nn.LayerNorm(width, options.norm_eps)
+        self.mlp = Mlp(width, size.mlp_dim, options.dropout, options.activation)
         self.mlp_scale = LayerScale(width, initial) if initial else nn.Identity()
         self.stochastic_depth = StochasticDepth(stochastic_depth)
 
@@ -154,21 +165,20 @@ class AttentionPool(nn.Module):
     """A learned probe asks all tokens, then x + mlp(norm(x)) of the answer, as big_vision's.
 
     Args:
-        width: D, a multiple of `num_heads`.
-        mlp_dim: hidden width of the MLP.
-        num_heads: H.
+        size: of the encoder.
+        options: activation of the MLP, and the epsilon of the norm.
     """
 
-    def __init__(self, width: int, mlp_dim: int, num_heads: int) -> None:
+    def __init__(self, size: EncoderSize, options: VitOptions) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        width, self.num_heads = size.width, size.num_heads
         self.probe = nn.Parameter(torch.empty(1, 1, width))
         # Xavier as flax has it for (1, 1, D): one in, D out.
         limit = math.sqrt(6.0 / (1 + width))
         nn.init.uniform_(self.probe, -limit, limit)
         self.query, self.key, self.value, self.out = (Linear(width, width) for _ in range(4))
-        self.norm = layer_norm(width)
-        self.mlp = Mlp(width, mlp_dim, dropout=0.0)
+        self.norm = nn.LayerNorm(width, options.norm_eps)
+        self.mlp = Mlp(width, size.mlp_dim, 0.0, options.activation)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Encoder outputs (B, N, D) to (B, D)."""

@@ -11,7 +11,7 @@ from vit_ray.models.catalog import find_spec
 
 _CHAINS = ("blocks", "units")
 # Layer 0 of a Transformer, with the patch embedding.
-_FIRST_LAYER = ("embedding", "class_token", "positions", "registers", "mask")
+_FIRST_LAYER = ("embedding", "class_token", "positions", "registers", "pre_norm", "mask")
 
 
 def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
@@ -33,11 +33,12 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
         "class_token": spec.options.pool == "cls",
         "positions": spec.options.positions.startswith("learned"),
         "registers": spec.options.registers > 0,
+        "pre_norm": spec.options.pre_norm,
         "attention_pool": spec.options.pool == "map",
         "representation": spec.options.representation,
     }
     blocks = (f"blocks.{i}" for i in range(spec.encoder.depth))
-    stem = ("embedding", "class_token", "positions", "registers")
+    stem = ("embedding", "class_token", "positions", "registers", "pre_norm")
     parts = (*stem, *blocks, "norm", "attention_pool", "representation", "head")
     return tuple(part for part in parts if has.get(part, True))
 

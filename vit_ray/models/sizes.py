@@ -13,6 +13,10 @@ Grid = tuple[int, int]
 Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"]
 PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
 Pool = Literal["cls", "gap", "map"]
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu"]
+
+# The reference code's; PyTorch's default is 1e-5.
+LAYER_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class VitOptions:
     `stochastic_depth` is the share of images for which the last block's branches are left out;
     `registers` is the number of tokens that belong to no patch; `layer_scale` is the first value of
     the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys. Of
-    `positions`, `sincos_2d` is fixed; of `pool`, `map` is pooling by attention.
+    `positions`, `sincos_2d` is fixed; of `pool`, `map` is pooling by attention. Published towers
+    need `pre_norm`, a layer norm before the first block, the `activation` of their MLPs, of which
+    `gelu_tanh` is the reference code's, and the epsilon of their layer norms, `norm_eps`.
     """
 
     positions: Positions = "learned_1d"
@@ -57,9 +63,17 @@ class VitOptions:
     registers: int = 0
     layer_scale: float = 0.0
     qk_norm: bool = False
+    pre_norm: bool = False
+    activation: Activation = "gelu_tanh"
+    norm_eps: float = LAYER_NORM_EPS
 
     def __post_init__(self) -> None:
-        choices = {"positions": Positions, "positions_at": PositionsAt, "pool": Pool}
+        choices = {
+            "positions": Positions,
+            "positions_at": PositionsAt,
+            "pool": Pool,
+            "activation": Activation,
+        }
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
                 raise ValueError(
@@ -84,6 +98,8 @@ class VitOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not 0.0 <= self.layer_scale < math.inf:
             raise ValueError(f"layer_scale={self.layer_scale} must be 0 or a positive number")
+        if not 0.0 < self.norm_eps < 1.0:
+            raise ValueError(f"norm_eps={self.norm_eps} must be above 0 and below 1")
         if not math.isfinite(self.head_bias):
             raise ValueError(f"head_bias={self.head_bias} must be a finite number")
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout
-from vit_ray.models.encoder import AttentionPool, Block, WeightsSink, layer_norm
+from vit_ray.models.encoder import AttentionPool, Block, WeightsSink
 from vit_ray.models.layers import Head, Linear, PatchProjection, lecun_normal_
 from vit_ray.models.positions import (
     ClassToken,
@@ -88,12 +88,9 @@ class VisionTransformer(Recomputable):
             if options.registers
             else None
         )
-        self.norm = layer_norm(size.width)
-        self.attention_pool = (
-            AttentionPool(size.width, size.mlp_dim, size.num_heads)
-            if options.pool == "map"
-            else None
-        )
+        self.pre_norm = nn.LayerNorm(size.width, options.norm_eps) if options.pre_norm else None
+        self.norm = nn.LayerNorm(size.width, options.norm_eps)
+        self.attention_pool = AttentionPool(size, options) if options.pool == "map" else None
         self.representation = (
             Linear(size.width, size.width, lecun_normal_) if options.representation else None
         )
@@ -170,6 +167,7 @@ class VisionTransformer(Recomputable):
             if index == 0:
                 x_BND = self.dropout(x_BND, numbered_keys(keys, self.size.depth))
                 x_BND = x_BND if self.registers is None else self.registers(x_BND)
+                x_BND = x_BND if self.pre_norm is None else self.pre_norm(x_BND)
             recomputes = is_recomputed(index, self.blocks.recompute_every)
             wanted = num_outputs if index == self.size.depth - 1 else None
             block_keys = numbered_keys(keys, index)

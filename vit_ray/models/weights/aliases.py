@@ -27,21 +27,38 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
     ],
     "huggingface": [
-        (r"^deit\.", "vit."),
+        (r"^(deit|dinov2|dinov2_with_registers|vision_model)\.", "vit."),
         (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),
+        (r"^(head|pre_layrnorm|post_layernorm)\.", r"vit.\1."),
         (r"^(embedder|norm)\.", r"bit.\1."),
         (r"^vit\.encoder\.stages\.", "bit.encoder.stages."),
         # The names inside transformers 5, which its saved files do not use.
-        (r"^vit\.layers\.", "vit.encoder.layer."),
-        (r"\.attention\.q_proj\.", ".attention.attention.query."),
-        (r"\.attention\.k_proj\.", ".attention.attention.key."),
-        (r"\.attention\.v_proj\.", ".attention.attention.value."),
-        (r"\.attention\.o_proj\.", ".attention.output.dense."),
+        (r"^vit\.(encoder\.)?layers\.", "vit.encoder.layer."),
+        (r"\.(self_attn|attention)\.q_proj\.", ".attention.attention.query."),
+        (r"\.(self_attn|attention)\.k_proj\.", ".attention.attention.key."),
+        (r"\.(self_attn|attention)\.v_proj\.", ".attention.attention.value."),
+        (r"\.(self_attn\.out|attention\.o)_proj\.", ".attention.output.dense."),
         (r"\.mlp\.fc1\.", ".intermediate.dense."),
         (r"\.mlp\.fc2\.", ".output.dense."),
+        # DINOv2's, and those of CLIP and SigLIP.
+        (r"^(vit\.encoder\.layer\.\d+)\.(layer_)?norm1\.", r"\1.layernorm_before."),
+        (r"^(vit\.encoder\.layer\.\d+)\.(layer_)?norm2\.", r"\1.layernorm_after."),
+        (r"^vit\.post_layernorm\.", "vit.layernorm."),
+        (r"\.class_embedding$", ".cls_token"),
+        (r"\.patch_embedding\.", ".patch_embeddings.projection."),
+        (r"\.position_embedding\.weight$", ".position_embeddings"),
     ],
     "vit_ray": [],
 }
+# Norms before the first block, and the patch embeddings before them, which have no bias.
+_UNBIASED = {
+    "norm_pre": "patch_embed.proj",
+    "vit.pre_layrnorm": "vit.embeddings.patch_embeddings.projection",
+}
+_OTHER_PARTS = (
+    r"(text_model|decoder|text_projection|visual_projection)\.|logit_(scale|bias)$"
+    r"|(.*\.)?(mask_token|position_ids)$"
+)
 
 
 def canonical_names(
@@ -60,7 +77,11 @@ def canonical_names(
             name = whole_name.replace(stacked, f"Transformer/encoderblock_{index}/")
             for pattern, replacement in _SPELLINGS[layout]:
                 name = re.sub(pattern, replacement, name)
-            renamed[name] = tensor
+            renamed |= _taken_apart(name, tensor)
+    for norm, kernel in _UNBIASED.items():
+        if f"{norm}.weight" in renamed and f"{kernel}.weight" in renamed:
+            zeros = torch.zeros_like(renamed[f"{norm}.weight"])
+            renamed.setdefault(f"{kernel}.bias", zeros)
     table_name = JAX_POSITIONS if layout == "jax" else "pos_embed"
     lacks_class_row = False
     if layout == "jax" and "pos_embedding" in renamed:
@@ -79,6 +100,41 @@ def canonical_names(
         table = renamed[table_name]
         renamed[table_name] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
     return renamed
+
+
+def _taken_apart(name: str, tensor: Tensor) -> Tensors:
+    """Tensors of a ViT's rules and shapes, of which towers have several in one."""
+    stem, _, leaf = name.rpartition(".")
+    if stem == "attn_pool.kv":
+        parts = zip("kv", tensor.chunk(2), strict=True)
+        return {f"attn_pool.{part}.{leaf}": piece for part, piece in parts}
+    if leaf.startswith("in_proj_"):
+        kinds = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
+        leaf = leaf.removeprefix("in_proj_")
+        return {f"{stem}.{part}.{leaf}": piece for part, piece in kinds}
+    if leaf in ("cls_token", "position_embeddings") and tensor.dim() in (1, 2):
+        return {name: tensor.reshape(1, -1, tensor.shape[-1])}
+    return {name: tensor}
+
+
+def without_other_parts(tensors: Tensors, layout: str) -> tuple[Tensors, list[str]]:
+    """A tower's own tensors, and what a file of transformers or timm holds beyond it.
+
+    Text towers, decoders, mask tokens; and a classifier on other features than the model's head has
+    (of CLIP the mean before the last norm, of DINOv2 also the mean of patches), or pooling which a
+    classifier does not stand behind (SigLIP).
+    """
+    if layout not in ("timm", "huggingface"):
+        return tensors, []
+    names, unused = " ".join(tensors), _OTHER_PARTS
+    if "pre_layrnorm." in names or "layer_scale1." in names:
+        unused += r"|classifier\."
+    elif "classifier." in names:
+        unused += r"|(vision_model\.)?head\."
+    if layout == "timm":
+        unused = "mask_token$"
+    kept = {name: tensor for name, tensor in tensors.items() if not re.match(unused, name)}
+    return kept, sorted(set(tensors) - set(kept))
 
 
 def without_wrappers(tensors: Tensors) -> Tensors:
@@ -112,7 +168,7 @@ def detect_layout(names: list[str]) -> str:
     """
     signs = {
         "jax": r"(^|/)embedding/kernel$|^resnet/root_block/",
-        "huggingface": r"(^|\.)(embeddings\.patch_embeddings|embedder\.convolution)\.",
+        "huggingface": r"(^|\.)(embeddings\.patch_embeddings?|embedder\.convolution)\.",
         "timm": r"^patch_embed\.proj\.|^stem\.conv\.",
         "vit_ray": r"^embedding\.projection\.|^units\.0\.",
     }

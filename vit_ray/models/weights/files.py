@@ -30,15 +30,16 @@ from vit_ray.models.weights.folder_config import (
 )
 from vit_ray.models.weights.meta_headers import npz_headers, safetensors_headers
 from vit_ray.models.weights.name_maps import Tensors
+from vit_ray.models.weights.published_models import vision_settings
 from vit_ray.retry import is_transient
 
 Opener = Callable[[Path], IO[bytes]]
 Content = tuple[Tensors, dict[str, str]]
 """Tensors, and the metadata beside them."""
 
-_GRID_KEY, _HEADS_KEY, _POSITIONS_KEY, _POSITIONS_AT_KEY, _LAYOUT_KEY = (
-    f"vit_ray.{name}" for name in ("grid", "num_heads", "positions", "positions_at", "layout")
-)
+_GRID_KEY, _LAYOUT_KEY = "vit_ray.grid", "vit_ray.layout"
+_HEADS_KEY, _EPS_KEY = "vit_ray.num_heads", "vit_ray.norm_eps"
+_NAMED_OPTIONS = ("positions_at", "positions", "activation")
 _JAX_QUERIES = re.compile(r"/MultiHeadDotProductAttention_\d/query/kernel$")
 
 
@@ -49,7 +50,7 @@ class Origin:
     Attributes:
         grid: (rows, columns) of the positions.
         num_heads: of each block.
-        positions_at, positions: as in `VitOptions`.
+        positions_at, positions, activation, norm_eps: as in `VitOptions`.
         layout: of the file, where its names may be any (`vit_ray`).
     """
 
@@ -57,6 +58,8 @@ class Origin:
     num_heads: int | None = None
     positions_at: str | None = None
     positions: str | None = None
+    activation: str | None = None
+    norm_eps: float | None = None
     layout: str | None = None
 
 
@@ -65,7 +68,8 @@ def origin_of(model: nn.Module) -> Origin:
     if not isinstance(model, VisionTransformer):
         return Origin()
     options = model.options
-    return Origin(model.grid, model.size.num_heads, options.positions_at, options.positions)
+    named = {name: getattr(options, name) for name in _NAMED_OPTIONS}
+    return Origin(model.grid, model.size.num_heads, norm_eps=options.norm_eps, **named)
 
 
 def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple[Tensors, Origin]:
@@ -122,8 +126,8 @@ def _origin(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Origin:
     by_shape = (
         t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name) and t.dim() > 1
     )
-    config = config_beside(path)
-    heads = metadata.get(_HEADS_KEY) or config.get("num_attention_heads")
+    config = vision_settings(config_beside(path))
+    heads = metadata.get(_HEADS_KEY) or config.get("num_attention_heads") or config.get("num_heads")
     grid: Grid | None = None
     sides, patch = config.get("image_size"), config.get("patch_size")
     sides = [sides, sides] if isinstance(sides, int) else sides
@@ -132,12 +136,13 @@ def _origin(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Origin:
     if _GRID_KEY in metadata:
         rows, _, columns = metadata[_GRID_KEY].partition("x")
         grid = int(rows), int(columns)
+    named = {name: metadata.get(f"vit_ray.{name}") for name in _NAMED_OPTIONS}
     return Origin(
         grid,
         int(heads) if heads else next(by_shape, None),
-        metadata.get(_POSITIONS_AT_KEY),
-        metadata.get(_POSITIONS_KEY),
-        metadata.get(_LAYOUT_KEY),
+        norm_eps=float(metadata[_EPS_KEY]) if _EPS_KEY in metadata else None,
+        layout=metadata.get(_LAYOUT_KEY),
+        **named,
     )
 
 
@@ -215,8 +220,8 @@ def write_tensors(
     metadata: dict[str, Any] = {
         "format": "pt",
         _HEADS_KEY: origin.num_heads,
-        _POSITIONS_KEY: origin.positions,
-        _POSITIONS_AT_KEY: origin.positions_at,
+        **{f"vit_ray.{name}": getattr(origin, name) for name in _NAMED_OPTIONS},
+        _EPS_KEY: origin.norm_eps,
         _GRID_KEY: origin.grid and f"{origin.grid[0]}x{origin.grid[1]}",
         _LAYOUT_KEY: layout if layout == "vit_ray" else None,
     }

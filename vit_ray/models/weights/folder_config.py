@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from vit_ray.model_aliases import canonical_model
-from vit_ray.models.encoder import LAYER_NORM_EPS
 from vit_ray.models.resnet import BitResNet
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
@@ -22,10 +20,6 @@ FOLDER_INDEX = "model.safetensors.index.json"
 
 USE = "vit_ray"
 """Key of the sections of a recipe that say how an exported model is used."""
-GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_tanh")
-"""Exact, or by tanh as here; they differ by 5e-4 at most."""
-MOST_EPS = 1e-5
-"""torch's default epsilon of a layer norm."""
 
 
 def weights_file(layout: str) -> str:
@@ -65,76 +59,6 @@ def parse_settings(content: bytes, source: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{source} is not JSON ({error}); fetch it again") from None
     return settings if isinstance(settings, dict) else {}
-
-
-def model_section(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The section `model` of a recipe for what transformers or timm would build; None: not said.
-
-    Args:
-        config: of a ViT or BiT of transformers, or of timm, with its `model_args` or a name.
-    """
-    if config.get("model_type") == "vit":
-        return {
-            "name": "ViT",
-            "image_size": config.get("image_size", 224),
-            "depth": config.get("num_hidden_layers", 12),
-            "width": config.get("hidden_size", 768),
-            "mlp_dim": config.get("intermediate_size", 3072),
-            "num_heads": config.get("num_attention_heads", 12),
-            "patch_size": config.get("patch_size", 16),
-        }
-    if config.get("model_type") == "bit":
-        factor = config.get("embedding_size", 64) // 64
-        return {"name": "ResNet", "stages": config.get("depths"), "width_factor": factor}
-    args = config.get("model_args")
-    if isinstance(args, dict) and {"embed_dim", "depth", "num_heads", "patch_size"} <= set(args):
-        return {
-            "name": "ViT",
-            "image_size": args.get("img_size", 224),
-            "depth": args["depth"],
-            "width": args["embed_dim"],
-            "mlp_dim": int(args["embed_dim"] * args.get("mlp_ratio", 4)),
-            "num_heads": args["num_heads"],
-            "patch_size": args["patch_size"],
-            "pool": "gap" if args.get("global_pool") == "avg" else "cls",
-            **({"positions": "none"} if args.get("pos_embed") == "none" else {}),
-        }
-    name = str(config.get("architecture"))
-    return {"name": name} if canonical_model(name)[0] != name else None
-
-
-def differences_of(config: dict[str, Any]) -> list[str]:
-    """Settings of the function that a file's tensors were trained in, which differ slightly here.
-
-    Args:
-        config: of transformers, or of timm with its `model_args`.
-
-    Raises:
-        ValueError: another activation or normalisation than our blocks have.
-    """
-    if config.get("model_type") == "bit":
-        return []  # a ResNet has other activations and no layer norm
-    options = config.get("model_args")
-    settings = {**config, **(options if isinstance(options, dict) else {})}
-    allowed: dict[str, tuple[str, ...]] = {
-        "hidden_act": GELUS,
-        "act_layer": GELUS,
-        "pooler_act": ("tanh",),
-        "norm_layer": ("layernorm",),
-    }
-    for name, values in allowed.items():
-        if (value := settings.get(name)) is not None and value not in values:
-            raise ValueError(f"{FOLDER_CONFIG} has {name}={value!r}; use {' or '.join(values)}")
-    if "quickgelu" in str(config.get("architecture")):
-        raise ValueError(f"{FOLDER_CONFIG} has architecture={config['architecture']!r}; use gelu")
-    epsilon = settings.get("layer_norm_eps", LAYER_NORM_EPS)
-    if not isinstance(epsilon, int | float) or not 0 <= epsilon <= MOST_EPS:
-        raise ValueError(
-            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon!r}; models here have {LAYER_NORM_EPS:g}, "
-            f"and only values up to {MOST_EPS:g} are close to it"
-        )
-    found = [] if epsilon == LAYER_NORM_EPS else [f"layer_norm_eps={epsilon:g}"]
-    return found + [f"{name}=gelu" for name in allowed if settings.get(name) == "gelu"]
 
 
 def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict[str, Any]:
@@ -180,7 +104,7 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
             "mlp_ratio": (size.mlp_dim + (0 if exact else 0.5)) / size.width,
             "class_token": has_class_token,
             "fc_norm": False,
-            "act_layer": "gelu_tanh",
+            "act_layer": options.activation,
             **({} if has_positions else {"pos_embed": "none"}),
             **({"init_values": options.layer_scale} if options.layer_scale else {}),
             **({"qk_norm": True} if options.qk_norm else {}),
@@ -203,6 +127,7 @@ def _huggingface_config(model: nn.Module) -> dict[str, Any]:
         embedding = model.embedding
         assert isinstance(embedding, PatchEmbedding)
         size, patch_size = model.size, embedding.patch_size
+        activation = model.options.activation
         config: dict[str, Any] = {
             "architectures": ["ViTForImageClassification"],
             "model_type": "vit",
@@ -212,8 +137,8 @@ def _huggingface_config(model: nn.Module) -> dict[str, Any]:
             "num_attention_heads": size.num_heads,
             "patch_size": patch_size,
             "image_size": [side * patch_size for side in model.grid],
-            "hidden_act": "gelu_pytorch_tanh",
-            "layer_norm_eps": LAYER_NORM_EPS,
+            "hidden_act": "gelu_pytorch_tanh" if activation == "gelu_tanh" else activation,
+            "layer_norm_eps": model.options.norm_eps,
         }
     else:
         assert isinstance(model, BitResNet)

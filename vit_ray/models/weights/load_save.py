@@ -4,23 +4,25 @@ Only formats that cannot run code are read: `.npz` without pickled objects, and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode, square_grid
-from vit_ray.models.sizes import Grid
+from vit_ray.models.sizes import LAYER_NORM_EPS, Grid
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.models.weights.aliases import (
     canonical_names,
     detect_layout,
+    without_other_parts,
     without_training_state,
     without_wrappers,
 )
 from vit_ray.models.weights.files import Opener, Origin, read_tensors, write_tensors
-from vit_ray.models.weights.folder_config import config_beside, differences_of
+from vit_ray.models.weights.folder_config import config_beside
 from vit_ray.models.weights.input_statistics import (
     OURS,
     InputStatistics,
@@ -34,6 +36,7 @@ from vit_ray.models.weights.name_maps import (
     check_layout,
     rules_for,
 )
+from vit_ray.models.weights.published_models import differences_of
 from vit_ray.models.weights.state_dicts import LoadReport, NewHead, check_fit, fit_state_dict
 
 
@@ -42,8 +45,10 @@ class WeightFile:
     """Tensors of a file in a published layout, under its names.
 
     Attributes:
-        beside: what the file holds of the training that made it; it is ignored.
+        beside: what the file holds of the training that made it, or of another part of a model; it
+            is ignored.
         inputs: what its inputs were normalised by.
+        config: of the folder that it lies in.
     """
 
     source: str
@@ -52,6 +57,7 @@ class WeightFile:
     origin: Origin
     beside: tuple[str, ...] = ()
     inputs: InputStatistics = OURS
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_classes(self) -> int | None:
@@ -71,7 +77,15 @@ class WeightFile:
         """As `load_weights`."""
         if isinstance(model, MaskedPatchObjective):
             model = model.model
-        source = f"{self.source} (layout {self.layout})"
+        source = self.source
+        if isinstance(model, VisionTransformer):
+            try:
+                different = differences_of(self.config, model.options)
+            except ValueError as error:
+                raise ValueError(f"weights {source} are of another function: {error}") from None
+            if different:
+                source += f", trained with {' and '.join(different)}"
+        source += f" (layout {self.layout})"
         origin = replace(self.origin, grid=source_grid or self.origin.grid)
         model_grid = getattr(model, "grid", None)
         own = canonical_names(self.tensors, self.layout, origin.grid, model_grid)
@@ -119,17 +133,12 @@ def read_weights(
     source = source or str(path)
     tensors, origin = read_tensors(Path(path), source, opener)
     tensors, beside = without_training_state(without_wrappers(tensors))
-    try:
-        different = differences_of(config_beside(Path(path)))
-    except ValueError as error:
-        raise ValueError(f"weights {source} are of another function: {error}") from None
-    if different:
-        source += f", trained with {' and '.join(different)}"
     if layout == "auto":
         layout = origin.layout or detect_layout(list(tensors))
     check_layout(layout)
-    inputs = statistics_beside(Path(path)) or OURS
-    return WeightFile(source, layout, tensors, origin, tuple(beside), inputs)
+    tensors, others = without_other_parts(tensors, layout)
+    inputs, config = statistics_beside(Path(path)) or OURS, config_beside(Path(path))
+    return WeightFile(source, layout, tensors, origin, (*beside, *others), inputs, config)
 
 
 def load_weights(
@@ -213,6 +222,13 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         and is_not_square
         and len(model.positions) > 0,
         "pool='gap'": is_hub and options.pool == "gap",
+        # Which are read from the files of towers, whose other tensors differ, too.
+        "pool='map', registers or pre_norm": options.pool == "map"
+        or options.registers > 0
+        or options.pre_norm,
+        "layer_scale": is_hub and options.layer_scale > 0,
+        f"activation={options.activation!r}": layout == "jax" and options.activation != "gelu_tanh",
+        f"norm_eps={options.norm_eps:g}": not is_hub and options.norm_eps != LAYER_NORM_EPS,
         # Its tanh layer, the pooler, is left out by transformers' classifier.
         "representation=true (ViTForImageClassification would give other logits without a word; "
         "'jax' and 'timm' keep it)": is_hub and options.representation,
@@ -226,21 +242,21 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
 def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
     """Tensors under our names.
 
-    Head, representation layer and class token may be missing here: whether they are needed is
-    for `fit_state_dict` to say.
+    Head, representation layer, class token, pooling and registers may be missing here: whether they
+    are needed is for `fit_state_dict` to say.
 
     Raises:
         ValueError: listing published names without a use, and those that are not there.
     """
     own: Tensors = {}
     missing: list[str] = []
-    unused = set(tensors)
+    unused, may_lack = set(tensors), (*SPARE_PREFIXES, "registers.")
     for rule in rules_for(model, layout):
         absent = [name for name in rule.published if name not in tensors]
         unused.difference_update(rule.published)
         if not absent:
             own[rule.own] = rule.to_own([tensors[name] for name in rule.published])
-        elif len(absent) < len(rule.published) or not rule.own.startswith(SPARE_PREFIXES):
+        elif len(absent) < len(rule.published) or not rule.own.startswith(may_lack):
             missing += absent
     check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
     return own

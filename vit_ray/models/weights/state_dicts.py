@@ -89,7 +89,7 @@ def fit_state_dict(
             _fill(outer, state_dict)
         return report
     own = origin_of(model)
-    for name in ("num_heads", "positions_at", "positions"):
+    for name in ("num_heads", "positions_at", "positions", "activation", "norm_eps"):
         there, here = getattr(origin, name), getattr(own, name)
         if there is not None and here is not None and there != here:
             raise ValueError(

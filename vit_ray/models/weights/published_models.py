@@ -1,0 +1,185 @@
+"""What a `config.json` of transformers or timm says of the model that its weights are of.
+
+transformers keeps the vision tower of a pair in a section of its own and may leave out what is its
+default; timm has little more than a name. Sources: their configuration classes, and timm's
+`vision_transformer.py` and `deit.py`.
+"""
+
+import re
+from typing import Any, Final
+
+from vit_ray.model_aliases import canonical_model
+from vit_ray.models.catalog import ENCODERS
+from vit_ray.models.sizes import VitOptions
+from vit_ray.models.weights.folder_config import FOLDER_CONFIG
+
+ACTIVATIONS: Final = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+"""Our names; exact GELU and the one by tanh differ by 5e-4 at most."""
+MOST_EPS: Final = 1e-5
+"""torch's default epsilon of a layer norm."""
+
+_SIZES: Final = {
+    "image_size": 224, "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072,
+    "num_attention_heads": 12, "patch_size": 16,
+}  # fmt: skip
+_DINOV2: Final = {
+    "patch_size": 14, "mlp_ratio": 4, "layerscale_value": 1.0, "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6,
+}  # fmt: skip
+# transformers' defaults by model type, and under timm's names what a type always has.
+_TYPES: Final[dict[str, dict[str, Any]]] = {
+    "vit": {},
+    "vit_mae": {"hidden_act": "gelu", "layer_norm_eps": 1e-12},
+    "dinov2": _DINOV2,
+    "dinov2_with_registers": {**_DINOV2, "num_register_tokens": 4},
+    "siglip_vision_model": {
+        "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "global_pool": "map",
+    },
+    "clip_vision_model": {
+        "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "pre_norm": True,
+    },
+}  # fmt: skip
+_PAIRS: Final = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
+
+_TIMM: Final = re.compile(
+    r"(?:vit|(deit3))_(small|base|large|huge)_patch(\d+)(?:_reg(\d+))?"
+    r"(?:_(dinov2|clip|clip_quickgelu|siglip|siglip_gap))?(?:_(\d+))?"
+)
+_CLIP: Final = {"act_layer": "gelu", "layer_norm_eps": 1e-5, "pre_norm": True}
+_TIMM_KINDS: Final[dict[str, dict[str, Any]]] = {
+    "deit3": {"act_layer": "gelu", "init_values": 1e-6},
+    "dinov2": {"act_layer": "gelu", "init_values": 1e-5},
+    "clip": _CLIP,
+    "clip_quickgelu": {**_CLIP, "act_layer": "quick_gelu"},
+    "siglip": {"global_pool": "map"},
+    "siglip_gap": {"global_pool": "avg"},
+}
+
+
+def vision_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """All that is known of the model of images, in one level, under its library's names.
+
+    Args:
+        config: of transformers, or of timm, with its `model_args` or a name.
+    """
+    kind = config.get("model_type")
+    if kind in _PAIRS:
+        inner, kind = config.get("vision_config"), _PAIRS[kind]
+        config = {**config, **(inner if isinstance(inner, dict) else {}), "model_type": kind}
+    if kind in _TYPES:
+        found = {**_SIZES, **_TYPES[kind], **config}
+        if "mlp_ratio" in _TYPES[kind]:
+            found["intermediate_size"] = int(found["hidden_size"] * found["mlp_ratio"])
+        # Its classifier stands on the mean of the tokens, and not behind the pooling.
+        is_mean = "SiglipForImageClassification" in (config.get("architectures") or ())
+        if is_mean or config.get("vision_use_head") is False:
+            found["global_pool"] = "avg"
+        return found
+    args = config.get("model_args")
+    return {**config, **_timm_args(config), **(args if isinstance(args, dict) else {})}
+
+
+def _timm_args(config: dict[str, Any]) -> dict[str, Any]:
+    """`model_args` of a model that timm has under a name."""
+    named = _TIMM.fullmatch(str(config.get("architecture")))
+    facts = config.get("pretrained_cfg")
+    facts = facts if isinstance(facts, dict) else {}
+    kind = named and (named[1] or named[5])
+    if not named or not kind:
+        return {"act_layer": "gelu"} if facts.get("tag") == "mae" else {}
+    size = ENCODERS[named[2][0].upper()]
+    sides = facts.get("input_size")
+    return {
+        "embed_dim": size.width,
+        "depth": size.depth,
+        "num_heads": size.num_heads,
+        "patch_size": int(named[3]),
+        "img_size": sides[-2:] if isinstance(sides, list) else int(named[6] or 224),
+        "reg_tokens": int(named[4] or 0),
+        **_TIMM_KINDS[kind],
+    }
+
+
+def model_section(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The section `model` of a recipe for what transformers or timm would build; None: not said.
+
+    Args:
+        config: as of `vision_settings`.
+    """
+    said = vision_settings(config)
+    kind = said.get("model_type")
+    if kind == "bit":
+        factor = config.get("embedding_size", 64) // 64
+        return {"name": "ResNet", "stages": config.get("depths"), "width_factor": factor}
+    if kind in _TYPES:
+        sizes = {
+            "image_size": said["image_size"],
+            "depth": said["num_hidden_layers"],
+            "width": said["hidden_size"],
+            "mlp_dim": said["intermediate_size"],
+            "num_heads": said["num_attention_heads"],
+        }
+    elif {"embed_dim", "depth", "num_heads", "patch_size"} <= set(said):
+        sizes = {
+            "image_size": said.get("img_size", 224),
+            "depth": said["depth"],
+            "width": said["embed_dim"],
+            "mlp_dim": int(said["embed_dim"] * said.get("mlp_ratio", 4)),
+            "num_heads": said["num_heads"],
+        }
+    else:
+        name = str(config.get("architecture"))
+        return {"name": name} if canonical_model(name)[0] != name else None
+    options = {
+        "pool": {"avg": "gap", "map": "map"}.get(str(said.get("global_pool")), "cls"),
+        "positions": "none" if said.get("pos_embed") == "none" else None,
+        "registers": said.get("num_register_tokens") or said.get("reg_tokens"),
+        "layer_scale": said.get("layerscale_value") or said.get("init_values"),
+        "qk_norm": said.get("qk_norm"),
+        "pre_norm": said.get("pre_norm"),
+        "activation": ACTIVATIONS.get(str(said.get("hidden_act") or said.get("act_layer"))),
+        "norm_eps": said.get("layer_norm_eps"),
+    }
+    given = {name: value for name, value in options.items() if value}
+    return {"name": "ViT", **sizes, "patch_size": said["patch_size"], **given}
+
+
+def differences_of(config: dict[str, Any], options: VitOptions) -> list[str]:
+    """Settings of the function that a file's tensors were trained in, which differ slightly here.
+
+    Args:
+        config: as of `vision_settings`.
+        options: of the model that the tensors are for.
+
+    Raises:
+        ValueError: another activation or normalisation than the model has.
+    """
+    said, found = vision_settings(config), []
+    for name, ours in (("pooler_act", "tanh"), ("norm_layer", "layernorm")):
+        if said.get(name) not in (None, ours):
+            raise ValueError(f"{FOLDER_CONFIG} has {name}={said[name]!r}; use {ours}")
+    for name in ("hidden_act", "act_layer"):
+        value, here = said.get(name), options.activation
+        if value is None or (there := ACTIVATIONS.get(str(value))) == here:
+            continue
+        if there is None or "quick_gelu" in (there, here):
+            use = f"set model.activation={there}" if there else f"use {' or '.join(ACTIVATIONS)}"
+            raise ValueError(f"{FOLDER_CONFIG} has {name}={value!r}, the model {here}; {use}")
+        found.append(f"{name}={value}")
+    epsilon = said.get("layer_norm_eps", options.norm_eps)
+    is_number = isinstance(epsilon, int | float) and 0 <= epsilon < 1
+    if epsilon == options.norm_eps:
+        return found
+    if not is_number or max(epsilon, options.norm_eps) > MOST_EPS:
+        raise ValueError(
+            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon!r}, and the model norm_eps="
+            f"{options.norm_eps:g}; only values up to {MOST_EPS:g} are close to each other: set "
+            "model.norm_eps to that of the file"
+        )
+    return [*found, f"layer_norm_eps={epsilon:g}"]

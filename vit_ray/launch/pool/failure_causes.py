@@ -81,6 +81,12 @@ def is_defect(failure: BaseException) -> bool:
 
 
 def has_died(failure: BaseException) -> bool:
-    """Whether the worker's process is gone, which Ray calls a connection error, too."""
+    """Whether the worker's process is gone, or cannot be reached."""
     hidden = getattr(failure, "health_check_failure", failure)
     return isinstance(hidden, ray.exceptions.RayActorError)
+
+
+def is_gone(failure: BaseException) -> bool:
+    """Whether Ray knows of the end of the worker's process."""
+    hidden = getattr(failure, "health_check_failure", failure)
+    return isinstance(hidden, ray.exceptions.ActorDiedError)

@@ -8,9 +8,8 @@ or left out, when the group changes its size.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,8 +17,7 @@ import ray
 
 from vit_ray.launch.pool.actor_calls import answer
 from vit_ray.launch.pool.failing_nodes import FAILING_NODES
-from vit_ray.launch.pool.failure_causes import has_died
-from vit_ray.launch.pool.group_callbacks import remove_groups
+from vit_ray.launch.pool.failure_causes import is_gone
 from vit_ray.outcomes import WorkerPlace
 from vit_ray.ray_internals import (
     ControllerCallback,
@@ -32,7 +30,6 @@ MOST_REPLACED: Final = 8
 """Workers at a time: Ray starts one after the other, and a whole group at once."""
 PLACED_S: Final = 60.0
 """Longest time for new workers to start in the places of the old ones, whose node may be dying."""
-LOOK_S: Final = 1.0
 
 
 class Replacement:
@@ -40,21 +37,22 @@ class Replacement:
 
     def __init__(self) -> None:
         self.is_allowed = False
-        self.nodes: set[str] = set()
-        """Of those that have failed."""
 
     def judge(self, error: Any, places: Mapping[int, WorkerPlace]) -> None:
         """After a failure that the run survives.
+
+        A worker that cannot be reached may be on a node that is dying, which Ray notices later than
+        it would put a new worker there.
 
         Args:
             places: of the workers by rank, as far as they are known.
         """
         failures = getattr(error, "worker_failures", {})
         self.is_allowed = False
-        if 0 < len(failures) <= MOST_REPLACED and all(map(has_died, failures.values())):
-            self.nodes = {places[rank].node for rank in failures if rank in places}
+        if 0 < len(failures) <= MOST_REPLACED and all(map(is_gone, failures.values())):
+            nodes = {places[rank].node for rank in failures if rank in places}
             is_known = failures.keys() <= places.keys()
-            self.is_allowed = is_known and self.nodes <= _alive() - FAILING_NODES.hosts.keys()
+            self.is_allowed = is_known and nodes <= _alive() - FAILING_NODES.hosts.keys()
 
 
 def _alive() -> set[str]:
@@ -69,12 +67,8 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
 
     def __init__(self, server: Any) -> None:
         """`server`: handle of the pool's `PoolServer`."""
-        self._server, self._pool, self._statuses = server, "", dict[int, Any]()
+        self._server, self._statuses = server, dict[int, Any]()
         self._are_placed: threading.Event | None = None
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """The name of its placement groups begins with that of the pool."""
-        self._pool = train_run_context.run_config.name
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Ray replaces what has an error in the last of these."""
@@ -88,8 +82,7 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
         )
         if is_alone and self._reassign(alone=True):
             self._are_placed = threading.Event()
-            arguments = (self._pool, REPLACEMENT.nodes, self._are_placed)
-            threading.Thread(target=_limit_wait, args=arguments, daemon=True).start()
+            threading.Thread(target=_limit_wait, args=(self._are_placed,), daemon=True).start()
         else:
             self._statuses.clear()
         REPLACEMENT.is_allowed = False
@@ -108,18 +101,14 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
         return bool(answer(self._server.reassign.remote(alone=alone), "the pool's server"))
 
 
-def _limit_wait(pool: str, nodes: set[str], are_placed: threading.Event) -> None:
-    """Take the places from new workers that do not start there: then Ray starts all again.
+def _limit_wait(are_placed: threading.Event) -> None:
+    """End this process, the controller's, if new workers do not start: the next one starts all.
 
-    It would wait for them without a limit, as where their node has died since.
+    Ray waits for them without a limit, even where their placement group has been removed: an actor
+    that waits for a group which is being moved from a dead node never hears of it.
     """
-    deadline_s = time.monotonic() + PLACED_S
-    while not are_placed.wait(LOOK_S):
-        is_late = time.monotonic() > deadline_s
-        with contextlib.suppress(ray.exceptions.RayError):
-            if is_late or not nodes <= _alive():
-                remove_groups(pool)
-                return
+    if not are_placed.wait(PLACED_S):
+        os._exit(1)
 
 
 class WatchPreemption(PreemptionCallback, ReplicaGroupCallback):

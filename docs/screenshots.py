@@ -31,6 +31,10 @@ from selenium.common.exceptions import NoSuchElementException, StaleElementRefer
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from vit_ray.metric_names import DEV_TOP1
+from vit_ray.mlflow_internals import VIEW_PARAMETER
+from vit_ray.tracking.mlflow_client import VIEW
+
 PICTURES = Path(__file__).parent / "pictures"
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 WAIT_S = 60.0
@@ -138,11 +142,10 @@ class Pages:
         driver.execute_script(_CLOSED)
 
     def runs(self) -> list[str]:
-        """The run list with the sweep opened; names of the trials that stand in it."""
-        info = self._sweep.parent.info
-        self._open(f"experiments/{info.experiment_id}/runs?{TRAINING}")
-        cell = f"//a[normalize-space()='{info.run_name}']/ancestor::div[@role='gridcell']"
-        self._click(f"{cell}//button")
+        """The run list in the view that links open; names of the trials that stand in it."""
+        experiment = self._sweep.parent.info.experiment_id
+        self._open(f"experiments/{experiment}/runs?{TRAINING}&{VIEW_PARAMETER}={VIEW}")
+        self._find(f"//*[@role='columnheader'][contains(., '{DEV_TOP1}')]")
         names = [trial.info.run_name for trial in self._sweep.trials]
         found = [self._find(f"//a[normalize-space()='{name}']").text for name in names]
         self._shoot("runs")

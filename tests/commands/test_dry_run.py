@@ -125,7 +125,7 @@ def test_it_is_said_which_trainings_share_a_stream() -> None:
     }
     recipes = {name: small(**sections) for name, sections in changes.items()}
     assert describe_sharing(recipes.items()) == (
-        "where they run side by side on a host, one stream for slow, fast; one for large, deep, "
-        "in 5% more of its object store; by themselves long"
+        "one stream for slow, fast; one for large, deep, if they run side by side on a host "
+        "(5% more of its object store); a stream each for long"
     )
     assert describe_sharing([("one", small())]) == "no two read the same images"

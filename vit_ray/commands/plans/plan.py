@@ -320,9 +320,9 @@ def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
     alone = [names[0] for names in alike.values() if len(names) == 1]
     if not shared:
         return "no two read the same images"
-    text = "where they run side by side on a host, one stream for " + "; one for ".join(shared)
-    text += f", in {LAG_SHARE:.0%} more of its object store"
-    return f"{text}; by themselves {_few(alone)}" if alone else text
+    text = "one stream for " + "; one for ".join(shared)
+    text += f", if they run side by side on a host ({LAG_SHARE:.0%} more of its object store)"
+    return f"{text}; a stream each for {_few(alone)}" if alone else text
 
 
 def _few(names: list[str]) -> str:

@@ -55,6 +55,7 @@ def pytest_addoption(parser):
 """
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("always", "runs", "codes", "line"),
     [

@@ -74,6 +74,7 @@ def test_passes_are_the_runs_own_where_they_are_known_and_small(
     assert images_per_pass(recipe_with(train=train)) == images
 
 
+@pytest.mark.slow
 def test_a_replay_is_the_training_by_torch_in_one_part_or_two(sets: Path, tmp_path: Path) -> None:
     recipe = recipe_on(
         sets,

@@ -23,6 +23,7 @@ from vit_ray.config import load_recipe
 from vit_ray.launch.run import train
 
 
+@pytest.mark.slow
 def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(
     straight: Finished, digits: Digits, folder: Path
 ) -> None:

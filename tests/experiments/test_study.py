@@ -258,6 +258,7 @@ def failed_and_transferred(worker_pool, digits, tmp_path_factory):
     return recipe_from_dict(tree, "test"), run_study(recipe_from_dict(tree, "test"))
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_named_and_the_others_still_run(
     failed_and_transferred, tmp_path, capsys
 ):
@@ -274,6 +275,7 @@ def test_a_cell_that_fails_is_named_and_the_others_still_run(
     assert [event["kind"] for event in events] == ["failed cell"]
 
 
+@pytest.mark.slow
 def test_a_cell_is_transferred_at_one_rate_and_over_a_sweep(failed_and_transferred):
     recipe, result = failed_and_transferred
     client = MlflowClient(recipe.tracking.uri)

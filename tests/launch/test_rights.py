@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.data.denying_s3 import ACTIONS, Rights, serve_s3_with_rights
 from tests.recipes import recipe_with
-from vit_ray import s3
+from vit_ray import s3, storage
 from vit_ray.commands import doctor
 from vit_ray.commands.trained.fork import _is_free
 from vit_ray.launch import feature_extraction
@@ -20,6 +21,12 @@ from vit_ray.storage import RIGHTS_PROBE, Location, check_rights, locate, needin
 
 SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 ALL = tuple(ACTIONS)
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused request is repeated as often as ever, but at once."""
+    monkeypatch.setattr(storage, "_PROBE_POLICY", replace(storage._PROBE_POLICY, first_delay_s=0.0))
 
 
 @pytest.fixture(scope="module")

@@ -911,6 +911,7 @@ def server(tmp_path):
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_path, caplog, capfd):
     server.start()
     uri = server.uri.replace("://", "://user:hunter2@")

@@ -120,7 +120,7 @@ def runs() -> list[dict[Any, Any]]:
     return run_ranks(WORLD, all_kinds, "bf16", PASSES)
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_start_from_the_weights_before_they_were_rounded(runs: Any, kind: Any) -> None:
     whole = {name: p.detach().flatten() for name, p in model_with_gradients().named_parameters()}
@@ -132,6 +132,7 @@ def test_masters_start_from_the_weights_before_they_were_rounded(runs: Any, kind
     assert count == sum(len(weight) for weight in whole.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_at_rate_0_changes_no_bit(runs: Any, kind: Any) -> None:
     for rank in runs:

@@ -87,6 +87,7 @@ def block_differences(rank: int, dropout: float, depth: float, again: bool, mixe
 
 
 @pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_compiled_block_drops_and_trains_as_an_eager_one(kind: str) -> None:
     (largest,) = run_ranks(1, block_differences, *BLOCKS[kind])
@@ -178,7 +179,7 @@ def family_difference(rank: int, family: str) -> tuple[float, list[str]]:
     return largest, FOLDED_PRODUCT.findall("".join(code))
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs_compiled_as_it_does_by_default_on_a_gpu(family: str) -> None:
     ((largest, folded),) = run_ranks(1, family_difference, family)

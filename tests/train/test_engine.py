@@ -128,7 +128,7 @@ def assert_goes_on(run: Run, source: Run, precision: str, what: Any) -> None:
     assert difference < AVERAGED_TOLERANCE[precision] * float(source.averaged.abs().max()), what
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_stage_and_world_resumes_from_any_other(
@@ -143,6 +143,7 @@ def test_any_stage_and_world_resumes_from_any_other(
             assert_goes_on(run, straight[int(saved_world)][saved_name], precision, (name, source))
 
 
+@pytest.mark.slow
 def test_every_pair_of_stages_and_every_pair_of_worlds_is_among_them(
     resumed_runs: dict[int, dict[Any, Run]],
 ) -> None:
@@ -156,6 +157,7 @@ def test_every_pair_of_stages_and_every_pair_of_worlds_is_among_them(
     assert {pair[2:] for pair in crossed} == set(itertools.product(STAGES, STAGES))
 
 
+@pytest.mark.slow
 def test_the_same_stage_and_world_resumes_bit_for_bit(
     straight: dict[int, Runs], resumed_runs: dict[int, dict[Any, Run]]
 ) -> None:

@@ -238,6 +238,7 @@ def drawn(images: torch.Tensor, labels: torch.Tensor, seed: int) -> Columns:
     return images[chosen], labels[chosen], chosen
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", ["contrast", "labels", "nothing"])
 def test_planted_culprits_are_found_and_none_where_there_are_none(
     learnt: tuple[torch.nn.Module, Any, torch.Tensor, torch.Tensor], kind: str

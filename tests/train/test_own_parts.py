@@ -85,6 +85,7 @@ def test_it_trains_alike_under_every_stage(straight: dict[str, Run], stage: int)
     assert straight[f"tests.parts.lion-{stage}"].losses == pytest.approx(expected.losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_and_under_another_stage(
     straight: dict[str, Run], folder: str
 ) -> None:

@@ -140,6 +140,7 @@ def trained_again_after_failures(rank: int) -> tuple[list[Any], list[int]]:
     return losses, graphs
 
 
+@pytest.mark.slow
 def test_an_attempt_after_a_failure_computes_the_same_with_the_code_that_is_there() -> None:
     for losses, graphs in run_ranks(2, trained_again_after_failures):
         assert losses[0] == losses[1] == losses[2]

@@ -362,6 +362,7 @@ convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
 """
 
 
+@pytest.mark.slow
 def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
     ray_cluster: Head, image_folder: Path, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_exact_and_near_duplicates_are_left_out(sets: tuple[str, str], tmp_path:
     assert {row["distance"] for row in listed if row["is_exact"]} == {0}
 
 
+@pytest.mark.slow
 def test_a_second_pass_finds_nothing_more(sets: tuple[str, str], tmp_path: Path) -> None:
     train, test = sets
     deduplicate(train, [test], str(tmp_path / "once"))

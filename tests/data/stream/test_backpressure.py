@@ -62,6 +62,7 @@ def slow_stream(dataset: Manifest, object_store_mib: int | None, tmp_path: Path)
     return replace(resolve_run(recipe).streams["train"], block_rows=20, task_rows=60)
 
 
+@pytest.mark.slow
 def test_a_slow_consumer_holds_reading_back_and_gets_everything(
     dataset: Manifest, tmp_path: Path
 ) -> None:

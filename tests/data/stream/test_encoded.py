@@ -46,6 +46,7 @@ def on_device(
     return ray.get([take_decoded.remote(streams, 80, share, start, stop) for streams in ranks])
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("world_size", "blocks_of_tasks"), [(1, 96), (2, 96), (4, 24)])
 def test_it_is_the_stream_that_the_host_decodes(
     spec: StreamSpec, world_size: int, blocks_of_tasks: int

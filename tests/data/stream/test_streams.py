@@ -71,6 +71,7 @@ def test_any_number_of_ranks_gets_the_same_global_batches(
     assert_equal(global_batches(spec, world_size, 0, 15 * BATCH), alone)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("hosts", [[range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]])
 def test_any_number_of_servers_gives_the_same_global_batches(
     spec: StreamSpec, hosts: list[range]

@@ -140,6 +140,23 @@ def test_deit_iii_is_as_its_authors_command_for_vit_s() -> None:
     assert (evaluated.resize, evaluated.interpolation) == (224, "bicubic")
 
 
+def test_deit_iii_on_imagenet_21k_is_as_its_authors_command_for_vit_s() -> None:
+    # The same file: 16 GPUs of 128 images, --src --no-repeated-aug.
+    recipe = load_recipe(FIELD / "deit3_s16_i21k.yaml")
+    optim, model, train = recipe.optim, recipe.model, recipe.train
+    steps = told_facts(recipe).total_steps
+    assert (model.name, model.layer_scale, model.dropout) == ("ViT-S/16", 1e-4, 0.0)
+    assert model.stochastic_depth == 2 * 0.05
+    assert (train.global_batch_size, train.loss, train.label_smoothing) == (2048, "softmax", 0.1)
+    assert (train.mixup, train.cutmix) == (0.0, 1.0)
+    assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.02, 0.0)
+    assert lr_at(round(steps / 48), optim, steps) == pytest.approx(1e-3, rel=1e-3)  # 5 of 240
+    assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
+    augment = augmentation_of(recipe.model, recipe.data.augment)
+    assert (augment.kind, augment.interpolation) == ("simple_random_crop", "bicubic")
+    assert (augment.three_augment, augment.color_jitter) == (ThreeAugment(), ColorJitter(0.3))
+
+
 # One for each feature.
 
 

@@ -159,8 +159,12 @@ class ModelConfig(Section):
 class AugmentConfig(Section):
     """How an encoded image becomes a square of pixels; random numbers are keyed by sample."""
 
-    kind: Literal["inception_crop", "resize_crop", "resize", "center_crop"] = "inception_crop"
-    """Inception crop, BiT's resize and random crop, plain resize, or resize and centre crop."""
+    kind: Literal[
+        "inception_crop", "resize_crop", "simple_random_crop", "resize", "center_crop"
+    ] = "inception_crop"
+    """Inception crop, BiT's resize and random crop, DeiT III's simple random crop (shorter side to
+    the crop size, 4 pixels reflected around it; needs `data.decode=host`), plain resize, or resize
+    and centre crop."""
     min_area: Fraction = 0.05
     """Smallest share of the image's area that an inception crop takes."""
     max_area: Fraction = 1.0
@@ -326,8 +330,11 @@ class DataConfig(Section):
                 for key in done
                 if (value := getattr(self.augment, key))
             },
-            "augment.interpolation=bicubic is done by the reading tasks; set decode=host, or "
-            "interpolation=bilinear": is_on_device and self.augment.interpolation == "bicubic",
+            **{
+                f"augment.{key}={value} is done by the reading tasks; set decode=host, or another "
+                f"{key}": is_on_device and getattr(self.augment, key) == value
+                for key, value in (("interpolation", "bicubic"), ("kind", "simple_random_crop"))
+            },
             f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
             "/local_ssd/vit_ray": "://" in (self.cache_dir or ""),
         }

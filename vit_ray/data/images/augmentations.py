@@ -36,6 +36,8 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
     return replace(
         cut,
         flip=augment.flip,
+        # It is nearly the whole image, as its authors resize it.
+        is_exact=augment.kind == "simple_random_crop",
         min_area=augment.min_area,
         max_area=augment.max_area,
         randaugment=operations,

@@ -23,6 +23,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 _ATTEMPTS: Final = 10
+_PADDING: Final = 4  # pixels around DeiT III's resized image
+_ROUNDING: Final = 1e-6  # a side in pixels that is a whole number but for the last bits
 _CROP: Final = 3
 """Tells the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
@@ -33,8 +35,9 @@ class Augmentation:
 
     Attributes:
         kind: `inception_crop` (random area and aspect), `resize_crop` (resize both sides to
-            `resize`, random crop of `size`), `center_crop` (shorter side to `resize`, central
-            `size`), `resize` (both sides to `size`, aspect ignored).
+            `resize`, random crop of `size`), `simple_random_crop` (DeiT III: shorter side to
+            `size`, 4 pixels reflected around it, random crop of `size`), `center_crop` (shorter
+            side to `resize`, central `size`), `resize` (both sides to `size`, aspect ignored).
         size: output side in pixels, or (height, width).
         flip: mirror left to right with probability 1/2.
         resize: see `kind`; in pixels.
@@ -49,7 +52,9 @@ class Augmentation:
         own: a function of the user's own that is then applied; None for none.
     """
 
-    kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
+    kind: Literal[
+        "inception_crop", "resize_crop", "simple_random_crop", "center_crop", "resize"
+    ] = "inception_crop"
     size: int | tuple[int, int] = 224
     flip: bool = True
     resize: int = 256
@@ -102,13 +107,27 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class CropBox:
-    """A rectangle of the source in pixels (fractions allowed), to be resized to the output."""
+    """A rectangle of the source in pixels (fractions allowed), to be resized to the output.
+
+    Attributes:
+        above, before, below, behind: lines of the output at its top, left, bottom and right that
+            the rectangle does not cover: there it is reflected.
+    """
 
     top: float
     left: float
     height: float
     width: float
     is_flipped: bool
+    above: int = 0
+    before: int = 0
+    below: int = 0
+    behind: int = 0
+
+    @property
+    def is_reflected(self) -> bool:
+        """Whether a part of the output is a reflection of the rectangle."""
+        return any((self.above, self.before, self.below, self.behind))
 
     def bounds(self, size: tuple[int, int], scale: int = 1) -> Box:
         """Whole pixels that hold the rectangle, of the image at 1/`scale`.
@@ -154,8 +173,8 @@ def draw_box(
     return box
 
 
-_Boxes = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[np.bool_]]
-"""Top, left, height, width and whether it is flipped, an entry per image."""
+_Boxes = tuple[NDArray[Any], ...]
+"""The first attributes of `CropBox`, or all, with an entry per image each."""
 
 
 def _inception_crop(
@@ -202,6 +221,25 @@ def _resize_crop(
     return top, left, augmentation.height * per_row, augmentation.width * per_column, flips
 
 
+def _simple_random_crop(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    # torchvision's Resize, whose longer side is cut to whole pixels, and RandomCrop.
+    shrink = np.minimum(height / augmentation.height, width / augmentation.width)
+    starts, lengths, before, behind = [], [], [], []
+    for number, (side, size) in enumerate(
+        ((height, augmentation.height), (width, augmentation.width)), start=1
+    ):
+        resized = np.maximum(size, (side / shrink + _ROUNDING).astype(np.int64))
+        first = _below(resized + 2 * _PADDING - size + 1, random.draw(number)) - _PADDING
+        outside = np.maximum(-first, 0), np.maximum(first + size - resized, 0)
+        before.append(outside[0])
+        behind.append(outside[1])
+        starts.append((first + outside[0]) * side / resized)
+        lengths.append((size - outside[0] - outside[1]) * side / resized)
+    return (*starts, *lengths, _flips(augmentation, random, 3), *before, *behind)
+
+
 def _center_crop(
     height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
 ) -> _Boxes:
@@ -240,6 +278,7 @@ def _rounded(values: NDArray[Any]) -> IntArray:
 _BOXES: Final[dict[str, Callable[[IntArray, IntArray, Augmentation, KeyedUniforms], _Boxes]]] = {
     "inception_crop": _inception_crop,
     "resize_crop": _resize_crop,
+    "simple_random_crop": _simple_random_crop,
     "center_crop": _center_crop,
     "resize": _resize,
 }

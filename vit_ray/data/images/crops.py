@@ -11,6 +11,7 @@ in the TensorFlow pipeline of the ViT paper.
 import io
 import math
 import re
+from dataclasses import replace
 from typing import Final
 
 import cv2
@@ -135,7 +136,8 @@ def decoded(
             if (part := decode_jpeg(content, scale)) is not None:
                 first_row, first, *_ = wanted.bounds(image.size, scale)
                 sides = box.top / scale - first_row, box.left / scale - first
-                scaled = CropBox(*sides, box.height / scale, box.width / scale, box.is_flipped)
+                size = box.height / scale, box.width / scale
+                scaled = replace(box, top=sides[0], left=sides[1], height=size[0], width=size[1])
                 return part[top:bottom, left:right], scaled
         pixels = _decode_other(image.content)
     _check_size(image, pixels.shape[:2])
@@ -290,6 +292,14 @@ def resized(
 ) -> UInt8Array:
     """All of some pixels; of an exact crop, the rectangle of them that `box` is."""
     height, width = out.shape[:2]
+    if box.is_reflected:
+        inner = height - box.above - box.below, width - box.before - box.behind, 3
+        plain = replace(box, is_flipped=False, above=0, before=0, below=0, behind=0)
+        part = resized(crop, plain, augmentation, np.empty(inner, np.uint8))
+        sides = box.above, box.below, box.before, box.behind
+        padded = cv2.copyMakeBorder(part, *sides, cv2.BORDER_REFLECT_101)
+        out[:] = padded[:, :: -1 if box.is_flipped else 1]
+        return out
     if augmentation.interpolation == "bicubic":
         edges = None
         if augmentation.is_exact:

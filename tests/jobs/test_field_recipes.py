@@ -146,7 +146,7 @@ def test_deit_iii_on_imagenet_21k_is_as_its_authors_command_for_vit_s() -> None:
     optim, model, train = recipe.optim, recipe.model, recipe.train
     steps = told_facts(recipe).total_steps
     assert (model.name, model.layer_scale, model.dropout) == ("ViT-S/16", 1e-4, 0.0)
-    assert model.stochastic_depth == 2 * 0.05
+    assert (model.stochastic_depth, model.activation) == (2 * 0.05, "gelu")
     assert (train.global_batch_size, train.loss, train.label_smoothing) == (2048, "softmax", 0.1)
     assert (train.mixup, train.cutmix) == (0.0, 1.0)
     assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.02, 0.0)

@@ -85,6 +85,10 @@ class ModelConfig(Section):
     sigmoid of OpenAI's CLIP."""
     norm_eps: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Epsilon of the layer norms: 1e-6 if unset; 1e-5 in CLIP's towers."""
+    distillation_token: bool | None = None
+    """DeiT's second class token with a head of its own, which learns from the teacher of `distill`;
+    the model predicts by the mean of both heads. It has no position. Exported only in the layout
+    `vit_ray`."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None

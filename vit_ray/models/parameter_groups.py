@@ -11,7 +11,9 @@ from vit_ray.models.catalog import find_spec
 
 _CHAINS = ("blocks", "units")
 # Layer 0 of a Transformer, with the patch embedding.
-_FIRST_LAYER = ("embedding", "class_token", "positions", "registers", "pre_norm", "mask")
+_FIRST_LAYER = (
+    "embedding", "class_token", "positions", "registers", "distillation_token", "pre_norm", "mask",
+)  # fmt: skip
 
 
 def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
@@ -34,12 +36,15 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
         "positions": spec.options.positions.startswith("learned"),
         "registers": spec.options.registers > 0,
         "pre_norm": spec.options.pre_norm,
+        "distillation_token": spec.options.distillation_token,
+        "distillation_head": spec.options.distillation_token,
         "attention_pool": spec.options.pool == "map",
         "representation": spec.options.representation,
     }
     blocks = (f"blocks.{i}" for i in range(spec.encoder.depth))
-    stem = ("embedding", "class_token", "positions", "registers", "pre_norm")
-    parts = (*stem, *blocks, "norm", "attention_pool", "representation", "head")
+    stem = ("embedding", "class_token", "positions", "registers", "distillation_token", "pre_norm")
+    top = ("norm", "attention_pool", "representation", "head", "distillation_head")
+    parts = (*stem, *blocks, *top)
     return tuple(part for part in parts if has.get(part, True))
 
 

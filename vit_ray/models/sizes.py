@@ -47,10 +47,11 @@ class VitOptions:
     head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
     `stochastic_depth` is the share of images for which the last block's branches are left out;
     `registers` is the number of tokens that belong to no patch; `layer_scale` is the first value of
-    the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys. Of
-    `positions`, `sincos_2d` is fixed; of `pool`, `map` is pooling by attention. Published towers
-    need `pre_norm`, a layer norm before the first block, the `activation` of their MLPs, of which
-    `gelu_tanh` is the reference code's, and the epsilon of their layer norms, `norm_eps`.
+    the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys;
+    `distillation_token` adds DeiT's, and its head. Of `positions`, `sincos_2d` is fixed; of `pool`,
+    `map` is pooling by attention. Published towers need `pre_norm`, a layer norm before the first
+    block, the `activation` of their MLPs, of which `gelu_tanh` is the reference code's, and the
+    epsilon of their layer norms, `norm_eps`.
     """
 
     positions: Positions = "learned_1d"
@@ -66,6 +67,7 @@ class VitOptions:
     pre_norm: bool = False
     activation: Activation = "gelu_tanh"
     norm_eps: float = LAYER_NORM_EPS
+    distillation_token: bool = False
 
     def __post_init__(self) -> None:
         choices = {
@@ -88,6 +90,12 @@ class VitOptions:
                 f"positions_at={self.positions_at!r} gives every token one in the layers; use "
                 "positions that are added at the stem"
             )
+        is_plain = self.pool == "cls" and not self.representation and self.positions_at == "stem"
+        if self.distillation_token and not (is_plain and self.positions != "relative"):
+            raise ValueError(
+                "distillation_token=True stands with a class token before plain heads; use "
+                "pool='cls', representation=False, and positions that are added at the stem"
+            )
         if self.positions in ("none", "relative", "sincos_2d") and self.positions_at != "stem":
             raise ValueError(
                 f"positions_at={self.positions_at!r} has no meaning with positions="
@@ -108,9 +116,14 @@ class VitOptions:
         """1 where the head sees a class token, else 0."""
         return int(self.pool == "cls")
 
+    @property
+    def num_seen_tokens(self) -> int:
+        """Tokens at the front that heads see: class token and distillation token."""
+        return self.num_class_tokens + self.distillation_token
+
     def num_tokens(self, grid: Grid) -> int:
-        """Tokens of a block: class token, registers, patches."""
-        return grid[0] * grid[1] + self.num_class_tokens + self.registers
+        """Tokens of a block: class token, distillation token, registers, patches."""
+        return grid[0] * grid[1] + self.num_seen_tokens + self.registers
 
     def depth_rate(self, index: int, depth: int) -> float:
         """Stochastic depth of a block: from 0 at the first, linearly up to the last."""
@@ -128,6 +141,7 @@ class AxialVitOptions(VitOptions):
         refused = {
             "pool": (self.pool != "gap", "has no class token; use pool='gap'"),
             "registers": (self.registers, "has no row or column for them; leave it at 0"),
+            "distillation_token": (self.distillation_token, "has no place for it; leave it off"),
             "stochastic_depth": (
                 self.stochastic_depth,
                 "has blocks that take lines and not images; leave it at 0",

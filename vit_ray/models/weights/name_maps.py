@@ -38,7 +38,10 @@ HEAD_BIASES = (
 POOL_PREFIX = "attention_pool."
 # What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
 # 3.2), and what another way of pooling needs.
-SPARE_PREFIXES = ("head.", "representation.", "class_token.", POOL_PREFIX)
+SPARE_PREFIXES = (
+    "head.", "distillation_head.", "representation.", "class_token.", "distillation_token.",
+    POOL_PREFIX,
+)  # fmt: skip
 
 # Our part, its kind, and the part in the layouts of JAX, timm and Hugging Face; the first line is
 # what @ stands for: a block or unit, by its numbers, of which stage1 and unit1 count from 1. A part

@@ -178,7 +178,9 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bo
         origin = origin_of_checkpoint(position)
         return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
 
-    head, config = shapes.get("head.bias"), _config_of(position)
+    # An objective that trains the head of the model inside it has it under that name.
+    head = shapes.get("head.bias", shapes.get("model.head.bias"))
+    config = _config_of(position)
     sides = config.sides if config else None
     return SavedWeights(head[0] if head else None, load_into, sides, position)
 

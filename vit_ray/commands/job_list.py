@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from vit_ray.config import Recipe
 
 _TRAINING = (
-    "name", "seed", "output", "resume", "model", "data", "optim", "train", "checkpoint",
-    "evaluate", "workers", "tracking",
+    "name", "seed", "output", "resume", "model", "data", "optim", "train", "distill",
+    "checkpoint", "evaluate", "workers", "tracking",
 )  # fmt: skip
 _WEIGHTS = ("init_from", "init_resize")
 _COUNTS = ("plan",)
@@ -229,8 +229,8 @@ _ALL = (
         "of plan.device; starts nothing.",
         "vit_ray.commands.plans.plan:print_plan",
         (
-            "plan", "model", "optim", "train", "checkpoint", "evaluate", "workers", "data", "seed",
-            "convert", "name", "output", "tracking",
+            "plan", "model", "optim", "train", "distill", "checkpoint", "evaluate", "workers",
+            "data", "seed", "convert", "name", "output", "tracking",
         ),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
         "vit_ray.commands.plans.plan:describe_plan",

@@ -37,6 +37,7 @@ from vit_ray.config.section import NotNegative, OnResume, Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
+    DistillConfig,
     EvalConfig,
     ModelConfig,
     OptimConfig,
@@ -73,6 +74,8 @@ class Recipe(Section):
     data: Annotated[DataConfig, OnResume.CONFIRM] = DataConfig()
     optim: Annotated[OptimConfig, OnResume.CONFIRM] = OptimConfig()
     train: Annotated[TrainConfig, OnResume.CONFIRM] = TrainConfig()
+    distill: Annotated[DistillConfig | None, OnResume.CONFIRM] = None
+    """Learn from a teacher; unset = from labels alone."""
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     evaluate: Annotated[EvalConfig, OnResume.CONFIRM] = EvalConfig()
     workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
@@ -190,7 +193,7 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     if problem := credentials_problem(tree):
         raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
-    if problem := _repeated(recipe) or _wrong_model(recipe):
+    if problem := _repeated(recipe) or _wrong_model(recipe) or _wrong_teacher(recipe):
         raise ValueError(f"{where}: {problem}")
     return recipe
 
@@ -214,6 +217,29 @@ def _wrong_model(recipe: Recipe) -> str | None:
         if problem := own.geometry_problem():
             return f"{where}.{problem}"
     return None
+
+
+def _wrong_teacher(recipe: Recipe) -> str | None:
+    """Why the recipe's student cannot learn from its teacher, or None."""
+    distill, model = recipe.distill, recipe.model
+    if distill is None:
+        return None
+    if problem := distill.model.geometry_problem():
+        return f"distill.model.{problem}"
+    size = value_text(distill.model.image_size)
+    problems = {
+        "distill: train.loss=masked_patch has no logits to teach, and no whole images; use "
+        "train.loss=softmax": recipe.train.loss == "masked_patch",
+        f"distill.model.image_size={size}: the teacher sees the student's images, of "
+        f"model.image_size={value_text(model.image_size)}; give both the same size": (
+            distill.model.sides != model.sides
+        ),
+        "distill.kind=features teaches no head, and model.distillation_token has one; set it to "
+        "false, or distill.kind to logits or hard": (
+            distill.kind == "features" and bool(model.distillation_token)
+        ),
+    }
+    return next((text for text, is_so in problems.items() if is_so), None)
 
 
 def _repeated(section: Section, prefix: str = "") -> str | None:
@@ -250,8 +276,9 @@ def _identity(value: Any) -> Any:
 
 # The keys whose values are places; `tracking.uri`, an address, is treated by itself.
 _PLACES = (
-    "output", "init_from", "data.train", "data.eval", "data.cache_dir", "evaluate.few_shot_train",
-    "evaluate.few_shot_test", "extract.data", "extract.path", "vtab.data",
+    "output", "init_from", "distill.teacher", "data.train", "data.eval", "data.cache_dir",
+    "evaluate.few_shot_train", "evaluate.few_shot_test", "extract.data", "extract.path",
+    "vtab.data",
 )  # fmt: skip
 
 

@@ -453,6 +453,28 @@ def given_lengths(section: Section) -> dict[str, Any]:
     return {key: value for key, value in lengths.items() if value is not None}
 
 
+class DistillConfig(Section):
+    """A teacher whose outputs the model learns, on the same images: crop, mixing and all.
+
+    It runs in evaluation mode without gradients in the training's precision, whole on each worker.
+    """
+
+    teacher: str = Field(min_length=1)
+    """Its weights, with the places of `init_from`. They are read at every start, and a run refuses
+    to resume with others."""
+    model: ModelConfig
+    """The teacher's model, which sees images of the student's size."""
+    kind: Annotated[Literal["logits", "hard", "features"], OnResume.FIXED] = "logits"
+    """`logits`: the teacher's probabilities (KL divergence, arXiv:1503.02531); `hard`: its most
+    likely class (DeiT, arXiv:2012.12877); `features`: the cosine distance of what the heads see,
+    the student's through a linear projection (as the adaptors of AM-RADIO, arXiv:2312.06709)."""
+    weight: Share = 0.5
+    """Of the teacher's loss; the labels' has the rest. 1 = the teacher alone, as in "a good teacher
+    is patient and consistent" (arXiv:2106.05237)."""
+    temperature: Annotated[PositiveFloat, UsedIf("kind", ("logits",))] = 1.0
+    """Both logits are divided by it, and the loss is multiplied by its square."""
+
+
 class TrainConfig(Section):
     """Loss, batch and the engine that trains."""
 

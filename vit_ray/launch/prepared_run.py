@@ -100,6 +100,11 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
+    if recipe.distill is not None:
+        from vit_ray.train.distillation import check_teacher  # with torch: seconds
+
+        with needing_right("read", recipe.distill.teacher):
+            check_teacher(recipe, resolved.manifest.num_classes)
     if warning := averaging_warning(recipe.train, resolved.total_steps):
         logger.warning("%s", warning)
     # From before the checkpoints are looked at: another driver may be removing them.

@@ -27,6 +27,7 @@ class MemoryEstimate:
         optimizer: fp32 master weights and moments.
         batches: a worker's whole share of the step's images, and of those that are read ahead.
         activations: kept by the forward pass for the backward pass.
+        teacher: its weights, whole on each worker.
         buffers: temporaries of the backward pass, recomputed blocks, and DeepSpeed's own buffers.
     """
 
@@ -37,6 +38,7 @@ class MemoryEstimate:
     batches: float
     activations: float
     buffers: float
+    teacher: float = 0.0
 
     @property
     def total(self) -> float:
@@ -72,6 +74,7 @@ class StateShape:
         num_frozen: parameters without gradient and optimizer state.
         overlaps: reduction runs beside the backward pass, with a second bucket (on GPUs).
         largest_parameter: elements of the largest trained parameter.
+        teacher_bytes: weights of a teacher, in the training's precision.
         batch_bytes: images of one batch on a worker, as pixels.
     """
 
@@ -86,6 +89,7 @@ class StateShape:
     overlaps: bool = True
     largest_parameter: int = 0
     batch_bytes: int = 0
+    teacher_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -128,6 +132,7 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
         gradients=trained * 4 * share[2] / GIB,
         optimizer=0.0 if shape.offload else optimizer / GIB,
         averages=averages / GIB,
+        teacher=shape.teacher_bytes / GIB,
         batches=shape.batch_bytes * BATCHES_ON_DEVICE / GIB,
         activations=activations.kept / GIB,
         buffers=(max(backward + activations.peak, in_step) - activations.kept) / GIB,

@@ -15,9 +15,11 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
+from vit_ray.models.distilled import ProjectedFeatures
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.parameter_groups import chosen_parts, part_of
 from vit_ray.own_parts import Loss, is_own, own_part
+from vit_ray.train.distillation import Teacher, teacher_losses, teacher_width
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
@@ -28,7 +30,7 @@ NotesLosses = Callable[[Tensor, Tensor, int], None]
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The recipe's model, inside `MaskedPatchObjective` where that is its loss.
+    """The recipe's model, inside `MaskedPatchObjective` or `ProjectedFeatures` where these train.
 
     Raises:
         ValueError: as `build_model`; a part is not the model's, or it cannot recompute.
@@ -38,6 +40,8 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     )
     if recipe.train.loss == "masked_patch":
         model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
+    if recipe.distill is not None and recipe.distill.kind == "features":
+        model = ProjectedFeatures(model, teacher_width(recipe.distill))
     freeze(model, recipe.optim.frozen)
     every = recipe.train.activation_checkpointing
     if every and not hasattr(model, "set_activation_checkpointing"):
@@ -61,7 +65,9 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def make_loss(recipe: Recipe, note: NotesLosses | None = None) -> LossFunction:
+def make_loss(
+    recipe: Recipe, note: NotesLosses | None = None, teacher: Teacher | None = None
+) -> LossFunction:
     """The recipe's loss as the engine calls it.
 
     What is random in it (dropout, mixing, the choice of patches) is a function of the seed, the
@@ -69,6 +75,7 @@ def make_loss(recipe: Recipe, note: NotesLosses | None = None) -> LossFunction:
 
     Args:
         note: gets the losses per image, which `loss=masked_patch` does not have in training.
+        teacher: where the recipe has one; its losses and the labels' are noted there.
     """
     if recipe.train.loss == "masked_patch":
 
@@ -81,7 +88,7 @@ def make_loss(recipe: Recipe, note: NotesLosses | None = None) -> LossFunction:
 
         return predict_patches
 
-    losses_of = make_image_losses(recipe)
+    losses_of = make_image_losses(recipe, teacher, notes_parts=True)
 
     def classify(
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
@@ -94,13 +101,20 @@ def make_loss(recipe: Recipe, note: NotesLosses | None = None) -> LossFunction:
     return classify
 
 
-def make_image_losses(recipe: Recipe) -> LossFunction:
+def make_image_losses(
+    recipe: Recipe, teacher: Teacher | None = None, *, notes_parts: bool = False
+) -> LossFunction:
     """As `make_loss`, with the loss of each image, float32 (b,), in the place of their mean.
 
     Where images are mixed, an image's loss is that of its mixture with its partner, to which both
-    contribute.
+    contribute. A teacher sees the mixture, too.
     """
-    train = recipe.train
+    train, distill = recipe.train, recipe.distill
+    asked = {}
+    if distill is not None and distill.kind == "features":
+        asked = {"projects": True}
+    elif distill is not None and recipe.model.distillation_token:
+        asked = {"by_token": True}
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
     def classify(
@@ -109,17 +123,26 @@ def make_image_losses(recipe: Recipe) -> LossFunction:
         keys: tuple[Tensor, ...] = ()
         if recipe.model.dropout or recipe.model.stochastic_depth:
             keys = (sample_keys(samples, recipe.seed, step),)
-        if not train.mixes:
-            logits = module(normalize(images, dtype), *keys)
-            return classification_loss(logits, labels, train)
-        height, width = images.shape[1:3]
-        mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)
-        mixed = mix_images(normalize(images, torch.float32), mixing.weight)
-        logits = module(mixed.to(dtype), *keys)
-        # Both losses are linear in the target, so this is the loss of mixed targets.
-        own = classification_loss(logits, labels, train)
-        others = classification_loss(logits, partners(labels), train)
-        return torch.lerp(others, own, mixing.own_share)
+        if train.mixes:
+            height, width = images.shape[1:3]
+            mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)
+            seen = mix_images(normalize(images, torch.float32), mixing.weight).to(dtype)
+        else:
+            seen = normalize(images, dtype)
+        outputs = module(seen, *keys, **asked)
+        logits, answers = outputs if asked else (outputs, outputs)
+        losses = classification_loss(logits, labels, train)
+        if train.mixes:
+            # Both losses are linear in the target, so this is the loss of mixed targets.
+            others = classification_loss(logits, partners(labels), train)
+            losses = torch.lerp(others, losses, mixing.own_share)
+        if distill is None:
+            return losses
+        assert teacher is not None
+        taught = teacher_losses(distill, answers, teacher.outputs(seen, distill.kind))
+        if notes_parts:
+            teacher.note(losses, taught)
+        return torch.lerp(losses, taught, distill.weight)
 
     def predict_patches(
         module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Final
 
@@ -75,6 +76,8 @@ class CheckpointSaver:
         self._written = threading.Event()
         self._written.set()
         self._error: BaseException | None = None
+        self.teacher_digest = ""
+        """Of the weights that this run learns from."""
 
     def save(self, progress: Progress, leaves_at_s: float | None = None) -> float:
         """Copy the state now and write it while training continues.
@@ -93,6 +96,7 @@ class CheckpointSaver:
         self._watchdog.pause()  # waiting has limits of its own
         self.wait_until_written()  # storage slower than the cadence must not pile up copies
         position = make_position(self._job, self._state, progress, self._link.tracking_run_id())
+        position = replace(position, teacher_digest=self.teacher_digest)
         snapshot = self._state.snapshot(position)
         self._written.clear()
         self._run_beside(lambda: self._write(snapshot, asked_s, leaves_at_s))

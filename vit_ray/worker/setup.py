@@ -15,6 +15,7 @@ from vit_ray.measure.meters import Compute
 from vit_ray.models.parameter_groups import part_of
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
+from vit_ray.train.distillation import Teacher
 from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch
@@ -135,12 +136,13 @@ def build_engine(
     *,
     loads_weights: bool,
     note_losses: NotesLosses | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[DeepSpeedEngine, LoadReport | None]:
     """The engine with its first weights, and what became of those in `init_from`.
 
     Args:
         loads_weights: start from `init_from`; False where a checkpoint is restored afterwards.
-        note_losses: as `make_loss`.
+        note_losses, teacher: as `make_loss`.
 
     Raises:
         UnrecoverableError: the weights do not fit the model, or there are none.
@@ -175,7 +177,7 @@ def build_engine(
         recipe.optim,
         micro_batch_size=micro_batch_size,
         accumulation_steps=passes,
-        loss_function=make_loss(recipe, note_losses),
+        loss_function=make_loss(recipe, note_losses, teacher),
     )
     return engine, report
 

@@ -29,8 +29,9 @@ from vit_ray.measure.step_time import (
     Traffic,
     traffic_per_step,
 )
-from vit_ray.models.flops import count_exaflops, forward_macs
+from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
+from vit_ray.train.distillation import run_exaflops
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
     count_parameters,
@@ -122,7 +123,7 @@ def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> Tr
     model, batch = recipe.model, recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
     macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
-    exaflops = count_exaflops(macs, steps * batch)
+    exaflops = run_exaflops(recipe, num_classes, steps * batch)
     return TrainingFacts(num_images, num_classes, source, steps, macs, exaflops)
 
 

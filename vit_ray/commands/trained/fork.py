@@ -45,7 +45,9 @@ from vit_ray.own_parts import trust_modules
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import MEASURED
 
-_OF_TENSORS: Final = ("optim.name", "optim.frozen", "train.loss", "train.masked_target")
+_OF_TENSORS: Final = (
+    "optim.name", "optim.frozen", "train.loss", "train.masked_target", "distill.kind",
+)  # fmt: skip
 _WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
 """Keys of the model that no tensor depends on."""
 

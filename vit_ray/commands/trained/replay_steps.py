@@ -22,6 +22,7 @@ from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.named_run import NamedRun
 from vit_ray.measure.meters import Compute
 from vit_ray.storage import Location
+from vit_ray.train.distillation import load_teacher
 from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, LoopHooks, RankContext, run_training
@@ -96,13 +97,14 @@ def replay_steps(run: NamedRun, checkpoint: Checkpoint, step: int, folder: Locat
     with joined_process_group(
         place, _CPU, f"{_HOST}:{store.port}", store, backend="gloo", timeout_s=_TIMEOUT_S
     ):
+        num_classes = len(run.resolved.manifest.classes)
         engine = DeepSpeedEngine(
-            build_objective(recipe, len(run.resolved.manifest.classes)),
+            build_objective(recipe, num_classes),
             recipe.train,
             recipe.optim,
             micro_batch_size=micro,
             accumulation_steps=size // micro,
-            loss_function=make_loss(recipe),
+            loss_function=make_loss(recipe, teacher=load_teacher(recipe, num_classes, _CPU)),
         )
         engine.restore(checkpoint)
         sums = partial(all_sum, device=_CPU)

@@ -28,9 +28,9 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1
-from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.models.weights.folder_config import weights_file
 from vit_ray.own_parts import is_own
+from vit_ray.train.distillation import run_exaflops
 
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
 """Of the recipe: what decides the result, and no folders or servers."""
@@ -150,10 +150,10 @@ def _training_facts(
         return {"weights": _place(str(recipe.init_from)), "licence of the data": licence}
     train = recipe.data.train
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
-    shape, progress, compute = recipe.model, position.progress, _UNKNOWN
+    progress, compute = position.progress, _UNKNOWN
     with contextlib.suppress(ValueError):  # a model whose code may not be run
-        macs = forward_macs(shape.name, num_classes, shape.image_size, **shape.options())
-        compute = f"{count_exaflops(macs, position.samples_seen):.4g} exaFLOPs"
+        exaflops = run_exaflops(recipe, num_classes, position.samples_seen)
+        compute = f"{exaflops:.4g} exaFLOPs"
     facts = {
         "data": ", ".join(_place(path) for path in paths),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,

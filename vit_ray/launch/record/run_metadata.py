@@ -147,7 +147,8 @@ def recipe_yaml(recipe: Recipe) -> str:
 
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
     """Compute and data of so many steps: `study/...`."""
-    from vit_ray.models.flops import count_exaflops, forward_macs  # with torch: seconds
+    from vit_ray.models.flops import forward_macs  # with torch: seconds
+    from vit_ray.train.distillation import run_exaflops
 
     model, batch = resolved.recipe.model, resolved.recipe.train.global_batch_size
     macs = forward_macs(
@@ -155,7 +156,7 @@ def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
     )
     images_seen = steps * batch
     return {
-        STUDY_EXAFLOPS: count_exaflops(macs, images_seen),
+        STUDY_EXAFLOPS: run_exaflops(resolved.recipe, resolved.manifest.num_classes, images_seen),
         STUDY_FORWARD_GMACS: macs / 1e9,
         STUDY_IMAGES_SEEN: float(images_seen),
         STUDY_TRAIN_IMAGES: float(resolved.num_images),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from vit_ray.measure.activation_memory import (
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
 from vit_ray.models.flops import TrainingMacs, training_macs
 from vit_ray.own_parts import is_own
+from vit_ray.train.distillation import Teacher, teacher_macs, unread_teacher
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.optim.optimizers import bytes_per_element, hidden_matrices
 
@@ -61,9 +63,15 @@ def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
 def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
     """Multiply-adds of one image in a step, as the engine computes them.
 
+    A teacher's forward pass is a part of the forward pass, and so of MFU.
+
     Args:
         has_gpu: decides whether blocks are compiled where the recipe leaves it open.
     """
+    if recipe.distill is not None:
+        alone = step_macs(recipe.with_changes(distill=None), num_classes, has_gpu)
+        taught = teacher_macs(recipe, num_classes, is_pruned=True)
+        return replace(alone, forward=alone.forward + taught)
     model, train = recipe.model, recipe.train
     if is_own(model.name):
         return _counted_macs(recipe, num_classes)
@@ -118,15 +126,17 @@ def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Ac
     Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
     head and token, and no N x N matrix. A recomputed block keeps its input. The loss counts.
     """
-    model = prepared_model(recipe, num_classes)
-    forward = forward_pass(model, recipe, batch_size)
+    model, teacher = prepared_model(recipe, num_classes), unread_teacher(recipe, num_classes, META)
+    forward = forward_pass(model, recipe, batch_size, teacher=teacher)
     weights: list[Tensor] = list(model.parameters())
+    weights += teacher.model.parameters() if teacher else ()
     with gpu_kernels():
         return Activations(kept=kept_bytes(forward, weights), peak=peak_bytes(forward, weights))
 
 
 def inference_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
     """Bytes of the weights and, at the worst moment, of a forward pass without gradients."""
+    recipe = recipe.with_changes(distill=None) if recipe.distill else recipe
     model = prepared_model(recipe, num_classes).eval()
     weights = list(model.parameters())
     with gpu_kernels(), torch.no_grad(), ActivationMemory(weights) as memory:
@@ -151,8 +161,15 @@ def state_shape(
         moment_bytes=bytes_per_element(recipe.optim, num_hidden / max(1, sum(trained))),
         has_average=recipe.train.averaging > 0,
         offload=recipe.train.offload and stage > 0,
+        teacher_bytes=_teacher_bytes(recipe, num_classes),
         batch_bytes=recipe.train.global_batch_size // world_size * height * width * 3,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _teacher_bytes(recipe: Recipe, num_classes: int) -> int:
+    teacher = unread_teacher(recipe, num_classes, META)
+    return sum(weight.nbytes for weight in teacher.model.parameters()) if teacher else 0
 
 
 def estimate_memory(
@@ -168,11 +185,15 @@ def estimate_memory(
 
 
 def forward_pass(
-    model: nn.Module, recipe: Recipe, batch_size: int, device: torch.device = META
+    model: nn.Module,
+    recipe: Recipe,
+    batch_size: int,
+    device: torch.device = META,
+    teacher: Teacher | None = None,
 ) -> Callable[[], Tensor]:
     """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
     height, width = recipe.model.sides
-    loss = make_loss(recipe)
+    loss = make_loss(recipe, teacher=teacher)
 
     def forward() -> Tensor:
         with device:

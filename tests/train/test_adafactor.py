@@ -335,6 +335,9 @@ def test_every_stage_takes_the_same_steps(straight: dict[str, Run], name: str) -
         if label.startswith(f"{name}-fp32"):
             # The rounded moment of a weight in many hundreds is the other of two bf16 neighbours.
             assert run.losses == pytest.approx(first, rel=1e-4), label
+            if name == "lamb":  # norms of parts of tensors change the losses by 4e-6 of themselves
+                whole = straight["lamb-fp32-0"].averaged
+                torch.testing.assert_close(run.averaged, whole, rtol=0.0, atol=2e-5, msg=label)
         elif label.startswith(name):
             assert run.losses == pytest.approx(first, rel=2e-2), label
 

@@ -27,6 +27,7 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpo
 from vit_ray.commands.plans.dry_run import describe_training
 from vit_ray.commands.plans.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import draw_box
@@ -185,8 +186,12 @@ def rows(recipe: Recipe, first: int, share: slice) -> Any:
     return np.arange(first, first + BATCH)[share] % IMAGES
 
 
-def crops(recipe: Recipe, samples: Any, epoch: int) -> Any:
-    augment = augmentation_of(recipe.model, recipe.data.augment)
+def crops(recipe: Recipe, samples: Any, epoch: int, step: int) -> Any:
+    sizes = crop_sizes(recipe.data.augment.sizes, recipe.model.image_size, STEPS)
+    size, _ = sizes.lengths(step + 1)[-1]
+    augment = augmentation_of(
+        recipe.model.model_copy(update={"image_size": size}), recipe.data.augment
+    )
     made = [
         training_crop(encoded(PIXELS[s], "PNG"), augment, (recipe.seed, epoch, int(s)))
         for s in samples
@@ -200,7 +205,7 @@ def training_batches(recipe: Recipe, start: int, share: slice) -> Iterator[Any]:
         samples = rows(recipe, step * BATCH, share)
         labels = np.zeros((len(samples), 1), np.int32)
         if recipe.data.decode == "host":
-            images = crops(recipe, samples, step * BATCH // IMAGES)
+            images = crops(recipe, samples, step * BATCH // IMAGES, step)
             yield {"image": images, "labels": labels, "sample": samples}
             continue
         augment = augmentation_of(recipe.model, recipe.data.augment)
@@ -324,7 +329,15 @@ def test_how_it_is_computed_changes_no_loss(outcomes: dict[str, Outcome], name: 
 
 
 @pytest.mark.parametrize(
-    "name", ["gap", "axial", "recomputation", "field", *(n for n in NAMES if "positions" in n)]
+    "name",
+    [
+        "gap",
+        "crop_sizes",
+        "axial",
+        "recomputation",
+        "field",
+        *(n for n in NAMES if "positions" in n),
+    ],
 )
 def test_what_is_computed_does(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name].losses[1:] != pytest.approx(outcomes["base"].losses[1:], rel=1e-4)

@@ -197,13 +197,22 @@ class AugmentConfig(Section):
     erasing: Fraction = 0.0
     """Share of the images with noise in a random rectangle of 2 to 33 % of the crop: timm's random
     erasing by pixel, after everything else (DeiT: 0.25). Needs `data.decode=host`."""
+    sizes: tuple[tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Positive], ...] = ()
+    """Pixels of a side by progress: [[0, 128], [0.5, 176], [0.8, 224]] has crops of 128 at first,
+    and of 224, which is at most `model.image_size`, from 80 % of the steps on. Positions are
+    resampled in the forward pass; evaluation has `model.image_size`. Unset = that throughout."""
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`. Needs
     `data.decode=host`."""
 
     def problems(self) -> dict[str, object]:
-        """An empty range of areas; strengths that timm's operations do not have."""
+        """An empty range of areas; strengths that timm's operations do not have; no first size."""
+        shares = [share for share, _ in self.sizes]
         return {
+            f"sizes={[list(one) for one in self.sizes]} must begin at 0 and go up in progress; "
+            "give pairs such as [[0, 128], [0.5, 224]]": (
+                bool(shares) and (shares[0] != 0 or sorted(set(shares)) != shares)
+            ),
             f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range from "
             "small to large": self.min_area > self.max_area,
             f"randaugment_magnitude={self.randaugment_magnitude} is above 10, where timm's "
@@ -326,7 +335,7 @@ class DataConfig(Section):
     def problems(self) -> dict[str, object]:
         """What is done to crops on the device; a cache that is not on a disk."""
         is_on_device = self.decode == "device"
-        done = ("randaugment", "three_augment", "color_jitter", "erasing", "own")
+        done = ("randaugment", "three_augment", "color_jitter", "erasing", "own", "sizes")
         return {
             **{
                 f"augment.{key}={value} is done by the reading tasks; set decode=host, or "

@@ -68,14 +68,16 @@ class SincosPositions2d(nn.Module):
                 f"positions='sincos_2d' takes a quarter of the width each for two sines and two "
                 f"cosines, and width={width}; change width to a multiple of 4 from 8 on"
             )
+        self.grid = grid
         table = sincos_table(grid, width)
         if has_class_token:
             table = F.pad(table, (0, 0, 1, 0))
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape."""
-        return tokens_BND + self.table.to(tokens_BND.dtype)
+        """Tokens plus their positions, same shape; of a smaller square image too."""
+        table = _resized_for(tokens_BND, self.table[None], self.grid)
+        return tokens_BND + table.to(tokens_BND.dtype)
 
 
 def sincos_table(grid: Grid, width: int) -> Tensor:
@@ -92,13 +94,14 @@ class LearnedPositions1d(nn.Module):
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
         super().__init__()
+        self.grid = grid
         num_tokens = grid[0] * grid[1] + has_class_token
         self.table = nn.Parameter(torch.empty(1, num_tokens, width))
         nn.init.normal_(self.table, std=POSITION_STD)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape."""
-        return tokens_BND + self.table
+        """Tokens plus their positions, same shape; of a smaller square image too."""
+        return tokens_BND + _resized_for(tokens_BND, self.table, self.grid)
 
 
 class LearnedPositions2d(nn.Module):
@@ -193,6 +196,16 @@ def resize_table(
     resized = F.interpolate(image, size=new_grid, mode=mode, align_corners=mode == "bilinear")
     raster = resized.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)
     return torch.cat([prefix, raster], dim=1)
+
+
+def _resized_for(tokens_BND: Tensor, table_1ND: Tensor, grid: Grid) -> Tensor:
+    """The table for so many tokens: resampled where they are those of another square image."""
+    if tokens_BND.shape[1] == table_1ND.shape[1]:
+        return table_1ND
+    num_prefix = table_1ND.shape[1] - grid[0] * grid[1]
+    smaller = square_grid(tokens_BND.shape[1] - num_prefix)
+    assert smaller is not None, "`VisionTransformer.embed` has let in images that are no squares"
+    return resize_table(table_1ND, grid, smaller)
 
 
 def resize_line(table: Tensor, length: int) -> Tensor:

@@ -62,6 +62,8 @@ class VisionTransformer(Recomputable):
 
     is_bound_to_grid = False
     """Without positions the encoder is a function of a set of any size."""
+    takes_sizes = False
+    """Whether square images of other sizes are embedded too, with resampled positions."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class VisionTransformer(Recomputable):
         """
         grid_BhwD = self.embedding(images)
         is_bound = self.is_bound_to_grid or self.options.positions != "none"
-        if grid_BhwD.shape[1:3] != self.grid and is_bound:
+        if grid_BhwD.shape[1:3] != self.grid and is_bound and not self._takes(grid_BhwD):
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
                 f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, and the model was built for "
@@ -164,6 +166,23 @@ class VisionTransformer(Recomputable):
                 f"({images.shape[-2]}, {images.shape[-1]}) and load the weights into that"
             )
         return grid_BhwD.flatten(1, 2)
+
+    def _takes(self, grid_BhwD: Tensor) -> bool:
+        return self.takes_sizes and grid_BhwD.shape[1] == grid_BhwD.shape[2]
+
+    def let_in_other_sizes(self) -> None:
+        """Have square images of other sizes than the model was built for embedded, too.
+
+        Raises:
+            ValueError: its positions cannot be resampled.
+        """
+        if self.is_bound_to_grid or self.options.positions in ("learned_2d", "relative"):
+            kind = "an axial model" if self.is_bound_to_grid else self.options.positions
+            raise ValueError(
+                f"the positions of {kind} are of one image size; use a ViT or hybrid with "
+                "positions 'learned_1d', 'sincos_2d' or 'none'"
+            )
+        self.takes_sizes = True
 
     def encode(
         self,

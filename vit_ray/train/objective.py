@@ -18,6 +18,7 @@ from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.distilled import ProjectedFeatures
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.parameter_groups import chosen_parts, part_of
+from vit_ray.models.vit import VisionTransformer
 from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.distillation import Teacher, teacher_losses, teacher_width
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
@@ -43,6 +44,7 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     if recipe.distill is not None and recipe.distill.kind == "features":
         model = ProjectedFeatures(model, teacher_width(recipe.distill))
     freeze(model, recipe.optim.frozen)
+    _let_in_sizes(model, recipe)
     every = recipe.train.activation_checkpointing
     if every and not hasattr(model, "set_activation_checkpointing"):
         raise ValueError(
@@ -50,6 +52,27 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
             "set_activation_checkpointing(every); add it, or set the key to 0"
         )
     return model
+
+
+def _let_in_sizes(model: nn.Module, recipe: Recipe) -> None:
+    sizes, side = recipe.data.augment.sizes, recipe.model.image_size
+    if not sizes:
+        return
+    given = f"data.augment.sizes={[list(one) for one in sizes]}"
+    if isinstance(side, tuple) or max(size for _, size in sizes) > side:
+        raise ValueError(
+            f"{given} are sides of squares up to model.image_size={side}; lower them, or give the "
+            "model a larger square"
+        )
+    if recipe.distill is not None:
+        raise ValueError(f"{given}: the teacher of distill takes images of one size; unset one")
+    if isinstance(model, MaskedPatchObjective):
+        raise ValueError(f"{given}: train.loss=masked_patch has patches of one size; unset one")
+    if isinstance(model, VisionTransformer):
+        try:
+            model.let_in_other_sizes()
+        except ValueError as error:
+            raise ValueError(f"{given}: {error}") from None
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:

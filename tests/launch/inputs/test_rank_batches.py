@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,49 @@ def test_each_world_size_has_the_same_global_batches_and_an_epoch_has_each_image
     assert sorted(seen[:num_images].tolist()) == list(range(num_images))
 
 
+CROPS: dict[str, Any] = {"flip": False, "min_area": 0.5}
+SIZES = [[0.0, 8], [0.3, 12], [0.5, 16]]
+"""Of a run of 16 steps: 12 pixels from step 5, and 16 from step 8 on."""
+
+
+@pytest.fixture
+def sized(recipe: Recipe) -> Recipe:
+    return recipe.with_changes(optim={"steps": 16}, data={"augment": {**CROPS, "sizes": SIZES}})
+
+
+def test_the_size_of_crops_follows_the_step_and_what_is_cut_does_not(
+    sized: Recipe, digits: Digits
+) -> None:
+    batches = training_batches(sized)
+    opened = open_dataset(digits.train).iter_batches(
+        64, 16, seed=5, epochs=16 * 64 / 1497,
+        augment={**CROPS, "sizes": SIZES},
+    )  # fmt: skip
+    assert len(batches) == len(opened) == 16
+    for step, side in {0: 8, 4: 8, 5: 12, 7: 12, 8: 16, 15: 16}.items():
+        plain = sized.with_changes(model={"image_size": side}, data={"augment": CROPS})
+        expected = training_batches(plain)[step]
+        assert expected["image"].shape == (64, side, side, 3)
+        for name, column in expected.items():
+            np.testing.assert_array_equal(batches[step][name], column, err_msg=f"{name}, {step}")
+            np.testing.assert_array_equal(opened[step][name], column, err_msg=f"{name}, {step}")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("world", "start", "stop"), [(1, 0, 16), (4, 3, 9)])
+def test_a_stream_changes_the_size_at_the_same_step_for_every_world(
+    sized: Recipe, world: int, start: int, stop: int
+) -> None:
+    size, spec = sized.train.global_batch_size, resolve_run(sized).streams["train"]
+    ranks = read_training(spec, world, size // world, start * size, stop * size)
+    for rank, streamed in enumerate(ranks):
+        listed = training_batches(sized, rank, world)[start:stop]
+        assert len(streamed) == stop - start
+        for batch, expected in zip(streamed, listed, strict=True):
+            for name in expected:
+                np.testing.assert_array_equal(batch[name], expected[name], err_msg=name)
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_it_is_what_the_stream_of_a_run_gives(recipe: Recipe, digits: Digits) -> None:
     size, (start, stop) = recipe.train.global_batch_size, (5, 9)
@@ -53,7 +97,7 @@ def test_it_is_what_the_stream_of_a_run_gives(recipe: Recipe, digits: Digits) ->
         listed = training_batches(recipe, rank, 2)[start:stop]
         opened = open_dataset(digits.train).iter_batches(
             size, 16, seed=5, rank=rank, world_size=2, start=start * size, epochs=3,
-            augment={"flip": False, "min_area": 0.5},
+            augment=CROPS,
         )  # fmt: skip
         batches = zip(listed, opened[: stop - start], streamed, strict=True)
         for batch, without_recipe, expected in batches:

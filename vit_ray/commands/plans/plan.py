@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.data.stream.batches import LAG_SHARE
@@ -34,6 +35,7 @@ from vit_ray.storage import locate
 from vit_ray.train.distillation import run_exaflops
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
+    at_size,
     count_parameters,
     count_tensors,
     estimate_memory,
@@ -123,7 +125,7 @@ def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> Tr
     model, batch = recipe.model, recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
     macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
-    exaflops = run_exaflops(recipe, num_classes, steps * batch)
+    exaflops = run_exaflops(recipe, num_classes, steps * batch, steps)
     return TrainingFacts(num_images, num_classes, source, steps, macs, exaflops)
 
 
@@ -200,7 +202,12 @@ def plan_stage(
     micro = wanted if isinstance(wanted, int) else largest or 1
     passes = accumulation_steps(batch, micro, size)
     traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)
-    macs = step_macs(recipe, facts.num_classes).hardware
+    sizes = crop_sizes(recipe.data.augment.sizes, recipe.model.image_size, facts.total_steps)
+    of_all = [
+        step_macs(at_size(recipe, size), facts.num_classes).hardware * count
+        for size, count in sizes.lengths(facts.total_steps)
+    ]
+    macs = round(sum(of_all) / facts.total_steps)  # of the mean step
     launches = passes * LAUNCHES_PER_TENSOR * count_tensors(recipe, facts.num_classes)
     return StagePlan(
         stage,

@@ -6,6 +6,7 @@ where the stream is to give them, "key": uint8 (b, w), UTF-8 padded with zeros t
 Where the device decodes, training batches have the columns of `encoded` in the place of "image".
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ class StreamSpec:
     """What a stream reads and how; everything but who reads it.
 
     Attributes:
+        augmentation: of all images; the one with the largest crops where there are several.
+        augmentations: where crops have other sizes by position: the first position of each, a
+            multiple of the global batch, and how images are cut from there on.
         seed: of the order and of the augmentation.
         rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
@@ -60,6 +64,7 @@ class StreamSpec:
 
     manifest: Manifest
     augmentation: Augmentation = field(default_factory=Augmentation)
+    augmentations: tuple[tuple[int, Augmentation], ...] = ()
     seed: int = 0
     rows: Selection | None = None
     window: ShuffleWindow | None = None
@@ -80,6 +85,16 @@ class StreamSpec:
     def num_images(self) -> int:
         """Images of one epoch."""
         return self.manifest.num_images if self.rows is None else self.rows.count
+
+    def augmentation_at(self, position: int) -> Augmentation:
+        """How the image at a position of the run is cut."""
+        found = (cut for first, cut in reversed(self.augmentations) if first <= position)
+        return next(found, self.augmentation)
+
+    def stretches(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Positions [start, stop), cut where the size of crops changes."""
+        firsts = [first for first, _ in self.augmentations if start < first < stop]
+        return list(itertools.pairwise([start, *firsts, stop]))
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,8 @@ class BatchReader:
         if not self._job.is_training:
             positions = positions[positions < self.plan.num_images]
         rows, spec = self.plan.rows_at(positions), self._job.spec
-        batch = _Batch(self._job, last - first)
+        augmentation = spec.augmentation_at(int(positions[0])) if len(positions) else None
+        batch = _Batch(self._job, last - first, augmentation or spec.augmentation)
         # So many rows at a time that their row groups are kept together.
         groups = np.unique(rows.groups)
         turns = np.cumsum(spec.manifest.bytes[groups]) // max(1, spec.cache_mib << 20)
@@ -161,7 +177,7 @@ class BatchReader:
         read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]
         sizes = np.array([one.size(row) for one, row in zip(encoded, stored, strict=True)])
-        boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
+        boxes = draw_boxes(sizes, batch.augmentation, spec.seed, epochs, samples)
         columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
         for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
             if not batch.try_row(i, *row) and self._job.is_training:
@@ -178,7 +194,7 @@ class BatchReader:
         for other in np.roll(others, -after)[:-1].tolist():
             stored = manifest.stored_row(group, other)
             sample = int(manifest.first_samples[group]) + other
-            box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
+            box = draw_box(encoded.size(stored), batch.augmentation, (spec.seed, epoch, sample))
             if batch.try_row(i, encoded, epoch, group, stored, sample, box):
                 return
         raise ValueError(
@@ -225,14 +241,15 @@ class _Batch:
     """A batch that is being filled; what is never written is padding.
 
     Attributes:
+        augmentation: of its images.
         bad: a description of each bad row, by its sample number.
     """
 
-    def __init__(self, job: StreamJob, size: int) -> None:
-        self._job, self._spec = job, job.spec
+    def __init__(self, job: StreamJob, size: int, augmentation: Augmentation) -> None:
+        self._job, self._spec, self.augmentation = job, job.spec, augmentation
         self.bad: dict[int, str] = {}
         columns = EncodedColumns if job.is_encoded else _PixelColumns
-        self._images = columns(job.spec.augmentation, size)
+        self._images = columns(augmentation, size)
         self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
         self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
         self._keys = [b""] * size

@@ -120,8 +120,14 @@ def segments_of(
         most_tasks = min(tasks, most_tasks or tasks)
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
-    whole = read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
-    tasks_left = without_blocks(whole, first_block)
+    whole = (
+        read_tasks(
+            partition, (first - start) // readers.world_size, (last - start) // readers.world_size,
+            job.shape, readers.ranks,
+        )
+        for first, last in spec.stretches(start, start + passes * rows_per_pass)
+    )  # fmt: skip
+    tasks_left = without_blocks(itertools.chain.from_iterable(whole), first_block)
     while planned := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
         # A set takes from the context where its tasks run, unless by their labels. A block that is
         # made on its ranks' host crosses no network; where there is one server alone, Ray Data

@@ -172,12 +172,13 @@ class SeenBatches:
         group = int(np.searchsorted(manifest.first_samples, sample, side="right")) - 1
         row = manifest.stored_row(group, sample - int(manifest.first_samples[group]))
         rows = self._reader.read_group(group)
-        drawn = tuple(map(str, operations(self._spec.augmentation, rng_key)))
+        augmentation = self._spec.augmentation_at(int(self._positions(step)[0]))
+        drawn = tuple(map(str, operations(augmentation, rng_key)))
         return SeenImage(
             step, place, sample, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
             manifest.files[int(manifest.file_index[group])].path,
             int(manifest.row_group[group]), row, rows.size(row),
-            draw_box(rows.size(row), self._spec.augmentation, rng_key), drawn,
+            draw_box(rows.size(row), augmentation, rng_key), drawn,
             content=bytes(rows.image(row)),
         )  # fmt: skip
 
@@ -195,7 +196,7 @@ class SeenBatches:
 
         pixels, numbers = torch.from_numpy(images), torch.from_numpy(samples)
         if train.mixes:
-            mixing = draw_mixing(numbers, self._recipe.model.sides, train, seed, step)
+            mixing = draw_mixing(numbers, images.shape[1:3], train, seed, step)
             mixed = mix_images(normalize(pixels, torch.float32), mixing.weight)
             return _to_uint8(mixed), mixing.own_share.numpy()
         return self._masked(pixels, numbers, step).numpy(), None

@@ -152,7 +152,8 @@ def _training_facts(
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
     progress, compute = position.progress, _UNKNOWN
     with contextlib.suppress(ValueError):  # a model whose code may not be run
-        exaflops = run_exaflops(recipe, num_classes, position.samples_seen)
+        steps = recipe.optim.steps or position.step
+        exaflops = run_exaflops(recipe, num_classes, position.samples_seen, steps)
         compute = f"{exaflops:.4g} exaFLOPs"
     facts = {
         "data": ", ".join(_place(path) for path in paths),

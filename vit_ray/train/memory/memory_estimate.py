@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_ray.config import Recipe
+from vit_ray.config.section import ImageSize
 from vit_ray.measure.activation_memory import (
     ActivationMemory,
     gpu_kernels,
@@ -60,8 +61,14 @@ def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
     )
 
 
+def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
+    """The recipe with crops of one size, for counts."""
+    augment = recipe.data.augment.model_dump(mode="json") | {"sizes": []}
+    return recipe.with_changes(model={"image_size": size}, data={"augment": augment})
+
+
 def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
-    """Multiply-adds of one image in a step, as the engine computes them.
+    """Multiply-adds of one image of the model's size in a step, as the engine computes them.
 
     A teacher's forward pass is a part of the forward pass, and so of MFU.
 

@@ -1,0 +1,47 @@
+"""The sizes of crops over a run as arithmetic, and what they are refused for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.recipes import recipe_with
+from vit_ray.config.crop_sizes import crop_sizes
+
+SIZES = ((0.0, 16), (0.5, 24), (0.75, 32))
+
+
+def test_shares_of_the_steps_become_first_steps() -> None:
+    sizes = crop_sizes(SIZES, 32, 10)
+    assert sizes.pieces == ((0, 16), (5, 24), (8, 32))
+    assert sizes.lengths(10) == [(16, 5), (24, 3), (32, 2)]
+    assert sizes.lengths(7) == [(16, 5), (24, 2)]
+
+
+def test_a_size_without_a_step_is_left_out() -> None:
+    assert crop_sizes(((0.0, 16), (0.2, 24), (0.25, 32)), 32, 4).lengths(4) == [(16, 1), (32, 3)]
+
+
+def test_without_sizes_all_steps_have_the_models() -> None:
+    assert crop_sizes((), (32, 48), 10).lengths(4) == [((32, 48), 4)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([[0.1, 16]], "must begin at 0"),
+        ([[0, 16], [0.5, 24], [0.5, 32]], "go up in progress"),
+        ([[0, 16], [0.5, 24], [0.2, 32]], "go up in progress"),
+        ([[0, 16], [1.0, 32]], "less than 1"),
+        ([[0, 0]], "greater than 0"),
+    ],
+)
+def test_sizes_that_make_no_schedule_are_refused(sizes: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        recipe_with("r", data={"augment": {"sizes": sizes}})
+
+
+def test_a_device_cuts_crops_of_one_size() -> None:
+    with pytest.raises(ValueError, match=r"augment.sizes=.* set decode=host"):
+        recipe_with("r", data={"decode": "device", "augment": {"sizes": [[0, 16]]}})

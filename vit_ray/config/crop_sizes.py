@@ -1,0 +1,39 @@
+"""The size of training crops over a run, where it follows the step ("progressive resizing").
+
+Cheap small images first, the model's own size last (EfficientNetV2, arXiv:2104.00298; FixRes,
+arXiv:1906.06423, shows what the last steps at full size are for).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from vit_ray.config.section import ImageSize
+
+
+@dataclass(frozen=True)
+class CropSizes:
+    """`pieces` are (first step, pixels of a side or (height, width)), the first from step 0 on."""
+
+    pieces: tuple[tuple[int, ImageSize], ...]
+
+    def lengths(self, steps: int) -> list[tuple[ImageSize, int]]:
+        """How many of a run's first steps have each size, in their order; none has 0."""
+        firsts = [min(first, steps) for first, _ in self.pieces]
+        ends = itertools.pairwise([*firsts, steps])
+        found = [(size, b - a) for (_, size), (a, b) in zip(self.pieces, ends, strict=True)]
+        return [(size, count) for size, count in found if count]
+
+
+def crop_sizes(
+    sizes: tuple[tuple[float, int], ...], image_size: ImageSize, total_steps: int
+) -> CropSizes:
+    """Of a run.
+
+    Args:
+        sizes: `data.augment.sizes`; none = all crops have the model's size.
+        image_size: of the model.
+    """
+    pieces = [(round(share * total_steps), side) for share, side in sizes]
+    return CropSizes(tuple(pieces) or ((0, image_size),))

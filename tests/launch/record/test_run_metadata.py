@@ -50,7 +50,7 @@ def test_parameters_are_what_is_set_and_what_trains():
     others = ("tracking.", "plan.", "checkpoint.")
     # It decides which weights are the result.
     assert [key for key in params if key.startswith(others)] == ["checkpoint.keep_best"]
-    assert len(params) < 50
+    assert len(params) < 55
 
 
 @pytest.mark.parametrize("name", recipe_names())

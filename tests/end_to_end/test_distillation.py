@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("worker_pool")
 SIZE = {"depth": 1, "width": 24, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
 
 
+@pytest.mark.slow
 def test_a_distilled_run_resumes_with_the_same_teacher_alone(digits: Digits, folder: Path) -> None:
     model = build_model("ViT", 10, 16, **SIZE)
     torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr,arg-type]

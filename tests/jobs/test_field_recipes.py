@@ -313,7 +313,7 @@ def run_grown(rank: int, folder: str) -> Outcome:
 ENDED_EARLY = ("early_stopping", "elastic", "rollback")
 
 
-@pytest.mark.slow(after=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ENDED_EARLY])
 def test_a_small_recipe_trains(outcomes: dict[str, Outcome], name: str) -> None:
     outcome = outcomes[name]
@@ -323,11 +323,13 @@ def test_a_small_recipe_trains(outcomes: dict[str, Outcome], name: str) -> None:
     assert not any("fail" in event for event in outcome.events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["compile", "offload", "zero3"])
 def test_how_it_is_computed_changes_no_loss(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name].losses == pytest.approx(outcomes["base"].losses, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -343,6 +345,7 @@ def test_what_is_computed_does(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name].losses[1:] != pytest.approx(outcomes["base"].losses[1:], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_elastic_run_goes_on_with_two_workers(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["elastic"].last_step == 3
     losses = outcomes["elastic"].losses + outcomes["elastic, grown"].losses
@@ -350,16 +353,19 @@ def test_an_elastic_run_goes_on_with_two_workers(outcomes: dict[str, Outcome]) -
     assert outcomes["elastic, grown"].kept[-1] == STEPS
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_outlives_newer_ones(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["keep_best"].kept == [2, STEPS]
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_nothing_becomes_better(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["early_stopping"]
     assert outcome.last_step == 3  # the first is the best of all, and two are not better
     assert any("no better validation loss in 2 evaluations" in event for event in outcome.events)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_goes_back(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["rollback"]
     assert outcome.last_step == STEPS

@@ -9,6 +9,7 @@ or left out, when the group changes its size.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, Final
@@ -108,6 +109,7 @@ def _limit_wait(are_placed: threading.Event) -> None:
     that waits for a group which is being moved from a dead node never hears of it.
     """
     if not are_placed.wait(PLACED_S):
+        print(f"a worker did not start again in {PLACED_S:g} s; all start anew", file=sys.stderr)
         os._exit(1)
 
 

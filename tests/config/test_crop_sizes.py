@@ -9,6 +9,10 @@ import pytest
 from tests.recipes import recipe_with
 from vit_ray.config.crop_sizes import crop_sizes
 
+TINY: dict[str, Any] = {
+    "name": "ViT", "image_size": 32, "depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2,
+    "patch_size": 4,
+}  # fmt: skip
 SIZES = ((0.0, 16), (0.5, 24), (0.75, 32))
 
 
@@ -40,6 +44,29 @@ def test_without_sizes_all_steps_have_the_models() -> None:
 def test_sizes_that_make_no_schedule_are_refused(sizes: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         recipe_with("r", data={"augment": {"sizes": sizes}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"model": {"name": "ViT-B/16", "image_size": 64}}, "patches of 16 pixels do not fill"),
+        ({"model": {**TINY, "image_size": 16}}, "squares up to model.image_size=16"),
+        ({"model": {**TINY, "image_size": (32, 48)}}, "sides of squares"),
+        ({"model": {**TINY, "positions": "learned_2d"}}, "positions=learned_2d"),
+        ({"model": TINY, "train": {"loss": "masked_patch"}}, "train.loss=masked_patch"),
+        ({"model": TINY, "train": {"overfit_one_batch": True}}, "overfit_one_batch"),
+    ],
+)  # fmt: skip
+def test_sizes_that_the_model_cannot_take_are_refused_with_the_recipe(
+    sections: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"data\.augment\.sizes=\[\[0.0, 24\]\].*{told}"):
+        recipe_with("r", data={"augment": {"sizes": [[0, 24]]}}, **sections)
+
+
+def test_equal_sides_are_a_square() -> None:
+    model = {**TINY, "image_size": (32, 32)}
+    assert recipe_with("r", model=model, data={"augment": {"sizes": [[0, 24]]}})
 
 
 def test_a_device_cuts_crops_of_one_size() -> None:

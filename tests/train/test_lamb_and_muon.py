@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models import build_model
 from vit_ray.train.engine.fragments import Fragment
 from vit_ray.train.memory.memory_estimate import state_shape
+from vit_ray.train.objective import build_objective
 from vit_ray.train.optim import guarded, muon
 from vit_ray.train.optim.optimizers import (
     build_optimizer,
@@ -138,6 +140,27 @@ def test_muon_keeps_momentum_alone_of_hidden_matrices() -> None:
     )
     shape = state_shape(recipe, 5, world_size=1)
     assert shape.moment_bytes * shape.num_parameters == pytest.approx(kept)
+
+
+def test_muon_leaves_what_touches_pixels_and_classes_to_adamw() -> None:
+    model = build_model("ViT", 5, image_size=8, distillation_token=True, **SIZE)
+    masked = build_objective(objective("muon", loss="masked_patch"), 5)
+    for trained in (model, masked):
+        found = hidden_matrices(trained, OptimConfig(name="muon"))
+        assert len(found) == 2 * 4
+        assert all("blocks." in name for name in found)
+
+
+@pytest.mark.parametrize(("name", "std"), [("lamb", 0.02), ("adamw", 0.0)])
+def test_only_lamb_starts_from_heads_that_are_not_zero(name: str, std: float) -> None:
+    model = build_objective(objective(name, distillation_token=True), 500)
+    for head in (model.head, model.distillation_head):
+        assert float(head.weight.std()) == pytest.approx(std, rel=0.05)  # type: ignore[union-attr]
+
+
+def objective(name: str, loss: str = "softmax", **options: Any) -> Recipe:
+    tree = {"name": "r", "model": {"name": "ViT", "image_size": 8, **SIZE, **options}}
+    return recipe_from_dict({**tree, "optim": {"name": name}, "train": {"loss": loss}}, "test")
 
 
 def test_muon_is_refused_without_hidden_matrices() -> None:

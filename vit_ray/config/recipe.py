@@ -193,7 +193,12 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     if problem := credentials_problem(tree):
         raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
-    if problem := _repeated(recipe) or _wrong_model(recipe) or _wrong_teacher(recipe):
+    if (
+        problem := _repeated(recipe)
+        or _wrong_model(recipe)
+        or _wrong_sizes(recipe)
+        or _wrong_teacher(recipe)
+    ):
         raise ValueError(f"{where}: {problem}")
     return recipe
 
@@ -240,6 +245,34 @@ def _wrong_teacher(recipe: Recipe) -> str | None:
         ),
     }
     return next((text for text, is_so in problems.items() if is_so), None)
+
+
+def _wrong_sizes(recipe: Recipe) -> str | None:
+    """Why crops of these sizes cannot train the recipe's model, or None."""
+    sizes, model, train = recipe.data.augment.sizes, recipe.model, recipe.train
+    if not sizes:
+        return None
+    given = f"data.augment.sizes={[list(one) for one in sizes]}"
+    for _, side in sizes:
+        if problem := model.model_copy(update={"image_size": side}).geometry_problem():
+            return f"{given}: with {side} for model.image_size, {problem}"
+    height, width = model.sides
+    problems = {
+        f"are sides of squares up to model.image_size={value_text(model.image_size)}; lower them, "
+        "or give the model a larger square": height != width or max(s for _, s in sizes) > height,
+        f"cannot be learned by a model with positions={model.positions}; use learned_1d, sincos_2d "
+        "or none": model.positions in ("learned_2d", "relative"),
+        "cannot go with train.loss=masked_patch, whose patches are of one image size; unset one": (
+            train.loss == "masked_patch"
+        ),
+        "cannot go with distill, whose teacher takes images of one size; unset one": (
+            recipe.distill is not None
+        ),
+        "cannot go with train.overfit_one_batch, which is one size; unset one": (
+            train.overfit_one_batch
+        ),
+    }
+    return next((f"{given} {text}" for text, is_so in problems.items() if is_so), None)
 
 
 def _repeated(section: Section, prefix: str = "") -> str | None:

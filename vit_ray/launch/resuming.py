@@ -125,6 +125,11 @@ def accepted_changes(
             f"longer: {_listed(length)}, which makes {total_steps} steps of {steps_before}. The "
             f"schedule ({recipe.optim.schedule}) is that of {total_steps} steps from here on: the "
             f"learning rate after step {step} is {rates[1]:.3g}, and would have been {rates[0]:.3g}"
+            + (
+                ", and data.augment.sizes are at shares of all steps"
+                if recipe.data.augment.sizes
+                else ""
+            )
         )
     return notes
 

@@ -6,6 +6,7 @@ Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.distillation import Teacher, teacher_losses, teacher_width
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
+HEAD_STD: Final = 0.02
+"""Of a head that LAMB trains, as in DeiT III (facebookresearch/deit, models_v2.py)."""
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 """(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch, or of
 `make_image_losses` the loss of each image."""
@@ -44,7 +47,10 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     if recipe.distill is not None and recipe.distill.kind == "features":
         model = ProjectedFeatures(model, teacher_width(recipe.distill))
     freeze(model, recipe.optim.frozen)
-    _let_in_sizes(model, recipe)
+    if recipe.optim.name == "lamb":
+        _start_heads(model)
+    if recipe.data.augment.sizes and isinstance(model, VisionTransformer):
+        model.let_in_other_sizes()
     every = recipe.train.activation_checkpointing
     if every and not hasattr(model, "set_activation_checkpointing"):
         raise ValueError(
@@ -54,25 +60,14 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     return model
 
 
-def _let_in_sizes(model: nn.Module, recipe: Recipe) -> None:
-    sizes, side = recipe.data.augment.sizes, recipe.model.image_size
-    if not sizes:
-        return
-    given = f"data.augment.sizes={[list(one) for one in sizes]}"
-    if isinstance(side, tuple) or max(size for _, size in sizes) > side:
-        raise ValueError(
-            f"{given} are sides of squares up to model.image_size={side}; lower them, or give the "
-            "model a larger square"
-        )
-    if recipe.distill is not None:
-        raise ValueError(f"{given}: the teacher of distill takes images of one size; unset one")
-    if isinstance(model, MaskedPatchObjective):
-        raise ValueError(f"{given}: train.loss=masked_patch has patches of one size; unset one")
-    if isinstance(model, VisionTransformer):
-        try:
-            model.let_in_other_sizes()
-        except ValueError as error:
-            raise ValueError(f"{given}: {error}") from None
+def _start_heads(model: nn.Module) -> None:
+    """Heads of zeros get DeiT's initial values: LAMB's steps are in proportion to what they change.
+
+    A kernel that is near zero after its first step would stay so for thousands.
+    """
+    for name, parameter in model.named_parameters():
+        if part_of(name) in ("head", "distillation_head") and parameter.ndim == 2:
+            nn.init.trunc_normal_(parameter, std=HEAD_STD)
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:

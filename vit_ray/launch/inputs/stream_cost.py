@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
 from vit_ray.data.format.schema import checksum
-from vit_ray.data.images.crop_boxes import draw_boxes
+from vit_ray.data.images.crop_boxes import Augmentation, draw_boxes
 from vit_ray.data.images.crops import augmented, decoded, resized
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.samples import Rows, rows_per_group
@@ -64,7 +64,7 @@ def stream_cost(resolved: ResolvedRun, step: int) -> dict[str, float]:
         of_images.lap("draw")
         groups = np.unique(rows.groups)
         read = _read(spec, groups.tolist(), of_groups)
-        _cut(spec, rows, read, of_images)
+        _cut(spec, spec.augmentation_at(start), rows, read, of_images)
     finally:
         cv2.setNumThreads(threads)
     shared = int(counts[groups].sum())
@@ -89,8 +89,14 @@ def _read(spec: StreamSpec, groups: list[int], watch: _Stopwatch) -> dict[int, E
     return read
 
 
-def _cut(spec: StreamSpec, rows: Rows, read: Mapping[int, EncodedRows], watch: _Stopwatch) -> None:
-    cut, size = spec.augmentation, len(rows.samples)
+def _cut(
+    spec: StreamSpec,
+    augmentation: Augmentation,
+    rows: Rows,
+    read: Mapping[int, EncodedRows],
+    watch: _Stopwatch,
+) -> None:
+    cut, size = augmentation, len(rows.samples)
     encoded = [read[group] for group in rows.groups.tolist()]
     places = zip(rows.groups.tolist(), rows.rows.tolist(), strict=True)
     stored = [spec.manifest.stored_row(*place) for place in places]

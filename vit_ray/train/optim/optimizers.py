@@ -60,6 +60,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
 
 
+_ENDS: Final = ("embedding", "head", "distillation_head", "prediction", "projection")
+"""Parts of a model, or of an objective around it, that touch pixels, classes or targets."""
+
+
 def hidden_matrices(model: nn.Module, config: OptimConfig) -> dict[str, int]:
     """Elements of the parameters that `name=muon` makes orthogonal, by name; none for others.
 
@@ -73,7 +77,7 @@ def hidden_matrices(model: nn.Module, config: OptimConfig) -> dict[str, int]:
     found = {
         name: parameter.numel()
         for name, parameter in decayed_parameters(model)[0]
-        if parameter.ndim == 2 and part_of(name) not in ("embedding", "head")
+        if parameter.ndim == 2 and part_of(name) not in _ENDS
     }
     if not found:
         raise ValueError(

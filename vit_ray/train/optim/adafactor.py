@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit_ray.train.engine.fragments import Fragment
-from vit_ray.train.optim.guarded import PIECE, Groups, GuardedOptimizer, Ranks, pieces, views_of
+from vit_ray.train.optim.guarded import (
+    PIECE,
+    Groups,
+    GuardedOptimizer,
+    Ranks,
+    by_owner,
+    pieces,
+    views_of,
+)
 
 FULL, ROWS, COLUMNS = "exp_avg_sq", "exp_avg_sq_by_row", "exp_avg_sq_by_column"
 """Kinds of second moment, as checkpoints name them."""
@@ -46,9 +54,7 @@ class Adafactor(GuardedOptimizer):
         ranks: Ranks,
     ) -> None:
         """As of every optimizer here; until then steps do nothing."""
-        parts: dict[int, list[Fragment]] = {}
-        for fragment in fragments:
-            parts.setdefault(id(fragment.owner), []).append(fragment)
+        parts = by_owner(fragments)
         for owner, its_names in names:
             its_shapes = {name: shapes[name] for name in its_names}
             self._moments[owner] = _SecondMoments(

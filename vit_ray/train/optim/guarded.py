@@ -38,6 +38,14 @@ class Ranks:
             values.copy_(on_device)
 
 
+def by_owner(fragments: Iterable[Fragment]) -> dict[int, list[Fragment]]:
+    """A rank's fragments by the `id` of the tensor that they are parts of."""
+    parts: dict[int, list[Fragment]] = {}
+    for fragment in fragments:
+        parts.setdefault(id(fragment.owner), []).append(fragment)
+    return parts
+
+
 class GuardedOptimizer(torch.optim.Optimizer, ABC):
     """Steps each tensor by itself; a refused step changes no weight, no moment and no count."""
 

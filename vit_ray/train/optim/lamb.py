@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from vit_ray.train.engine.fragments import Fragment
-from vit_ray.train.optim.guarded import HalfMomentAdamW, Ranks, pieces, scaled_momentum, views_of
+from vit_ray.train.optim.guarded import (
+    HalfMomentAdamW,
+    Ranks,
+    by_owner,
+    pieces,
+    scaled_momentum,
+    views_of,
+)
 
 ADAPTS: Final = "adapts"
 """Key of a parameter group: its tensors' steps are as long as the tensors."""
@@ -31,9 +38,7 @@ class Lamb(HalfMomentAdamW):
         ranks: Ranks,
     ) -> None:
         """As of every optimizer here; until then steps do nothing."""
-        parts: dict[int, list[Fragment]] = {}
-        for fragment in fragments:
-            parts.setdefault(id(fragment.owner), []).append(fragment)
+        parts = by_owner(fragments)
         self._ranks = ranks
         self._parts = {owner: (parts.get(id(owner), []), its_names) for owner, its_names in names}
 

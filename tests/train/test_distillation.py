@@ -19,9 +19,13 @@ from vit_ray.train.distillation import (
     changed_teacher,
     check_teacher,
     load_teacher,
-    run_exaflops,
 )
-from vit_ray.train.memory.memory_estimate import estimate_memory, measure_activations, step_macs
+from vit_ray.train.memory.memory_estimate import (
+    estimate_memory,
+    measure_activations,
+    run_exaflops,
+    step_macs,
+)
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 from vit_ray.train.objective import build_objective, make_loss, normalize
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from vit_ray.checkpoints.init_weights import initialize_weights, meta_state_of, planned_load
 from vit_ray.config import Recipe
-from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import DistillConfig
 from vit_ray.models import build_model
-from vit_ray.models.flops import count_exaflops, forward_macs, training_macs
+from vit_ray.models.flops import forward_macs, training_macs
 from vit_ray.models.layers import Head
 from vit_ray.own_parts import is_own
 
@@ -157,23 +156,6 @@ def teacher_macs(recipe: Recipe, num_classes: int, *, is_pruned: bool) -> int:
     if is_pruned and not is_own(model.name):
         return training_macs(*of_model, **model.options()).forward
     return forward_macs(*of_model, **model.options())
-
-
-def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_steps: int) -> float:
-    """10^18 operations of training by the paper's count, with the teacher's forward pass.
-
-    Args:
-        total_steps: of the whole run, in which the size of its crops may change.
-    """
-    model, batch = recipe.model, recipe.train.global_batch_size
-    sizes = crop_sizes(recipe.data.augment.sizes, model.image_size, total_steps)
-    ends = [first * batch for first, _ in sizes.pieces[1:]]
-    found, start = 0.0, 0.0
-    for (_, size), end in zip(sizes.pieces, [*ends, images_seen], strict=True):
-        macs = forward_macs(model.name, num_classes, size, **model.options())
-        images = max(0.0, min(end, images_seen) - start)
-        found, start = found + count_exaflops(macs, images), start + images
-    return found + 2 * teacher_macs(recipe, num_classes, is_pruned=False) * images_seen / 1e18
 
 
 def teacher_width(config: DistillConfig) -> int:

@@ -32,13 +32,13 @@ from vit_ray.measure.step_time import (
 )
 from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
-from vit_ray.train.distillation import run_exaflops
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
     at_size,
     count_parameters,
     count_tensors,
     estimate_memory,
+    run_exaflops,
     state_shape,
     step_macs,
 )

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_ray.config import Recipe
+from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.section import ImageSize
 from vit_ray.measure.activation_memory import (
     ActivationMemory,
@@ -21,7 +22,7 @@ from vit_ray.measure.activation_memory import (
     peak_bytes,
 )
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
-from vit_ray.models.flops import TrainingMacs, training_macs
+from vit_ray.models.flops import TrainingMacs, count_exaflops, forward_macs, training_macs
 from vit_ray.own_parts import is_own
 from vit_ray.train.distillation import Teacher, teacher_macs, unread_teacher
 from vit_ray.train.objective import build_objective, make_loss
@@ -65,6 +66,22 @@ def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
     """The recipe with crops of one size, for counts."""
     augment = recipe.data.augment.model_dump(mode="json") | {"sizes": []}
     return recipe.with_changes(model={"image_size": size}, data={"augment": augment})
+
+
+def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_steps: int) -> float:
+    """10^18 operations of training by the paper's count, with a teacher's forward pass.
+
+    Args:
+        images_seen: in whole batches.
+        total_steps: of the whole run, in which the size of its crops may change.
+    """
+    model, batch = recipe.model, recipe.train.global_batch_size
+    sizes = crop_sizes(recipe.data.augment.sizes, model.image_size, total_steps)
+    taught = 2 * teacher_macs(recipe, num_classes, is_pruned=False) * images_seen / 1e18
+    return taught + sum(
+        count_exaflops(forward_macs(model.name, num_classes, size, **model.options()), n * batch)
+        for size, n in sizes.lengths(round(images_seen / batch))
+    )
 
 
 def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:

@@ -18,7 +18,7 @@ class CropSizes:
 
     pieces: tuple[tuple[int, ImageSize], ...]
 
-    def lengths(self, steps: int) -> list[tuple[ImageSize, int]]:
+    def lengths(self, steps: float) -> list[tuple[ImageSize, float]]:
         """How many of a run's first steps have each size, in their order; none has 0."""
         firsts = [min(first, steps) for first, _ in self.pieces]
         ends = itertools.pairwise([*firsts, steps])

@@ -72,7 +72,6 @@ def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_ste
     """10^18 operations of training by the paper's count, with a teacher's forward pass.
 
     Args:
-        images_seen: in whole batches.
         total_steps: of the whole run, in which the size of its crops may change.
     """
     model, batch = recipe.model, recipe.train.global_batch_size
@@ -80,7 +79,7 @@ def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_ste
     taught = 2 * teacher_macs(recipe, num_classes, is_pruned=False) * images_seen / 1e18
     return taught + sum(
         count_exaflops(forward_macs(model.name, num_classes, size, **model.options()), n * batch)
-        for size, n in sizes.lengths(round(images_seen / batch))
+        for size, n in sizes.lengths(images_seen / batch)
     )
 
 

@@ -52,7 +52,7 @@ def test_sizes_that_make_no_schedule_are_refused(sizes: Any, told: str) -> None:
         ({"model": {"name": "ViT-B/16", "image_size": 64}}, "patches of 16 pixels do not fill"),
         ({"model": {**TINY, "image_size": 16}}, "squares up to model.image_size=16"),
         ({"model": {**TINY, "image_size": (32, 48)}}, "sides of squares"),
-        ({"model": {**TINY, "positions": "learned_2d"}}, "positions=learned_2d"),
+        ({"model": {**TINY, "positions": "learned_2d"}}, "positions=learned_2d.* rope_2d"),
         ({"model": TINY, "train": {"loss": "masked_patch"}}, "train.loss=masked_patch"),
         ({"model": TINY, "train": {"overfit_one_batch": True}}, "overfit_one_batch"),
     ],

@@ -14,6 +14,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ViT", {"pool": "map", "registers": 2}),
     ("ViT", {"layer_scale": 0.1, "pre_norm": True, "activation": "quick_gelu"}),
     ("ViT", {"pool": "gap", "positions": "sincos_2d"}),
+    ("ViT", {"positions": "rope_2d", "registers": 2}),
     ("ViT", {"representation": True, "dropout": 0.1, "stochastic_depth": 0.1}),
 ]
 

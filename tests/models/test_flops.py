@@ -161,6 +161,7 @@ EXACT = [
     ("ViT", {"registers": 3}),
     ("ViT", {"pool": "map", "registers": 1}),
     ("ViT", {"positions": "sincos_2d", "pool": "gap"}),
+    ("ViT", {"positions": "rope_2d", "registers": 2}),
     ("ViT", {"qk_norm": True}),
     ("ViT", {"layer_scale": 1e-4}),
     ("Axial-ViT", {}),

@@ -48,7 +48,7 @@ def test_the_whole_table_learns_from_small_images(images: Tensor) -> None:
     assert (whole.positions[0].table.grad.abs().sum(-1) > 0).all()
 
 
-@pytest.mark.parametrize("positions", ["sincos_2d", "none"])
+@pytest.mark.parametrize("positions", ["sincos_2d", "rope_2d", "none"])
 def test_fixed_positions_and_none_take_other_sizes(positions: str, images: Tensor) -> None:
     whole = built(24, positions=positions)
     whole.let_in_other_sizes()

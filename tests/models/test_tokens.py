@@ -252,6 +252,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"registers": 2, "pool": "gap"},
     {"pool": "map", "registers": 1},
     {"positions": "sincos_2d"},
+    {"positions": "rope_2d", "registers": 2},
 ]
 
 
@@ -308,7 +309,7 @@ def test_masked_patch_prediction_predicts_patches_only(options: dict[str, Any]) 
     assert not unused
 
 
-@pytest.mark.parametrize("options", [{"registers": 2}, {"registers": 2, "pool": "gap"}])
+@pytest.mark.parametrize("options", [{"registers": 2}, {"registers": 2, "pool": "gap"}, OPTIONS[4]])
 def test_attention_figures_are_of_patches(options: dict[str, Any]) -> None:
     model: Any = small_model("ViT", **options)
     images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
@@ -327,6 +328,8 @@ def test_attention_figures_are_of_patches(options: dict[str, Any]) -> None:
         ({"registers": 1, "positions_at": "every_layer"}, "registers=1 have no place"),
         ({"positions": "sincos_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),
         ({"positions": "sincos_2d", "width": 30, "num_heads": 3}, "multiple of 4"),
+        ({"positions": "rope_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),
+        ({"positions": "rope_2d", "width": 24}, "width=24 have 6 each; .* a multiple of 4"),
         ({"pool": "max"}, "use one of cls, gap, map"),
         ({"activation": "relu"}, "use one of gelu_tanh, gelu, quick_gelu"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0 and below 1"),
@@ -338,7 +341,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         build_model("ViT", 5, 32, **{**TINY_VIT, **options})
 
 
-@pytest.mark.parametrize("options", [{"registers": 1}, {"pool": "map"}])
+@pytest.mark.parametrize("options", [{"registers": 1}, {"pool": "map"}, {"positions": "rope_2d"}])
 def test_axial_models_have_neither(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="axial ViT"):
         build_model("Axial-ViT", 5, 32, **{**TINY_VIT, **options})

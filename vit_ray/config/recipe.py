@@ -260,8 +260,8 @@ def _wrong_sizes(recipe: Recipe) -> str | None:
     problems = {
         f"are sides of squares up to model.image_size={value_text(model.image_size)}; lower them, "
         "or give the model a larger square": height != width or max(s for _, s in sizes) > height,
-        f"cannot be learned by a model with positions={model.positions}; use learned_1d, sincos_2d "
-        "or none": model.positions in ("learned_2d", "relative"),
+        f"cannot be learned by a model with positions={model.positions}; use learned_1d, "
+        "sincos_2d, rope_2d or none": model.positions in ("learned_2d", "relative"),
         "cannot go with train.loss=masked_patch, whose patches are of one image size; unset one": (
             train.loss == "masked_patch"
         ),

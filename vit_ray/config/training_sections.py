@@ -62,17 +62,19 @@ class ModelConfig(Section):
     """Units of each stage (`R+ViT`, `ResNet`, `AxialResNet`)."""
     width_factor: Positive | None = None
     """Factor on the widths of a ResNet, 64 in its first stage (same three families)."""
-    positions: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"] | None = None
-    """Position embedding of the paper's Table 8, or fixed sines and cosines; unset = the model's
-    default."""
+    positions: (
+        Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"] | None
+    ) = None
+    """Position embedding of the paper's Table 8, fixed sines and cosines, or DINOv3's rotation of
+    queries and keys (RoPE); unset = the model's default."""
     positions_at: Literal["stem", "every_layer", "every_layer_shared"] | None = None
     """Where positions are added."""
     pool: Literal["cls", "gap", "map"] | None = None
     """Classifier input: the class token, the mean over patch tokens, or attention pooling (the MAP
     head of "Scaling Vision Transformers")."""
     registers: NotNegative | None = None
-    """Extra tokens that belong to no patch. Models with registers, `pre_norm`, a MAP head or fixed
-    positions are exported only in the layout `vit_ray`."""
+    """Extra tokens that belong to no patch. Models with registers, `pre_norm`, a MAP head, fixed
+    positions or RoPE are exported only in the layout `vit_ray`."""
     layer_scale: NotNegativeFloat | None = None
     """LayerScale (CaiT): first value of a learned factor for each channel of what attention and MLP
     add, such as 1e-4 (DeiT-III); 0 = none."""

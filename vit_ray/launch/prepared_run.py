@@ -188,7 +188,7 @@ def check_weights(prepared: PreparedRun) -> None:
     what = "they have no positions, and are used as they are at"
     if report.resized:
         what = "their positions are resized to"
-    elif model.positions == "sincos_2d":
+    elif model.positions in ("sincos_2d", "rope_2d"):
         what = "their positions, which are not learned, are computed for"
     logger.warning(
         "init_from: the weights are of %d x %d pixels, and %s model.image_size=%s; set "

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout, StochasticDepth
 from vit_ray.models.layers import LayerScale, Linear, QkvLinear
-from vit_ray.models.positions import RelativePositions
+from vit_ray.models.positions import RelativePositions, turned
 from vit_ray.models.sizes import Activation, EncoderSize, VitOptions
 
 # Takes the attention weights (B, H, N, N) of one block; they live as long as it keeps them.
@@ -68,6 +68,7 @@ class Attention(nn.Module):
         x_BND: Tensor,
         weights_to: WeightsSink | None = None,
         num_queries: int | None = None,
+        rope_2NK: Tensor | None = None,
     ) -> Tensor:
         """(B, N, D) to (B, N, D), or to (B, num_queries, D).
 
@@ -76,12 +77,15 @@ class Attention(nn.Module):
             weights_to: where given, is called with the attention weights (B, H, N, N) in float32;
                 the output still comes from the fused kernel.
             num_queries: how many tokens, from the first on, are wanted; None for all.
+            rope_2NK: from `positions.rope_table`, where queries and keys are turned.
         """
         q_BHNK, k_BHNK, v_BHNK = (
             part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2)
             for part in self.qkv(x_BND, num_queries)
         )
         q_BHNK, k_BHNK = self.query_norm(q_BHNK), self.key_norm(k_BHNK)
+        if rope_2NK is not None:
+            q_BHNK, k_BHNK = turned(q_BHNK, rope_2NK), turned(k_BHNK, rope_2NK)
         bias = None if self.relative is None else self.relative(q_BHNK)
         if weights_to is not None:
             scale = q_BHNK.shape[-1] ** -0.5
@@ -143,6 +147,7 @@ class Block(nn.Module):
         weights_to: WeightsSink | None = None,
         num_queries: int | None = None,
         keys: Tensor | None = None,
+        rope_2NK: Tensor | None = None,
     ) -> Tensor:
         """(B, N, D) to (B, N, D), or to (B, num_queries, D).
 
@@ -151,10 +156,11 @@ class Block(nn.Module):
             weights_to: as of `Attention.forward`.
             num_queries: as of `Attention.forward`.
             keys: int64 (B,), from which this block's dropout draws; None = torch's generator.
+            rope_2NK: as of `Attention.forward`.
         """
         # Each place that drops has keys of its own: 0 after attention, 1 and 2 in the MLP, 3 and 4
         # for whole branches.
-        mixed = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
+        mixed = self.attention(self.attention_norm(x_BND), weights_to, num_queries, rope_2NK)
         mixed = self.attention_scale(self.dropout(mixed, numbered_keys(keys, 0)))
         x_BND = x_BND[:, :num_queries] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
         made = self.mlp_scale(self.mlp(self.mlp_norm(x_BND), keys))

@@ -6,6 +6,7 @@ parameters around that module's forward and nowhere else.
 
 # B images, N tokens (class token first), D width, H heads, K head width
 
+import math
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ ResizeMode = Literal["bilinear", "bicubic"]
 
 # "from BERT", as the paper's reference code says at this number.
 POSITION_STD = 0.02
+ROPE_BASE = 100.0  # of DINOv3
 
 
 class ClassToken(nn.Module):
@@ -168,6 +170,35 @@ class RelativePositions(nn.Module):
         return rows.reshape(*rows.shape[:-1], num_queries, row)[..., : start + 1]
 
 
+def rope_table(grid: Grid, num_before: int, head_width: int, tokens_BND: Tensor) -> Tensor:
+    """Cosines and sines (2, N, K / 2) for `turned`, with dtype and device of the tokens.
+
+    As DINOv3 (Simeoni et al., arXiv:2508.10104): centres of patches, in [-1, 1] at any image size,
+    times K / 4 frequencies, of the row and then of the column. What DINOv3's own training does to
+    the centres at random is left out.
+
+    Args:
+        grid: (rows, columns) of the patches.
+        num_before: tokens before the patches, which are not turned.
+        head_width: K.
+        tokens_BND: of any width.
+    """
+    count, device = head_width // 4, tokens_BND.device
+    frequencies = 2 * math.pi * ROPE_BASE ** -(torch.arange(count, device=device) / count)
+    centres = ((torch.arange(side, device=device) * 2 + 1) / side - 1 for side in grid)
+    rows, columns = torch.meshgrid(*centres, indexing="ij")
+    angles = [place.reshape(-1, 1) * frequencies for place in (rows, columns)]
+    angles_NK = F.pad(torch.cat(angles, dim=1), (0, 0, num_before, 0))
+    return torch.stack([angles_NK.cos(), angles_NK.sin()]).to(tokens_BND.dtype)
+
+
+def turned(x_BHNK: Tensor, rope_2NK: Tensor) -> Tensor:
+    """Queries or keys of the first tokens, each pair (i, i + K / 2) turned by its angle."""
+    first, second = x_BHNK.chunk(2, dim=-1)
+    cos, sin = rope_2NK[:, : x_BHNK.shape[-2]]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
 def resize_table(
     table: Tensor, old_grid: Grid, new_grid: Grid, mode: ResizeMode = "bilinear"
 ) -> Tensor:
@@ -203,9 +234,18 @@ def _resized_for(tokens_BND: Tensor, table_1ND: Tensor, grid: Grid) -> Tensor:
     if tokens_BND.shape[1] == table_1ND.shape[1]:
         return table_1ND
     num_prefix = table_1ND.shape[1] - grid[0] * grid[1]
-    smaller = square_grid(tokens_BND.shape[1] - num_prefix)
-    assert smaller is not None, "`VisionTransformer.embed` has let in images that are no squares"
-    return resize_table(table_1ND, grid, smaller)
+    return resize_table(table_1ND, grid, grid_of(tokens_BND.shape[1] - num_prefix, grid))
+
+
+def grid_of(num_patches: int, grid: Grid) -> Grid:
+    """The grid of so many patches of an image that `VisionTransformer.embed` lets in.
+
+    Args:
+        grid: of the size that the model was built for; another one is a square.
+    """
+    found = grid if num_patches == grid[0] * grid[1] else square_grid(num_patches)
+    assert found is not None, "`VisionTransformer.embed` has let in images that are no squares"
+    return found
 
 
 def resize_line(table: Tensor, length: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 Grid = tuple[int, int]
 """(rows, columns), or the height and width of an image."""
-Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"]
+Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"]
 PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
 Pool = Literal["cls", "gap", "map"]
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu"]
@@ -38,6 +38,11 @@ class EncoderSize:
                 f"change num_heads to a divisor of {self.width}, or change width"
             )
 
+    @property
+    def head_width(self) -> int:
+        """K, width of a head."""
+        return self.width // self.num_heads
+
 
 @dataclass(frozen=True)
 class VitOptions:
@@ -48,10 +53,10 @@ class VitOptions:
     `stochastic_depth` is the share of images for which the last block's branches are left out;
     `registers` is the number of tokens that belong to no patch; `layer_scale` is the first value of
     the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys;
-    `distillation_token` adds DeiT's, and its head. Of `positions`, `sincos_2d` is fixed; of `pool`,
-    `map` is pooling by attention. Published towers need `pre_norm`, a layer norm before the first
-    block, the `activation` of their MLPs, of which `gelu_tanh` is the reference code's, and the
-    epsilon of their layer norms, `norm_eps`.
+    `distillation_token` adds DeiT's, and its head. Of `positions`, `sincos_2d` is fixed, and
+    `rope_2d` turns queries and keys; of `pool`, `map` is pooling by attention. Published towers
+    need `pre_norm`, a layer norm before the first block, the `activation` of their MLPs, of which
+    `gelu_tanh` is the reference code's, and the epsilon of their layer norms, `norm_eps`.
     """
 
     positions: Positions = "learned_1d"
@@ -96,7 +101,8 @@ class VitOptions:
                 "distillation_token=True stands with a class token before plain heads; use "
                 "pool='cls', representation=False, and positions that are added at the stem"
             )
-        if self.positions in ("none", "relative", "sincos_2d") and self.positions_at != "stem":
+        fixed = ("none", "relative", "sincos_2d", "rope_2d")
+        if self.positions in fixed and self.positions_at != "stem":
             raise ValueError(
                 f"positions_at={self.positions_at!r} has no meaning with positions="
                 f"{self.positions!r}; leave positions_at at 'stem', or use a learned position"
@@ -132,7 +138,7 @@ class VitOptions:
 
 @dataclass(frozen=True)
 class AxialVitOptions(VitOptions):
-    """Options of a ViT whose attention runs along lines: no class token, no relative positions."""
+    """Options of a ViT whose attention runs along lines: no class token; positions are added."""
 
     pool: Pool = "gap"
 
@@ -147,7 +153,7 @@ class AxialVitOptions(VitOptions):
                 "has blocks that take lines and not images; leave it at 0",
             ),
             "positions": (
-                self.positions == "relative",
+                self.positions in ("relative", "rope_2d"),
                 "never attends to the whole sequence; use 'learned_1d', 'learned_2d' or 'none'",
             ),
         }

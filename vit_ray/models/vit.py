@@ -16,6 +16,8 @@ from vit_ray.models.positions import (
     Registers,
     RelativePositions,
     SincosPositions2d,
+    grid_of,
+    rope_table,
 )
 from vit_ray.models.recompute import Chain, Recomputable, is_recomputed, run_block
 from vit_ray.models.resnet import ResNetEmbedding
@@ -83,6 +85,12 @@ class VisionTransformer(Recomputable):
             _POSITIONS[options.positions](self.grid, size.width, options.pool == "cls")
             for _ in range(tables if options.positions in _POSITIONS else 0)
         )
+        if options.positions == "rope_2d" and size.head_width % 4:
+            raise ValueError(
+                "positions='rope_2d' takes half of a head's width each for rows and columns, in "
+                f"pairs, and num_heads={size.num_heads} of width={size.width} have "
+                f"{size.head_width} each; change num_heads or width to a multiple of 4"
+            )
         self.dropout = Dropout(options.dropout)
         self.blocks = Chain(self._block(index) for index in range(size.depth))
         self.registers = (
@@ -115,7 +123,7 @@ class VisionTransformer(Recomputable):
         size = self.size
         relative = None
         if self.options.positions == "relative":
-            relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
+            relative = RelativePositions(self.num_tokens, size.head_width)
         return Block(size, self.options, relative, self.options.depth_rate(index, size.depth))
 
     def forward(
@@ -180,7 +188,7 @@ class VisionTransformer(Recomputable):
             kind = "an axial model" if self.is_bound_to_grid else self.options.positions
             raise ValueError(
                 f"the positions of {kind} are of one image size; use a ViT or hybrid with "
-                "positions 'learned_1d', 'sincos_2d' or 'none'"
+                "positions 'learned_1d', 'sincos_2d', 'rope_2d' or 'none'"
             )
         self.takes_sizes = True
 
@@ -202,9 +210,13 @@ class VisionTransformer(Recomputable):
             num_outputs: how many tokens, from the first on, are wanted; None for all.
             keys: as of `forward`.
         """
+        options, rope_2NK = self.options, None
+        if options.positions == "rope_2d":
+            grid, num_before = grid_of(patches_BND.shape[1], self.grid), options.num_tokens((0, 0))
+            rope_2NK = rope_table(grid, num_before, self.size.head_width, patches_BND)
         x_BND = patches_BND if self.class_token is None else self.class_token(patches_BND)
         for index, block in enumerate(self.blocks):
-            if len(self.positions) and (index == 0 or self.options.positions_at != "stem"):
+            if len(self.positions) and (index == 0 or options.positions_at != "stem"):
                 x_BND = self.positions[index % len(self.positions)](x_BND)
             if index == 0:
                 x_BND = self.dropout(x_BND, numbered_keys(keys, self.size.depth))
@@ -214,7 +226,8 @@ class VisionTransformer(Recomputable):
             recomputes = is_recomputed(index, self.blocks.recompute_every)
             wanted = num_outputs if index == self.size.depth - 1 else None
             block_keys = numbered_keys(keys, index)
-            x_BND = run_block(block, x_BND, recomputes, weights_to, wanted, block_keys)
+            rest = (weights_to, wanted, block_keys, rope_2NK)
+            x_BND = run_block(block, x_BND, recomputes, *rest)
         return self.norm(x_BND)
 
     def pool(self, encoded_BND: Tensor) -> Tensor:

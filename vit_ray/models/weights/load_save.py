@@ -215,7 +215,7 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     is_not_square = square_grid(rows * columns) not in (None, model.grid)
     is_hub = layout == "huggingface"
     lost = {
-        "positions='sincos_2d'": options.positions == "sincos_2d",
+        f"positions={options.positions!r}": options.positions in ("sincos_2d", "rope_2d"),
         "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
         # Which other files record.
         f"positions of {rows} x {columns} patches, as many as of a square": layout == "jax"

@@ -1,7 +1,7 @@
 """Vision towers of others: the same features from the same weights, under two sets of names.
 
 transformers runs and writes its own files. timm's names are those of its `vision_transformer.py`,
-`_convert_openai_clip`, `_convert_dinov2` and `attention_pool.py` (1.0.31).
+`_convert_openai_clip`, `_convert_dinov2`, `attention_pool.py` and `eva.py` (1.0.31).
 """
 
 import json
@@ -23,6 +23,8 @@ from transformers import (
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     PreTrainedModel,
     SiglipConfig,
     SiglipForImageClassification,
@@ -49,6 +51,10 @@ MLP: dict[str, Any] = {"intermediate_size": 64}
 TIMM_SIZE: dict[str, Any] = {
     "embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "mlp_ratio": 2,
 }  # fmt: skip
+DINOV3: dict[str, Any] = {
+    "init_values": 1e-5, "act_layer": "gelu", "reg_tokens": 4, "layer_norm_eps": 1e-5,
+    "rope_type": "dinov3", "rope_temperature": 100,
+}  # fmt: skip
 # transformers' model, and timm's `model_args` of the same.
 TOWERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dinov2": (
@@ -58,6 +64,15 @@ TOWERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dinov2 with registers": (
         lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZE, mlp_ratio=2)),
         {"init_values": 1e-5, "act_layer": "gelu", "reg_tokens": 4},
+    ),
+    "dinov3": (
+        lambda: DINOv3ViTModel(DINOv3ViTConfig(**SIZE, **MLP, num_register_tokens=4)), DINOV3,
+    ),
+    "dinov3 without biases": (
+        lambda: DINOv3ViTModel(DINOv3ViTConfig(
+            **SIZE, **MLP, num_register_tokens=4, query_bias=False, value_bias=False,
+        )),
+        DINOV3,
     ),
     "mae": (
         lambda: ViTMAEModel(ViTMAEConfig(**SIZE, **MLP, mask_ratio=0.0)),
@@ -81,9 +96,13 @@ TOWERS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: CLIPVisionModel(CLIPVisionConfig(**SIZE, **MLP, hidden_act="gelu")),
         {"pre_norm": True, "act_layer": "gelu", "layer_norm_eps": 1e-5},
     ),
-}
+}  # fmt: skip
 TIMM_NAMES = [
-    (r"^(encoder\.layers?)\.", "blocks."),
+    (r"^(encoder\.layers?|layer)\.", "blocks."),
+    (r"\.attention\.o_proj\.", ".attn.proj."),
+    (r"\.mlp\.up_proj\.", ".mlp.fc1."),
+    (r"\.mlp\.down_proj\.", ".mlp.fc2."),
+    (r"^embeddings\.patch_embeddings\.(weight|bias)$", r"patch_embed.proj.\1"),
     (r"\.(layer_norm|norm|layernorm_before$)1\.", ".norm1."),
     (r"\.(layer_norm|norm)2\.", ".norm2."),
     (r"\.layernorm_before\.", ".norm1."),
@@ -155,7 +174,14 @@ def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found[f"attn_pool.kv.{leaf}"] = tensor[width:]
         elif name != "embeddings.mask_token":
             found[name] = tensor
-    found |= {name: torch.cat([of[part] for part in "qkv"]) for name, of in parts.items()}
+    for name, of in parts.items():
+        if "k" in of:
+            found[name] = torch.cat([of[part] for part in "qkv"])
+        else:
+            found |= {name.replace("qkv.", f"{part}_"): of[part] for part in "qv"}
+    if "pos_embed" not in found:  # of the class Eva
+        found = {re.sub(r"ls(\d)\.gamma", r"gamma_\1", name): t for name, t in found.items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
     if "cls_token" in found:
         found["cls_token"] = found["cls_token"].reshape(1, 1, -1)
     found["pos_embed"] = found["pos_embed"].reshape(1, -1, found["pos_embed"].shape[-1])
@@ -186,6 +212,65 @@ def test_a_tower_has_the_features_that_it_has_there(name: str, layout: str, tmp_
     with torch.no_grad():
         ours = model.features(some_images())
     assert relative_difference(ours, features_of(theirs, some_images())) < 1e-5
+
+
+@pytest.mark.parametrize("size", [(48, 24), (16, 16)])
+def test_turned_queries_and_keys_are_theirs_at_any_size(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    theirs = features_of(tower("dinov3", tmp_path), some_images(size=size))
+    model = built(tmp_path, image_size=size)
+    load_weights(model, tmp_path)
+    models = [model]
+    if size[0] == size[1]:  # as a smaller crop, too
+        models.append(built(tmp_path))
+        load_weights(models[1], tmp_path)
+        models[1].let_in_other_sizes()
+    for one in models:
+        with torch.no_grad():
+            ours = one.features(some_images(size=size))
+        assert relative_difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "timm"])
+def test_positions_that_leave_no_trace_are_compared(layout: str, tmp_path: Path) -> None:
+    tower("dinov3", tmp_path / "dino")
+    tower("dinov2 with registers", tmp_path / "other")
+    config = json.loads((tmp_path / "dino" / "config.json").read_text())
+    if layout == "timm":
+        for folder in (tmp_path / "dino", tmp_path / "other"):
+            file = folder / "model.safetensors"
+            save_file(to_timm(load_file(file)), file)
+        config = {"model_args": {**TIMM_SIZE, **DINOV3}}
+        (tmp_path / "dino" / "config.json").write_text(json.dumps(config))
+        (tmp_path / "other" / "config.json").unlink()
+    model = built(tmp_path / "dino")
+    for positions in ("none", "learned_1d"):
+        with pytest.raises(ValueError, match=r"set model\.positions=rope_2d"):
+            load_weights(built(tmp_path / "dino", positions=positions), tmp_path / "dino")
+    with pytest.raises(ValueError, match=r"unexpected: .*pos(_embed|ition_embeddings)"):
+        load_weights(model, tmp_path / "other")
+    key = "rope_theta" if layout == "huggingface" else "rope_temperature"
+    told = config if layout == "huggingface" else config["model_args"]
+    told[key] = 10_000.0
+    (tmp_path / "dino" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{key}=10000.0; use 100"):
+        load_weights(model, tmp_path / "dino")
+
+
+def test_a_block_without_its_biases_is_missed_where_others_have_them(tmp_path: Path) -> None:
+    tower("dinov3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    for rename, lost in (
+        (dict, "layer.1.attention.q_proj.bias"),
+        (to_timm, "blocks.1.attn.v_bias"),
+    ):
+        tensors = rename(load_file(file))
+        (tmp_path / "torn").mkdir(exist_ok=True)
+        del tensors[lost]
+        save_file(tensors, tmp_path / "torn" / "model.safetensors")
+        with pytest.raises(ValueError, match=r"missing: \S*1\.att\S*(query|qkv)\.bias"):
+            load_weights(built(tmp_path), tmp_path / "torn")
 
 
 @pytest.mark.parametrize("name", ["clip of openai", "siglip"])
@@ -279,6 +364,17 @@ S, B, L = (
              "pretrained_cfg": {"input_size": [3, 518, 518]}},
             {**S, "patch_size": 14, "image_size": [518, 518], "registers": 4, "layer_scale": 1e-5,
              "activation": "gelu"},
+        ),
+        (
+            {"architecture": "vit_small_patch16_dinov3_qkvb", "global_pool": "avg",
+             "pretrained_cfg": {"input_size": [3, 256, 256]}},
+            {**S, "patch_size": 16, "image_size": [256, 256], "registers": 4, "layer_scale": 1e-5,
+             "activation": "gelu", "norm_eps": 1e-5, "positions": "rope_2d"},
+        ),
+        (
+            {"model_type": "dinov3_vit", "num_register_tokens": 4},
+            {**S, "patch_size": 16, "image_size": 224, "registers": 4, "layer_scale": 1.0,
+             "activation": "gelu", "norm_eps": 1e-5, "positions": "rope_2d"},
         ),
         (
             {"architecture": "vit_large_patch14_clip_quickgelu_336"},

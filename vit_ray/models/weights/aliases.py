@@ -25,6 +25,7 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         # `fc_norm` has no name here: it stands behind the mean over tokens, our norm before it, and
         # is left out with the head (`WeightFile.load_into`).
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
+        (r"\.gamma_([12])$", r".ls\1.gamma"),  # of its class Eva, which has DINOv3
     ],
     "huggingface": [
         (r"^(deit|dinov2|dinov2_with_registers|vision_model)\.", "vit."),
@@ -32,6 +33,7 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         (r"^(head|pre_layrnorm|post_layernorm)\.", r"vit.\1."),
         (r"^(embedder|norm)\.", r"bit.\1."),
         (r"^vit\.encoder\.stages\.", "bit.encoder.stages."),
+        (r"^(model\.)?layer\.", "vit.encoder.layer."),  # DINOv3's
         # The names inside transformers 5, which its saved files do not use.
         (r"^vit\.(encoder\.)?layers\.", "vit.encoder.layer."),
         (r"\.(self_attn|attention)\.q_proj\.", ".attention.attention.query."),
@@ -46,6 +48,9 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         (r"^vit\.post_layernorm\.", "vit.layernorm."),
         (r"\.class_embedding$", ".cls_token"),
         (r"\.patch_embedding\.", ".patch_embeddings.projection."),
+        (r"\.patch_embeddings\.(weight|bias)$", r".patch_embeddings.projection.\1"),
+        (r"\.mlp\.up_proj\.", ".intermediate.dense."),
+        (r"\.mlp\.down_proj\.", ".output.dense."),
         (r"\.position_embedding\.weight$", ".position_embeddings"),
     ],
     "vit_ray": [],
@@ -55,6 +60,8 @@ _UNBIASED = {
     "norm_pre": "patch_embed.proj",
     "vit.pre_layrnorm": "vit.embeddings.patch_embeddings.projection",
 }
+# Projections that a model has without a bias, which is as one of zeros.
+_MAY_LACK_BIAS = re.compile(r"\.(attn\.qkv|attention\.attention\.(query|key|value))\.weight$")
 _OTHER_PARTS = (
     r"(text_model|decoder|text_projection|visual_projection)\.|logit_(scale|bias)$"
     r"|(.*\.)?(mask_token|position_ids)$"
@@ -82,6 +89,9 @@ def canonical_names(
         if f"{norm}.weight" in renamed and f"{kernel}.weight" in renamed:
             zeros = torch.zeros_like(renamed[f"{norm}.weight"])
             renamed.setdefault(f"{kernel}.bias", zeros)
+    if "vit.embeddings.cls_token" in renamed:  # the last norm of DINOv3 is named as BiT's
+        renamed = {name.replace("bit.norm.", "vit.layernorm."): t for name, t in renamed.items()}
+    renamed = _with_qkv_biases(renamed)
     table_name = JAX_POSITIONS if layout == "jax" else "pos_embed"
     lacks_class_row = False
     if layout == "jax" and "pos_embedding" in renamed:
@@ -100,6 +110,26 @@ def canonical_names(
         table = renamed[table_name]
         renamed[table_name] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
     return renamed
+
+
+def _with_qkv_biases(tensors: Tensors) -> Tensors:
+    """The tensors with a bias of q, k and v for all blocks, where none of them has it so.
+
+    Of q and v timm's Eva may have biases, under names of their own, and of k none.
+    """
+    found = dict(tensors)
+    for name in tensors:
+        other = f"{name.removesuffix('q_bias')}v_bias"
+        if name.endswith(".attn.q_bias") and other in tensors:
+            query, value = found.pop(name), found.pop(other)
+            qkv = torch.cat([query, torch.zeros_like(query), value])
+            found[name.replace("q_bias", "qkv.bias")] = qkv
+    given = " ".join(found)
+    for name, weight in tensors.items():
+        kind = _MAY_LACK_BIAS.search(name)
+        if kind and kind[0].replace("weight", "bias") not in given:
+            found[name.replace("weight", "bias")] = weight.new_zeros(len(weight))
+    return found
 
 
 def _taken_apart(name: str, tensor: Tensor) -> Tensors:

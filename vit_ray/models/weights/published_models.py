@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from vit_ray.model_aliases import canonical_model
 from vit_ray.models.catalog import ENCODERS
+from vit_ray.models.positions import ROPE_BASE
 from vit_ray.models.sizes import VitOptions
 from vit_ray.models.weights.folder_config import FOLDER_CONFIG
 
@@ -38,6 +39,11 @@ _TYPES: Final[dict[str, dict[str, Any]]] = {
     "vit_mae": {"hidden_act": "gelu", "layer_norm_eps": 1e-12},
     "dinov2": _DINOV2,
     "dinov2_with_registers": {**_DINOV2, "num_register_tokens": 4},
+    "dinov3_vit": {
+        "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6,
+        "layerscale_value": 1.0, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+        "rope_type": "dinov3",
+    },
     "siglip_vision_model": {
         "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "global_pool": "map",
     },
@@ -49,17 +55,22 @@ _PAIRS: Final = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 
 _TIMM: Final = re.compile(
     r"(?:vit|(deit3))_(small|base|large|huge)_patch(\d+)(?:_reg(\d+))?"
-    r"(?:_(dinov2|clip|clip_quickgelu|siglip|siglip_gap))?(?:_(\d+))?"
+    r"(?:_(dinov2|dinov3|clip|clip_quickgelu|siglip|siglip_gap)(?:_qkvb)?)?(?:_(\d+))?"
 )
 _CLIP: Final = {"act_layer": "gelu", "layer_norm_eps": 1e-5, "pre_norm": True}
 _TIMM_KINDS: Final[dict[str, dict[str, Any]]] = {
     "deit3": {"act_layer": "gelu", "init_values": 1e-6},
     "dinov2": {"act_layer": "gelu", "init_values": 1e-5},
+    # Its models have the class token for features, and timm the mean over all patches.
+    "dinov3": {
+        "act_layer": "gelu", "init_values": 1e-5, "layer_norm_eps": 1e-5, "reg_tokens": 4,
+        "rope_type": "dinov3", "global_pool": "token",
+    },
     "clip": _CLIP,
     "clip_quickgelu": {**_CLIP, "act_layer": "quick_gelu"},
     "siglip": {"global_pool": "map"},
     "siglip_gap": {"global_pool": "avg"},
-}
+}  # fmt: skip
 
 
 def vision_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +149,7 @@ def model_section(config: dict[str, Any]) -> dict[str, Any] | None:
         return {"name": name} if canonical_model(name)[0] != name else None
     options = {
         "pool": {"avg": "gap", "map": "map"}.get(str(said.get("global_pool")), "cls"),
-        "positions": "none" if said.get("pos_embed") == "none" else None,
+        "positions": _positions(said),
         "registers": said.get("num_register_tokens") or said.get("reg_tokens"),
         "layer_scale": said.get("layerscale_value") or said.get("init_values"),
         "qk_norm": said.get("qk_norm"),
@@ -150,6 +161,13 @@ def model_section(config: dict[str, Any]) -> dict[str, Any] | None:
     return {"name": "ViT", **sizes, "patch_size": said["patch_size"], **given}
 
 
+def _positions(said: dict[str, Any]) -> str | None:
+    """Those that leave no trace in tensors; None for others."""
+    if said.get("rope_type") == "dinov3":
+        return "rope_2d"
+    return "none" if said.get("pos_embed") == "none" else None
+
+
 def differences_of(config: dict[str, Any], options: VitOptions) -> list[str]:
     """Settings of the function that a file's tensors were trained in, which differ slightly here.
 
@@ -158,10 +176,19 @@ def differences_of(config: dict[str, Any], options: VitOptions) -> list[str]:
         options: of the model that the tensors are for.
 
     Raises:
-        ValueError: another activation or normalisation than the model has.
+        ValueError: other positions, another activation or normalisation than the model has.
     """
     said, found = vision_settings(config), []
-    for name, ours in (("pooler_act", "tanh"), ("norm_layer", "layernorm")):
+    if (positions := _positions(said)) not in (None, options.positions):
+        raise ValueError(
+            f"{FOLDER_CONFIG} tells positions that are {positions}, and the model has "
+            f"{options.positions}; set model.positions={positions}"
+        )
+    fixed = {
+        "pooler_act": "tanh", "norm_layer": "layernorm", "rope_theta": ROPE_BASE,
+        "rope_temperature": ROPE_BASE,
+    }  # fmt: skip
+    for name, ours in fixed.items():
         if said.get(name) not in (None, ours):
             raise ValueError(f"{FOLDER_CONFIG} has {name}={said[name]!r}; use {ours}")
     for name in ("hidden_act", "act_layer"):

@@ -103,7 +103,7 @@ def test_deit_is_as_its_table_9_prints_it() -> None:
     steps = told_facts(recipe).total_steps
     assert (model.name, model.stochastic_depth, model.dropout) == ("ViT-S/16", 0.1, 0.0)
     assert model.representation is False
-    assert train.global_batch_size == 1024
+    assert (train.global_batch_size, recipe.data.repeats) == (1024, 3)  # RASampler's default
     assert optim.learning_rate == pytest.approx(5e-4 * 1024 / 512)
     assert (optim.weight_decay, optim.clip_norm) == (0.05, 0.0)
     assert lr_at(round(steps / 60), optim, steps) == pytest.approx(1e-3, rel=1e-3)  # 5 of 300
@@ -120,7 +120,8 @@ def test_deit_is_as_its_table_9_prints_it() -> None:
 
 
 def test_deit_iii_is_as_its_authors_command_for_vit_s() -> None:
-    # facebookresearch/deit, README_revenge.md: deit_small_patch16_LS, 8 GPUs of 256 images.
+    # facebookresearch/deit, README_revenge.md: deit_small_patch16_LS, 8 GPUs of 256 images; its
+    # main.py repeats each image three times unless --no-repeated-aug is given.
     recipe = load_recipe(FIELD / "deit3_s16_imagenet.yaml")
     optim, model, train = recipe.optim, recipe.model, recipe.train
     steps = told_facts(recipe).total_steps
@@ -129,7 +130,7 @@ def test_deit_iii_is_as_its_authors_command_for_vit_s() -> None:
     # --drop-path 0.05 in each block is what ours is on average.
     assert model.stochastic_depth == 2 * 0.05
     assert (train.global_batch_size, train.loss, train.label_smoothing) == (8 * 256, "sigmoid", 0)
-    assert (train.mixup, train.cutmix) == (0.8, 1.0)
+    assert (train.mixup, train.cutmix, recipe.data.repeats) == (0.8, 1.0, 3)
     assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.05, 0.0)
     assert lr_at(round(steps / 160), optim, steps) == pytest.approx(4e-3, rel=1e-3)  # 5 of 800
     assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
@@ -149,7 +150,7 @@ def test_deit_iii_on_imagenet_21k_is_as_its_authors_command_for_vit_s() -> None:
     assert (model.name, model.layer_scale, model.dropout) == ("ViT-S/16", 1e-4, 0.0)
     assert (model.stochastic_depth, model.activation) == (2 * 0.05, "gelu")
     assert (train.global_batch_size, train.loss, train.label_smoothing) == (2048, "softmax", 0.1)
-    assert (train.mixup, train.cutmix) == (0.0, 1.0)
+    assert (train.mixup, train.cutmix, recipe.data.repeats) == (0.0, 1.0, 1)
     assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.02, 1.0)
     assert lr_at(round(steps / 48), optim, steps) == pytest.approx(1e-3, rel=1e-3)  # 5 of 240
     assert lr_at(steps, optim, steps) == pytest.approx(1e-5)

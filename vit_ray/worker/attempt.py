@@ -13,6 +13,7 @@ import numpy as np
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
+from vit_ray.data.order.repeats import COPY
 from vit_ray.evaluate.examples import NUM_TRAINING, training_files
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
@@ -181,7 +182,7 @@ class Attempt:
             as_tensor(first[key][:NUM_TRAINING]).cpu().numpy()
             for key in ("image", "sample", "labels")
         )
-        files = training_files(pixels, samples.tolist(), labels, self.job.classes)
+        files = training_files(pixels, (samples % COPY).tolist(), labels, self.job.classes)
         self.link.show_files(files, "images")
         yield first
         yield from batches

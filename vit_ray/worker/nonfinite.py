@@ -15,6 +15,7 @@ import torch
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.data.order.repeats import COPY
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 from vit_ray.train.engine.collectives import all_max, all_rows, all_sum, read_by_first
@@ -81,7 +82,8 @@ class NonfinitePolicy:
 
 def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
     """Samples of the global batch, and sizes by layer of activations and weights."""
-    samples = np.sort(all_rows(np.asarray(batch["sample"], np.int64), engine.device)).tolist()
+    numbers = np.asarray(batch["sample"], np.int64) % COPY
+    samples = np.unique(all_rows(numbers, engine.device)).tolist()
     shown = ", ".join(map(str, samples[:MOST_SAMPLES]))
     if len(samples) > MOST_SAMPLES:
         shown += f", ... ({len(samples)} in all)"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
+from vit_ray.data.order.repeats import COPY
 from vit_ray.outcomes import EventKind
 from vit_ray.train.engine.collectives import all_rows
 from vit_ray.train.image_losses import ImageLosses
@@ -81,13 +82,15 @@ class SpikePolicy:
 
 
 def _as_parquet(kept: dict[int, NDArray[np.float64]]) -> bytes:
-    """Columns `step`, `sample` and `loss`, a row for each image in the order of its batch."""
+    """Columns `step`, `sample`, `copy` and `loss`, a row for each image of a batch in its order."""
     rows = np.concatenate(list(kept.values()))
     steps = np.repeat(list(kept), [len(one) for one in kept.values()])
+    copies, samples = np.divmod(rows[:, 0].astype(np.int64), COPY)
     table = pa.table(
         {
             "step": steps,
-            "sample": rows[:, 0].astype(np.int64),
+            "sample": samples,
+            "copy": copies,
             "loss": rows[:, 1].astype(np.float32),
         }
     )

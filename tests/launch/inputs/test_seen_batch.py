@@ -22,6 +22,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import training_crop
+from vit_ray.data.order.repeats import COPY
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run
@@ -72,6 +73,9 @@ CASES = {
     "weighted": {"sample_weights": "labels"},
     "mixture": {"train": MIXTURE},
     "mixture in windows": {"train": MIXTURE, "shuffle_window": 32},
+    "repeated": {"repeats": 3},
+    "repeated in windows": {"repeats": 3, "shuffle_window": 64},
+    "repeated mixture": {"repeats": 2, "train": MIXTURE},
 }
 
 
@@ -81,11 +85,11 @@ def test_the_steps_of_a_sample_are_those_whose_batches_hold_it(sets: Path, case:
     if "train" in data:
         data["train"] = [{**one, "path": str(sets / one["path"])} for one in MIXTURE]
     recipe = recipe_on(sets, data=data)
-    batches, trained = batches_of(recipe), training_batches(recipe)
+    batches, trained = batches_of(recipe), list(training_batches(recipe))
     total = resolve_run(recipe).manifest.num_images
     held = {sample: list[tuple[int, int]]() for sample in range(total)}
     for step, batch in enumerate(trained):
-        for place, sample in enumerate(batch["sample"].tolist()):
+        for place, sample in enumerate((batch["sample"] % COPY).tolist()):
             held[sample].append((step, place))
     for sample, expected in held.items():
         found = list(batches.steps_of(sample))
@@ -93,6 +97,7 @@ def test_the_steps_of_a_sample_are_those_whose_batches_hold_it(sets: Path, case:
         for step, epoch, place in found:
             _, (one,) = batches.read(step, range(place, place + 1))
             assert (one.sample, one.epoch, one.place) == (sample, epoch, place)
+            assert one.copy == trained[step]["sample"][place] // COPY
     with pytest.raises(ValueError, match=f"has samples 0 to {total - 1}"):
         list(batches.steps_of(total))
 

@@ -21,6 +21,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.replay_steps import replay_steps
 from vit_ray.config import Recipe
+from vit_ray.data.order.repeats import COPY
 from vit_ray.data.stream.batches import Batch
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
@@ -241,7 +242,7 @@ def _print_verdict(
         share, loss = found[step].shares[one.place], found[step].losses[one.place]
         print(f"  sample {one.sample} ({one.key}, {names}): share {share:.1%}, loss {loss:.3g}")
     if places:
-        excluded = f"data.exclude={sorted(one.sample for one in facts)}".replace(" ", "")
+        excluded = f"data.exclude={sorted({one.sample for one in facts})}".replace(" ", "")
         origin = f"step={checkpoint.position.step} name={run.recipe.name}-without"
         print(f"{excluded} leaves them out; the run without them from this checkpoint on:")
         print(f"  vit-ray fork {source} {origin} {excluded}")
@@ -254,8 +255,10 @@ def _kept_losses(run: NamedRun, step: int) -> dict[int, float]:
         return {}
     table = pq.read_table(file)
     of_step = np.asarray(table["step"]) == step
-    pairs = (np.asarray(table[name])[of_step].tolist() for name in ("sample", "loss"))
-    return dict(zip(*pairs, strict=True))
+    names = {"sample", "copy", "loss"} & {*table.column_names}
+    found = {name: np.asarray(table[name])[of_step] for name in names}
+    samples = found["sample"] + COPY * found.get("copy", np.int64(0))
+    return dict(zip(samples.tolist(), found["loss"].tolist(), strict=True))
 
 
 def likeness(losses: Sequence[float], samples: Sequence[int], kept: Mapping[int, float]) -> str:
@@ -278,4 +281,5 @@ def _write_table(
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["place", "sample", "share", "loss", "loss_when_it_happened"])
-        writer.writerows([place, *row, kept.get(row[0], "")] for place, row in enumerate(rows))
+        for place, (sample, *measured) in enumerate(rows):
+            writer.writerow([place, sample % COPY, *measured, kept.get(sample, "")])

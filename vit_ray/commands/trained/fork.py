@@ -190,9 +190,15 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
     Raises:
         ValueError: with another batch no step has, and images would be read twice or left out.
     """
+    times, repeats = before.data.repeats, resolved.recipe.data.repeats
     then, size = position.global_batch_size, resolved.recipe.train.global_batch_size
-    if size == then:
+    if size == then and times == repeats:
         return position.step
+    if (times, repeats) != (1, 1):
+        raise ValueError(
+            f"data.repeats={repeats}, train.global_batch_size={size}: the parent has {times} and "
+            f"{then}, and where images are repeated neither can change on the way"
+        )
     seen, key = position.samples_seen, f"train.global_batch_size={size}"
     if seen % size:
         lower = (low for low in range(1, math.isqrt(seen) + 1) if seen % low == 0)

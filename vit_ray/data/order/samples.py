@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.mixture import MixedOrder
+from vit_ray.data.order.repeats import COPY, Repeats
 from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
@@ -18,7 +19,10 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a run, one entry per position, in order."""
+    """Rows of a run, one entry per position, in order.
+
+    `samples` are numbers in the data set, with `repeats.COPY` added for each copy before.
+    """
 
     epochs: Int64Array
     groups: Int64Array
@@ -41,6 +45,7 @@ class Plan:
         window: in which rows are dealt out to batches; None for none.
         weights: by which the manifest's rows are drawn, 0 for those that take no part; None for
             each that takes part once in an epoch.
+        repeats: of images in a batch; None for each once.
     """
 
     def __init__(
@@ -52,8 +57,11 @@ class Plan:
         counts: NDArray[np.integer] | None = None,
         window: ShuffleWindow | None = None,
         weights: Weights | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
-        self._manifest, self._weights = manifest, weights
+        self._manifest, self._weights, self._repeats = manifest, weights, repeats
+        if repeats is not None and window is not None:
+            window = ShuffleWindow(repeats.draws, window.num_batches)
         self._selection = rows if weights is None else None
         if counts is None or weights is not None:
             counts = rows_per_group(manifest, self._selection)
@@ -80,6 +88,9 @@ class Plan:
 
     def rows_at(self, positions: Int64Array) -> Rows:
         """What stands at some positions."""
+        copies = np.zeros_like(positions)
+        if self._repeats is not None:
+            positions, copies = self._repeats.drawn(positions)
         places = self._order.places(positions)
         rows = places.rows
         if self._selection is not None:
@@ -87,7 +98,7 @@ class Plan:
                 [self._selected_rows(int(g))[r] for g, r in zip(places.groups, rows, strict=True)],
                 np.int64,
             )
-        samples = self._manifest.first_samples[places.groups] + rows
+        samples = self._manifest.first_samples[places.groups] + rows + COPY * copies
         return Rows(places.epochs, places.groups, rows, samples)
 
     def span_of(self, sample: int, epoch: int) -> range:
@@ -102,7 +113,8 @@ class Plan:
             if not len(found):
                 return range(0)
             row = int(found[0])
-        return self._order.span_of(epoch, group, row)
+        span = self._order.span_of(epoch, group, row)
+        return span if self._repeats is None else self._repeats.crops_of(span)
 
     def rows_of_group(self, group: int) -> Int64Array:
         """Rows of a row group that take part, ascending."""

@@ -1,8 +1,9 @@
 """Positions of a stream to batches of pixels: what runs in every reading task.
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
-"sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding; and
-where the stream is to give them, "key": uint8 (b, w), UTF-8 padded with zeros to the longest.
+"sample": int64 (b,)}, samples as in `order.samples.Rows`. Evaluation batches have "weight": float32
+(b,) too, 0.0 for padding; and where the stream is to give them, "key": uint8 (b, w), UTF-8 padded
+with zeros to the longest.
 Where the device decodes, training batches have the columns of `encoded` in the place of "image".
 """
 
@@ -22,6 +23,7 @@ from vit_ray.data.format.schema import NO_LABEL
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import augmented, cut_crop
 from vit_ray.data.order.partition import BlockShape, Partition
+from vit_ray.data.order.repeats import COPY, Repeats
 from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection
@@ -47,6 +49,7 @@ class StreamSpec:
         rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
         weights: by which training rows are drawn, as `samples.Plan` takes them; None for each once.
+        repeats: of training images in a global batch; None for each once.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
@@ -69,6 +72,7 @@ class StreamSpec:
     rows: Selection | None = None
     window: ShuffleWindow | None = None
     weights: Weights | None = field(default=None, repr=False, compare=False)
+    repeats: Repeats | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
     concurrency: int | None = None
@@ -141,7 +145,7 @@ class BatchReader:
         self._job = job
         self.plan = Plan(
             spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window,
-            spec.weights if job.is_training else None,
+            *((spec.weights, spec.repeats) if job.is_training else ()),
         )  # fmt: skip
         self.read_group = _RowGroupCache(
             RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
@@ -181,19 +185,20 @@ class BatchReader:
         columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
         for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
             if not batch.try_row(i, *row) and self._job.is_training:
-                its_rows, epoch, group, *_ = row
-                self._fill_with_neighbour(batch, i, its_rows, epoch, group, int(rows.rows[i]))
+                its_rows, epoch, group, _, sample, _ = row
+                self._fill_with_neighbour(batch, i, its_rows, epoch, group, sample)
 
     def _fill_with_neighbour(
-        self, batch: "_Batch", i: int, encoded: EncodedRows, epoch: int, group: int, row: int
+        self, batch: "_Batch", i: int, encoded: EncodedRows, epoch: int, group: int, bad: int
     ) -> None:
-        """Write the next row of the row group that can be decoded."""
+        """Write the next row of the row group that can be decoded in the place of a bad sample."""
         spec, manifest = self._job.spec, self._job.spec.manifest
+        first_sample = bad // COPY * COPY + int(manifest.first_samples[group])
         others = self.plan.rows_of_group(group)
-        after = int(np.searchsorted(others, row)) + 1
+        after = int(np.searchsorted(others, bad - first_sample)) + 1
         for other in np.roll(others, -after)[:-1].tolist():
             stored = manifest.stored_row(group, other)
-            sample = int(manifest.first_samples[group]) + other
+            sample = first_sample + other
             box = draw_box(encoded.size(stored), batch.augmentation, (spec.seed, epoch, sample))
             if batch.try_row(i, encoded, epoch, group, stored, sample, box):
                 return
@@ -276,7 +281,7 @@ class _Batch:
         try:
             self._images.set(i, DrawnCrop(encoded.stored(stored), box, rng_key, name))
         except ValueError as error:
-            self.bad[sample] = f"{name()}: {error}"
+            self.bad[sample % COPY] = f"{name()}: {error}"
             return False
         labels = encoded.labels_of(stored)
         self._labels[i, : len(labels)] = labels

@@ -13,6 +13,7 @@ from vit_ray.data.format.labels import keys
 from vit_ray.data.images.crop_boxes import CropBox, draw_box
 from vit_ray.data.images.crops import decode, operations
 from vit_ray.data.order.partition import Partition
+from vit_ray.data.order.repeats import COPY
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import ResolvedRun
@@ -35,6 +36,8 @@ class SeenImage:
     """In the global batch."""
     sample: int
     """Number of the image in the data set."""
+    copy: int
+    """How many copies of it the batch has before this one."""
     epoch: int
     key: str
     labels: tuple[int, ...]
@@ -62,8 +65,8 @@ class SeenImage:
         names = {"top": self.box.top, "left": self.box.left}
         sides = {"crop_height": self.box.height, "crop_width": self.box.width}
         return {
-            "step": self.step, "place": self.place, "sample": self.sample, "epoch": self.epoch,
-            "key": self.key, "labels": list(self.labels),
+            "step": self.step, "place": self.place, "sample": self.sample, "copy": self.copy,
+            "epoch": self.epoch, "key": self.key, "labels": list(self.labels),
             "classes": [classes[label] for label in self.labels],
             "height": self.size[0], "width": self.size[1],
             **{name: float(value) for name, value in {**names, **sides}.items()},
@@ -102,7 +105,7 @@ class SeenBatches:
         return len(groups), int(manifest.bytes[groups].sum())
 
     def planned(self, step: int) -> NDArray[np.int64]:
-        """Sample numbers of a step by the order alone, whether or not they can be decoded."""
+        """Samples of a step by the order alone, as in `Rows`, whether or not they are decoded."""
         return self._reader.plan.rows_at(self._positions(step)).samples
 
     def batch(self, step: int) -> Batch:
@@ -134,9 +137,10 @@ class SeenBatches:
             sample, epoch = int(found[i]), int(planned.epochs[i])
             one = self._located(sample, epoch, step, first + i)
             if sample != planned.samples[i]:
-                one = replace(one, instead_of=int(planned.samples[i]))
+                one = replace(one, instead_of=int(planned.samples[i]) % COPY)
             if shares is not None:
-                one = replace(one, partner=int(found[i ^ 1]), own_share=float(shares[i]))
+                partner = int(found[i ^ 1]) % COPY
+                one = replace(one, partner=partner, own_share=float(shares[i]))
             facts.append(one)
         return pixels[places.start - first : places.stop - first], facts
 
@@ -157,7 +161,7 @@ class SeenBatches:
                 return
             positions = np.arange(span.start, min(span.stop, self._num_positions), dtype=np.int64)
             rows = self._reader.plan.rows_at(positions)
-            is_it = (rows.samples == sample) & (rows.epochs == epoch)
+            is_it = (rows.samples % COPY == sample) & (rows.epochs == epoch)
             for at in np.flatnonzero(is_it).tolist():
                 step, place = divmod(int(positions[at]), self._size)
                 yield step, epoch, place
@@ -169,13 +173,14 @@ class SeenBatches:
     def _located(self, sample: int, epoch: int, step: int, place: int) -> SeenImage:
         """A sample of the data set, and the box that is cut out of it in an epoch."""
         manifest, rng_key = self._spec.manifest, (self._spec.seed, epoch, sample)
+        copy, sample = divmod(sample, COPY)
         group = int(np.searchsorted(manifest.first_samples, sample, side="right")) - 1
         row = manifest.stored_row(group, sample - int(manifest.first_samples[group]))
         rows = self._reader.read_group(group)
         augmentation = self._spec.augmentation_at(int(self._positions(step)[0]))
         drawn = tuple(map(str, operations(augmentation, rng_key)))
         return SeenImage(
-            step, place, sample, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
+            step, place, sample, copy, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
             manifest.files[int(manifest.file_index[group])].path,
             int(manifest.row_group[group]), row, rows.size(row),
             draw_box(rows.size(row), augmentation, rng_key), drawn,

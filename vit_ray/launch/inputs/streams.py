@@ -23,6 +23,7 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import Augmentation
+from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.sample_weights import Weights, row_weights
 from vit_ray.data.order.selection import (
     JoinedSelection,
@@ -187,7 +188,8 @@ def training_stream(
         weights[list(data.exclude)] = 0
         if not weights.any():
             raise ValueError("data.exclude leaves no image with a weight; exclude fewer")
-    return replace(spec, window=window, task_rows=task_rows, weights=weights)
+    repeats = Repeats(batch, data.repeats) if data.repeats > 1 else None
+    return replace(spec, window=window, task_rows=task_rows, weights=weights, repeats=repeats)
 
 
 def stream_of(

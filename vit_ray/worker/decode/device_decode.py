@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from vit_ray.data.order.repeats import COPY
 from vit_ray.worker.decode.batched_resize import resize_regions
 from vit_ray.worker.prefetch import Prefetched, SideStream
 
@@ -206,7 +207,7 @@ class DeviceDecoder:
         if not bad:
             return batch
         samples = batch["sample"]
-        self._note_bad({int(samples[i]): table["where"][i].as_py() for i in bad})
+        self._note_bad({int(samples[i]) % COPY: table["where"][i].as_py() for i in bad})
         # Bad rows are overwritten by the next good ones, labels and all.
         rows = np.arange(len(samples))
         good = np.setdiff1d(rows, bad)

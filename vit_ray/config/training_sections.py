@@ -505,6 +505,9 @@ class TrainConfig(Section):
     each micro-batch has an even number of images."""
     cutmix: NotNegativeFloat = 0.0
     """Alpha of CutMix; 0 = off. With MixUp, each applies to half of the pairs."""
+    mixed_labels: Annotated[Literal["shares", "ones"], UsedIf("loss", ("sigmoid",))] = "shares"
+    """Target of a mixed image: the `shares` of its two labels, or `ones` for both (DeiT III, after
+    arXiv:2110.00476)."""
     masked_target: Annotated[
         Literal["mean_color", "downsized", "full_patch"],
         OnResume.FIXED,

@@ -149,8 +149,10 @@ def make_image_losses(
             seen = normalize(images, dtype)
         outputs = module(seen, *keys, **asked)
         logits, answers = outputs if asked else (outputs, outputs)
+        if train.mixes and train.mixed_labels == "ones":
+            labels = _labels_of_both(labels, mixing.own_share)
         losses = classification_loss(logits, labels, train)
-        if train.mixes:
+        if train.mixes and train.mixed_labels == "shares":
             # Both losses are linear in the target, so this is the loss of mixed targets.
             others = classification_loss(logits, partners(labels), train)
             losses = torch.lerp(others, losses, mixing.own_share)
@@ -169,6 +171,13 @@ def make_image_losses(
         return losses
 
     return predict_patches if train.loss == "masked_patch" else classify
+
+
+def _labels_of_both(labels: Tensor, own_share: Tensor) -> Tensor:
+    """Label lists (2 P, L) and those of the partners, without an image that has no share: 2 L."""
+    share = own_share[:, None]
+    own, other = labels.where(share > 0.0, -1), partners(labels).where(share < 1.0, -1)
+    return torch.cat([own, other], dim=1)
 
 
 def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:

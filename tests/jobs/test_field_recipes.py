@@ -131,6 +131,7 @@ def test_deit_iii_is_as_its_authors_command_for_vit_s() -> None:
     assert model.stochastic_depth == 2 * 0.05
     assert (train.global_batch_size, train.loss, train.label_smoothing) == (8 * 256, "sigmoid", 0)
     assert (train.mixup, train.cutmix, recipe.data.repeats) == (0.8, 1.0, 3)
+    assert train.mixed_labels == "ones"  # --bce-loss: targets above 0 are 1
     assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.05, 0.0)
     assert lr_at(round(steps / 160), optim, steps) == pytest.approx(4e-3, rel=1e-3)  # 5 of 800
     assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
@@ -157,6 +158,25 @@ def test_deit_iii_on_imagenet_21k_is_as_its_authors_command_for_vit_s() -> None:
     augment = augmentation_of(recipe.model, recipe.data.augment)
     assert (augment.kind, augment.interpolation) == ("simple_random_crop", "bicubic")
     assert (augment.three_augment, augment.color_jitter) == (ThreeAugment(), ColorJitter(0.3))
+
+
+def test_the_patient_teacher_is_as_its_authors_configuration() -> None:
+    # google-research/big_vision, configs/proj/distill/bit_i1k.py.
+    recipe = load_recipe(FIELD / "patient_r50_imagenet.yaml")
+    optim, model, train, distill = recipe.optim, recipe.model, recipe.train, recipe.distill
+    assert distill is not None
+    assert (model.name, distill.model.name, model.image_size) == ("R50x1", "R152x2", 224)
+    assert (distill.kind, distill.weight, distill.temperature) == ("logits", 1.0, 1.0)
+    assert (train.global_batch_size, train.mixup, train.cutmix) == (4096, 1.0, 0.0)
+    assert (train.loss, train.label_smoothing) == ("softmax", 0.0)
+    assert (optim.name, optim.betas, optim.first_moment) == ("adamw", (0.9, 0.999), "bf16")
+    assert (optim.learning_rate, optim.clip_norm, optim.schedule) == (0.03, 1.0, "cosine")
+    assert optim.weight_decay * optim.learning_rate == pytest.approx(3e-4)
+    steps = told_facts(recipe).total_steps
+    assert (steps, optim.warmup_steps) == (round(1200 * 1_281_167 / 4096), 5000)
+    augment = augmentation_of(recipe.model, recipe.data.augment)
+    assert (augment.kind, augment.min_area, augment.flip) == ("inception_crop", 0.05, True)
+    assert augmentation_of(recipe.model, recipe.data.eval_augment).resize == 256
 
 
 # One for each feature.

@@ -13,7 +13,7 @@ import numpy as np
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
-from vit_ray.data.order.repeats import COPY
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.evaluate.examples import NUM_TRAINING, training_files
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled

@@ -14,8 +14,8 @@ import torch
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.data.order.repeats import COPY
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 from vit_ray.train.engine.collectives import all_max, all_rows, all_sum, read_by_first

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
-from vit_ray.data.order.repeats import COPY
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.outcomes import EventKind
 from vit_ray.train.engine.collectives import all_rows
 from vit_ray.train.image_losses import ImageLosses

@@ -17,7 +17,7 @@ from tests.conftest import Digits
 from tests.data.stream.reading import read_training
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.data.order.repeats import COPY
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.launch.inputs.dataset import open_dataset
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.streams import resolve_run

@@ -18,11 +18,11 @@ from tests.data.small_sets import write_encoded
 from tests.data.stream.reading import read_training
 from tests.recipes import recipe_with, small_recipe
 from vit_ray.config import Recipe
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.data import open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import training_crop
-from vit_ray.data.order.repeats import COPY
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run

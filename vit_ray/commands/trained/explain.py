@@ -21,7 +21,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.replay_steps import replay_steps
 from vit_ray.config import Recipe
-from vit_ray.data.order.repeats import COPY
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.stream.batches import Batch
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage

@@ -8,16 +8,11 @@ N / times images.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
-
-COPY: Final = 1 << 40
-"""The k-th copy of an image in a batch has k times this added to its number: whatever is drawn by
-sample number (crops, mixing, masks, dropout) is then another for each copy."""
 
 
 @dataclass(frozen=True)

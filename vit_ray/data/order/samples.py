@@ -6,10 +6,11 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.mixture import MixedOrder
-from vit_ray.data.order.repeats import COPY, Repeats
+from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
@@ -21,7 +22,7 @@ Int64Array = NDArray[np.int64]
 class Rows:
     """Rows of a run, one entry per position, in order.
 
-    `samples` are numbers in the data set, with `repeats.COPY` added for each copy before.
+    `samples` are numbers in the data set, with `sample_numbers.COPY` added for each copy before.
     """
 
     epochs: Int64Array

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
@@ -23,7 +24,7 @@ from vit_ray.data.format.schema import NO_LABEL
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import augmented, cut_crop
 from vit_ray.data.order.partition import BlockShape, Partition
-from vit_ray.data.order.repeats import COPY, Repeats
+from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from vit_ray.data.order.repeats import COPY
+from vit_ray.config.sample_numbers import COPY
 from vit_ray.worker.decode.batched_resize import resize_regions
 from vit_ray.worker.prefetch import Prefetched, SideStream
 

@@ -1,0 +1,7 @@
+"""How the images of a global batch are numbered."""
+
+from typing import Final
+
+COPY: Final = 1 << 40
+"""The k-th copy of an image in a batch has k times this added to the image's number: whatever is
+drawn by sample number (crops, mixing, masks, dropout) is then another for each copy."""

@@ -392,9 +392,9 @@ class OptimConfig(Section):
     embedding, class token and positions have the smallest. 1 = one rate for all."""
     frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
     """Parts of the model that are not trained and have no gradient or optimizer state:
-    `embedding`, `class_token`, `positions`, `registers`, `pre_norm`, `blocks` or `blocks.0-5`,
-    `norm`, `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`,
-    `norm`, `head`."""
+    `embedding`, `class_token`, `positions`, `registers`, `distillation_token`, `pre_norm`, `blocks`
+    or `blocks.0-5`, `norm`, `attention_pool`, `representation`, `head`, `distillation_head`; of a
+    ResNet `root`, `units` or `units.0-5`, `norm`, `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps", "cooldown", "rsqrt"] = "cosine"

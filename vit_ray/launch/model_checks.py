@@ -10,7 +10,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.models.catalog import ModelSpec, as_grid, find_spec
-from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
+from vit_ray.models.parameter_groups import HEADS, chosen_parts, part_of, parts_of
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
@@ -101,10 +101,11 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
     """
     is_new = recipe.init_from is None or kind in NEW_HEADS
     has_head = recipe.train.loss != "masked_patch"
-    if has_head and is_new and "head" in recipe.optim.frozen:
+    frozen = [head for head in HEADS if head in recipe.optim.frozen]
+    if has_head and is_new and frozen:
         raise ValueError(
-            "optim.frozen has head, and this run starts with a new one of zeros, which would never "
-            "learn; leave head out of optim.frozen"
+            f"optim.frozen has {frozen[0]}, and this run starts with a new one of zeros, which "
+            f"would never learn; leave {frozen[0]} out of optim.frozen"
         )
 
 

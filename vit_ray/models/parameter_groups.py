@@ -5,7 +5,7 @@ A part is a module of the model, or one block or unit of its chain: `embedding`,
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from vit_ray.models.catalog import find_spec
 
@@ -46,6 +46,10 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
     top = ("norm", "attention_pool", "representation", "head", "distillation_head")
     parts = (*stem, *blocks, *top)
     return tuple(part for part in parts if has.get(part, True))
+
+
+HEADS: Final = ("head", "distillation_head")
+"""Parts whose kernels are zeros until weights or a first step change them."""
 
 
 def part_of(parameter: str) -> str:

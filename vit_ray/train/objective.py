@@ -18,7 +18,7 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.distilled import ProjectedFeatures
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.parameter_groups import chosen_parts, part_of
+from vit_ray.models.parameter_groups import HEADS, chosen_parts, part_of
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.distillation import Teacher, teacher_losses, teacher_width
@@ -66,7 +66,7 @@ def _start_heads(model: nn.Module) -> None:
     A kernel that is near zero after its first step would stay so for thousands.
     """
     for name, parameter in model.named_parameters():
-        if part_of(name) in ("head", "distillation_head") and parameter.ndim == 2:
+        if part_of(name) in HEADS and parameter.ndim == 2:
             nn.init.trunc_normal_(parameter, std=HEAD_STD)
 
 

@@ -14,7 +14,7 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.device_health import computes_exactly, driver_faults
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
-from vit_ray.models.parameter_groups import part_of
+from vit_ray.models.parameter_groups import HEADS, part_of
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
 from vit_ray.train.distillation import Teacher
@@ -162,12 +162,12 @@ def build_engine(
             )
         except ValueError as error:
             raise UnrecoverableError(f"init_from: {error}") from None
-        is_new = any(part_of(name) == "head" for name in report.new)
-        if job.kind == "train" and is_new and "head" in recipe.optim.frozen:
+        new = {part_of(name) for name in report.new} & {*HEADS} & {*recipe.optim.frozen}
+        if job.kind == "train" and new:
             # A kernel of zeros gives the same logits for every image, and would stay so.
             raise UnrecoverableError(
-                f"optim.frozen has head, and {report.source} has none that fits: the new one of "
-                "zeros would never learn; leave head out of optim.frozen"
+                f"optim.frozen has {min(new)}, and {report.source} has none that fits: the new one "
+                f"of zeros would never learn; leave {min(new)} out of optim.frozen"
             )
     batch = recipe.train.global_batch_size
     passes = (

@@ -162,10 +162,13 @@ EXACT = [
     ("ViT", {"pool": "map", "registers": 1}),
     ("ViT", {"positions": "sincos_2d", "pool": "gap"}),
     ("ViT", {"positions": "rope_2d", "registers": 2}),
+    ("ViT", {"activation": "swiglu", "pool": "map"}),
+    ("ViT", {"activation": "swiglu"}),
     ("ViT", {"qk_norm": True}),
     ("ViT", {"layer_scale": 1e-4}),
     ("Axial-ViT", {}),
     ("Axial-ViT", {"layer_scale": 1e-4, "qk_norm": True}),
+    ("Axial-ViT", {"activation": "swiglu"}),
 ]
 
 

@@ -253,6 +253,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"pool": "map", "registers": 1},
     {"positions": "sincos_2d"},
     {"positions": "rope_2d", "registers": 2},
+    {"activation": "swiglu"},
 ]
 
 
@@ -331,7 +332,7 @@ def test_attention_figures_are_of_patches(options: dict[str, Any]) -> None:
         ({"positions": "rope_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),
         ({"positions": "rope_2d", "width": 24}, "width=24 have 6 each; .* a multiple of 4"),
         ({"pool": "max"}, "use one of cls, gap, map"),
-        ({"activation": "relu"}, "use one of gelu_tanh, gelu, quick_gelu"),
+        ({"activation": "relu"}, "use one of gelu_tanh, gelu, quick_gelu, swiglu"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0 and below 1"),
         ({"layer_scale": -1e-4}, "layer_scale=-0.0001 must be 0 or a positive number"),
     ],

@@ -82,9 +82,9 @@ class ModelConfig(Section):
     """Layer norm of the queries and keys of each head (ViT-22B), which bounds attention logits."""
     pre_norm: bool | None = None
     """Layer norm before the first block, as CLIP's towers have it."""
-    activation: Literal["gelu_tanh", "gelu", "quick_gelu"] | None = None
-    """Of the MLPs: GELU approximated by tanh (the paper's code), exact (DeiT, DINOv2, MAE), or the
-    sigmoid of OpenAI's CLIP."""
+    activation: Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"] | None = None
+    """Of the MLPs: GELU approximated by tanh (the paper's code), exact (DeiT, DINO, MAE), the
+    sigmoid of OpenAI's CLIP, or SwiGLU (DINOv3's S+, H+ and 7B), which has a third dense layer."""
     norm_eps: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Epsilon of the layer norms: 1e-6 if unset; 1e-5 in CLIP's towers."""
     distillation_token: bool | None = None

@@ -35,6 +35,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu": F.gelu,
     "quick_gelu": _quick_gelu,
+    "swiglu": F.silu,
 }
 
 
@@ -96,7 +97,11 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two dense layers with an activation between, dropout after each."""
+    """Two dense layers with an activation between, dropout after each.
+
+    Of SwiGLU (Shazeer, arXiv:2002.05202) the activation is of a third layer, whose outputs are
+    factors on those of the first.
+    """
 
     def __init__(
         self, width: int, mlp_dim: int, dropout: float, activation: Activation = "gelu_tanh"
@@ -104,12 +109,18 @@ class Mlp(nn.Module):
         super().__init__()
         self.activation = _ACTIVATIONS[activation]
         self.expand = Linear(width, mlp_dim, bias_std=1e-6)
+        self.gate = Linear(width, mlp_dim, bias_std=1e-6) if activation == "swiglu" else None
         self.contract = Linear(mlp_dim, width, bias_std=1e-6)
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
         """(B, N, D) to (B, N, D); `keys` as of `Block.forward`."""
-        hidden = self.dropout(self.activation(self.expand(x_BND)), numbered_keys(keys, 1))
+        hidden = self.expand(x_BND)
+        if self.gate is None:
+            hidden = self.activation(hidden)
+        else:
+            hidden = self.activation(self.gate(x_BND)) * hidden
+        hidden = self.dropout(hidden, numbered_keys(keys, 1))
         return self.dropout(self.contract(hidden), numbered_keys(keys, 2))
 
 

@@ -13,7 +13,7 @@ Grid = tuple[int, int]
 Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"]
 PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
 Pool = Literal["cls", "gap", "map"]
-Activation = Literal["gelu_tanh", "gelu", "quick_gelu"]
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
 
 # The reference code's; PyTorch's default is 1e-5.
 LAYER_NORM_EPS = 1e-6
@@ -56,7 +56,8 @@ class VitOptions:
     `distillation_token` adds DeiT's, and its head. Of `positions`, `sincos_2d` is fixed, and
     `rope_2d` turns queries and keys; of `pool`, `map` is pooling by attention. Published towers
     need `pre_norm`, a layer norm before the first block, the `activation` of their MLPs, of which
-    `gelu_tanh` is the reference code's, and the epsilon of their layer norms, `norm_eps`.
+    `gelu_tanh` is the reference code's and `swiglu` adds a layer, and the epsilon of their layer
+    norms, `norm_eps`.
     """
 
     positions: Positions = "learned_1d"

@@ -74,6 +74,12 @@ TOWERS: dict[str, tuple[Any, dict[str, Any]]] = {
         )),
         DINOV3,
     ),
+    "dinov3 plus": (
+        lambda: DINOv3ViTModel(DINOv3ViTConfig(
+            **SIZE, **MLP, num_register_tokens=4, use_gated_mlp=True, hidden_act="silu",
+        )),
+        {**DINOV3, "act_layer": "silu"},
+    ),
     "mae": (
         lambda: ViTMAEModel(ViTMAEConfig(**SIZE, **MLP, mask_ratio=0.0)),
         {"act_layer": "gelu", "layer_norm_eps": 1e-12},
@@ -101,6 +107,7 @@ TIMM_NAMES = [
     (r"^(encoder\.layers?|layer)\.", "blocks."),
     (r"\.attention\.o_proj\.", ".attn.proj."),
     (r"\.mlp\.up_proj\.", ".mlp.fc1."),
+    (r"\.mlp\.gate_proj\.", ".mlp.fc1_g."),
     (r"\.mlp\.down_proj\.", ".mlp.fc2."),
     (r"^embeddings\.patch_embeddings\.(weight|bias)$", r"patch_embed.proj.\1"),
     (r"\.(layer_norm|norm|layernorm_before$)1\.", ".norm1."),
@@ -181,6 +188,8 @@ def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found |= {name.replace("qkv.", f"{part}_"): of[part] for part in "qv"}
     if "pos_embed" not in found:  # of the class Eva
         found = {re.sub(r"ls(\d)\.gamma", r"gamma_\1", name): t for name, t in found.items()}
+        if "blocks.0.mlp.fc1_g.bias" in found:
+            found = {name.replace(".fc1.", ".fc1_x."): t for name, t in found.items()}
         return {name: tensor.clone() for name, tensor in found.items()}
     if "cls_token" in found:
         found["cls_token"] = found["cls_token"].reshape(1, 1, -1)
@@ -372,6 +381,13 @@ S, B, L = (
              "activation": "gelu", "norm_eps": 1e-5, "positions": "rope_2d"},
         ),
         (
+            {"architecture": "vit_huge_plus_patch16_dinov3",
+             "pretrained_cfg": {"input_size": [3, 256, 256]}},
+            {"depth": 32, "width": 1280, "mlp_dim": 5120, "num_heads": 20, "patch_size": 16,
+             "image_size": [256, 256], "registers": 4, "layer_scale": 1e-5,
+             "activation": "swiglu", "norm_eps": 1e-5, "positions": "rope_2d"},
+        ),
+        (
             {"model_type": "dinov3_vit", "num_register_tokens": 4},
             {**S, "patch_size": 16, "image_size": 224, "registers": 4, "layer_scale": 1.0,
              "activation": "gelu", "norm_eps": 1e-5, "positions": "rope_2d"},
@@ -419,6 +435,7 @@ def test_a_name_says_which_model_it_is(
     [
         ({"pre_norm": True}, ("jax", "timm", "huggingface")),
         ({"activation": "quick_gelu"}, ("jax",)),
+        ({"activation": "swiglu"}, ("jax", "timm", "huggingface")),
         ({"norm_eps": 1e-5}, ("jax", "timm")),
     ],
 )
@@ -438,6 +455,6 @@ def test_a_layout_that_cannot_express_an_option_says_so(
         load_weights(loaded, tmp_path / layout)
         with torch.no_grad():
             assert torch.equal(loaded(some_images()), model(some_images()))
-        if "pre_norm" not in options:
+        if "pre_norm" not in options and options != {"activation": "swiglu"}:
             with pytest.raises(ValueError, match=next(iter(options))):
                 load_weights(build_model("ViT", 5, 32, **sizes), tmp_path / layout)

@@ -26,6 +26,7 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         # is left out with the head (`WeightFile.load_into`).
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
         (r"\.gamma_([12])$", r".ls\1.gamma"),  # of its class Eva, which has DINOv3
+        (r"\.mlp\.fc1_x\.", ".mlp.fc1."),
     ],
     "huggingface": [
         (r"^(deit|dinov2|dinov2_with_registers|vision_model)\.", "vit."),

@@ -227,7 +227,8 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         or options.registers > 0
         or options.pre_norm,
         "layer_scale": is_hub and options.layer_scale > 0,
-        f"activation={options.activation!r}": layout == "jax" and options.activation != "gelu_tanh",
+        f"activation={options.activation!r}": options.activation == "swiglu"
+        or (layout == "jax" and options.activation != "gelu_tanh"),
         f"norm_eps={options.norm_eps:g}": not is_hub and options.norm_eps != LAYER_NORM_EPS,
         # Its tanh layer, the pooler, is left out by transformers' classifier.
         "representation=true (ViTForImageClassification would give other logits without a word; "

@@ -61,6 +61,7 @@ blocks.{{block}}.attention.key_norm norm - @attn.k_norm -
 blocks.{{block}}.attention_scale.scale tensor - @ls1.gamma @layer_scale1.lambda1
 blocks.{{block}}.mlp_norm norm @LayerNorm_2 @norm2 @layernorm_after
 blocks.{{block}}.mlp.expand linear @MlpBlock_3/Dense_0 @mlp.fc1 @intermediate.dense
+blocks.{{block}}.mlp.gate linear - @mlp.fc1_g @mlp.gate_proj
 blocks.{{block}}.mlp.contract linear @MlpBlock_3/Dense_1 @mlp.fc2 @output.dense
 blocks.{{block}}.mlp_scale.scale tensor - @ls2.gamma @layer_scale2.lambda1
 norm norm Transformer/encoder_norm norm vit.layernorm

@@ -20,6 +20,7 @@ ACTIVATIONS: Final = {
     "gelu_new": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
+    "silu": "swiglu",  # whose third layer is in the tensors
 }
 """Our names; exact GELU and the one by tanh differ by 5e-4 at most."""
 MOST_EPS: Final = 1e-5
@@ -54,7 +55,7 @@ _TYPES: Final[dict[str, dict[str, Any]]] = {
 _PAIRS: Final = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 
 _TIMM: Final = re.compile(
-    r"(?:vit|(deit3))_(small|base|large|huge)_patch(\d+)(?:_reg(\d+))?"
+    r"(?:vit|(deit3))_(small|base|large|huge)(_plus)?_patch(\d+)(?:_reg(\d+))?"
     r"(?:_(dinov2|dinov3|clip|clip_quickgelu|siglip|siglip_gap)(?:_qkvb)?)?(?:_(\d+))?"
 )
 _CLIP: Final = {"act_layer": "gelu", "layer_norm_eps": 1e-5, "pre_norm": True}
@@ -101,7 +102,7 @@ def _timm_args(config: dict[str, Any]) -> dict[str, Any]:
     named = _TIMM.fullmatch(str(config.get("architecture")))
     facts = config.get("pretrained_cfg")
     facts = facts if isinstance(facts, dict) else {}
-    kind = named and (named[1] or named[5])
+    kind = named and (named[1] or named[6])
     if not named or not kind:
         return {"act_layer": "gelu"} if facts.get("tag") == "mae" else {}
     size = ENCODERS[named[2][0].upper()]
@@ -109,11 +110,12 @@ def _timm_args(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "embed_dim": size.width,
         "depth": size.depth,
-        "num_heads": size.num_heads,
-        "patch_size": int(named[3]),
-        "img_size": sides[-2:] if isinstance(sides, list) else int(named[6] or 224),
-        "reg_tokens": int(named[4] or 0),
+        "num_heads": size.width // 64 if named[3] else size.num_heads,
+        "patch_size": int(named[4]),
+        "img_size": sides[-2:] if isinstance(sides, list) else int(named[7] or 224),
+        "reg_tokens": int(named[5] or 0),
         **_TIMM_KINDS[kind],
+        **({"act_layer": "silu"} if named[3] else {}),
     }
 
 
@@ -195,7 +197,7 @@ def differences_of(config: dict[str, Any], options: VitOptions) -> list[str]:
         value, here = said.get(name), options.activation
         if value is None or (there := ACTIVATIONS.get(str(value))) == here:
             continue
-        if there is None or "quick_gelu" in (there, here):
+        if there is None or {"quick_gelu", "swiglu"} & {there, here}:
             use = f"set model.activation={there}" if there else f"use {' or '.join(ACTIVATIONS)}"
             raise ValueError(f"{FOLDER_CONFIG} has {name}={value!r}, the model {here}; {use}")
         found.append(f"{name}={value}")

@@ -197,6 +197,16 @@ INTERNALS: Final = (
         {"": ()},
     ),
     Internal(
+        "ray.data._internal.stats", "get_or_create_stats_actor",
+        "Ray Data starts it where it first executes, and there it stays: a node that has an actor "
+        "is never idle.", "",
+        {"": ()},
+    ),
+    Internal(
+        "ray.data._internal.usage.actor", "get_or_create_usage_collection_actor", "As above.", "",
+        {"": ()},
+    ),
+    Internal(
         "ray.autoscaler.v2.utils", "is_autoscaler_v2",
         "Nodes may come on demand, though what the autoscaler may start is not known.", "",
         {"": ("fetch_from_server", "gcs_client")},
@@ -401,6 +411,20 @@ def keep_no_dataset_statistics() -> None:
     methods = next(i for i in INTERNALS if i.name == "_StatsManager").parameters
     for name in methods:
         setattr(manager, name, staticmethod(lambda *_, **__: None))
+
+
+def start_data_actors() -> None:
+    """Ray Data's own actors, on this process's node, for as long as the cluster lives.
+
+    Ray never takes back the node on which they are, and at its end waits for them in vain: it
+    should be that of the driver, which is the head by default.
+    """
+    for name in (
+        "get_or_create_autoscaling_coordinator",
+        "get_or_create_stats_actor",
+        "get_or_create_usage_collection_actor",
+    ):
+        getattr(importlib.import_module(_MODULES[name]), name)()
 
 
 def give_datasets(share: float, reserved_cpus: float) -> None:

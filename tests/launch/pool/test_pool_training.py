@@ -139,6 +139,7 @@ def test_processes_of_reading_tasks_import_beside_the_server_where_ray_is_this_d
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 5.0})
     monkeypatch.setattr(pool, "start_beside_server", started.append)
+    monkeypatch.setattr(pool, "start_data_actors", lambda: started.append("data actors"))
     monkeypatch.setattr(pool.WorkerPool, "_run_workers", lambda *_: None)
     monkeypatch.setenv("VIT_RAY_DASHBOARD", dashboard)
     pool.WorkerPool(
@@ -146,7 +147,7 @@ def test_processes_of_reading_tasks_import_beside_the_server_where_ray_is_this_d
         is_private=is_private,
     )
     how = {"keeps_statistics": keeps, "warms_up": not is_private, "cpus_per_rank": 1.5}
-    assert started == [how, *([3] if is_private else [])]
+    assert started == [how, 3 if is_private else "data actors"]
 
 
 DIED = [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("the host has no memory")]

@@ -43,6 +43,7 @@ from vit_ray.launch.pool.ray_policies import (
     PolicedTrainer,
 )
 from vit_ray.launch.pool.replacement import ReplaceWorkers, WatchPreemption
+from vit_ray.ray_internals import start_data_actors
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.pool_entry import work_in_pool
 
@@ -243,6 +244,8 @@ class WorkerPool:
         if is_private:
             cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
             start_beside_server(shape.reading_tasks(cpus))
+        else:
+            start_data_actors()
         self._thread = threading.Thread(
             target=self._run_workers, args=(is_private,), daemon=True, name="pool"
         )

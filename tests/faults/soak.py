@@ -1,6 +1,6 @@
 """One training on three hosts, its checkpoints in S3, that meets fault after fault.
 
-    python -m tests.faults.soak FOLDER --faults 200 --seed 0
+    python -m tests.faults.soak FOLDER --faults 200 --seed 0 [--only lose_host ...]
 
 It ends with the weights of a run without faults, bit for bit; then the exit code is 0. Given again
 with the same words, it continues where it was. What each fault did is a line of
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -267,7 +267,9 @@ def soak_recipe(name: str, digits: Digits, folder: Path, num_faults: int) -> Rec
     )
 
 
-def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
+def run_soak(
+    folder: Path, num_faults: int, seed: int, kinds: Sequence[Callable[[Soak], None]] = FAULTS
+) -> bool:
     """Whether the weights after all faults are those without any."""
     folder.mkdir(parents=True, exist_ok=True)
     digits = converted_digits(folder / "data")
@@ -284,8 +286,8 @@ def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
             if not soak.wait_for_checkpoint():
                 raise SystemExit(f"the run was complete after {number} of {num_faults} faults")
             # Of the first ones each kind once, in an order of the seed's.
-            order = random.Random(f"{seed} {number // len(FAULTS)}").sample(FAULTS, len(FAULTS))
-            fault, step = order[number % len(FAULTS)], soak.newest_step()
+            order = random.Random(f"{seed} {number // len(kinds)}").sample(kinds, len(kinds))
+            fault, step = order[number % len(kinds)], soak.newest_step()
             spent, soak.struck_s = soak.spent(), time.time()
             fault(soak)
             entry = {
@@ -327,5 +329,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    names = {fault.__name__: fault for fault in FAULTS}
+    parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="FAULT")
     given = parser.parse_args()
-    sys.exit(0 if run_soak(given.folder.absolute(), given.faults, given.seed) else 1)
+    chosen = [names[name] for name in given.only]
+    sys.exit(0 if run_soak(given.folder.absolute(), given.faults, given.seed, chosen) else 1)

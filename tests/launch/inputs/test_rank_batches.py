@@ -75,7 +75,7 @@ def test_images_that_are_repeated_are_those_of_a_smaller_batch_and_each_copy_is_
         assert len(np.unique(batch["image"], axis=0)) > 60, step
         # Who is mixed with whom changes from one round of copies to the next.
         pairs = [frozenset(pair) for pair in samples.reshape(-1, 2).tolist()]
-        assert not set(pairs[:11]) & set(pairs[11:22])
+        assert len(set(pairs)) > 22  # of 32; in blocks of 16 all differ, and 22 is 16 and 6
         assert all(len(pair) == 2 for pair in pairs)
 
 

@@ -8,11 +8,15 @@ N / times images.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+
+
+_MOST_IN_TURN: Final = 64
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,17 @@ class Repeats:
     def drawn(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """For positions in crops, the positions in images, and which copy each is: from 0 on.
 
-        First come all images once, then all again, and so on. Each round begins one image later
-        than the one before, so that neighbours, which may be mixed, differ from the last round's.
+        First come all images once, then all again, and so on. So that neighbours, which may be
+        mixed, differ from round to round, round k takes each (2 k + 1)-th image of a block in turn;
+        blocks are short, so that a reader's images still lie side by side in the order.
         """
         batches, slots = np.divmod(positions, self.batch_size)
         copies, places = np.divmod(slots, self.draws)
-        return batches * self.draws + (places + copies) % self.draws, copies
+        size = min(_MOST_IN_TURN, 1 << self.draws.bit_length() - 1)
+        blocks, within = np.divmod(places, size)
+        in_turn = blocks * size + within * (2 * copies + 1) % size  # a permutation: size is even
+        is_whole = (blocks + 1) * size <= self.draws
+        return batches * self.draws + np.where(is_whole, in_turn, places), copies
 
     def crops_of(self, images: range) -> range:
         """Positions of the batches that have the images at some positions."""

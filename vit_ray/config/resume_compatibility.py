@@ -17,6 +17,7 @@ from vit_ray.config.validation import fields_below
 from vit_ray.own_parts import is_own
 
 _OFF: Final = ("None", "0", "0.0")
+_WEIGHTS: Final = ("init_from", "distill.teacher")
 DATA_SET: Final = "the data set's fingerprint"
 """Compared as if it were a key; it is as fixed as the seed."""
 
@@ -63,9 +64,12 @@ class Change:
 
     @property
     def is_move(self) -> bool:
-        """Whether the first weights, which the run has taken over, are by name the same."""
+        """Whether weights are by name the same: those the run began with, or a teacher's.
+
+        The run has taken over the first, and knows the second by their digest.
+        """
         before, now = (os.path.basename(path.rstrip("/")) for path in (self.before, self.now))
-        return self.key == "init_from" and before == now
+        return self.key in _WEIGHTS and before == now
 
 
 def is_trained(key: str) -> bool:
@@ -79,19 +83,29 @@ def incompatible_changes(
     """What decides and differs, in the recipe's order; `auto` stands for what there was before.
 
     Args:
-        before, now: `Recipe.flat`; a key that is not in both is passed over.
+        before, now: `Recipe.flat`; a key that is not in both is passed over, but for a teacher.
         without: keys that are passed over, too.
     """
     skipped = {*without, *_moved_along(before, now)}
     skipped |= unused_keys(now) & unused_keys({**now, **before})
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
         skipped.add("evaluate.every_steps")  # else it decides when the run stops
-    return [
+    return _teacher_change(before, now) + [
         Change(key, before[key], value)
         for key, value in now.items()
         if is_trained(key) and key not in skipped
         if value != "auto" and before.get(key, value) != value
     ]
+
+
+def _teacher_change(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """That a teacher came or went, of which one of the two has no keys."""
+    kinds = [flat.get("distill.kind", "None") for flat in (before, now)]
+    if (kinds[0] == "None") == (kinds[1] == "None"):
+        return []
+    if "features" in kinds:  # a layer of the student's goes with them
+        return [Change("distill.kind", *kinds)]
+    return [Change("distill", *(flat.get("distill.teacher", "None") for flat in (before, now)))]
 
 
 def deciding_keys(flat: Mapping[str, str]) -> dict[str, str]:
@@ -124,5 +138,5 @@ def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
         is_local = "None" not in (place, output) and "://" not in place + output
         return os.path.relpath(place, output) if is_local else None
 
-    places = (*EVALUATED_SETS, "init_from")
+    places = (*EVALUATED_SETS, *_WEIGHTS)
     return [key for key in places if (found := way(before, key)) and found == way(now, key)]

@@ -156,6 +156,8 @@ def test_only_lamb_starts_from_heads_that_are_not_zero(name: str, std: float) ->
     model = build_objective(objective(name, distillation_token=True), 500)
     for head in (model.head, model.distillation_head):
         assert float(head.weight.std()) == pytest.approx(std, rel=0.05)  # type: ignore[union-attr]
+    predicts = build_objective(objective(name, "masked_patch"), 5).prediction
+    assert float(predicts.weight.std()) == pytest.approx(std, rel=0.05)  # type: ignore[union-attr]
 
 
 def objective(name: str, loss: str = "softmax", **options: Any) -> Recipe:

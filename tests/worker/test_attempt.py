@@ -1,6 +1,7 @@
 """How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
 
 import json
+import math
 import re
 import shutil
 import threading
@@ -81,8 +82,8 @@ def test_both_parts_of_a_distilled_loss_are_logged(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     attempt = worker.attempt()
     attempt.teacher = teacher = Teacher(torch.nn.Linear(1, 1), "fp32", torch.device("cpu"))
-    for part in (1.0, 3.0):
-        teacher.note(torch.tensor([part, part + 1]), torch.tensor([0.0, part]))
+    for part, step in ((math.nan, 0), (1.0, 1), (3.0, 1)):  # a refused step is not of this line
+        teacher.note(torch.tensor([part, part + 1]), torch.tensor([0.0, part]), step)
     attempt.log(2, {"train/loss": 1.5})
     attempt.log(2, {"eval/top1": 0.5})
     expected = {"train/loss": 1.5, "train/label_loss": 2.5, "train/teacher_loss": 1.0}

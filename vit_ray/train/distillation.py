@@ -35,7 +35,7 @@ class Teacher:
             for head, bias in zip(heads, exact, strict=True):
                 head.exact_bias = bias
         self._sums = torch.zeros(2, device=device)
-        self._count = 0
+        self._count, self._step = 0, -1
 
     @torch.no_grad()
     def outputs(self, images: Tensor, kind: str) -> Tensor:
@@ -44,14 +44,17 @@ class Teacher:
         found: Tensor = model.features(images) if kind == "features" else model(images)  # type: ignore[operator]
         return found.float()
 
-    def note(self, label_losses: Tensor, teacher_losses: Tensor) -> None:
-        """Keep the two losses (B,) of a micro-batch, for the next log line."""
+    def note(self, label_losses: Tensor, teacher_losses: Tensor, step: int) -> None:
+        """Keep the two losses (B,) of a micro-batch, with the others of its step."""
+        if step != self._step:
+            self._step = step
+            self.take_losses()
         losses = torch.stack([label_losses.detach(), teacher_losses.detach()])
         self._sums += losses.mean(1)
         self._count += 1
 
     def take_losses(self) -> tuple[Tensor, int]:
-        """Sums of the micro-batches' two losses since the last call, and how many there were."""
+        """Sums of the two losses over the last step's micro-batches, and how many there were."""
         taken = self._sums.clone(), self._count
         self._sums.zero_()
         self._count = 0

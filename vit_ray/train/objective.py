@@ -63,10 +63,12 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
 def _start_heads(model: nn.Module) -> None:
     """Heads of zeros get DeiT's initial values: LAMB's steps are in proportion to what they change.
 
-    A kernel that is near zero after its first step would stay so for thousands.
+    A kernel that is near zero after its first step would stay so for thousands. So for the layer
+    that predicts masked patches.
     """
     for name, parameter in model.named_parameters():
-        if part_of(name) in HEADS and parameter.ndim == 2:
+        is_kernel = part_of(name) in (*HEADS, "prediction") and parameter.ndim == 2
+        if is_kernel and not parameter.is_meta and not parameter.any():
             nn.init.trunc_normal_(parameter, std=HEAD_STD)
 
 
@@ -161,7 +163,7 @@ def make_image_losses(
         assert teacher is not None
         taught = teacher_losses(distill, answers, teacher.outputs(seen, distill.kind))
         if notes_parts:
-            teacher.note(losses, taught)
+            teacher.note(losses, taught, step)
         return torch.lerp(losses, taught, distill.weight)
 
     def predict_patches(

@@ -91,7 +91,8 @@ def test_augreg_is_as_its_published_run_is_named() -> None:
     assert (optim.learning_rate, optim.weight_decay, optim.clip_norm) == (1e-3, 0.1, 1.0)
     assert (optim.schedule, optim.warmup_steps) == ("cosine", 10_000)
     assert (model.dropout, model.stochastic_depth, model.representation) == (0.1, 0.1, True)
-    assert (train.mixup, train.cutmix, train.loss, train.label_smoothing) == (0.8, 0, "softmax", 0)
+    assert (train.mixup, train.cutmix, train.loss, train.label_smoothing) == (0.8, 0, "sigmoid", 0)
+    assert model.head_bias == -6.9
     augment = augmentation_of(recipe.model, recipe.data.augment)
     assert augment.randaugment == RandAugment("tensorflow", 2, 20.0)
     assert augment.min_area == 0.05

@@ -53,6 +53,7 @@ def test_sizes_that_make_no_schedule_are_refused(sizes: Any, told: str) -> None:
         ({"model": {**TINY, "image_size": 16}}, "squares up to model.image_size=16"),
         ({"model": {**TINY, "image_size": (32, 48)}}, "sides of squares"),
         ({"model": {**TINY, "positions": "learned_2d"}}, "positions=learned_2d.* rope_2d"),
+        ({"model": {**TINY, "name": "Axial-ViT"}}, "model.name=Axial-ViT, whose attention"),
         ({"model": TINY, "train": {"loss": "masked_patch"}}, "train.loss=masked_patch"),
         ({"model": TINY, "train": {"overfit_one_batch": True}}, "overfit_one_batch"),
     ],
@@ -62,6 +63,12 @@ def test_sizes_that_the_model_cannot_take_are_refused_with_the_recipe(
 ) -> None:
     with pytest.raises(ValueError, match=rf"data\.augment\.sizes=\[\[0.0, 24\]\].*{told}"):
         recipe_with("r", data={"augment": {"sizes": [[0, 24]]}}, **sections)
+
+
+def test_a_resize_of_one_size_is_refused() -> None:
+    augment = {"kind": "resize_crop", "resize": 256, "sizes": [[0, 24]]}
+    with pytest.raises(ValueError, match=r"cannot go with data\.augment\.resize"):
+        recipe_with("r", model=TINY, data={"augment": augment})
 
 
 def test_equal_sides_are_a_square() -> None:

@@ -32,6 +32,7 @@ from vit_ray.config.command_sections import (
     VtabConfig,
     VtabTask,
 )
+from vit_ray.config.model_family import model_family
 from vit_ray.config.secrets import credentials_problem, redacted
 from vit_ray.config.section import NotNegative, OnResume, Section
 from vit_ray.config.training_sections import (
@@ -240,6 +241,10 @@ def _wrong_teacher(recipe: Recipe) -> str | None:
         f"model.image_size={value_text(model.image_size)}; give both the same size": (
             distill.model.sides != model.sides
         ),
+        "distill.weight=1 trains no head on the labels, which with model.distillation_token is "
+        "half of the prediction; use a smaller weight, or set the token to false": (
+            distill.weight == 1.0 and bool(model.distillation_token)
+        ),
         "distill.kind=features teaches no head, and model.distillation_token has one; set it to "
         "false, or distill.kind to logits or hard": (
             distill.kind == "features" and bool(model.distillation_token)
@@ -261,6 +266,11 @@ def _wrong_sizes(recipe: Recipe) -> str | None:
     problems = {
         f"are sides of squares up to model.image_size={value_text(model.image_size)}; lower them, "
         "or give the model a larger square": height != width or max(s for _, s in sizes) > height,
+        f"cannot be learned by model.name={model.name}, whose attention is along the lines of one "
+        "size; use a ViT, a hybrid or a ResNet": model_family(model.name) == "Axial",
+        "cannot go with data.augment.resize, which is one size; unset one": (
+            recipe.data.augment.resize is not None
+        ),
         f"cannot be learned by a model with positions={model.positions}; use learned_1d, "
         "sincos_2d, rope_2d or none": model.positions in ("learned_2d", "relative"),
         "cannot go with train.loss=masked_patch, whose patches are of one image size; unset one": (

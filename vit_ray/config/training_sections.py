@@ -591,6 +591,9 @@ class TrainConfig(Section):
                 self.mixes and self.loss == "masked_patch"
             ),
             **odd,
+            "mixed_labels=ones needs loss=sigmoid, and mixup or cutmix; leave it at shares": (
+                self.mixed_labels == "ones" and not (self.loss == "sigmoid" and self.mixes)
+            ),
             f"label_smoothing={self.label_smoothing} needs loss=softmax, not {self.loss}; set "
             "label_smoothing to 0 or the loss to softmax": (
                 self.label_smoothing and self.loss != "softmax"

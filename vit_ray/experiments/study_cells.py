@@ -186,6 +186,11 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
                 "a shorter run is no part of a longer one; set optim.schedule=cooldown "
                 "or rsqrt"
             )
+        if study.branch and cell.recipe.data.augment.sizes:
+            raise ValueError(
+                f"study.branch=true: cell {cell.name!r} has data.augment.sizes, which follow its "
+                "own length, so a shorter run is no part of a longer one; unset one of the two"
+            )
         if study.branch and cell.recipe.keeps_best:
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} keeps its best evaluation, which may lie "

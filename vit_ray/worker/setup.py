@@ -161,7 +161,7 @@ def build_engine(
                 model, recipe.init_from, new_head=job.new_head, resize=recipe.init_resize
             )
         except ValueError as error:
-            raise UnrecoverableError(f"init_from: {error}") from None
+            raise UnrecoverableError(f"init_from: {error}", is_agreed=False) from None
         new = {part_of(name) for name in report.new} & {*HEADS} & {*recipe.optim.frozen}
         if job.kind == "train" and new:
             # A kernel of zeros gives the same logits for every image, and would stay so.

@@ -214,8 +214,8 @@ def set_up_attempt(
         image_losses = ImageLosses(recipe.seed)
         try:
             teacher = load_teacher(recipe, job.num_classes, device) if job.kind == "train" else None
-        except ValueError as error:
-            raise UnrecoverableError(str(error)) from None
+        except ValueError as error:  # perhaps on this host alone
+            raise UnrecoverableError(str(error), is_agreed=False) from None
         engine, report = build_engine(
             job,
             micro,

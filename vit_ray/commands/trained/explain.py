@@ -280,6 +280,7 @@ def _write_table(
     rows = zip(samples.tolist(), found.shares.tolist(), found.losses.tolist(), strict=True)
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow(["place", "sample", "share", "loss", "loss_when_it_happened"])
+        writer.writerow(["place", "sample", "copy", "share", "loss", "loss_when_it_happened"])
         for place, (sample, *measured) in enumerate(rows):
-            writer.writerow([place, sample % COPY, *measured, kept.get(sample, "")])
+            copy, number = divmod(sample, COPY)
+            writer.writerow([place, number, copy, *measured, kept.get(sample, "")])

@@ -112,9 +112,9 @@ def check_teacher(recipe: Recipe, num_classes: int) -> _Saved | None:
         )
     height, width = recipe.model.sides
     if weights.sides not in (None, recipe.model.sides) or report.grids is not None:
-        trained = "x".join(map(str, weights.sides)) if weights.sides else "others"
+        trained = f" of {'x'.join(map(str, weights.sides))}" if weights.sides else ""
         raise ValueError(
-            f"{told} was trained on images of another size ({trained}), and the student sees "
+            f"{told} was trained on images of another size{trained}, and the student sees "
             f"{height}x{width}; set model.image_size to the teacher's size, or fine-tune the "
             "teacher at the student's"
         )

@@ -29,7 +29,7 @@ from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.own_parts import trust_modules
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
-from vit_ray.train.distillation import load_teacher
+from vit_ray.train.distillation import changed_teacher, load_teacher
 from vit_ray.train.gradient_shares import (
     SPIKE_FACTOR,
     Columns,
@@ -108,6 +108,8 @@ def explain_step(
     weights = _weights(run, checkpoint)
     num_classes = len(run.resolved.manifest.classes)
     teacher = load_teacher(weights.exact, num_classes, torch.device("cpu"))
+    if problem := changed_teacher(weights.exact, teacher, checkpoint.position.teacher_digest):
+        raise ValueError(problem)
     losses_of = make_image_losses(weights.exact, teacher)
     columns = {one: _columns(batches.batch(one)) for one in steps}
     found = {one: step_gradient(weights.model, losses_of, columns[one], one) for one in steps}

@@ -23,8 +23,9 @@ CONFIG = {
     "idle_timeout_minutes": 1,
     "provider": {
         "type": "fake_multinode", "launch_multiple": True,
-        # Its nodes have no heartbeat under their own address, and cannot be reached by ssh.
-        "disable_node_updaters": True, "worker_liveness_check": False,
+        # It gives numbers of nodes as their addresses: by others the autoscaler would not know
+        # which are idle, nor which live. They cannot be reached by ssh.
+        "use_node_id_as_ip": True, "disable_node_updaters": True,
     },
     # The provider's own name for the head, and its number for the head's node.
     "head_node_type": "ray.head.default",

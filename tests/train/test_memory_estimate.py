@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.recipes import recipe_with
 from tests.train.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure import zero_settings
-from vit_ray.measure.activation_memory import kept_bytes
+from vit_ray.measure.activation_memory import ActivationMemory, kept_bytes
 from vit_ray.measure.memory import GIB, Activations, state_memory
 from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
@@ -25,9 +27,11 @@ from vit_ray.train.memory.memory_estimate import (
     count_parameters,
     estimate_memory,
     measure_activations,
+    optimizer_macs,
     state_shape,
 )
 from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.optim import muon
 
 SIZES = {"width": 128, "mlp_dim": 512, "num_heads": 4, "patch_size": 4}
 
@@ -402,6 +406,76 @@ def _one_step(case: tuple[str, int], calls: list[Call]) -> Measured:
     return Measured(min(peaks[1:]), list(calls), parameters, bucket)
 
 
+# ZeRO stage, decay of the rate from layer to layer, and how often 196,608 elements of each of two
+# blocks are gathered, 150,000 at most at a time: together, or with a rate of its own for each.
+MUON = [(0, 1.0, 0), (1, 1.0, 3), (2, 0.5, 4), (3, 1.0, 3)]
+
+
+class MuonStep(NamedTuple):
+    calls: list[int]
+    """Bytes of each all-reduce of matrices in a step."""
+    peak: int
+    """Most bytes of its own that the optimizer has at a time while it makes them orthogonal."""
+    macs: int
+
+
+def with_muon(stage: int, layer_decay: float) -> Recipe:
+    optim = {"name": "muon", "layer_decay": layer_decay}
+    return vit(2, 16, zero_stage=stage, precision="fp32").with_changes(optim=optim)
+
+
+def measure_muon(rank: int) -> dict[int, MuonStep]:
+    """Of a usual step, under each stage."""
+    muon.GATHERED = 150_000  # type: ignore[misc]
+    calls: list[Call] = []
+    _count_calls("all_reduce", calls)
+    plain, peaks = muon.Muon._make_orthogonal, []
+
+    def counted(*args: Any) -> None:
+        first, memory = len(calls), ActivationMemory([args[-1]])  # beside the gradient
+        with memory:
+            plain(*args)
+        peaks.append((memory.peak, [call.size for call in calls[first:]]))
+
+    muon.Muon._make_orthogonal = counted  # type: ignore[method-assign]
+    found = {}
+    for stage, layer_decay, _ in MUON:
+        engine = _engine(with_muon(stage, layer_decay))
+        for _ in range(2):
+            _passes_of(engine)
+            peaks.clear()
+            with FlopCounterMode(display=False) as counter:
+                engine.step(1e-3)
+        sizes = [size for _, sent in peaks for size in sent]
+        most = max(peak for peak, _ in peaks)
+        found[stage] = MuonStep(sizes, most, counter.get_total_flops() // 2)
+        engine.close()
+    return found
+
+
+def test_muon_sums_whole_matrices_and_holds_them_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = run_ranks(2, measure_muon)
+    monkeypatch.setattr(muon, "GATHERED", 150_000)
+    largest = 128 * 512
+    for stage, layer_decay, gathers in MUON:
+        recipe = with_muon(stage, layer_decay)
+        alone = state_shape(recipe, 5, 1, stage=0)
+        plain = replace(shape := state_shape(recipe, 5, 2), gathers=())
+        traffic, without = (traffic_per_step(one, PASSES) for one in (shape, plain))
+        for found in ranks:
+            calls, peak, _ = found[stage]
+            assert len(calls) == traffic.sums - without.sums == 2 * gathers
+            assert traffic.matrices == sum(calls) * RING["all_reduce"]
+            assert traffic.total - without.total == traffic.matrices
+            # Under every stage, and copies in bf16 of one matrix at a time.
+            held = state_memory(alone, Activations(0, 0)).buffers * GIB
+            assert 0 < held <= peak <= held + 8 * largest
+        # Each matrix on one rank, or all of them on each.
+        macs = [found[stage].macs for found in ranks]
+        assert sum(macs) == 2 * optimizer_macs(recipe, 5, 2, stage) > 0
+        assert traffic_per_step(state_shape(recipe, 5, 1), PASSES).total == 0.0
+
+
 def _engine(recipe: Recipe) -> DeepSpeedEngine:
     torch.manual_seed(0)
     train: TrainConfig = recipe.train
@@ -413,7 +487,7 @@ def _engine(recipe: Recipe) -> DeepSpeedEngine:
     return DeepSpeedEngine(
         build_model(recipe.model.name, 5, 16, **recipe.model.options()),
         train,
-        OptimConfig(),
+        recipe.optim,
         micro_batch_size=2,
         accumulation_steps=2,
         loss_function=loss,

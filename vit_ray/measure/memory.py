@@ -76,6 +76,8 @@ class StateShape:
         largest_parameter: elements of the largest trained parameter.
         teacher_bytes: weights of a teacher, in the training's precision.
         batch_bytes: images of one batch on a worker, as pixels.
+        gathers: elements of whole matrices that the optimizer has in fp32, twice, at a time, and
+            that are summed over the workers twice where ZeRO has cut them (Muon).
     """
 
     num_parameters: int
@@ -90,6 +92,7 @@ class StateShape:
     largest_parameter: int = 0
     batch_bytes: int = 0
     teacher_bytes: int = 0
+    gathers: tuple[int, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -123,8 +126,9 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     else:  # and the gathered weights; a single worker computes with its shard directly
         gathered = min(everything, settings.held + shape.largest_parameter) if size > 1 else 0
         backward = (2 * settings.reduce_bucket + gathered) * sent
-    # Copies of a worker's share of the gradients, in fp32 to apply.
+    # Copies of a worker's share of the gradients, in fp32 to apply; matrices, and their steps.
     in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size
+    in_step += 2 * 4 * max(shape.gathers, default=0)
     # Averages are sharded under every stage (`train/optim/ema.py`).
     averages = 4 * trained / size if shape.has_average and not shape.offload else 0.0
     return MemoryEstimate(

@@ -29,17 +29,19 @@ class Traffic:
         weights: to give all workers the new weights, or the weights of the layer at work (stage 3).
         sums: all-reduces that carry them.
         rings: reduce-scatters and all-gathers that carry them.
+        matrices: to gather whole matrices for the optimizer, and what becomes of them (Muon).
     """
 
     gradients: float
     weights: float
     sums: int = 0
     rings: int = 0
+    matrices: float = 0.0
 
     @property
     def total(self) -> float:
-        """Both."""
-        return self.gradients + self.weights
+        """All of them."""
+        return self.gradients + self.weights + self.matrices
 
 
 def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
@@ -51,7 +53,8 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     of that, is all it needs; its other way, a reduction to each rank, has the host wait in each.
     Stages 1 and 2 then all-gather the new weights. Stage 3 reduce-scatters gradients and gathers
     weights in every pass; weights that do not stay gathered from the forward to the backward pass
-    are gathered again.
+    are gathered again. Where stages 1 to 3 have cut what the optimizer needs whole, it all-reduces
+    that in fp32, and the result again.
 
     Args:
         accumulation_steps: passes per step.
@@ -62,6 +65,9 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     trained = ring * shape.num_parameters * shape.weight_bytes
     settings = shape.settings
     buckets = math.ceil(shape.num_parameters / settings.reduce_bucket)
+    # Two all-reduces for each gather, each of which sends its bytes twice.
+    sums = 2 * len(shape.gathers) if shape.stage else 0
+    matrices = 2 * 2 * ring * 4 * sum(shape.gathers) if shape.stage else 0.0
     if shape.stage == 3:
         count = shape.num_parameters + shape.num_frozen
         gathered = count + max(0, count - settings.held)
@@ -70,13 +76,16 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
         return Traffic(
             trained * accumulation_steps,
             weights * accumulation_steps,
-            0,
+            sums,
             rings * accumulation_steps,
+            matrices,
         )
     passes = accumulation_steps if shape.stage == 2 else 1
     # The new weights: of what decays, and of what does not.
     rings = 2 if shape.stage else 0
-    return Traffic(2 * trained * passes, trained if shape.stage else 0.0, buckets * passes, rings)
+    sums += buckets * passes
+    weights = trained if shape.stage else 0.0
+    return Traffic(2 * trained * passes, weights, sums, rings, matrices)
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,13 @@ class Pace:
     network: Network
 
     def step_time(
-        self, macs: int, images: float, traffic: Traffic, num_gpus: int, launches: int = 0
+        self,
+        macs: int,
+        images: float,
+        traffic: Traffic,
+        num_gpus: int,
+        launches: int = 0,
+        optimizer_macs: float = 0.0,
     ) -> StepTime:
         """Expected time of one optimizer step.
 
@@ -101,15 +116,15 @@ class Pace:
             macs: multiply-adds of one image in a step, what is recomputed included.
             images: per worker and step.
             launches: kernels that the host starts in the step.
+            optimizer_macs: multiply-adds of one worker that do not depend on the images.
         """
         network, sent_s = self.network, 0.0
         if num_gpus > 1:
             sent_s = traffic.total / (network.bus_gb_per_s(num_gpus) * 1e9)
         starts_s = traffic.sums * network.start_s(num_gpus, is_sum=True)
         starts_s += traffic.rings * network.start_s(num_gpus, is_sum=False)
-        return StepTime(
-            2 * macs * images / (self.mfu * self.peak_flops), launches * LAUNCH_S, sent_s, starts_s
-        )
+        device_s = 2 * (macs * images + optimizer_macs) / (self.mfu * self.peak_flops)
+        return StepTime(device_s, launches * LAUNCH_S, sent_s, starts_s)
 
     def device_hours(self, exaflops: float) -> float:
         """Hours of one device for this many 10^18 model FLOPs, communication aside."""

@@ -26,7 +26,7 @@ from vit_ray.models.flops import TrainingMacs, count_exaflops, forward_macs, tra
 from vit_ray.own_parts import is_own
 from vit_ray.train.distillation import Teacher, teacher_macs, unread_teacher
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.optim.optimizers import bytes_per_element, hidden_matrices
+from vit_ray.train.optim.optimizers import bytes_per_element, gathered_matrices
 
 META: Final = torch.device("meta")
 
@@ -46,20 +46,31 @@ class _Sizes(NamedTuple):
 
     trained: list[int]
     frozen: list[int]
-    num_hidden: int
-    """Of all that Muon makes orthogonal together."""
+    gathers: tuple[int, ...]
+    """Of what Muon makes orthogonal, by which are gathered together."""
+    gathered_macs: int
+    """Multiply-adds of making them orthogonal."""
 
 
 @functools.lru_cache(maxsize=256)
 def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
     with META:
         model = build_objective(recipe, num_classes)
-    parameters = list(model.parameters())
+    parameters, gathers = list(model.parameters()), gathered_matrices(model, recipe.optim)
     return _Sizes(
         [p.numel() for p in parameters if p.requires_grad],
         [p.numel() for p in parameters if not p.requires_grad],
-        sum(hidden_matrices(model, recipe.optim).values()),
+        tuple(together[-1].end for together in gathers),
+        sum(matrices.macs for together in gathers for matrices in together),
     )
+
+
+def optimizer_macs(recipe: Recipe, num_classes: int, world_size: int, stage: int) -> float:
+    """Multiply-adds of one worker in an optimizer's step: Muon's, of its share under ZeRO 1 to 3.
+
+    What other optimizers do with each element is not counted.
+    """
+    return _parameter_sizes(recipe, num_classes).gathered_macs / (world_size if stage else 1)
 
 
 def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
@@ -172,7 +183,7 @@ def state_shape(
 ) -> StateShape:
     """What decides the memory of the training state, under the recipe's ZeRO stage or another."""
     stage = recipe.train.zero_stage if stage is None else stage
-    trained, frozen, num_hidden = _parameter_sizes(recipe, num_classes)
+    trained, frozen, gathers, _ = _parameter_sizes(recipe, num_classes)
     height, width = recipe.model.sides
     return StateShape(
         num_parameters=sum(trained),
@@ -181,11 +192,12 @@ def state_shape(
         stage=stage,
         world_size=world_size,
         precision=recipe.train.precision,
-        moment_bytes=bytes_per_element(recipe.optim, num_hidden / max(1, sum(trained))),
+        moment_bytes=bytes_per_element(recipe.optim, sum(gathers) / max(1, sum(trained))),
         has_average=recipe.train.averaging > 0,
         offload=recipe.train.offload and stage > 0,
         teacher_bytes=_teacher_bytes(recipe, num_classes),
         batch_bytes=recipe.train.global_batch_size // world_size * height * width * 3,
+        gathers=gathers,
     )
 
 

@@ -21,7 +21,7 @@ LEAST_NORM: Final = 1e-7
 GATHERED: Final = 1 << 26
 
 
-class _Matrices(NamedTuple):
+class Matrices(NamedTuple):
     """A parameter that consists of one matrix or, in attention, of those of q, k and v."""
 
     name: str
@@ -31,12 +31,41 @@ class _Matrices(NamedTuple):
     """(matrices, outputs, inputs)."""
 
     @classmethod
-    def of(cls, name: str, start: int, shape: Sequence[int]) -> _Matrices:
+    def of(cls, name: str, start: int, shape: Sequence[int]) -> Matrices:
         """`shape`: (outputs, inputs), with axes for heads in attention."""
         # (3, heads, head width, inputs); (heads, head width, inputs); (outputs, heads, head width)
         count = shape[0] if len(shape) == 4 else 1
         inputs = math.prod(shape[1:]) if name.endswith(".out.weight") else shape[-1]
         return cls(name, start, (count, math.prod(shape) // count // inputs, inputs))
+
+    @property
+    def end(self) -> int:
+        """Where the next one starts."""
+        return self.start + math.prod(self.shape)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of making each of them orthogonal."""
+        count, *sides = self.shape
+        short, long = sorted(sides)
+        return count * ITERATIONS * short**2 * (2 * long + short)
+
+
+def gathers(shapes: Mapping[str, Sequence[int]]) -> list[list[Matrices]]:
+    """The matrices of one tensor that is stepped, by which are gathered together.
+
+    Args:
+        shapes: of its parameters in their order, with axes for heads in attention.
+    """
+    found: list[list[Matrices]] = []
+    end = GATHERED
+    for name, shape in shapes.items():
+        if end + math.prod(shape) > GATHERED:
+            found.append([])
+            end = 0
+        found[-1].append(Matrices.of(name, end, shape))
+        end = found[-1][-1].end
+    return found
 
 
 class Muon(HalfMomentAdamW):
@@ -53,7 +82,7 @@ class Muon(HalfMomentAdamW):
         super().__init__(groups, betas)
         self._hidden = frozenset(hidden)
         self._parts: dict[Tensor, dict[str, Fragment]] = {}
-        self._gathers: dict[Tensor, list[list[_Matrices]]] = {}
+        self._gathers: dict[Tensor, list[list[Matrices]]] = {}
         self._is_attached = False
 
     def attach(
@@ -68,16 +97,8 @@ class Muon(HalfMomentAdamW):
         for owner, its_names in names:
             if not self._hidden.intersection(its_names):
                 continue
-            gathers: list[list[_Matrices]] = []
-            end = GATHERED
-            for name in its_names:
-                size = math.prod(shapes[name])
-                if end + size > GATHERED:
-                    gathers.append([])
-                    end = 0
-                gathers[-1].append(_Matrices.of(name, end, shapes[name]))
-                end += size
-            self._gathers[owner], self._parts[owner] = gathers, {}
+            self._gathers[owner] = gathers({name: shapes[name] for name in its_names})
+            self._parts[owner] = {}
         for fragment in fragments:
             if fragment.owner in self._parts:
                 self._parts[fragment.owner][fragment.name] = fragment
@@ -105,22 +126,20 @@ class Muon(HalfMomentAdamW):
             weight.mul_(1.0 - rate * group["weight_decay"]).sub_(update.mul_(rate))
 
     def _make_orthogonal(
-        self, gathered: Sequence[_Matrices], parts: Mapping[str, Fragment], update: Tensor
+        self, gathered: Sequence[Matrices], parts: Mapping[str, Fragment], update: Tensor
     ) -> None:
         """In place, this rank's elements of some parameters."""
-        ranks, last = self._ranks, gathered[-1]
-        whole = torch.zeros(last.start + math.prod(last.shape), device=ranks.device)
+        ranks = self._ranks
+        whole = torch.zeros(gathered[-1].end, device=ranks.device)
         mine = [(m.start + parts[m.name].start, parts[m.name]) for m in gathered if m.name in parts]
         views = views_of([fragment for _, fragment in mine], update)
         for (start, _), view in zip(mine, views, strict=True):
             whole[start : start + len(view)].copy_(view)
         ranks.add(whole)
         done, number = torch.zeros_like(whole), 0
-        for _, start, shape in gathered:
-            end = start + math.prod(shape)
-            for matrix, into in zip(
-                whole[start:end].view(shape), done[start:end].view(shape), strict=True
-            ):
+        for m in gathered:
+            before, after = (values[m.start : m.end].view(m.shape) for values in (whole, done))
+            for matrix, into in zip(before, after, strict=True):
                 if number % ranks.size == ranks.rank:
                     into.copy_(orthogonal(matrix)).mul_(0.2 * math.sqrt(max(matrix.shape)))
                 number += 1

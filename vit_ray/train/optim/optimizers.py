@@ -17,7 +17,7 @@ from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
 from vit_ray.train.optim.adafactor import Adafactor
 from vit_ray.train.optim.guarded import HalfMomentAdamW
 from vit_ray.train.optim.lamb import ADAPTS, Lamb
-from vit_ray.train.optim.muon import Muon
+from vit_ray.train.optim.muon import Matrices, Muon, gathers
 
 RATE_FACTOR = "rate_factor"
 """Key of a parameter group: its share of the learning rate."""
@@ -85,6 +85,23 @@ def hidden_matrices(model: nn.Module, config: OptimConfig) -> dict[str, int]:
             "those of its embedding and head; set optim.name=adamw"
         )
     return found
+
+
+def gathered_matrices(model: nn.Module, config: OptimConfig) -> list[list[Matrices]]:
+    """What `name=muon` sums over the workers at a time in a step; nothing for others.
+
+    Args:
+        model: with whole parameters, as it is without ZeRO.
+    """
+    hidden = hidden_matrices(model, config)
+    shapes = shapes_by_head(model, {n: p.shape for n, p in model.named_parameters() if n in hidden})
+    named = [(name, p) for name, p in decayed_parameters(model)[0] if name in hidden]
+    names = {p: name for name, p in named}
+    return [
+        together
+        for group in _by_rate(model, named, config.layer_decay).values()
+        for together in gathers({name: shapes[name] for name in sorted(names[p] for p in group)})
+    ]
 
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:

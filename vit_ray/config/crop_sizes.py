@@ -18,6 +18,14 @@ class CropSizes:
 
     pieces: tuple[tuple[int, ImageSize], ...]
 
+    def __str__(self) -> str:
+        return ", ".join(f"{size} from step {first}" for first, size in self.pieces)
+
+    def shares(self, total_steps: int) -> list[list[object]]:
+        """`data.augment.sizes` by which a run of so many steps has them at the same steps."""
+        # Of fewer than 10^8 steps eight decimals give each step.
+        return [[round(first / total_steps, 8), size] for first, size in self.pieces]
+
     def lengths(self, steps: float) -> list[tuple[ImageSize, float]]:
         """How many of a run's first steps have each size, in their order; none has 0."""
         firsts = [min(first, steps) for first, _ in self.pieces]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
@@ -12,6 +13,7 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_verified_checkpoint,
 )
 from vit_ray.config import Recipe
+from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.resume_compatibility import (
     DATA_SET,
     EVALUATED_SETS,
@@ -23,6 +25,8 @@ from vit_ray.config.validation import validated
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import READS_OLDER, locate
 from vit_ray.train.optim.schedule import lr_at
+
+CROP_SIZES: Final = "data.augment.sizes"
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,8 @@ def accepted_changes(
 ) -> list[str]:
     """The changes since the checkpoint was written, for the run's history.
 
-    A longer run is accepted without confirmation, anything else with `resume=changed`.
+    A longer run is accepted without confirmation, anything else with `resume=changed`: crops of
+    other sizes, too, which are at shares of all steps.
 
     Args:
         recipe: with a definite window.
@@ -87,7 +92,7 @@ def accepted_changes(
     step = position.step
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: fingerprint, **recipe.flat()}
-    found = incompatible_changes(then, now, without=LENGTH)
+    found = incompatible_changes(then, now, without=(*LENGTH, CROP_SIZES))
     changes = [change for change in found if not change.is_move]
     if fixed := [change for change in changes if change.is_fixed]:
         raise ValueError(
@@ -97,13 +102,19 @@ def accepted_changes(
         )
     steps_before = before.optim.total_steps(num_images, position.global_batch_size)
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
+    sizes = size_change(before, recipe, num_images)
+    changes += [sizes] if sizes else []
     if total_steps < steps_before:
         changes += length
     _refuse_too_late(recipe.name, position, changes, steps_before, total_steps)
     if changes and recipe.resume != "changed":
+        put_back = "Put that back"
+        if sizes and before.data.augment.sizes and total_steps > steps_before:
+            trained = crop_sizes(before.data.augment.sizes, before.model.image_size, steps_before)
+            put_back += f" ({CROP_SIZES}={trained.shares(total_steps)} has the sizes of before)"
         raise ValueError(
-            f"run {recipe.name!r} was begun with another recipe: {_listed(changes)}. Put that "
-            f"back, choose another name, or set resume=changed to continue it from step {step}"
+            f"run {recipe.name!r} was begun with another recipe: {_listed(changes)}. {put_back}, "
+            f"choose another name, or set resume=changed to continue it from step {step}"
         )
     notes = [
         f"{change}, where the same weights are taken to be" for change in found if change.is_move
@@ -125,13 +136,22 @@ def accepted_changes(
             f"longer: {_listed(length)}, which makes {total_steps} steps of {steps_before}. The "
             f"schedule ({recipe.optim.schedule}) is that of {total_steps} steps from here on: the "
             f"learning rate after step {step} is {rates[1]:.3g}, and would have been {rates[0]:.3g}"
-            + (
-                ", and data.augment.sizes are at shares of all steps"
-                if recipe.data.augment.sizes
-                else ""
-            )
         )
     return notes
+
+
+def size_change(before: Recipe, now: Recipe, num_images: int) -> Change | None:
+    """That some steps have crops of another size, by the shares of all steps or their number.
+
+    Args:
+        num_images: of an epoch.
+    """
+    batch, whole = before.train.global_batch_size, before.model.image_size
+    sizes = [
+        crop_sizes(one.data.augment.sizes, whole, one.optim.total_steps(num_images, batch))
+        for one in (before, now)
+    ]
+    return None if sizes[0] == sizes[1] else Change(CROP_SIZES, *map(str, sizes))
 
 
 def _refuse_too_late(

@@ -475,8 +475,8 @@ class DistillConfig(Section):
     """
 
     teacher: str = Field(min_length=1)
-    """Its weights, with the places of `init_from`. They are read at every start, and a run refuses
-    to resume with others."""
+    """Its weights, with the places of `init_from`. They are read whenever the run is trained, and
+    it refuses to resume with others."""
     model: ModelConfig
     """The teacher's model, which sees images of the student's size."""
     kind: Annotated[Literal["logits", "hard", "features"], OnResume.FIXED] = "logits"

@@ -90,8 +90,13 @@ class PreparedRun:
 
 
 @contextmanager
-def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
+def prepared_training(
+    recipe: Recipe, kind: Kind, until_step: int | None = None
+) -> Iterator[PreparedRun]:
     """Check a training run and hold its lock inside the block.
+
+    Args:
+        until_step: where this part of the run ends; None, or past its end, for the whole of it.
 
     Raises:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
@@ -100,11 +105,8 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
-    if recipe.distill is not None:
-        from vit_ray.train.distillation import check_teacher  # with torch: seconds
-
-        with needing_right("read", recipe.distill.teacher):
-            check_teacher(recipe, resolved.manifest.num_classes)
+    if until_step is not None and until_step >= resolved.total_steps:
+        until_step = None
     if warning := averaging_warning(recipe.train, resolved.total_steps):
         logger.warning("%s", warning)
     # From before the checkpoints are looked at: another driver may be removing them.
@@ -117,8 +119,21 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
         changes: list[str] = []
         training_id = None
         resume_from = find_resume_point(recipe, damage.append)
+        prepared = PreparedRun(
+            kind,
+            resolved,
+            resume_from,
+            lock_number=lock_number,
+            until_step=until_step,
+            began_s=began_s,
+        )
+        if recipe.distill is not None and not prepared.is_over:
+            from vit_ray.train.distillation import check_teacher  # with torch: seconds
+
+            with needing_right("read", recipe.distill.teacher):
+                check_teacher(recipe, resolved.manifest.num_classes)
         if resume_from is None:
-            check_weights(PreparedRun(kind, resolved))
+            check_weights(prepared)
             training_id = begin_without_checkpoint(run_folder, damage.append)
         else:
             begun = resume_from.position.recipe["data"]["shuffle_window"]
@@ -131,18 +146,11 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
                 num_images=resolved.num_images,
                 total_steps=resolved.total_steps,
             )
-        yield PreparedRun(
-            kind,
-            resolved,
-            resume_from,
-            (
-                *((EventKind.CHECKPOINT_DAMAGED, text) for text in damage),
-                *((EventKind.RECIPE_CHANGED, text) for text in changes),
-            ),
-            lock_number,
-            began_s=began_s,
-            training_id=training_id,
+        notes = (
+            *((EventKind.CHECKPOINT_DAMAGED, text) for text in damage),
+            *((EventKind.RECIPE_CHANGED, text) for text in changes),
         )
+        yield replace(prepared, resolved=resolved, notes=notes, training_id=training_id)
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:

@@ -100,9 +100,7 @@ def train(
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: training failed more often than the recipe allows.
     """
-    with prepared_training(recipe, kind) as prepared:
-        if until_step is not None and until_step < prepared.resolved.total_steps:
-            prepared = replace(prepared, until_step=until_step)
+    with prepared_training(recipe, kind, until_step) as prepared:
         if prepared.is_over:
             return _finished_before(prepared)
         return run_prepared(prepared, tags or {}, parent)

@@ -388,6 +388,13 @@ S, B, L = (
              "activation": "swiglu", "norm_eps": 1e-5, "positions": "rope_2d"},
         ),
         (
+            {"architecture": "vit_7b_patch16_dinov3",
+             "pretrained_cfg": {"input_size": [3, 256, 256]}},
+            {"depth": 40, "width": 4096, "mlp_dim": 8192, "num_heads": 32, "patch_size": 16,
+             "image_size": [256, 256], "registers": 4, "layer_scale": 1e-5,
+             "activation": "swiglu", "norm_eps": 1e-5, "positions": "rope_2d"},
+        ),
+        (
             {"model_type": "dinov3_vit", "num_register_tokens": 4},
             {**S, "patch_size": 16, "image_size": 224, "registers": 4, "layer_scale": 1.0,
              "activation": "gelu", "norm_eps": 1e-5, "positions": "rope_2d"},

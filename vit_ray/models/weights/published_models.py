@@ -2,7 +2,7 @@
 
 transformers keeps the vision tower of a pair in a section of its own and may leave out what is its
 default; timm has little more than a name. Sources: their configuration classes, and timm's
-`vision_transformer.py` and `deit.py`.
+`vision_transformer.py`, `deit.py` and `eva.py`.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, Final
 from vit_ray.model_aliases import canonical_model
 from vit_ray.models.catalog import ENCODERS
 from vit_ray.models.positions import ROPE_BASE
-from vit_ray.models.sizes import VitOptions
+from vit_ray.models.sizes import EncoderSize, VitOptions
 from vit_ray.models.weights.folder_config import FOLDER_CONFIG
 
 ACTIVATIONS: Final = {
@@ -55,9 +55,10 @@ _TYPES: Final[dict[str, dict[str, Any]]] = {
 _PAIRS: Final = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 
 _TIMM: Final = re.compile(
-    r"(?:vit|(deit3))_(small|base|large|huge)(_plus)?_patch(\d+)(?:_reg(\d+))?"
+    r"(?:vit|(deit3))_(small|base|large|huge|7b)(_plus)?_patch(\d+)(?:_reg(\d+))?"
     r"(?:_(dinov2|dinov3|clip|clip_quickgelu|siglip|siglip_gap)(?:_qkvb)?)?(?:_(\d+))?"
 )
+_DINOV3_7B: Final = EncoderSize(depth=40, width=4096, mlp_dim=8192, num_heads=32)
 _CLIP: Final = {"act_layer": "gelu", "layer_norm_eps": 1e-5, "pre_norm": True}
 _TIMM_KINDS: Final[dict[str, dict[str, Any]]] = {
     "deit3": {"act_layer": "gelu", "init_values": 1e-6},
@@ -105,17 +106,18 @@ def _timm_args(config: dict[str, Any]) -> dict[str, Any]:
     kind = named and (named[1] or named[6])
     if not named or not kind:
         return {"act_layer": "gelu"} if facts.get("tag") == "mae" else {}
-    size = ENCODERS[named[2][0].upper()]
+    size = _DINOV3_7B if named[2] == "7b" else ENCODERS[named[2][0].upper()]
     sides = facts.get("input_size")
     return {
         "embed_dim": size.width,
         "depth": size.depth,
         "num_heads": size.width // 64 if named[3] else size.num_heads,
+        "mlp_ratio": size.mlp_dim / size.width,
         "patch_size": int(named[4]),
         "img_size": sides[-2:] if isinstance(sides, list) else int(named[7] or 224),
         "reg_tokens": int(named[5] or 0),
         **_TIMM_KINDS[kind],
-        **({"act_layer": "silu"} if named[3] else {}),
+        **({"act_layer": "silu"} if named[3] or named[2] == "7b" else {}),
     }
 
 

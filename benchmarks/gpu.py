@@ -3,15 +3,16 @@
     python benchmarks/gpu.py [--out FILE.md] [--batch 16 32 64 128 256 512 1024]
         [--models ViT-B/16 ViT-L/16 ViT-H/14] [--trainer-model ViT-L/16] [--trainer-batch 128]
         [--rounds 3]
-        [--parts model activations decode trainer memory] [--total-s 570]
+        [--parts model switches activations decode trainer memory] [--total-s 570]
 
 Needs torch and this checkout, and no installation, internet or data. It drives, each in processes
 of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm,
 each at the fastest micro-batch of those of `--batch` that were tried compiled: the three next to
-the one that is fastest eager), `activation_memory.py` (predicted against measured memory),
-`device_decode.py` (JPEG files to crops on the device, against the host and other decoders), and
-`train_step.py` (the whole step of a job, compiled, against a bare torch loop; the engine under ZeRO
-1 to 3, eager; then its memory).
+the one that is fastest eager), `step_switches.py` (what torch has to make the step of the last
+model faster, compiled, against the step as it is), `activation_memory.py` (predicted against
+measured memory), `device_decode.py` (JPEG files to crops on the device, against the host and other
+decoders), and `train_step.py` (the whole step of a job, compiled, against a bare torch loop; the
+engine under ZeRO 1 to 3, eager; then its memory).
 Each script says what it holds in bf16; it is the same for all rows of a ratio with a bar. What
 needs a library that is not there is a row that names it, and what fails is one that says why. The
 bars beside the figures are for one H200. What matters most comes first. All sections together have
@@ -67,8 +68,12 @@ NO_GPU = (
 
 # Seconds of one section of each part, at least and at most. All that are certain fit `--total-s`.
 # A model's: 15 to start, a minute of compiling and trying, 20 of rounds.
-LEAST_S = {"model": 105, "activations": 30, "decode": 35, "trainer": 55, "memory": 25}
-MOST_S = {"model": 150, "activations": 60, "decode": 60, "trainer": 170, "memory": 75}
+LEAST_S = {
+    "model": 95, "switches": 70, "activations": 25, "decode": 30, "trainer": 50, "memory": 20,
+}  # fmt: skip
+MOST_S = {
+    "model": 150, "switches": 150, "activations": 60, "decode": 60, "trainer": 170, "memory": 75,
+}  # fmt: skip
 
 
 class Section(NamedTuple):
@@ -86,6 +91,11 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
         command = ["model_step.py", "--models", model, "--modes", "compiled", *rounds]
         command += ["--batch", *map(str, args.batch), "--dtype", "bfloat16"]
         yield Section("model", f"{model}: the model's step, compiled, against its peers", command)
+    # Several of them lie in memory together, with their moments.
+    command = ["step_switches.py", "--model", args.models[-1], *rounds]
+    command += ["--batch", str(min(64, max(args.batch)))]
+    title = f"{args.models[-1]}: switches of torch, compiled, against the step as it is"
+    yield Section("switches", title, command)
     most = str(min(256, max(args.batch)))
     command = ["activation_memory.py", "--models", *args.models, "--batch", most]
     yield Section("activations", "Memory of forward and backward pass, eager", command)

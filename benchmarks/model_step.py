@@ -318,13 +318,23 @@ def fastest(rates: Rates) -> int | None:
 
 
 def measure(
-    name: str, mode: str, sizes: list[int], dtype: torch.dtype, rounds: int
+    name: str,
+    mode: str,
+    sizes: list[int],
+    dtype: torch.dtype,
+    rounds: int,
+    peers: dict[str, Callable[[str], nn.Module]] | None = None,
 ) -> Iterator[list[Row]]:
-    """All peers' rows after each choice of a batch and each round, in which they step in turn."""
+    """All peers' rows after each choice of a batch and each round, in which they step in turn.
+
+    Args:
+        peers: ours among them; None for `PEERS`.
+    """
     torch._dynamo.reset()
     release()
     trainees: dict[str, Trainee] = {}
-    rows = {peer: Row(name, mode, peer, dtype) for peer in PEERS}
+    peers = PEERS if peers is None else peers
+    rows = {peer: Row(name, mode, peer, dtype) for peer in peers}
 
     def attempt(run: Callable[[str], None], peer: str) -> None:
         """If it fails, the model's row says why, and the others go on with all the memory."""
@@ -338,13 +348,13 @@ def measure(
                 release()
 
     def add(peer: str) -> None:
-        trainees[peer] = Trainee(PEERS[peer], name, dtype)
+        trainees[peer] = Trainee(peers[peer], name, dtype)
         try:
-            rows[peer].flops = step_flops(PEERS[peer], name)
+            rows[peer].flops = step_flops(peers[peer], name)
         except Exception as error:  # of a peer's own code, which may not build without memory
             rows[peer].notes.append(f"no MFU: {reason(error)}")
 
-    for peer in PEERS:
+    for peer in peers:
         attempt(add, peer)
     yield list(rows.values())
     for peer in list(trainees):
@@ -402,7 +412,8 @@ def table(rows: list[Row]) -> str:
             lines.append(f"{head} | - | - | by its trial, without a round | {tail}")
             continue
         ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
-        bar = _bar([row, ours], RATIO_BAR if row.peer != OURS else None, ".1f")
+        is_peer = row.peer in PEERS and row.peer != OURS
+        bar = _bar([row, ours], RATIO_BAR if is_peer else None, ".1f")
         wall_s = row.wall_s.values()
         lines.append(
             f"{head} | {_ratio(row.wall_s, ours.wall_s, row, ours)}{bar} "

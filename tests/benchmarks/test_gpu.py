@@ -143,11 +143,14 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_the_most_valuable_sections_come_first() -> None:
     args = gpu.parser().parse_args([])
     parts = [section.part for section in gpu.sections(args)]
-    assert list(dict.fromkeys(parts)) == ["model", "activations", "decode", "trainer", "memory"]
+    assert list(dict.fromkeys(parts)) == [
+        "model", "switches", "activations", "decode", "trainer", "memory",
+    ]  # fmt: skip
     assert parts[:3] == ["model"] * 3
     scripts = {section.command[0] for section in gpu.sections(args)}
     assert scripts == {
-        "model_step.py", "activation_memory.py", "device_decode.py", "train_step.py",
+        "model_step.py", "step_switches.py", "activation_memory.py", "device_decode.py",
+        "train_step.py",
     }  # fmt: skip
     assert all((Path(gpu.__file__).parent / script).is_file() for script in scripts)
     assert set(parts) == set(gpu.LEAST_S) == set(gpu.MOST_S)
@@ -271,7 +274,7 @@ def test_a_report_that_cannot_be_written_is_printed_all_the_same(
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), "--total-s", "0"])
     gpu.main()
     printed = capsys.readouterr()
-    assert printed.out.count("Not run: no time was left.") == 10
+    assert printed.out.count("Not run: no time was left.") == 11
     assert "Not written: " in printed.err
 
 

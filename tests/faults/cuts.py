@@ -144,7 +144,7 @@ class CutRun:
         Returns:
             When, and the seconds until the processes that trained there had ended, if they have.
         """
-        watched = WORKERS if host == "head" else (host,)
+        watched = {"head": WORKERS, "storage": ()}.get(host, (host,))
         before = {name: self.trainers(name) for name in WORKERS}
         its, start_s, gone_s = self.cluster.hosts[host], time.time(), None
         last = self.steps()[-1][1]
@@ -156,7 +156,8 @@ class CutRun:
         def is_further() -> bool:
             """Whether the cut is over, or a failure was noticed, and there are steps since."""
             nonlocal gone_s
-            if gone_s is None and not any(before[name] & self.trainers(name) for name in watched):
+            is_left = any(before[name] & self.trainers(name) for name in watched)
+            if watched and gone_s is None and not is_left:
                 gone_s = time.time() - start_s
             if seconds is None:
                 if gone_s is None or not (known := self.events(*NOTICED, since_s=start_s)):

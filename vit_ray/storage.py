@@ -324,8 +324,12 @@ def locate(path: str) -> Location:
     check_address(path)
     if path.startswith("s3://"):
         return Location(_s3(os.getpid()), path.removeprefix("s3://").rstrip("/"))
-    local = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
-    return Location(fs.LocalFileSystem(), local)
+    return Location(fs.LocalFileSystem(), absolute(path.removeprefix("file://")))
+
+
+def absolute(path: str) -> str:
+    """A local path from the root on; an address, such as `s3://bucket`, as it is."""
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 @lru_cache

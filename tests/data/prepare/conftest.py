@@ -23,10 +23,12 @@ def one_by_one(
     return [work(item, *shared) for item in items]
 
 
-def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, run_tasks: Callable[..., list[Any]] = one_by_one
+) -> None:
     for found in pkgutil.walk_packages(prepare.__path__, f"{prepare.__name__}."):
         if hasattr(module := importlib.import_module(found.name), "run_tasks"):
-            monkeypatch.setattr(module, "run_tasks", one_by_one)
+            monkeypatch.setattr(module, "run_tasks", run_tasks)
 
 
 @pytest.fixture

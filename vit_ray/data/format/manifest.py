@@ -140,7 +140,7 @@ class Manifest(RowGroupColumns):
     """What a data set holds.
 
     Attributes:
-        path: where it was opened from.
+        path: where it was opened from; a local path is absolute.
         root: the folder that holds the shards; `path` itself unless this is a subset.
         num_images: rows in all row groups, without those that a subset leaves out.
         classes: class names; a label is an index into them.
@@ -244,7 +244,8 @@ def _open(path: str) -> Manifest:
             f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give a folder that "
             "jobs/convert.py wrote"
         )
-    manifest = read_again(lambda: _parse(path, file.read()), ValueError)
+    # Workers of another cluster have working directories of their own.
+    manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
     if manifest.num_images == 0:
         raise ValueError(
             f"data set {path!r} is empty: its manifest lists 0 images; convert it again"

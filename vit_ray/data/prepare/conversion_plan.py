@@ -6,7 +6,6 @@ there, and without one there are none.
 """
 
 import logging
-import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +39,7 @@ from vit_ray.data.prepare.in_place import index_in_place
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.source_index import SourceIndex, build_index, units_of
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location
+from vit_ray.storage import Location, absolute
 
 _LOG: Final = logging.getLogger(__name__)
 _MIB: Final = 1 << 20
@@ -60,7 +59,7 @@ _DO_NOT_DECIDE: Final = {
 def settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
     """What a restart must have in common with the first start, as JSON keeps it."""
     settings = config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
-    source = config.source if "://" in config.source else os.path.abspath(config.source)
+    source = absolute(config.source)
     classes = settings["classes"] or []
     return {"seed": seed, **settings, "source": source, "classes": classes}
 

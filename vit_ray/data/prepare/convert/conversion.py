@@ -39,7 +39,7 @@ from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.label_map import check_names
 from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.lock import HeldError, LockLostError, hold_lock
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, absolute, locate
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -59,6 +59,9 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
             writes it, an interrupted one had other settings, or too much is rejected; or the
             destination is in the source.
     """
+    # Workers of another cluster have working directories of their own.
+    places = {key: absolute(getattr(config, key)) for key in ("source", "destination")}
+    config = config.model_copy(update=places)
     folder = locate(config.destination)
     check_names(config.classes or (), "convert.classes")
     check_columns(config.columns)

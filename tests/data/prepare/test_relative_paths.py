@@ -1,0 +1,42 @@
+"""Relative paths are the driver's, wherever the workers of a cluster were started; no Ray."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.prepare import conftest
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data import open_dataset
+from vit_ray.data.prepare.convert.conversion import convert
+from vit_ray.data.prepare.deduplicate import deduplicate
+from vit_ray.data.prepare.subset import subset
+from vit_ray.data.prepare.verify import verify
+
+
+def test_tasks_in_another_working_directory_find_what_the_driver_names(
+    monkeypatch: pytest.MonkeyPatch, image_folder: Path, tmp_path: Path
+) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+
+    def one_by_one(work: Callable[..., Any], items: Sequence[Any], *rest: Any, **shown: Any) -> Any:
+        before = os.getcwd()
+        os.chdir(elsewhere)
+        try:
+            return conftest.one_by_one(work, items, *rest, **shown)
+        finally:
+            os.chdir(before)
+
+    conftest.run_in_this_process(monkeypatch, one_by_one)
+    monkeypatch.chdir(tmp_path)
+    source = os.path.relpath(image_folder)
+    report = convert(ConvertConfig(source=source, destination="set"))
+    assert report.num_images == open_dataset("set").num_images
+    assert not verify("set", decode_fraction=1.0).problems
+    part = subset("set", "part", where=f"label = '{open_dataset('set').classes[0]}'")
+    assert 0 < part.num_images < report.num_images
+    found = deduplicate("set", ["part"], "clean")
+    assert found.num_exact >= part.num_images
+    assert not list(elsewhere.iterdir())

@@ -142,6 +142,17 @@ def read(path: str, offset: int, length: int) -> bytes:
     return _read(path, offset, length)[0]
 
 
+def read_at_most(path: str, most: int) -> bytes | int:
+    """All of `bucket/key` by one request, or its size where that is more than `most` bytes."""
+    with _as_os_errors(path):
+        answer = _request("get_object", path)
+        size = int(answer["ContentLength"])
+        if size > most:
+            answer["Body"].close()
+            return size
+        return bytes(answer["Body"].read())
+
+
 def read_if(path: str, etag: str, offset: int = 0, length: int | None = None) -> bytes:
     """Some bytes of `bucket/key`, or all.
 

@@ -25,16 +25,20 @@ def tar_of(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> 
 
 
 def write_hub_file(
-    path: Path, images: list[bytes | None], labels: Any, features: dict[str, Any] | None = None
+    path: Path,
+    images: list[bytes | None],
+    labels: Any,
+    features: dict[str, Any] | None = None,
+    rows: int = 5,
 ) -> None:
-    """A parquet file as the datasets library writes it."""
+    """A parquet file as the datasets library writes it, in row groups of so many rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     structs = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(images)]
     table = pa.table({"image": structs, "label": labels})
     if features is not None:
         metadata = {"info": {"features": features}}
         table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
-    pq.write_table(table, path, row_group_size=5)
+    pq.write_table(table, path, row_group_size=rows)
 
 
 def converted(source: Path | str, target: Path, **options: Any) -> dict[str, tuple[bytes, Any]]:

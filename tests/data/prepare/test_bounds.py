@@ -10,12 +10,14 @@ import pytest
 
 from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
+from tests.data.s3_server import serve_s3, this_process_uses
 from vit_ray.data import open_dataset
 from vit_ray.data.format import shard_writer
 from vit_ray.data.jpeg_index.headers import num_scans
 from vit_ray.data.prepare.convert import shard_images
-from vit_ray.data.prepare.sources.entries import WHOLE_FILE, IndexEntry
+from vit_ray.data.prepare.sources.entries import WHOLE_FILE, IndexEntry, LargerError
 from vit_ray.data.prepare.verify import check_file
+from vit_ray.storage import Location
 
 pytestmark = pytest.mark.usefixtures("serial")
 
@@ -101,14 +103,32 @@ def test_few_large_files_are_read_ahead(
         entries.append(IndexEntry(str(path), WHOLE_FILE, length, str(i), ()))
     lock, held, most = threading.Lock(), [0], [0]
 
-    def read(entry: IndexEntry) -> bytes:
+    def read(location: Location) -> bytes:
         with lock:
             held[0] += 1
             most[0] = max(most[0], held[0])
         return b"x"
 
-    monkeypatch.setattr(IndexEntry, "read", read)
-    for _ in shard_images.read_ahead(entries):
+    monkeypatch.setattr(Location, "read", read)
+    for _, image in shard_images.read_ahead(entries):
+        assert image == b"x"
         with lock:
             held[0] -= 1
     assert most[0] <= 3  # two that wait, and the one that is looked at
+
+
+def test_a_large_object_of_a_list_is_read_when_there_is_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that says how large it is reads none of it."""
+    monkeypatch.setattr(shard_images, "_SMALL", 10)
+    (tmp_path / "b").mkdir()
+    for name, size in {"0": 10, "1": 11, "2": 0, "3": 5000}.items():
+        (tmp_path / "b" / name).write_bytes(name.encode() * size)
+    entries = [IndexEntry(f"s3://b/{i}", WHOLE_FILE, WHOLE_FILE, str(i), ()) for i in range(5)]
+    with serve_s3(tmp_path) as port, this_process_uses(port):
+        found = [image for _, image in shard_images.read_ahead(entries)]
+        with pytest.raises(LargerError, match="has 5,000 bytes; an image has at most 4,999"):
+            entries[3].read(4999)
+    assert found[:4] == [b"0" * 10, b"1" * 11, b"", b"3" * 5000]
+    assert str(found[4]) == "no such file: s3://b/4"

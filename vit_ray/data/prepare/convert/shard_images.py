@@ -22,14 +22,15 @@ from vit_ray.data.jpeg_index.restart_markers import (
     with_restart_markers,
 )
 from vit_ray.data.prepare.convert.staged_files import ahead
-from vit_ray.data.prepare.sources.entries import IndexEntry, SourceChangedError
-from vit_ray.storage import locate
+from vit_ray.data.prepare.sources.entries import IndexEntry, LargerError, SourceChangedError
 
 _READERS: Final = 8
 """Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
 
 _MOST_AHEAD: Final = 1 << 28
 """Bytes that are read ahead, where images are no larger: of usual ones it is reached by none."""
+_SMALL: Final = 1 << 22
+"""Bytes of a file of unknown length that is read at once. On S3 a larger one takes two requests."""
 _MOST_SCANS: Final = 100
 """Of a JPEG file, each of which a decoder passes over all pixels for: progressive files have about
 10, and libjpeg-turbo's own tests of hostile files allow 500."""
@@ -54,20 +55,36 @@ _TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
 
 def read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:
     """Each entry with its bytes, or why it has none, in order, a few reads ahead."""
-    sized = ahead(_with_length, entries, _READERS)
-    images = ahead(_bytes_or_reason, sized, _READERS, lambda entry: entry.length, _MOST_AHEAD)
+    begun = ahead(_begin, entries, _READERS)
+    images = ahead(_bytes_or_reason, begun, _READERS, _bytes_to_hold, _MOST_AHEAD)
     return zip(entries, images, strict=True)
 
 
-def _with_length(entry: IndexEntry) -> IndexEntry:
-    """The entry, with the length of a file that a list names."""
-    if entry.length < 0 and entry.problem is None:
-        with contextlib.suppress(ValueError, OSError):  # which reading it will say
-            return replace(entry, length=locate(entry.path).info().size or 0)
-    return entry
+_Begun = tuple[IndexEntry, bytes | ValueError | None]
+"""An entry, and what reading it has given, if it has been read."""
 
 
-def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
+def _begin(entry: IndexEntry) -> _Begun:
+    """The entry; a file that a list names is read, or its length is found where that is large."""
+    if entry.length >= 0 or entry.problem is not None:
+        return entry, None
+    try:
+        return entry, entry.read(_SMALL)
+    except LargerError as error:
+        return replace(entry, length=error.size), None
+    except ValueError as error:
+        return entry, error
+
+
+def _bytes_to_hold(begun: _Begun) -> int:
+    entry, image = begun
+    return len(image) if isinstance(image, bytes) else entry.length
+
+
+def _bytes_or_reason(begun: _Begun) -> bytes | ValueError:
+    entry, image = begun
+    if image is not None:
+        return image
     try:
         return entry.read()
     except SourceChangedError:

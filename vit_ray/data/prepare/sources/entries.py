@@ -9,6 +9,7 @@ images unknowable is an error, `DamagedUnitError`.
 import errno
 import hashlib
 import os
+import re
 import stat
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -55,6 +56,18 @@ class DamagedUnitError(ValueError):
     def __init__(self, path: str, offset: int, what: str) -> None:
         super().__init__(f"{path} is damaged at byte {offset:,}: {what}")
         self.offset = offset
+
+
+class LargerError(ValueError):
+    """A file has more bytes than were to be read; none of them have been.
+
+    Attributes:
+        size: bytes that it has.
+    """
+
+    def __init__(self, size: int, most: int) -> None:
+        super().__init__(f"the file has {size:,} bytes; an image has at most {most:,}")
+        self.size = size
 
 
 class SourceChangedError(ValueError):
@@ -136,25 +149,27 @@ class IndexEntry:
         texts = (self.path, self.key, *self.labels, self.problem, *self.extra)
         return sum(len(text) for text in texts if text is not None)
 
-    def read(self) -> bytes:
-        """The encoded image.
+    def read(self, most: int = MOST_IMAGE_BYTES) -> bytes:
+        """The encoded image; on S3 by one request.
+
+        Args:
+            most: bytes that a file of its own may have.
 
         Raises:
             ValueError: if the source says that this is no usable image, or it cannot be had.
+            LargerError: the file has more bytes.
             SourceChangedError: the file is not the one that was indexed.
         """
         if self.problem is not None:
             raise ValueError(self.problem)
-        location, is_whole = locate(self.path), self.offset == WHOLE_FILE
+        location = locate(self.path)
         try:
-            if self.version is not None and not location.is_local:
-                _check_size(self.length)
-                part = {} if is_whole else {"offset": self.offset, "length": self.length}
-                what, version = f"reading {location.path}", self.version
-                return with_retries(lambda: s3.read_if(location.path, version, **part), what)
+            if not location.is_local:
+                what = f"reading {location.path}"
+                return with_retries(lambda: self._read_object(location.path, most), what)
             content = (
-                _read_file(location, self.length)
-                if is_whole
+                _read_file(location, most)
+                if self.offset == WHOLE_FILE
                 else location.read_range(self.offset, self.length)
             )
             # Looked at last: it may change while it is read.
@@ -164,6 +179,20 @@ class IndexEntry:
             if self.version is None:
                 raise ValueError(f"no such file: {self.path}") from error
         raise SourceChangedError(self.path)
+
+    def _read_object(self, path: str, most: int) -> bytes:
+        is_whole = self.offset == WHOLE_FILE
+        if self.version is not None:
+            _check_size(self.length, most)
+            part = {} if is_whole else {"offset": self.offset, "length": self.length}
+            return s3.read_if(path, self.version, **part)
+        if not is_whole:
+            return s3.read(path, self.offset, self.length)
+        _check_name(path)
+        content = s3.read_at_most(path, most)
+        if isinstance(content, int):
+            raise LargerError(content, most)
+        return content
 
 
 def rejected(path: str, key: str, problem: str) -> IndexEntry:
@@ -211,18 +240,27 @@ _MOST_KEY_BYTES: Final = 1024
 """Of an object on S3."""
 
 
-def _read_file(location: Location, length: int) -> bytes:
-    if not location.is_local:
-        key = location.path.partition("/")[2]
-        if len(key.encode()) > _MOST_KEY_BYTES:
-            raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
-        _check_size(location.info().size or 0 if length < 0 else length)
-        return location.read()
+_BUCKET: Final = re.compile(r"[a-zA-Z0-9.\-_]{1,255}")
+
+
+def _check_name(path: str) -> None:
+    """Raises ValueError for a path that stores refuse, so that it is an error of one image."""
+    bucket, _, key = path.partition("/")
+    if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(key.split("/")):
+        raise ValueError(
+            f"s3://{path} names no object; give s3://BUCKET/KEY, or a path below the list's "
+            "folder, without empty parts, '.' and '..'"
+        )
+    if len(key.encode()) > _MOST_KEY_BYTES:
+        raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
+
+
+def _read_file(location: Location, most: int) -> bytes:
     try:
         status = os.stat(location.path)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{location.path} is not a regular file")
-        _check_size(status.st_size)
+        _check_size(status.st_size, most)
         return location.read()
     except OSError as error:
         if error.errno not in _OF_THE_FILE:
@@ -230,9 +268,9 @@ def _read_file(location: Location, length: int) -> bytes:
         raise ValueError(f"it cannot be read: {os.strerror(error.errno)}") from error
 
 
-def _check_size(size: int) -> None:
-    if size > MOST_IMAGE_BYTES:
-        raise ValueError(f"the file has {size:,} bytes; an image has at most {MOST_IMAGE_BYTES:,}")
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise LargerError(size, most)
 
 
 def with_problem(entry: IndexEntry, problem: str) -> IndexEntry:

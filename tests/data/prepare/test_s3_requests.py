@@ -75,6 +75,16 @@ def test_each_further_image_is_asked_for_once(
     assert 1 <= further <= MOST_AN_IMAGE
 
 
+def test_a_sample_of_images_is_found_in_few_requests(
+    store: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a list is read once for all of them, and not once for each."""
+    monkeypatch.setattr(lock, "time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
+    store.faults.set("", 0, path="/_staging/index-")
+    convert(f"s3://sources/{MANY}/list", "s3://sets/sampled")
+    assert len(store.faults.requests) < MANY / 2
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [

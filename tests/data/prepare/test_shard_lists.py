@@ -1,6 +1,7 @@
 import itertools
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,9 @@ def test_only_the_first_of_equal_keys_is_usable(
     picked = list(index.entries(np.array([59, 3, 40, 0, 19, 20])))
     assert [entry.key for entry in picked] == [keys[row] for row in (0, 3, 19, 20, 40, 59)]
     assert [entry.problem is None for entry in picked] == [True] * 4 + [False] * 2
+    twice = replace(index, parts=index.parts * 2, rows=index.rows * 2)
+    picked = list(twice.entries(np.array([119, 3, 60, 67])))
+    assert [entry.key for entry in picked] == [keys[row] for row in (3, 0, 7, 59)]
 
 
 def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from vit_ray.data.format.schema import checksum
 from vit_ray.retry import read_again, with_retries
@@ -106,12 +107,14 @@ def read_row_groups(location: Location, columns: list[str] | None = None) -> Ite
         yield read_row_group(location, number, columns)
 
 
-def read_row(location: Location, row: int) -> pa.Table:
-    """One row of a parquet file; reads the row group that holds it."""
+def read_rows(location: Location, rows: NDArray[np.int64]) -> Iterator[pa.Table]:
+    """Some rows of a parquet file, by their sorted numbers; reads each row group once at most."""
     ends = np.cumsum(_rows_of_groups(location))
-    group = int(np.searchsorted(ends, row, side="right"))
-    table = read_row_group(location, group)
-    return table.slice(row - int(ends[group]) + table.num_rows, 1)
+    groups = np.searchsorted(ends, rows, side="right")
+    for group in np.unique(groups).tolist():
+        table = read_row_group(location, group)
+        for row in rows[groups == group].tolist():
+            yield table.slice(row - int(ends[group]) + table.num_rows, 1)
 
 
 def read_row_group(location: Location, number: int, columns: list[str] | None = None) -> pa.Table:

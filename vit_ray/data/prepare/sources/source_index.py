@@ -19,8 +19,8 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.prepare.convert.staged_files import (
     parquet_output,
     read_many_facts,
-    read_row,
     read_row_groups,
+    read_rows,
     write_facts,
 )
 from vit_ray.data.prepare.progress import Shown, report_done
@@ -100,11 +100,15 @@ class SourceIndex:
 
     def entries(self, rows: NDArray[np.int64]) -> Iterator[IndexEntry]:
         """A few entries, in the order of the source; reads the row groups that they lie in."""
-        ends = np.cumsum(self.rows)
-        for row in np.sort(rows).tolist():
-            part = int(np.searchsorted(ends, row, side="right"))
-            table = read_row(self.parts[part], row - int(ends[part]) + self.rows[part])
-            yield from table_entries(self._marked(table, row))
+        rows, first = np.sort(rows), 0
+        for part, count in zip(self.parts, self.rows, strict=True):
+            begin, end = np.searchsorted(rows, [first, first + count])
+            if begin < end:
+                for row, table in zip(
+                    rows[begin:end].tolist(), read_rows(part, rows[begin:end] - first), strict=True
+                ):
+                    yield from table_entries(self._marked(table, row))
+            first += count
 
     def _marked(self, table: pa.Table, first: int) -> pa.Table:
         """With the reason why a repeated row is not usable."""

@@ -43,7 +43,8 @@ CASES: dict[str, tuple[float, list[str]]] = {
 
 def write(folder: Path) -> None:
     """A manifest with the sizes of JFT-300M and no shards behind it."""
-    from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+    from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
+    from vit_ray.data.format.shard_files import ShardFile
     from vit_ray.storage import locate
 
     rows = np.full(ROW_GROUPS, ROWS // ROW_GROUPS)

@@ -130,7 +130,8 @@ def write_images(folder: Path) -> None:
     """A data set of noisy JPEGs of ImageNet's usual size, without Ray."""
     import cv2
 
-    from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+    from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
+    from vit_ray.data.format.shard_files import ShardFile
     from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
     from vit_ray.storage import locate
 

@@ -46,7 +46,8 @@ class Taken:
 
 def spec_of(batch: int) -> Any:
     """A stream without files."""
-    from vit_ray.data.format.manifest import Manifest, ShardFile
+    from vit_ray.data.format.manifest import Manifest
+    from vit_ray.data.format.shard_files import ShardFile
     from vit_ray.data.order.shuffle import ShuffleWindow
     from vit_ray.data.stream.batches import StreamSpec
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest, ShardFile
+from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
+from vit_ray.data.format.shard_files import ShardFile
 
 
 def broken_copy(dataset: Manifest, folder: Path) -> tuple[Manifest, Path]:

@@ -9,8 +9,9 @@ import pytest
 
 from tests.data.damage import broken_copy
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.format.manifest import Manifest, RowGroupColumns, write_manifest
 from vit_ray.data.format.row_groups import RowGroupReader
+from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.storage import locate
 
 

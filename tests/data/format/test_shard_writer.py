@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vit_ray import storage
-from vit_ray.data.format.manifest import ShardFile
 from vit_ray.data.format.row_groups import problem_of_shard
+from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.prepare.convert.staged_files import parquet_output
 from vit_ray.storage import Location, closed_after, locate

@@ -12,7 +12,8 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
-from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
+from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.order.samples import Plan
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.prepared_run import prepared_training

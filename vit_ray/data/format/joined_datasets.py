@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vit_ray.data.format.manifest import Manifest, one_after_another
+from vit_ray.data.format.shard_files import ShardFiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +52,6 @@ class JoinedManifest(Manifest):
             parts.append(Manifest(**vars(columns), **values, path=path, num_images=num_images))
         return parts
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without `parts`, which would be sent along as copies."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def part_of(self, group: int) -> int:
         """Which data set a row group belongs to."""
         return int(np.searchsorted(self.bounds, group, side="right")) - 1
@@ -91,11 +88,11 @@ def join(manifests: Sequence[Manifest], weights: Sequence[float]) -> JoinedManif
         classes=first.classes,
         max_labels=max(m.max_labels for m in manifests),
         fingerprint=digest.hexdigest()[:16],
-        files=[
+        files=ShardFiles(
             replace(file, path=f"{m.root.rstrip('/')}/{file.path}")
             for m in manifests
             for file in m.files
-        ],
+        ),
         paths=tuple(m.path for m in manifests),
         bounds=tuple(np.cumsum([0, *(m.num_row_groups for m in manifests)]).tolist()),
         weights=smallest,

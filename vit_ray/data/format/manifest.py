@@ -9,7 +9,7 @@ de-duplicated set is a manifest alone, whose files lie in another folder.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from vit_ray.data.format.schema import (
     ROW_GROUP_SCHEMA,
     STAGING_FOLDER,
 )
+from vit_ray.data.format.shard_files import ImageFile, ShardFile, ShardFiles
 from vit_ray.retry import read_again
 from vit_ray.storage import Location, locate, needing_right, other_format
 
@@ -39,38 +40,6 @@ _NOT_CONTENT: Final = (
 """Of the header: what the fingerprint does not depend on."""
 _FILE_FIELDS: Final = 4
 """Of a file in the header, without where its images are."""
-
-
-@dataclass(frozen=True)
-class ImageFile:
-    """A parquet file of others that has the images of a shard, in the same row groups.
-
-    Attributes:
-        path: its address.
-        bytes: its size.
-        version: as `storage.file_version` gives it when the data set is made.
-        column: of the encoded images, as parquet names it.
-    """
-
-    path: str
-    bytes: int
-    version: str
-    column: str
-
-
-@dataclass(frozen=True)
-class ShardFile:
-    """One parquet file of a data set; `path` is relative to the manifest's `root`.
-
-    `footer_crc32` is that of everything behind the last row group. `images` has the images, where
-    they are not in the file itself, but in one of others that is read where it lies.
-    """
-
-    path: str
-    rows: int
-    bytes: int
-    footer_crc32: int
-    images: ImageFile | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,10 +126,15 @@ class Manifest(RowGroupColumns):
     classes: list[str]
     max_labels: int
     fingerprint: str
-    files: list[ShardFile]
+    files: Sequence[ShardFile]
     text_columns: tuple[str, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict)
     largest_pixels: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the first samples, which processes that share what is pickled then share, too."""
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return state | {"first_samples": self.first_samples}
 
     @property
     def about(self) -> dict[str, Any]:
@@ -271,10 +245,10 @@ def _parse(path: str, content: bytes) -> Manifest:
                 classes=header["classes"],
                 max_labels=header["max_labels"],
                 fingerprint=header["fingerprint"],
-                files=[
-                    ShardFile(*entry, *(ImageFile(*i) for i in images))
-                    for *entry, images in map(_with_images, header["files"])
-                ],
+                files=ShardFiles(
+                    ShardFile(*entry[:_FILE_FIELDS], *(ImageFile(*i) for i in entry[_FILE_FIELDS:]))
+                    for entry in header["files"]
+                ),
                 text_columns=tuple(header.get("text_columns", ())),
                 origin=header["origin"],
                 largest_pixels=header.get("largest_pixels", 0),
@@ -285,11 +259,6 @@ def _parse(path: str, content: bytes) -> Manifest:
             "restore it from a copy, or convert the data set again"
         ) from error
     raise ValueError(other_format(f"data set {path!r}", version, FORMAT_VERSION))
-
-
-def _with_images(entry: list[Any]) -> list[Any]:
-    """Of a file in the header: its fields, and a list of where its images are, empty or of one."""
-    return [*entry[:_FILE_FIELDS], entry[_FILE_FIELDS:]]
 
 
 def _columns(table: pa.Table) -> RowGroupColumns:
@@ -329,7 +298,7 @@ def write_manifest(
     folder: Location,
     columns: RowGroupColumns,
     *,
-    files: list[ShardFile],
+    files: Sequence[ShardFile],
     classes: list[str],
     max_labels: int,
     root: str = "",

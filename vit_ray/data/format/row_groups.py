@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from vit_ray import s3
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.lone_row_group import FooterTemplate, OtherLayoutError
-from vit_ray.data.format.manifest import ImageFile, Manifest, ShardFile
+from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import (
     INDEX_SCHEMA,
     SHARD_SCHEMA,
@@ -30,6 +30,7 @@ from vit_ray.data.format.schema import (
     has_index,
     is_shard_schema,
 )
+from vit_ray.data.format.shard_files import ImageFile, ShardFile
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.jpeg_index.restart_index import IndexColumn
 from vit_ray.retry import TransientError, is_denied, is_transient, read_again, with_retries
@@ -318,9 +319,7 @@ class RowGroupReader:
         self._shard = lru_cache(_OPEN_FILES)(opened)
         self._images = lru_cache(_OPEN_FILES)(_ImagesInPlace)
         self._template: tuple[FooterTemplate, list[str]] | None = None
-        # Where images are elsewhere, the manifest's bytes are theirs, and not those of the shards.
-        is_own = all(file.images is None for file in manifest.files)
-        self._reads_alone = len(manifest.files) > _OPEN_FILES and is_own
+        self._reads_alone = len(manifest.files) > _OPEN_FILES
 
     def check_footer(self, group: int) -> None:
         """Open the shard of a row group.
@@ -406,14 +405,18 @@ class RowGroupReader:
         manifest = self._manifest
         number, expected = int(manifest.row_group[group]), int(manifest.crc32[group])
         index = int(manifest.file_index[group])
-        name = f"{manifest.shards_digest}-{index}-{number}"
-        content = None
+        file = manifest.files[index]
+        elsewhere = file.images
+        content, columns, name = None, None, ""
         if self._cache is not None:
-            content = self._cache.read(name, expected, manifest.files[index].bytes)
+            name = f"{manifest.shards_digest}-{index}-{number}"
+            content = self._cache.read(name, expected, file.bytes)
         is_kept, is_whole = content is not None, True
-        if content is None and self._reads_alone:
-            content = self._content_alone(group)
-        columns = None if content is None else self._columns_alone(group, content)
+        # Where images are elsewhere, the manifest's bytes are theirs, and not those of the shard.
+        if self._reads_alone and elsewhere is None:
+            if content is None:
+                content = self._content_alone(group)
+            columns = None if content is None else self._columns_alone(group, content)
         if columns is None:
             shard = self._shard(index)
             if content is None:
@@ -429,7 +432,6 @@ class RowGroupReader:
                 columns |= shard.columns(number, ["image"], content)
         if is_whole and not is_kept and self._cache is not None:
             self._cache.write(name, content)
-        elsewhere = manifest.files[index].images
         if elsewhere is not None:
             if not is_whole:
                 raise pa.ArrowInvalid(f"row group {number} differs from its checksum")
@@ -473,8 +475,6 @@ class RowGroupReader:
 
     def _columns_alone(self, group: int, content: pa.Buffer) -> dict[str, pa.Array] | None:
         """Columns of the bytes of a row group by the footer of another file, if it is alike."""
-        if not self._reads_alone:
-            return None
         if self._template is None:
             shard = self._shard_of(group)
             self._template = FooterTemplate(shard.footer), shard.names

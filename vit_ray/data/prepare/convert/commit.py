@@ -12,14 +12,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from vit_ray.data.format.manifest import (
-    ABOUT,
-    ImageFile,
-    RowGroupColumns,
-    ShardFile,
-    open_dataset,
-    write_manifest,
-)
+from vit_ray.data.format.manifest import ABOUT, RowGroupColumns, open_dataset, write_manifest
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
     DAMAGED_FILE,
@@ -29,6 +22,7 @@ from vit_ray.data.format.schema import (
     STAGING_FOLDER,
     VERSIONS_FOLDER,
 )
+from vit_ray.data.format.shard_files import ImageFile, ShardFile
 from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
 from vit_ray.data.prepare.convert.destination import HALF_WRITTEN, LISTS, OUTPUT

@@ -5,8 +5,8 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.manifest import ImageFile
 from vit_ray.data.format.schema import STAGING_FOLDER, checksum
+from vit_ray.data.format.shard_files import ImageFile
 from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.jpeg_index.restart_markers import restart_writer
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.order.shared_arrays import shared_array
 
 Int64Array = NDArray[np.int64]
 
@@ -245,12 +246,18 @@ def _first_ranks(seed: int, manifest: Manifest) -> Int64Array:
     """Rank of the first row of each row group, the row groups in an order of their own."""
     of_manifest = _FIRST_RANKS.setdefault(manifest, {})
     if seed not in of_manifest:
-        keys = keys_of(key_of(_SPLIT_GROUPS, seed), np.arange(manifest.num_row_groups))
-        order = np.argsort(keys, kind="stable")
-        ends = np.cumsum(manifest.rows[order], dtype=np.int64)
-        firsts = np.empty_like(ends)
-        firsts[order] = ends - manifest.rows[order]
-        of_manifest[seed] = firsts
+
+        def draw() -> Int64Array:
+            keys = keys_of(key_of(_SPLIT_GROUPS, seed), np.arange(manifest.num_row_groups))
+            order = np.argsort(keys, kind="stable")
+            ends = np.cumsum(manifest.rows[order], dtype=np.int64)
+            firsts = np.empty_like(ends)
+            firsts[order] = ends - manifest.rows[order]
+            return firsts
+
+        of_manifest[seed] = shared_array(
+            (_SPLIT_GROUPS, seed), manifest.rows, (manifest.num_row_groups,), draw
+        )
     return of_manifest[seed]
 
 

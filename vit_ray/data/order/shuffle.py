@@ -5,17 +5,19 @@ Positions count from 0 over all epochs joined end to end, so position `p` lies i
 The rows of a window of some global batches are then dealt out to these in turn, so that a row
 group meets another batch with each of its rows, and a reader of a whole window still reads each row
 group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
-length. Rows may be drawn by weight (`sample_weights`); epochs are then shorter.
+length, which the processes of a host share (`shared_arrays`). Rows may be drawn by weight
+(`sample_weights`); epochs are then shorter.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.order.keyed_random import key_of, keys_of
 from vit_ray.data.order.sample_weights import WeightedRows, Weights
+from vit_ray.data.order.shared_arrays import shared_array
 
 Int64Array = NDArray[np.int64]
 
@@ -94,9 +96,8 @@ class Order:
         window: ShuffleWindow | None = None,
         weights: Weights | None = None,
     ) -> None:
-        self.rows = np.ascontiguousarray(manifest_rows, dtype=np.int64)
-        self.first_samples = np.concatenate([[0], np.cumsum(self.rows)])
-        self.num_images = int(self.first_samples[-1])
+        self.rows = manifest_rows
+        self.num_images = int(manifest_rows.sum(dtype=np.int64))
         self.seed = seed
         self.is_shuffled = is_shuffled
         self.window = window
@@ -108,6 +109,11 @@ class Order:
             self.num_images = self._weighted.num_rows
         self._groups_of = lru_cache(maxsize=2)(self._draw_groups)
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
+
+    @cached_property
+    def first_samples(self) -> Int64Array:
+        """Number of the first row of each row group, and the total at the end."""
+        return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
 
     @property
     def shortest_epoch(self) -> int:
@@ -170,9 +176,16 @@ class Order:
 
     def _draw_groups(self, epoch: int) -> tuple[Int64Array, Int64Array]:
         """Row groups of an epoch in their order, and where each begins."""
-        groups = np.arange(len(self.rows), dtype=np.int64)
-        if self.is_shuffled:
-            keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
-            groups = np.argsort(keys, kind="stable").astype(np.int64)
         counts = self.rows if self._weighted is None else self._weighted.counts(epoch)
-        return groups, np.cumsum(counts[groups]) - counts[groups]
+
+        def draw() -> Int64Array:
+            groups = np.arange(len(counts), dtype=np.int64)
+            if self.is_shuffled:
+                keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
+                groups = np.argsort(keys, kind="stable").astype(np.int64)
+            sizes = counts[groups]
+            return np.stack([groups, np.cumsum(sizes, dtype=np.int64) - sizes])
+
+        key = (_GROUPS, self.seed, epoch, self.is_shuffled)
+        groups, starts = shared_array(key, counts, (2, len(counts)), draw)
+        return groups, starts

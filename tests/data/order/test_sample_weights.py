@@ -1,5 +1,7 @@
 """Rows drawn by weight: each has its share, none is twice in an epoch, at any world size."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,6 +94,29 @@ def test_no_order_is_summed_past_64_bits() -> None:
     rows = WeightedRows(heavy, np.array([0, 1 << 16]), 0)
     assert rows.counts(10**9).tolist() == [1 << 16]
     assert rows.rows_of(10**9, 0).tolist() == list(range(1 << 16))
+
+
+def test_counts_of_many_row_groups_are_those_of_their_rows() -> None:
+    random = np.random.default_rng(0)
+    sizes = random.integers(0, 4, 2100)
+    weights = random.integers(0, 1 << 31, sizes.sum()).astype(np.uint32)
+    rows = WeightedRows(weights, np.concatenate([[0], np.cumsum(sizes)]), seed=1)
+    for epoch in (0, 5):
+        each = [len(rows.rows_of(epoch, group)) for group in range(len(sizes))]
+        assert rows.counts(epoch).tolist() == each
+        assert sum(each) == rows.num_rows == weights.sum(dtype=np.int64) // weights.max()
+
+
+def test_no_array_as_long_as_the_weights_is_made() -> None:
+    """A process shares them with others, and would have each such array for itself."""
+    weights, firsts = np.full(1_000_000, 7, np.uint32), np.arange(0, 1_000_001, 100)
+    tracemalloc.start()
+    try:
+        WeightedRows(weights, firsts, seed=0).counts(1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(weights)
 
 
 def test_a_weighted_order_never_changes_between_versions() -> None:

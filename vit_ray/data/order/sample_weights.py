@@ -28,6 +28,7 @@ _HEAVIEST: Final = 1 << 31
 _COMB: Final = 19
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _BITS: Final = 64
+_GROUPS_AT_A_TIME: Final = 1024
 
 
 class WeightedRows:
@@ -41,7 +42,14 @@ class WeightedRows:
     def __init__(self, weights: Weights, first_samples: Int64Array, seed: int) -> None:
         self._weights, self._first_samples = weights, first_samples
         self._key = key_of(seed, _COMB)
-        self._starts = np.concatenate([[0], np.cumsum(weights, dtype=np.int64)])[first_samples]
+        has_rows = np.flatnonzero(np.diff(first_samples))
+        sums = np.zeros(len(first_samples) - 1, np.int64)
+        # Some row groups at a time: no array here is as long as the weights, which are shared.
+        for some in np.array_split(has_rows, 1 + len(has_rows) // _GROUPS_AT_A_TIME):
+            first, stop = first_samples[some[0]], first_samples[some[-1] + 1]
+            of_some = weights[first:stop]
+            sums[some] = np.add.reduceat(of_some, first_samples[some] - first, dtype=np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(sums)])
         self._total = int(self._starts[-1])
         self.num_rows = self._total // int(weights.max())
         """Rows of an epoch."""

@@ -105,14 +105,14 @@ def test_what_is_not_as_its_contract_says_is_refused_by_name(
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"augment": {"own": "a.grey"}, "decode": "device"}}, r"augment.own=a.grey is "
-         "done by the reading tasks; set decode=host"),
-        ({"evaluate": {"metrics": ["a.top1"]}}, "eval/top1 is of two metrics; rename one"),
-        ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "eval/f1 is of two metrics; rename one"),
+        ({"data": {"augment": {"own": "a.grey"}, "decode": "device"}}, r"augment.own=a.grey with "
+         "decode=device.* set decode=host"),
+        ({"evaluate": {"metrics": ["a.top1"]}}, "two metrics are named eval/top1; rename one"),
+        ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "two metrics are named eval/f1; rename one"),
         ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing to 0"),
         ({"optim": {"name": "a.lion", "first_moment": "bf16"}}, "set it to fp32 for a.lion"),
-        ({"train": {"loss": "focal"}}, "'masked_patch'; train.loss: 'focal' is no part of your "
-         "own, such as mymodule.mypart"),
+        ({"train": {"loss": "focal"}}, "'masked_patch'; train.loss: 'focal' is not a part of your "
+         "own; give MODULE.NAME, such as mymodule.mypart"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_parts_of_ones_own_is_refused_without_them(

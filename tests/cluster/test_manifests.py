@@ -612,10 +612,10 @@ def test_nodes_that_read_are_as_many_as_the_gpus_need():
     [
         (("cluster.gpus=12",), "gpus=12 is not a multiple of gpus_per_node=8; use 8 or 16"),
         (("cluster.gpus=24",), r"24 workers do not divide train.global_batch_size=4096; use 16"),
-        (("cluster.gpus=8", "cluster.cpus_per_node=8"), "leaves 0 CPUs for reading beside 8 work"),
-        (("cluster.kind=slurm", "cluster.data_nodes=2"), "nodes of one kind; leave it unset"),
-        (("cluster.kind=slurm", "cluster.network=efa"), "only kuberay's pods need settings for it"),
-        (("cluster.kind=ray_up", "cluster.queue=a"), "which has no queue; leave it unset"),
+        (("cluster.gpus=8", "cluster.cpus_per_node=8"), "leaves 0 CPUs for reading next to 8 wo"),
+        (("cluster.kind=slurm", "cluster.data_nodes=2"), "one kind of node; leave data_nodes"),
+        (("cluster.kind=slurm", "cluster.network=efa"), "only kind=kuberay has network settings"),
+        (("cluster.kind=ray_up", "cluster.queue=a"), "it has no queue; leave queue unset"),
         (("output=runs",), "output=runs is a folder on one node .* give s3://BUCKET/FOLDER"),
         (("data.train=[{path: s3://mine/a}, {path: b}]",), "data.train=b is a folder on one node"),
         (("data.eval={one: s3://mine/a, two: b}",), "data.eval=b is a folder on one node"),
@@ -663,7 +663,7 @@ def test_nodes_that_read_too_slowly_are_named():
     overrides = ("cluster.kind=slurm", "cluster.gpus=8", "workers.cpus_per_worker=7.5")
     told = [line for line in written(*SMALL, *overrides).splitlines() if line.startswith("# ")]
     (reading,) = [line for line in told if line.startswith("# reading ")]
-    assert reading.endswith("4 are free where it trains; data will limit training")
+    assert reading.endswith("4 are free on the nodes that train; data will limit training")
     assert not [line for line in told if line.startswith("# nodes that read")]
     assert "data will limit" not in written(*SMALL, "cluster.gpus=8", "workers.cpus_per_worker=7.5")
 

@@ -96,7 +96,7 @@ def test_table_picture_page_and_originals_of_a_recipe_before_its_run(
     assert 'id="vega"' not in page
     code, text = said(file, "step=2", "--out", str(out))
     assert code == 2
-    assert "is there already" in text
+    assert "exists already" in text
 
 
 def test_the_operations_of_randaugment_are_in_the_tables_and_on_the_page(
@@ -280,8 +280,8 @@ def test_the_steps_of_a_sample_by_number_and_by_key(recipe: Recipe) -> None:
         (["step=18:21"], "step=18:21: the run has 20 steps"),
         (["step=5:5"], "the run has 20 steps"),
         (["step=-1"], "give a number, or a range such as 100:110"),
-        (["step=1", "rank=2/2"], "which divide train.global_batch_size=16"),
-        (["step=1", "rank=0/3"], "which divide train.global_batch_size=16"),
+        (["step=1", "rank=2/2"], "which must divide train.global_batch_size=16"),
+        (["step=1", "rank=0/3"], "which must divide train.global_batch_size=16"),
         (["sample=70"], "the data set has samples 0 to 69"),
         (["sample=70.jpg"], "give a number, or the key as key=KEY"),
         (["key=70.jpg"], "has no image with this key"),

@@ -230,7 +230,7 @@ def test_flags_may_have_dashes_and_exclude_each_other(monkeypatch: pytest.Monkey
     assert asked == ["--two-words", None, "--other"]
     done = CliRunner().invoke(command, ["digits", "--other", "--two-words"])
     assert done.exit_code == 2
-    assert "--two-words and --other exclude each other; give one of them" in done.stderr
+    assert "--two-words and --other cannot be given together; give one of them" in done.stderr
 
 
 def test_a_job_shows_the_keys_that_it_reads_and_no_others() -> None:

@@ -42,7 +42,7 @@ def test_a_machine_that_has_everything_is_told_so_and_left_as_it_was(
     found = findings(recipe_of(tmp_path / "empty", data=data))
     assert [one for one in found.values() if not one.is_good] == []
     assert "of 10 classes" in found["data.train"].text
-    assert "can be written, read, listed and deleted from" in found["output"].text
+    assert "writing, reading, listing and deleting work" in found["output"].text
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 

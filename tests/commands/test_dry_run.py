@@ -134,7 +134,7 @@ def test_it_is_said_which_trainings_share_a_stream() -> None:
     }
     recipes = {name: small(**sections) for name, sections in changes.items()}
     assert describe_sharing(recipes.items()) == (
-        "one stream for slow, fast; one for large, deep, if they run side by side on a host "
-        "(5% more of its object store); a stream each for long"
+        "one stream for slow, fast; one for large, deep, if they run in parallel on a host "
+        "(5% more of its object store); one stream each for long"
     )
     assert describe_sharing([("one", small())]) == "no two read the same images"

@@ -98,14 +98,14 @@ def test_a_step_like_its_neighbours_has_no_culprit(
     step = next(k for k in range(8, STEPS - 1) if not {k - 1, k, k + 1} & has_it)
     code, text = said(run, f"step={step}", "--out", str(tmp_path / "out"))
     assert code == 0, text
-    assert "verdict: none of its images" in text
+    assert "verdict: no image is the cause" in text
     assert "data.exclude" not in text
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("step=3",), "no checkpoint at or before it (there are: 7); give a later step"),
+        (("step=3",), "no checkpoint at or before it (it has those of steps 7); give a later step"),
         (("step=20",), "the run has 20 steps; give one from 0 to 19"),
         (("stop=9",), "give the step to explain, counted from 0, such as step=1200"),
     ],

@@ -375,7 +375,7 @@ def test_a_hub_that_does_not_take_it_leaves_the_folder(
 ) -> None:
     _, run = trained_run(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ValueError, match=r"(?s)did not take the files .*set HF_TOKEN to a"):
+    with pytest.raises(ValueError, match=r"(?s)did not accept the files .*set HF_TOKEN to a"):
         export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")
     assert (tmp_path / "given" / "huggingface" / "model.safetensors").exists()
     assert hub.pushed == {}

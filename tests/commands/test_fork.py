@@ -92,13 +92,13 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["step=8", "name=x"], "has no whole checkpoint of this step; it has those of steps 7"),
-        (["name=x"], "give the checkpoint and a name"),
-        (["step=7"], "give the checkpoint and a name"),
+        (["step=8", "name=x"], "has no complete checkpoint of this step; it has those of steps 7"),
+        (["name=x"], "a fork needs a step and a name"),
+        (["step=7"], "a fork needs a step and a name"),
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: the tensors"),
         (["step=7", "name=x", TAUGHT_FEATURES], "distill.kind was None and is features: the"),
         (["step=7", "name=x", "optim.name=sgd"], "optim.name was adamw and is sgd: the tensors"),
-        (["step=7", "name=x", "train.global_batch_size=32"], "112 images, which is no whole"),
+        (["step=7", "name=x", "train.global_batch_size=32"], "112 images, which is not a whole"),
         (["step=7", "name=x", "train.global_batch_size=32"], "divide it: 28, 56"),
         (["step=7", "name=x", "train.global_batch_size=69"], "divide it: 56, 112"),
         (["step=7", "name=x", "optim.steps=7"], "would end after 7 steps"),
@@ -108,7 +108,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7", "name=x", "data.held_out_fraction=0.1"], "the parent has trained on"),
         (["step=7", "name=x", "sed=3"], "unknown key sed"),
         (["step=7", "name=../x"], "name"),
-        (["step=7", "name=seen"], "is there already; give another name"),
+        (["step=7", "name=seen"], "exists already; give another name"),
     ],
 )
 def test_what_cannot_be_is_refused_and_writes_nothing(
@@ -131,7 +131,7 @@ def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent: str, recipe: 
     assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
     assert said(*words)[0] == 0
     code, text = said(*words, "optim.learning_rate=3e-5")
-    assert (code, "again.yaml is there already" in text) == (2, True)
+    assert (code, "again.yaml exists already" in text) == (2, True)
 
 
 @pytest.mark.parametrize("cut", ["no commit", "no recipe", "part"])
@@ -242,10 +242,10 @@ def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
     parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
     words = (parent, "step=7", "name=fork", "train.global_batch_size=8", "optim.steps=40")
     code, text = said(*words)
-    assert (code, "fork a step that is a multiple of 2" in text) == (2, True), text
+    assert (code, "fork at a step that is a multiple of 2" in text) == (2, True), text
     assert "a multiple of 2" in said(*words, "data.shuffle_window=0")[1]
     code, text = said(parent, "step=7", "name=fork", "data.repeats=2")
-    assert (code, "the parent has 1 and 16, and where images are" in text) == (2, True), text
+    assert (code, "the parent has 1 and 16, and neither can change" in text) == (2, True), text
 
 
 @pytest.mark.parametrize(

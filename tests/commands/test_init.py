@@ -181,11 +181,11 @@ def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: P
     (here / "texts" / "a" / "1.jpg").write_text("a text")
     (here / "texts" / "a" / "2.jpg").write_bytes(b"")
     for words, told in [
-        (["images"], "'images.yaml' is there already; give another file by --out"),
+        (["images"], "'images.yaml' exists already; give another file with --out"),
         (["images", "--out=no/where.yaml"], "there is no folder 'no'"),
         (["nothing"], "no such folder or file; check the path"),
         (["empty"], "holds nothing of the format 'folder'; expected"),
-        (["one"], "'one' has 1 class; a classifier needs two or more"),
+        (["one"], "'one' has 1 class; a classifier needs at least two"),
         (["texts"], "convert.source='texts': none of 2 sampled images can be used; the first: "),
     ]:
         done = run_cli("init", *words)

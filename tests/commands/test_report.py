@@ -159,7 +159,7 @@ def _watched(recipe, monkeypatch, answers):
 def test_a_watched_page_outlives_an_mlflow_that_is_away_for_a_while(recipe, monkeypatch, capsys):
     away = RuntimeError("away")
     assert _watched(recipe, monkeypatch, [True, *[away] * 9, True, *[away] * 9, False]) == 0
-    assert capsys.readouterr().out.count("the page stays as it was: away") == 18
+    assert capsys.readouterr().out.count("the page is not updated: away") == 18
 
 
 def test_a_watch_ends_where_mlflow_stays_away(recipe, monkeypatch):

@@ -73,7 +73,7 @@ def test_the_sum_and_the_critical_path_are_told() -> None:
     wide = plan_study(paper_study({"num_gpus": 7}))
     assert wide.hours == pytest.approx(whole[0] / 4, rel=1e-3)
     text = describe_study(paper_study({"num_gpus": 7}))
-    assert re.search(r"side by side +\S+ hours on 7 x H200", text)
+    assert re.search(r"in parallel +\S+ hours on 7 x H200", text)
     assert re.search(r"critical path +\S+ hours: grid-H-data1-epochs7", text)
     assert "cost  " not in text
 

@@ -70,7 +70,7 @@ def test_a_run_that_had_the_samples_of_its_order_is_whole(recipe: Recipe) -> Non
 def test_other_samples_are_named_by_their_steps(recipe: Recipe) -> None:
     code, text = said(begin(recipe, received(recipe, 3, 6)))
     assert code == 1
-    assert "step 7: steps 4 to 6 were fed other samples than the order has" in text
+    assert "step 7: the samples of steps 4 to 6 differ from the planned order" in text
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
     recipe = damaged
     assert bad not in training_batches(recipe)[5]["sample"]
     code, text = said(begin(recipe, received(recipe, 4, 7)))
-    assert (code, "in order, with neighbours of images that cannot" in text) == (0, True), text
+    assert (code, "in the planned order, with neighbours in place of" in text) == (0, True), text
     assert said(begin(recipe.with_changes(name="other"), received(recipe, 3, 6)))[0] == 1
 
 
@@ -104,7 +104,9 @@ def test_much_is_decoded_only_where_it_is_asked_for(
     run = begin(damaged, received(damaged, 4, 7))
     monkeypatch.setattr(verify_run, "MOST_BYTES", 0)
     code, text = said(run)
-    assert (code, "give --large: it decodes 48 images, up to 0.00 GiB" in text) == (1, True), text
+    assert (code, "give --large, which decodes 48 images, up to 0.00 GiB" in text) == (1, True), (
+        text
+    )
     code, text = said(run, "--large")
     assert (code, "decodes the images of steps 4 to 6, 48 images" in text) == (0, True), text
 
@@ -163,7 +165,7 @@ def test_digests_of_two_checkpoints_are_of_the_same_order(recipe: Recipe) -> Non
 
 
 def test_a_checkpoint_of_an_older_version_has_no_digest(recipe: Recipe) -> None:
-    assert said(begin(recipe, "")) == (0, "step 7: files whole; it has no digest of samples\n")
+    assert said(begin(recipe, "")) == (0, "step 7: files whole; no digest of samples\n")
 
 
 def test_a_file_that_has_changed_is_named(recipe: Recipe) -> None:

@@ -49,11 +49,11 @@ def test_sizes_that_make_no_schedule_are_refused(sizes: Any, told: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"model": {"name": "ViT-B/16", "image_size": 64}}, "patches of 16 pixels do not fill"),
-        ({"model": {**TINY, "image_size": 16}}, "squares up to model.image_size=16"),
-        ({"model": {**TINY, "image_size": (32, 48)}}, "sides of squares"),
+        ({"model": {"name": "ViT-B/16", "image_size": 64}}, "multiple of patches of 16 pixels"),
+        ({"model": {**TINY, "image_size": 16}}, "squares of at most model.image_size=16"),
+        ({"model": {**TINY, "image_size": (32, 48)}}, "must be squares"),
         ({"model": {**TINY, "positions": "learned_2d"}}, "positions=learned_2d.* rope_2d"),
-        ({"model": {**TINY, "name": "Axial-ViT"}}, "model.name=Axial-ViT, whose attention"),
+        ({"model": {**TINY, "name": "Axial-ViT"}}, "model.name=Axial-ViT: its axial attention"),
         ({"model": TINY, "train": {"loss": "masked_patch"}}, "train.loss=masked_patch"),
         ({"model": TINY, "train": {"overfit_one_batch": True}}, "overfit_one_batch"),
     ],
@@ -67,7 +67,7 @@ def test_sizes_that_the_model_cannot_take_are_refused_with_the_recipe(
 
 def test_a_resize_of_one_size_is_refused() -> None:
     augment = {"kind": "resize_crop", "resize": 256, "sizes": [[0, 24]]}
-    with pytest.raises(ValueError, match=r"cannot go with data\.augment\.resize"):
+    with pytest.raises(ValueError, match=r"with data\.augment\.resize, which is one size"):
         recipe_with("r", model=TINY, data={"augment": augment})
 
 

@@ -97,7 +97,7 @@ def test_credentials_of_s3_are_refused_with_the_recipe_and_not_repeated():
     ):
         key = override.partition("=")[0]
         with pytest.raises(
-            ValueError, match=rf"{key}.* credentials come from the environment"
+            ValueError, match=rf"{key}.* set AWS_ACCESS_KEY_ID and its secret in the"
         ) as e:
             load_recipe("digits", [override])
         assert SECRET not in str(e.value)

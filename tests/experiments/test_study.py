@@ -214,7 +214,7 @@ def test_a_finished_study_trains_nothing_when_it_is_run_again(finished, capsys):
     assert [cell.was_finished for cell in again.cells] == [True, True]
     assert again.parent_run_id == first.parent_run_id
     assert print_study(again) == 0
-    assert "2 of 2 cells were finished before" in capsys.readouterr().out
+    assert "2 of 2 cells had finished before" in capsys.readouterr().out
 
 
 def test_the_page_of_a_study_is_written_and_kept_with_its_run(finished):

@@ -71,7 +71,7 @@ def test_a_shorter_trial_has_fewer_rungs_and_none_without_a_scheduler() -> None:
     assert grace_steps(asha(), 64) == 4
     with pytest.raises(ValueError, match=r"sweep.grace_steps=64 is no rung of trials of 64 steps"):
         grace_steps(asha(grace_steps=64), 64)
-    with pytest.raises(ValueError, match="grace_steps=4 is of scheduler=asha"):
+    with pytest.raises(ValueError, match="grace_steps=4 with scheduler=none"):
         SweepConfig(grace_steps=4)
 
 

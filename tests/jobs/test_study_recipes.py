@@ -58,7 +58,7 @@ def test_headers_say_what_the_study_costs(path: Path) -> None:
     pattern = rf"^{{}} +([\d.,e+]+) exaFLOPs, ([\d.,e+]+) {plan.recipe.plan.device}-hours"
     sums = [
         [float(text.replace(",", "")) for text in found.groups()]
-        for name in (rf"in all +{len(plan.cells)} cells,", "pre-training", "transfer")
+        for name in (rf"total +{len(plan.cells)} cells,", "pre-training", "transfer")
         if (found := re.search(pattern.format(name), told, re.MULTILINE))
     ]
     whole, training, transfer = sums

@@ -263,7 +263,7 @@ def test_bytes_of_state_are_those_of_what_is_kept(
 
 
 def test_a_momentum_that_bf16_would_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"lost in bf16's rounding; use at most 0\.95"):
+    with pytest.raises(ValueError, match=r"to bf16's rounding; use at most 0\.95"):
         OptimConfig(betas=(0.99, 0.999), first_moment="bf16")
 
 

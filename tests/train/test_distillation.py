@@ -228,9 +228,14 @@ def test_another_model_than_the_teachers_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "model", "distill", "told"),
     [
-        ({"loss": "masked_patch"}, {}, {}, "masked_patch has no logits to teach"),
-        ({}, {"distillation_token": True}, {"kind": "features"}, "features teaches no head"),
-        ({}, {"distillation_token": True}, {"weight": 1.0}, "trains no head on the labels"),
+        ({"loss": "masked_patch"}, {}, {}, "masked_patch, which has no logits"),
+        ({}, {"distillation_token": True}, {"kind": "features"}, "features train no head"),
+        (
+            {},
+            {"distillation_token": True},
+            {"weight": 1.0},
+            "weight=1 with model.distillation_token",
+        ),
         ({}, {}, {"model": {**TEACHER, "num_heads": 7}}, r"distill\.model\.num_heads=7"),
     ],
 )

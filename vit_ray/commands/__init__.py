@@ -1,1 +1,1 @@
-"""What a person types: one module per command, which the files of `jobs/` call."""
+"""The commands: one module each, called by the files of `jobs/`."""

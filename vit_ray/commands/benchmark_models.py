@@ -1,4 +1,4 @@
-"""The job that measures models: images per second and the largest batch, by input size."""
+"""The command that measures models: images per second and the largest batch, by input size."""
 
 from __future__ import annotations
 

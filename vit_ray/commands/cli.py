@@ -1,4 +1,4 @@
-"""The command line: `vit-ray NAME RECIPE [key=value ...]`, and `python jobs/NAME.py` likewise."""
+"""The command line: `vit-ray NAME RECIPE [key=value ...]`, also as `python jobs/NAME.py`."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ def run_recipe(
     shows_recipe: bool = False,
     flag: str | None = None,
 ) -> int:
-    """Load the recipe that the words name and run the command; returns its exit code.
+    """Load the recipe that the arguments name and run the command; returns its exit code.
 
-    A dry run prints the plan, or where a command has none, the keys that it reads and that are set.
+    A dry run prints the plan, or, for a command without one, the keys that it reads and that are
+    set.
 
     Args:
-        flag: one of the command's own.
+        flag: one of the command's own options.
     """
 
     def run() -> int | None:
@@ -83,12 +84,14 @@ def run_recipe(
 def _ended(run: Callable[[], int | None]) -> int:
     """The exit code of a command.
 
-    Errors of the user and of the storage end in one line, with VIT_RAY_LOGS=1 in a traceback.
+    Errors of the user and of the storage end in one line, or with VIT_RAY_LOGS=1 in a traceback.
     """
     try:
         return run() or 0
-    except KeyboardInterrupt:  # not while a run was trained, which ends it with a checkpoint
-        print("stopped; the same command goes on from what is done", file=sys.stderr)
+    except KeyboardInterrupt:  # not during a training, which ends itself with a checkpoint
+        print(
+            "stopped; run the same command again to continue from what is finished", file=sys.stderr
+        )
         return 130
     except (ValueError, RuntimeError, OSError) as error:
         sys.stdout.flush()  # the error comes last
@@ -99,7 +102,7 @@ def _ended(run: Callable[[], int | None]) -> int:
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The recipe and the overrides, which may stand in any order.
+    """The recipe and the overrides, given in any order.
 
     Raises:
         ValueError: there is no recipe among them.
@@ -107,7 +110,7 @@ def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
     others = [word for word in words if not _OVERRIDE.match(word)]
     if not others:
         raise ValueError(
-            "no recipe is given; name a YAML file, or one of those that `vit-ray recipes` lists"
+            "no recipe is given; name a YAML file, or a recipe that `vit-ray recipes` lists"
         )
     recipe, *misspelt = others
     return recipe, [word for word in words if _OVERRIDE.match(word)] + misspelt
@@ -120,7 +123,7 @@ def _quiet_logs() -> None:
 
 
 class _Job(click.Command):
-    """A command on a recipe; knows what people mean by `--optim.steps=5`."""
+    """A command on a recipe; explains what to type instead of `--optim.steps=5`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -130,14 +133,14 @@ class _Job(click.Command):
                 raise
             key = error.option_name.lstrip("-").replace("-", "_")
             raise click.UsageError(
-                f"no such option: {error.option_name}. Keys of the recipe stand without dashes: "
+                f"no such option: {error.option_name}; write keys of the recipe without dashes: "
                 f"{key}=VALUE",
                 ctx,
             ) from None
 
 
 def _command(command: Command) -> click.Command:
-    """The command with its options; no words at all ask for the short help."""
+    """The command with its options; without arguments it prints the short help."""
 
     def run(
         words: tuple[str, ...],
@@ -156,7 +159,9 @@ def _command(command: Command) -> click.Command:
             sys.exit(2)
         given = [one for one in command.flags if flags[one.lstrip("-").replace("-", "_")]]
         if len(given) > 1:
-            raise click.UsageError(f"{' and '.join(given)} exclude each other; give one of them")
+            raise click.UsageError(
+                f"{' and '.join(given)} cannot be given together; give one of them"
+            )
         flag = next(iter(given), None)
         sys.exit(run_recipe(command, words, is_dry, shows_recipe, flag))
 
@@ -177,7 +182,7 @@ def _command(command: Command) -> click.Command:
 
 
 def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
-    """Help on the first keys, on those of a prefix, or on all, with a recipe's own values."""
+    """Help on the first keys, on those of a prefix, or on all; with a recipe, its own values."""
     parts = [name.split(".") for name in key_names()]
     known = {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)} | {
         "all"
@@ -189,7 +194,7 @@ def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
         recipe = load_recipe(*split_words(others)) if others else None
     except ValueError as error:
         near = [] if words[0] in known else difflib.get_close_matches(words[0], sorted(known), 3)
-        meant = f"; keys near {words[0]!r}: {', '.join(near)}" if near else ""
+        meant = f"; keys similar to {words[0]!r}: {', '.join(near)}" if near else ""
         print(redact(f"error: {error}{meant}"), file=sys.stderr)
         return 2
     show = pkgutil.resolve_name("vit_ray.commands.help_pages:print_help")
@@ -206,7 +211,7 @@ def _complete(context: click.Context, _: click.Parameter, incomplete: str) -> li
 
 
 class _Names(click.Group):
-    """Commands by name; dashes are as good as underscores."""
+    """Commands by name; dashes and underscores are interchangeable."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, cmd_name.replace("-", "_"))
@@ -215,7 +220,7 @@ class _Names(click.Group):
 def _plain(what: str, reference: str, *params: click.Parameter) -> click.Command:
     """A command without a recipe; `module:function` is imported when it runs.
 
-    Errors end it as those of a command on a recipe do.
+    Errors are handled as for a command on a recipe.
     """
 
     def run(**given: Any) -> None:
@@ -225,7 +230,9 @@ def _plain(what: str, reference: str, *params: click.Parameter) -> click.Command
     return click.Command(name, callback=run, help=what, params=list(params))
 
 
-_MODULES = click.Option(["--module", "modules"], multiple=True, help="Your own parts to import.")
+_MODULES = click.Option(
+    ["--module", "modules"], multiple=True, help="Module of your own parts to import."
+)
 
 vit_ray = _Names(
     "vit-ray",
@@ -236,9 +243,9 @@ vit_ray = _Names(
     commands=[
         *map(_command, COMMANDS.values()),
         _plain(
-            "Bring into MLflow what a run recorded in LOG (its metrics.jsonl) while MLflow was "
-            "away. URI is the tracking server, or sqlite:///mlflow.db. Points that MLflow already "
-            "has are not sent again.",
+            "Send to MLflow what a run recorded in LOG (its metrics.jsonl) while MLflow was away. "
+            "URI is the tracking server, or sqlite:///mlflow.db. Points that MLflow already has "
+            "are not sent again.",
             "vit_ray.commands.replay:run_replay",
             click.Argument(["log"], type=click.Path(path_type=Path)),
             click.Argument(["uri"]),
@@ -252,8 +259,8 @@ vit_ray = _Names(
         ),
         _plain(
             "Class and probability of the images at PATHS (images, folders, parquet files, "
-            "converted data sets) by the weights in SOURCE: a run, a checkpoint, or a file of "
-            "weights, as `init_from` of recipes.",
+            "converted data sets) by the weights in SOURCE: a run, a checkpoint, or a weight file, "
+            "as in `init_from` of recipes.",
             "vit_ray.commands.predict:print_predictions",
             click.Argument(["source"]),
             click.Argument(["paths"], nargs=-1, required=True),
@@ -271,10 +278,10 @@ vit_ray = _Names(
             _MODULES,
         ),
         _plain(
-            "The images of a step as the model sees them, on a page: "
-            "`vit-ray batch SOURCE step=100` (counted from 0; or 100:110; rank=3, or 3/8). SOURCE "
-            "is a recipe, the folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` "
-            "or `key=KEY` lists the steps that an image is in. Further words change the recipe.",
+            "The images of a step as the model sees them, on a page: `vit-ray batch SOURCE "
+            "step=100` (counted from 0; or 100:110; rank=3, or 3/8). SOURCE is a recipe, the "
+            "folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` or `key=KEY` "
+            "lists the steps that an image is in. Further `key=value` arguments change the recipe.",
             "vit_ray.commands.trained.batch:show_batch",
             click.Argument(["source"]),
             click.Argument(["words"], nargs=-1, required=True),
@@ -282,15 +289,17 @@ vit_ray = _Names(
             click.Option(
                 ["--originals", "is_with_originals"],
                 is_flag=True,
-                help="Write the stored files, too.",
+                help="Also write the stored files.",
             ),
             click.Option(
-                ["--large", "is_large"], is_flag=True, help="Read more than 1 GiB of a bucket."
+                ["--large", "is_large"],
+                is_flag=True,
+                help="Allow reading more than 1 GiB of a bucket.",
             ),
             click.Option(
                 ["--time", "is_timed"],
                 is_flag=True,
-                help="Write nothing; print what reading, decoding and cropping an image costs.",
+                help="Write nothing; print the time of reading, decoding and cropping per image.",
             ),
             _MODULES,
         ),
@@ -303,15 +312,17 @@ vit_ray = _Names(
             click.Argument(["source"]),
             click.Argument(["words"], nargs=-1, required=True),
             click.Option(
-                ["--dry-run", "is_dry"], is_flag=True, help="Say what, and write nothing."
+                ["--dry-run", "is_dry"],
+                is_flag=True,
+                help="Print what would be done, and write nothing.",
             ),
             _MODULES,
         ),
         _plain(
             "Why a step had a large loss or gradient: `vit-ray explain SOURCE step=1200` (counted "
-            "from 0). Each image's share of the gradient, by the newest checkpoint at or before "
-            "the step, with the steps before and after for comparison; what the optimizer adds. "
-            "SOURCE as of `batch`.",
+            "from 0). Prints each image's share of the gradient, computed from the newest "
+            "checkpoint at or before the step, the steps before and after for comparison, and what "
+            "the optimizer adds. SOURCE as in `batch`.",
             "vit_ray.commands.trained.explain:explain_step",
             click.Argument(["source"]),
             click.Argument(["words"], nargs=-1, required=True),
@@ -319,20 +330,23 @@ vit_ray = _Names(
             click.Option(
                 ["--replay", "replays"],
                 is_flag=True,
-                help="Train the steps since the checkpoint again, for the step's own weights; "
-                "says first how many.",
+                help="First train the steps since the checkpoint again, to get the step's own "
+                "weights; prints how many steps that is.",
             ),
             _MODULES,
         ),
         _plain(
             "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "
-            "write a recipe of fitting model, batch and epochs, with the reasons as comments.",
+            "write a recipe with a suitable model, batch and epochs, with the reasons as comments.",
             "vit_ray.commands.init:write_recipe",
             click.Argument(["images"]),
-            click.Option(["--out"], help="File to write; by default FOLDER.yaml. Not overwritten."),
+            click.Option(
+                ["--out"],
+                help="File to write; by default FOLDER.yaml. An existing file is not overwritten.",
+            ),
         ),
         _plain(
-            "List the shipped recipes with their cost and result.",
+            "List the shipped recipes with their results and cost.",
             "vit_ray.commands.recipes:print_recipes",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The conversion job: from a recipe's `convert` section to a data set and a report."""
+"""The conversion command: from a recipe's `convert` section to a data set and a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vit_ray.launch.cluster.connection import connect
 
 
 def run_convert(recipe: Recipe) -> int:
-    """Convert, and print what came of it.
+    """Convert, and print the result.
 
     Raises:
         ValueError: the recipe has no `convert` section, or the source is wrong.
@@ -36,10 +36,10 @@ def run_convert(recipe: Recipe) -> int:
 
 
 def describe_conversion(recipe: Recipe) -> str:
-    """Images, classes, splits, bytes, shards and time of a conversion, by a few of its images.
+    """Images, classes, splits, bytes, shards and time of a conversion, estimated from a few images.
 
     Raises:
-        ValueError: as `run_convert`, but for what only all images show.
+        ValueError: as `run_convert`, except for errors that only reading all images finds.
     """
     config = convert_of(recipe)
     plan = estimate_conversion(config, recipe.seed)
@@ -67,7 +67,7 @@ def describe_conversion(recipe: Recipe) -> str:
 
 
 def rejected_text(report: ConvertReport) -> str:
-    """How many files are not in the set, and how many are though they are damaged."""
+    """How many files are not in the set, and how many damaged ones are."""
     total = report.num_images + report.num_rejected
     text = f"{report.num_rejected} files rejected"
     if report.num_rejected:

@@ -1,4 +1,4 @@
-"""The jobs that look after data sets: verify, subset and deduplicate."""
+"""The commands for data sets: verify, subset and deduplicate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _SHOWN = 20
 
 
 def run_verify(recipe: Recipe) -> int:
-    """Check a data set, or the checkpoints of a run, and print what is wrong; 1 if anything is.
+    """Check a data set, or the checkpoints of a run, and print what is wrong; returns 1 if anything
+    is.
 
     Raises:
         ValueError: the recipe has no `verify` section, or there is no such data set.
@@ -30,7 +31,7 @@ def run_verify(recipe: Recipe) -> int:
 
 
 def run_verify_large(recipe: Recipe, is_dry: bool) -> int:
-    """`run_verify`, which decodes as many images of a run as it takes."""
+    """`run_verify` of a run, decoding however many images it needs."""
     return 0 if is_dry else _verify(recipe, is_large=True)
 
 
@@ -60,10 +61,10 @@ def _verify(recipe: Recipe, is_large: bool) -> int:
 
 
 def run_subset(recipe: Recipe) -> int:
-    """Write the manifest of a part of a data set.
+    """Write the manifest of a subset of a data set.
 
     Raises:
-        ValueError: the recipe has no `subset` section, or the part cannot be taken.
+        ValueError: the recipe has no `subset` section, or the subset cannot be taken.
     """
     config = require(
         recipe.subset,
@@ -75,7 +76,10 @@ def run_subset(recipe: Recipe) -> int:
         open_dataset(config.source)  # an error before Ray starts
         connect(recipe)
     part = subset(**config.model_dump(), seed=recipe.seed)
-    print(f"{config.destination}: {part.num_images} images of {config.source}, by manifest alone")
+    print(
+        f"{config.destination}: {part.num_images} images of {config.source}, written as a manifest "
+        "only"
+    )
     return 0
 
 
@@ -112,6 +116,6 @@ def run_deduplicate(recipe: Recipe) -> int:
     if any(undecodable):
         print(
             f"{undecodable[0]} images and {undecodable[1]} evaluation images cannot be decoded and "
-            f"were compared by their bytes alone; copies of them in another form may be left"
+            "were compared by their bytes alone; re-encoded copies of them may be left"
         )
     return 0

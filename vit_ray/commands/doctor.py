@@ -1,7 +1,7 @@
-"""What a recipe's job needs of the machine it is started on, of storage, Ray and MLflow.
+"""What a recipe's command needs of the machine that starts it, of storage, Ray and MLflow.
 
-Each is tried by itself, so that one command tells all that is missing, before any GPU costs.
-Nothing is left behind.
+Each is checked separately, so that one command reports everything that is missing before any GPU
+costs. Nothing is left behind.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from vit_ray.storage import check_rights, locate
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
 LEAST_SHARED_GIB: Final = 1.0
-"""Of /dev/shm, where Ray keeps the batches that wait; what does not fit goes to a disk."""
+"""GiB of /dev/shm, where Ray keeps waiting batches; what does not fit goes to a disk."""
 LEAST_FILES: Final = 4096
-"""Open files of a process; Ray's own on a busy node are thousands of sockets."""
+"""Open files per process; Ray on a busy node has thousands of sockets."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Finding:
 
 
 def examine(recipe: Recipe) -> Iterator[Finding]:
-    """One finding after another; an error of a check is its finding."""
+    """One finding after another; an error in a check becomes its finding."""
     checks: dict[str, Callable[[Recipe], str]] = {
         "python": _python,
         "packages": _packages,
@@ -56,12 +56,12 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     for what, check in checks.items():
         try:
             yield Finding(what, True, check(recipe))
-        except Exception as error:  # whatever it is, the other checks are wanted too
+        except Exception as error:  # whatever it is, the other checks must run too
             yield Finding(what, False, redact(str(error) or repr(error)))
 
 
 def run_doctor(recipe: Recipe) -> int:
-    """Print the findings; exit code 1 if something would keep the job from running."""
+    """Print the findings; exit code 1 if something would keep the command from running."""
     is_good = True
     for found in examine(recipe.with_absolute_paths()):
         is_good = is_good and found.is_good
@@ -80,7 +80,9 @@ def _packages(_: Recipe) -> str:
 
     found = {name: metadata.version(name) for name in ("ray", "torch", "deepspeed", "mlflow")}
     if not found["ray"].startswith(f"{VERSION}."):
-        raise ValueError(f"ray is {found['ray']}; install ray {VERSION}, which this is written for")
+        raise ValueError(
+            f"ray is {found['ray']}; install ray {VERSION}, which vit_ray is written for"
+        )
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
@@ -93,10 +95,12 @@ def _gpus(recipe: Recipe) -> str:
     if not names:
         wanted = recipe.workers.use_gpu is True and not os.environ.get("RAY_ADDRESS")
         if wanted:
-            raise ValueError("none here, and workers.use_gpu=true; set it to auto or false")
+            raise ValueError("none here, with workers.use_gpu=true; set it to auto or false")
         return "none on this machine"
     unknown = sorted({name for name in names if find_device(name) is None})
-    told = f"; the peak of {', '.join(unknown)} is not known, so MFU is not" if unknown else ""
+    told = (
+        f"; the peak of {', '.join(unknown)} is not known, so MFU is not shown" if unknown else ""
+    )
     return f"{len(names)} x {names[0]}{told}"
 
 
@@ -104,8 +108,8 @@ def _shared_memory(_: Recipe) -> str:
     free = shutil.disk_usage(SHARED_MEMORY).free / 2**30
     if free < LEAST_SHARED_GIB:
         raise ValueError(
-            f"{free:.1f} GiB free in /dev/shm: give a container more (`--shm-size`, or an emptyDir "
-            "of medium Memory)"
+            f"{free:.1f} GiB free in /dev/shm: give the container more (`--shm-size`, or an "
+            "emptyDir of medium Memory)"
         )
     return f"{free:.1f} GiB free in /dev/shm"
 
@@ -113,9 +117,9 @@ def _shared_memory(_: Recipe) -> str:
 def _open_files(_: Recipe) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < LEAST_FILES <= hard:
-        raise ValueError(f"{soft} at a time: `ulimit -n {min(hard, 65536)}` before the command")
+        raise ValueError(f"{soft} at a time: run `ulimit -n {min(hard, 65536)}` before the command")
     if soft < LEAST_FILES:
-        raise ValueError(f"{soft} at a time, and {hard} at most: raise the limit of the container")
+        raise ValueError(f"{soft} at a time, {hard} at most: raise the limit of the container")
     return f"{soft} at a time"
 
 
@@ -124,7 +128,7 @@ def _ray(_: Recipe) -> str:
 
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        return "RAY_ADDRESS is not set: the job starts a Ray of its own here"
+        return "RAY_ADDRESS is not set: the command starts its own Ray here"
     check_reachable(address)
     return f"answers at {address}"
 
@@ -137,14 +141,14 @@ def _mlflow(recipe: Recipe) -> str:
     if file is not None and not file.exists():
         above = next(folder for folder in file.absolute().parents if folder.exists())
         if not os.access(above, os.W_OK):
-            raise ValueError(f"{file} cannot be made in {above}; choose another tracking.uri")
-        return f"{file} will be made"
+            raise ValueError(f"{file} cannot be created in {above}; choose another tracking.uri")
+        return f"{file} will be created"
     reached_client(uri)
     return f"{safe_uri(uri)} answers"
 
 
 def _output(recipe: Recipe) -> str:
-    """The rights that checkpoints need."""
+    """The access rights that checkpoints need."""
     if is_placeholder(recipe.output):
         raise ValueError(f"{recipe.output} is a placeholder; set output to a folder or bucket")
     folder = locate(recipe.output)
@@ -156,7 +160,7 @@ def _output(recipe: Recipe) -> str:
         for made in missing:
             with contextlib.suppress(OSError):
                 made.rmdir()
-    return f"{folder.uri} can be written, read, listed and deleted from"
+    return f"{folder.uri}: writing, reading, listing and deleting work"
 
 
 def _data_sets(recipe: Recipe, key: str) -> str:

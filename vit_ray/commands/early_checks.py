@@ -1,4 +1,4 @@
-"""What a recipe alone tells is wrong, found before torch, Ray or MLflow is imported."""
+"""What is wrong with a recipe by itself, found before torch, Ray or MLflow is imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IMPORTED = (
     "cv2", "deepspeed", "google_crc32c", "mlflow", "numpy", "pyarrow", "ray", "safetensors",
     "torch",
 )  # fmt: skip
-"""By drivers, workers and reading tasks, which have one image."""
+"""Packages of drivers, workers and reading tasks, which share one image."""
 _DEVICE_DECODER = "nvidia.nvimgcodec"
 _BUCKETS = ("s3://", "gs://", "gcs://")
 _MANIFEST = "manifest.parquet"
@@ -34,15 +34,15 @@ _IN_PATTERNS = frozenset("*?[{")
 
 
 def check_packages(command: Command, recipe: Recipe) -> None:
-    """Look for what a training imports; on a cluster its workers would miss it on their GPUs.
+    """Check that everything a training imports is installed; workers on a cluster would fail later.
 
     Raises:
-        ValueError: some of it is not installed.
+        ValueError: a package is not installed.
     """
     if "workers" not in command.reads or command.name in _STARTS_NOTHING:
         return
     missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
-    # Without a GPU a worker decodes by Pillow.
+    # Without a GPU a worker decodes with Pillow.
     is_decoded_by_gpu = recipe.data.decode == "device" and recipe.workers.use_gpu is True
     if (
         is_decoded_by_gpu
@@ -52,17 +52,17 @@ def check_packages(command: Command, recipe: Recipe) -> None:
         missing.append(f"{_DEVICE_DECODER} (data.decode=device)")
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} cannot be imported by {sys.executable} on {platform.node()}; "
-            "use an image or environment with all dependencies of vit_ray (cluster/Dockerfile, or "
-            "`pip install` of this package)"
+            f"{sys.executable} on {platform.node()} cannot import {', '.join(missing)}; use an "
+            "image or environment with all dependencies of vit_ray (cluster/Dockerfile, or `pip "
+            "install` of this package)"
         )
 
 
 def check_places(command: Command, recipe: Recipe) -> None:
-    """Look for what a command opens on this machine; what lies on S3 or the hub is asked later.
+    """Check that what a command opens on this machine exists; S3 and the hub are checked later.
 
     Raises:
-        ValueError: it is not there; the model or the plan's device is not known; the batch does
+        ValueError: it does not exist; the model or the plan's device is not known; the batch does
             not divide among the workers; or `RAY_ADDRESS` is not an address.
     """
     if "model" in command.reads and not is_own(recipe.model.name):
@@ -78,27 +78,27 @@ def check_places(command: Command, recipe: Recipe) -> None:
             place = Path(path).expanduser()
             if key == "inspect.images":
                 if not place.is_dir():
-                    raise ValueError(f"{key}={path!r} is no folder; give a folder of images")
+                    raise ValueError(f"{key}={path!r} is not a folder; give a folder of images")
                 continue
             if place.exists():
                 is_run = key == "verify.path" and any(place.glob("step-*"))
                 is_other = is_run or key in ("convert.source", "init_from")
                 if not is_other and not (place / _MANIFEST).exists():
-                    # It says what the folder is instead; with pyarrow, but without Ray.
+                    # It says what the folder is instead; imports pyarrow, but not Ray.
                     importlib.import_module("vit_ray.data").open_dataset(path)
                 if key == "init_from" and place.is_file() and place.suffix not in _WEIGHTS:
                     raise ValueError(
                         f"init_from: weights {path!r} end in {place.suffix!r}; only "
-                        f"{' and '.join(_WEIGHTS)} are read, because other formats can run code. "
-                        "Convert the file first"
+                        f"{' and '.join(_WEIGHTS)} are read, because other formats can run code; "
+                        "convert the file first"
                     )
                 continue
             if key == "convert.source":
                 if not _IN_PATTERNS & set(path):
-                    raise ValueError(f"{key}={path!r}: no such folder or file; check the path.")
+                    raise ValueError(f"{key}={path!r}: no such folder or file; check the path")
             elif key == "init_from":
                 if command.name in _RESUMED and _has_begun(recipe):
-                    continue  # a run that is continued does not read it
+                    continue  # a continued run does not read it
                 if path.endswith(_WEIGHTS):
                     raise ValueError(
                         f"init_from: weights {path!r} do not exist; give a .npz or .safetensors "
@@ -133,14 +133,14 @@ def _has_begun(recipe: Recipe) -> bool:
         return Path(folder).expanduser().exists()
     if is_placeholder(folder):
         return False
-    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does without
+    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
     return bool(storage.locate(folder).exists())
 
 
 def note_unread(command: Command, overrides: list[str]) -> None:
-    """Say which keys of a command line the command does not read.
+    """Print which given keys the command does not read.
 
-    `manifest` hands the whole recipe to the job that it is for.
+    `manifest` passes the whole recipe on to the command that it is for.
     """
     if command.name == "manifest":
         return
@@ -156,7 +156,7 @@ def note_unread(command: Command, overrides: list[str]) -> None:
 
 
 def _paths(value: Any) -> Iterator[str]:
-    """Of one data set, several with names, or several with weights."""
+    """Paths of one data set, of several with names, or of several with weights."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Sweeps and studies, and the tables that are printed of them."""
+"""Sweeps and studies, and the tables printed for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def vtab(recipe: Recipe) -> int:
     """Fine-tune on every task and print the table; 1 if a task has no accuracy, 3 if stopped."""
     result = run_vtab(recipe)
     if result is None:
-        print("stopped on request; the same command goes on with the task that was cut short")
+        print(
+            "stopped on request; run the same command again to continue with the interrupted task"
+        )
         return 3
     print_vtab(result)
     return 0 if result.is_complete else 1

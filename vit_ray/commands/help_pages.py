@@ -1,4 +1,4 @@
-"""What `--help` prints of a command: what it does, and the keys that it reads, by section."""
+"""What `--help` prints for a command: what it does, and the keys that it reads, by section."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FIRST_DAY: Final = (
     "study.models", "study.data_fractions", "study.epochs", "study.seeds",
     "vtab.data", "vtab.sweep_each",
 )  # fmt: skip
-"""Keys that help shows by itself, with those that a command needs."""
+"""Keys in the short help, together with those that a command requires."""
 ALL: Final = "all"
-"""Asks for the others, too."""
+"""Asks for all keys."""
 
 
 def print_usage(command: Command, program: str) -> None:
@@ -41,8 +41,8 @@ def print_help(
     """The first keys that a command reads, all of them, or those below the prefixes.
 
     Args:
-        prefixes: keys or sections; `all` for all that the command reads.
-        recipe: whose values to show.
+        prefixes: keys or sections; `all` for every key that the command reads.
+        recipe: whose values are shown.
     """
     console = Console(highlight=False)
     if not prefixes:
@@ -70,7 +70,7 @@ def _is_first(name: str, needed: list[str]) -> bool:
 
 
 def keys_set(command: Command, recipe: Recipe) -> str:
-    """What a command does, and the keys that it reads and a recipe sets, with their values."""
+    """What a command does, and the keys that it reads and that a recipe sets, with their values."""
     defaults = {k.name: k.value for section in describe_sections() for k in section.keys}
     keys = [k for section in sections_below(list(command.reads), recipe) for k in section.keys]
     lines = [f"{k.name:<28} {k.value}" for k in keys if k.value != defaults[k.name]]
@@ -78,7 +78,9 @@ def keys_set(command: Command, recipe: Recipe) -> str:
 
 
 def sections_below(prefixes: list[str], recipe: Recipe | None = None) -> list[SectionHelp]:
-    """Sections with those of their keys that are one of the prefixes or below one; none empty."""
+    """Sections reduced to the keys that are, or are below, one of the prefixes; without empty
+    ones.
+    """
     found = []
     for section in describe_sections(recipe):
         keys = tuple(k for k in section.keys if any(_is_below(k.name, p) for p in prefixes))
@@ -97,15 +99,18 @@ def _print_usage(command: Command, program: str, console: Console) -> None:
     options = Table.grid(padding=(0, 2, 0, 0))
     options.add_column(no_wrap=True)
     for option, meaning in (
-        ("RECIPE", "a YAML file, or the name of one that `vit-ray recipes` lists"),
-        ("key=value", "changes, in any place, such as optim.learning_rate=3e-4"),
+        ("RECIPE", "a YAML file, or the name of a recipe that `vit-ray recipes` lists"),
+        ("key=value", "changes, in any position, such as optim.learning_rate=3e-4"),
         *((flag, meaning) for flag, (meaning, _) in command.flags.items()),
         ("--dry-run", f"print the {plan}; start nothing (--recipe adds the recipe)"),
         ("--recipe", "print the resolved recipe; start nothing"),
-        ("--module NAME", "a Python module that parts of a checkpoint may be imported from"),
-        ("--help", "the most used keys; with a recipe, its own values"),
+        (
+            "--module NAME",
+            "a Python module of your own that a checkpoint's parts may be imported from",
+        ),
+        ("--help", "the most used keys; with a recipe, its values"),
         (f"--help {ALL}", "every key that this command reads"),
-        ("--help KEY", f"a section or a key, of any command: {others}"),
+        ("--help KEY", f"a section or a key of any command: {others}"),
     ):
         options.add_row(option, meaning)
     console.print(escape(f"usage:   {program} RECIPE [key=value ...] [--dry-run]"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`vit-ray init IMAGES`: looks at images and writes a recipe that fits them, with its reasons."""
+"""`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _MODELS: Final = (
     (10_000_000, "ViT-B/16", "86 M"),
     (sys.maxsize, "ViT-L/16", "304 M"),
 )
-"""Most images, and the model for them with its parameters."""
+"""Up to this many images: the model, and its parameters."""
 
 
 class _Look(NamedTuple):
-    """What is seen of a source."""
+    """What a source holds."""
 
     found: Estimate
-    """Of the split to train on."""
+    """For the training split."""
     split: str | None
-    """Its name, where the source has several."""
+    """Name of the training split, if the source has several."""
     test_split: str | None
 
     @property
     def counts(self) -> str:
-        """Images and classes, for people."""
+        """Images and classes, as text."""
         about, least = ("", "") if self.found.is_exact else ("about ", "at least ")
         return (
             f"{about}{self.found.num_images:,} images of {least}{self.found.num_classes:,} classes"
@@ -48,11 +48,11 @@ class _Look(NamedTuple):
 
 
 def write_recipe(images: str, out: str | None) -> int:
-    """Look at the images, write the recipe, and print what comes next.
+    """Look at the images, write the recipe, and print the next command.
 
     Args:
         images: as `convert.source`.
-        out: file to write; None = named as the folder of the images.
+        out: file to write; None = named after the folder of the images.
 
     Raises:
         ValueError: the file is there already, or the source has no images in classes.
@@ -62,7 +62,7 @@ def write_recipe(images: str, out: str | None) -> int:
     name = name.split(".")[0] or "images"
     file = Path(out or f"{name}.yaml")
     if file.exists():
-        raise ValueError(f"{str(file)!r} is there already; give another file by --out, or move it")
+        raise ValueError(f"{str(file)!r} exists already; give another file with --out, or move it")
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
     look = _look_at(images)
@@ -87,7 +87,7 @@ def _look_at(images: str) -> _Look:
     """Count and open some images.
 
     Raises:
-        ValueError: there is nothing to train on.
+        ValueError: there are no images with classes to train on.
     """
     config = ConvertConfig(source=images, destination="")
     splits: tuple[str | None, ...] = (None,)
@@ -100,7 +100,7 @@ def _look_at(images: str) -> _Look:
         found = estimate_conversion(config.model_copy(update={"split": "train"}))
     if found.num_classes < 2 and found.is_exact:
         raise ValueError(
-            f"{images!r} has {found.num_classes} class; a classifier needs two or more, such as "
+            f"{images!r} has {found.num_classes} class; a classifier needs at least two, such as "
             "IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"
         )
     # A test split may have no labels, as ImageNet's on the hub.
@@ -136,8 +136,8 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
         data.append(f"  eval: {json.dumps(evaluated)}")
     else:
         data.append(
-            f"  held_out_fraction: {held_out:g}  # there is no test split: accuracy is of "
-            f"{count - trained:,} images"
+            f"  held_out_fraction: {held_out:g}  # no test split: accuracy is measured on "
+            f"{count - trained:,} of the images"
         )
     command = f"vit-ray {{}} {shlex.quote(str(file))}"
     lines = [command.format("convert")]
@@ -170,20 +170,20 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
             "# For a first look take 10: `optim.epochs=10 optim.warmup_steps=100`.",
             "optim:",
             "  name: adamw",
-            "  learning_rate: 0.001  # the paper's for ImageNet-21k; `vit-ray sweep` finds yours",
+            "  learning_rate: 0.001  # the paper's for ImageNet-21k; tune it with `vit-ray sweep`",
             "  weight_decay: 0.1",
             "  schedule: cosine",
             f"  epochs: {epochs}",
-            f"  warmup_steps: {max(1, min(10_000, steps // 20))}  # a twentieth of {steps:,} steps",
+            f"  warmup_steps: {max(1, min(10_000, steps // 20))}  # 5 % of {steps:,} steps",
             "train:",
             f"  global_batch_size: {batch}  # {steps_per_epoch:,} "
-            f"step{'s' if steps_per_epoch > 1 else ''} per epoch; the paper's 4,096 needs a "
+            f"step{'s' if steps_per_epoch > 1 else ''} per epoch; the paper's 4,096 is for a "
             "million images",
             f"  precision: {'fp32' if is_small else 'bf16'}  # "
             + ("also fast on CPUs at this size; bf16 for GPUs" if is_small else "for GPUs"),
             f"evaluate: {{every_steps: {max(1, steps // 20)}}}",
             f"checkpoint: {{every_steps: {max(1, min(1000, steps // 20))}}}",
-            "workers: {num_workers: 1}  # one process each, on a GPU where there is one",
+            "workers: {num_workers: 1}  # one process each, on a GPU if there is one",
             f"tracking: {{experiment: {json.dumps(name)}}}",
             "",
         ]
@@ -191,7 +191,7 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
 
 
 def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
-    """The section `model`, and why."""
+    """The section `model`, and the reason for it."""
     if side <= 64:
         patch = 4 if side <= 48 else 8
         size = max(patch, side // patch * patch)
@@ -202,11 +202,11 @@ def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
         }  # fmt: skip
         return model, (
             f"Sides are {side} pixels (median): patches of {patch} make {(size // patch) ** 2} "
-            "tokens. Small, because a large ViT overfits a set of this size."
+            "tokens. The model is small because a large ViT overfits a set of this size."
         )
     size = 224 if side >= 224 else side // 16 * 16
     most, name, parameters = next(one for one in _MODELS if count < one[0])
-    bound = f"; for {most:,} images and more take a larger one" if most < sys.maxsize else ""
+    bound = f"; from {most:,} images on take a larger one" if most < sys.maxsize else ""
     return {"name": name, "image_size": size}, (
         f"Shorter sides are {side} pixels (median), {parameters} parameters{bound}."
     )

@@ -1,7 +1,7 @@
-"""The commands of `vit-ray NAME` and `jobs/NAME.py`: what each does, where it lives, what it reads.
+"""The commands of `vit-ray NAME` and `jobs/NAME.py`: what each does, its code, the keys it reads.
 
-Implementations are named here and imported when they run: they bring torch, Ray and MLflow along,
-which help, completion and the refusal of a typing error must not wait for.
+Implementations are named here and imported when they run: they import torch, Ray and MLflow, which
+help, completion and errors about typing mistakes must not wait for.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class Command:
     what: str
     """A sentence for the help."""
     main: str
-    """`module:function`, which takes the recipe and returns an exit code or None."""
+    """`module:function` that takes the recipe and returns an exit code or None."""
     reads: tuple[str, ...]
     """Sections and keys of the recipe that the command uses."""
     example: str
     """Recipe and overrides of an example."""
     plan: str | None = None
-    """`module:function`, which returns the text of `--dry-run`."""
+    """`module:function` that returns the text of `--dry-run`."""
     check: str | None = None
-    """`module:function`, called first: refuses what can be without the imports of the others."""
+    """`module:function` called first: finds the errors that need none of the other imports."""
     needs: tuple[str, ...] = ()
     """Keys that the recipe must set, checked before anything is imported."""
     opens: tuple[str, ...] = ()
-    """Keys of the data sets, weights and sources that must be there before it starts."""
+    """Keys of the data sets, weights and sources that must exist before it starts."""
     verbs: Mapping[str, str] = field(default_factory=dict)
-    """Word in the place of the recipe -> `module:function`, which takes the words behind it."""
+    """Word given instead of the recipe -> `module:function` that takes the arguments after it."""
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Option -> what it is for, and the `module:function` that takes the place of `main` and
-    `plan`: it takes the recipe and `is_dry`."""
+    """Option -> its help, and the `module:function` that replaces `main` and `plan`: it takes the
+    recipe and `is_dry`."""
 
     def run(self, recipe: Recipe) -> int | None:
-        """Do it."""
+        """Run it."""
         self._check(recipe)
         return pkgutil.resolve_name(self.main)(recipe)
 
@@ -79,8 +79,8 @@ _ALL = (
     ),
     Command(
         "verify",
-        "Check a converted data set: files, checksums, and images that decode; or a run: its "
-        "checkpoints' checksums, and that its samples were those of its order.",
+        "Check a converted data set: files, checksums, and whether images decode; or a run: the "
+        "checksums of its checkpoints, and whether its samples came in the planned order.",
         "vit_ray.commands.datasets:run_verify",
         ("verify",),
         "cifar10 verify.path=data/cifar10/train",
@@ -88,14 +88,14 @@ _ALL = (
         opens=("verify.path",),
         flags={
             "--large": (
-                "decode more than 1 GiB of a run's images where its samples are not as planned",
+                "decode more than 1 GiB of a run's images if its samples are not as planned",
                 "vit_ray.commands.datasets:run_verify_large",
             )
         },
     ),
     Command(
         "subset",
-        "Take a nested part of a converted data set, by manifest alone.",
+        "Take a subset of a converted data set, as a manifest only.",
         "vit_ray.commands.datasets:run_subset",
         ("subset", "seed"),
         "cifar10 subset.source=data/cifar10/train subset.destination=data/tenth "
@@ -105,7 +105,7 @@ _ALL = (
     ),
     Command(
         "deduplicate",
-        "Leave out of a pre-training set what it shares with evaluation sets.",
+        "Remove from a pre-training set the images that evaluation sets also have.",
         "vit_ray.commands.datasets:run_deduplicate",
         ("deduplicate",),
         "cifar10 deduplicate.source=data/cifar10/train "
@@ -125,7 +125,7 @@ _ALL = (
     ),
     Command(
         "finetune",
-        "Fine-tune the weights in init_from: new zero head, positions resized.",
+        "Fine-tune the weights in init_from: new zero head, resized positions.",
         "vit_ray.commands.train:finetune",
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "finetune/pets init_from=hf://google/vit-base-patch16-224-in21k data.train=data/pets/train",
@@ -135,8 +135,8 @@ _ALL = (
     ),
     Command(
         "evaluate",
-        "Accuracy on data.eval, of each class too, and few-shot accuracy, of the weights in "
-        "init_from; ReaL, ObjectNet and others by `benchmark`.",
+        "Accuracy of the weights in init_from on data.eval, also per class, and few-shot accuracy; "
+        "ReaL, ObjectNet and others with `benchmark`.",
         "vit_ray.commands.train:evaluate",
         (
             "name", "seed", "output", *_WEIGHTS, "benchmark", "paper", "model", "data", "train",
@@ -148,8 +148,8 @@ _ALL = (
     ),
     Command(
         "few_shot",
-        "Few-shot accuracy, linear and of nearest neighbours, of the weights in init_from, from "
-        "features that are kept for the next time.",
+        "Few-shot accuracy of the weights in init_from, linear and by nearest neighbours, from "
+        "features that are cached.",
         "vit_ray.commands.trained.features:run_few_shot_job",
         (
             "name", "seed", "output", *_WEIGHTS, "model", "data", "train", "evaluate", "workers",
@@ -162,7 +162,7 @@ _ALL = (
     ),
     Command(
         "extract_features",
-        "Write features, logits and keys of a data set as parquet, by the weights in init_from.",
+        "Write features, logits and keys of a data set as parquet, from the weights in init_from.",
         "vit_ray.commands.trained.features:run_extract",
         (
             "extract", "name", "seed", "output", *_WEIGHTS, "model", "data", "train",
@@ -174,7 +174,7 @@ _ALL = (
     ),
     Command(
         "sweep",
-        "Fine-tune over a grid of learning rates, choose on a dev split, retrain on all data.",
+        "Fine-tune over a grid of learning rates, select on a dev split, retrain on all data.",
         "vit_ray.commands.experiments:sweep",
         ("sweep", *_TRAINING, *_WEIGHTS, "paper", *_COUNTS),
         "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
@@ -184,7 +184,8 @@ _ALL = (
     ),
     Command(
         "vtab",
-        "Fine-tune on the tasks of VTAB-1k that have data: group means, and the paper's Table 9.",
+        "Fine-tune on the tasks of VTAB-1k that have data: group means, next to the paper's Table "
+        "9.",
         "vit_ray.commands.experiments:vtab",
         ("vtab", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
@@ -193,8 +194,8 @@ _ALL = (
     ),
     Command(
         "scaling_study",
-        "Pre-train and few-shot evaluate models by data sizes, lengths and seeds, side by side; "
-        "finished cells are not repeated.",
+        "Pre-train and few-shot evaluate a grid of models, data sizes, lengths and seeds in "
+        "parallel; finished cells are not repeated.",
         "vit_ray.commands.experiments:study",
         ("study", *_TRAINING, *_COUNTS),
         "study_digits --dry-run",
@@ -215,8 +216,8 @@ _ALL = (
     ),
     Command(
         "benchmark_models",
-        "Images per second by input size, and the largest batch that a device holds, of the models "
-        "in benchmark_models.models, in inference and training.",
+        "Images per second by input size, and the largest batch that fits on a device, for the "
+        "models in benchmark_models.models, in inference and training.",
         "vit_ray.commands.benchmark_models:benchmark_models",
         ("benchmark_models", "name", "output", "optim", "train", "workers", "tracking"),
         "benchmark_models --dry-run",
@@ -236,7 +237,8 @@ _ALL = (
         "vit_ray.commands.plans.plan:describe_plan",
         flags={
             "--scale": (
-                "what limits 1 to 1,024 GPUs, with failures: goodput, days, price; in MLflow, too",
+                "what limits 1 to 1,024 GPUs, with failures: goodput, days, price; also recorded "
+                "in MLflow",
                 "vit_ray.commands.plans.scale:print_scale",
             )
         },
@@ -244,7 +246,7 @@ _ALL = (
     Command(
         "manifest",
         "Print the file that runs the recipe on cluster.gpus: a KubeRay RayJob, a Slurm script, or "
-        "Ray's launcher file; sizes by the plan. `--dry-run` prints the sizes alone.",
+        "Ray's launcher file, with sizes from the plan. `--dry-run` prints only the sizes.",
         "vit_ray.commands.plans.manifest:print_manifest",
         ("cluster", "name", *_TRAINING[2:], *_WEIGHTS, *_COUNTS),
         "paper/vit_h14_jft cluster.gpus=64 cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0",
@@ -263,7 +265,7 @@ _ALL = (
     Command(
         "inspect_model",
         "Draw the patch filters, position similarity, attention distance and attention rollout of "
-        "the weights in init_from over the images in inspect.images.",
+        "the weights in init_from for the images in inspect.images.",
         "vit_ray.commands.trained.inspect:inspect",
         ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking"),
         "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
@@ -272,7 +274,7 @@ _ALL = (
     ),
     Command(
         "doctor",
-        "Check what a recipe's job needs here: packages, GPUs, limits, Ray, MLflow, rights in "
+        "Check what a recipe's command needs here: packages, GPUs, limits, Ray, MLflow, access to "
         "output, data sets; starts nothing.",
         "vit_ray.commands.doctor:run_doctor",
         ("output", "data", "tracking", "workers"),

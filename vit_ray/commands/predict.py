@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
 
 Named = tuple[str, bytes | Location]
-"""What an image is called, and its encoded bytes or its file."""
+"""An image's name, and its encoded bytes or its file."""
 
 _OUTPUTS: Final = (".parquet", ".csv", ".png")
 _NUM_CLASSES: Final = 3
@@ -58,14 +58,14 @@ def print_predictions(
     outputs: Sequence[str],
     modules: Sequence[str],
 ) -> int:
-    """Predict, and print the most probable classes; 1 if an image cannot be read.
+    """Predict, and print the most probable classes; returns 1 if an image cannot be read.
 
     Args:
         source: weights, as `vit_ray.load` takes them.
         paths: images, folders, parquet files and converted data sets; `key=value` among them
             changes the recipe.
-        recipe: name or file, for weights that do not say which model they are of.
-        outputs: files to write: `.parquet` or `.csv` of all images, `.png` of the first.
+        recipe: name or file, for weights that do not record their model.
+        outputs: files to write: `.parquet` or `.csv` of all images, `.png` of the first ones.
         modules: of the user's own parts, which may be imported.
 
     Raises:
@@ -110,14 +110,14 @@ def print_predictions(
 
 
 def _line(text: str) -> str:
-    """What may be shown of names and errors, on one line."""
+    """Names and errors made safe to show, on one line."""
     return redact(text).replace("\n", r"\n")
 
 
 def _predicted(
     model: TrainedModel, images: Iterator[Named]
 ) -> Iterator[tuple[list[dict[str, Any]], list[UInt8Array]]]:
-    """Rows of `_SCHEMA`, with a `text` where there is no problem, and the crops of these."""
+    """Rows of `_SCHEMA`, with a `text` if there is no problem, and their crops."""
     rows: list[dict[str, Any]] = []
     crops: list[UInt8Array] = []
 
@@ -146,10 +146,10 @@ def _predicted(
 
 
 def _images_at(path: str) -> Iterator[Named]:
-    """The images of a path, which are read as they are needed.
+    """The images of a path, read when they are needed.
 
     Raises:
-        ValueError: at once, there is nothing, or it holds no image.
+        ValueError: raised at once if the path does not exist or holds no image.
     """
     place = locate(path)
     kind = place.info().type
@@ -167,8 +167,8 @@ def _images_at(path: str) -> Iterator[Named]:
     if parquet := [file for file in files if file.path.endswith(".parquet")]:
         return _rows_of(parquet)
     raise ValueError(
-        f"{path!r} holds no images among its {len(files):,} files; they are found by their names, "
-        f"which end in {', '.join(sorted(IMAGE_SUFFIXES))} or parquet"
+        f"{path!r} holds no images among its {len(files):,} files; images are found by file names "
+        f"that end in {', '.join(sorted(IMAGE_SUFFIXES))} or parquet"
     )
 
 
@@ -176,7 +176,7 @@ def _rows_of(files: list[Location]) -> Iterator[Named]:
     """Images in parquet files, with or without labels.
 
     Raises:
-        ValueError: at once, a file is not parquet, or has no column of encoded images.
+        ValueError: raised at once if a file is not parquet, or has no column of encoded images.
     """
     columns: list[tuple[str, bool]] = []
     for file in files:
@@ -188,7 +188,7 @@ def _rows_of(files: list[Location]) -> Iterator[Named]:
         name = next((name for name in IMAGE_COLUMNS if name in schema.names), None)
         if name is None:
             raise ValueError(
-                f"{file.uri!r} has the columns {schema.names}; encoded images are read from "
+                f"{file.uri!r} has the columns {schema.names}; encoded images must be in one of "
                 f"{', '.join(IMAGE_COLUMNS)}"
             )
         path_of_images(schema, name, repr(file.uri))
@@ -209,11 +209,11 @@ def _rows_of(files: list[Location]) -> Iterator[Named]:
 
 
 def _check_outputs(outputs: Sequence[str]) -> None:
-    """Refuse what could not be written when all is computed.
+    """Refuse outputs that could not be written after the computation.
 
     Raises:
-        ValueError: a file of another kind, one that is there or given twice, or a picture that is
-            not in a local folder.
+        ValueError: a file of another kind, one that exists or is given twice, or a picture outside
+            a local folder.
     """
     for number, output in enumerate(outputs):
         place = locate(output)
@@ -221,18 +221,18 @@ def _check_outputs(outputs: Sequence[str]) -> None:
             raise ValueError(f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}")
         if output.endswith(".png"):
             if not place.is_local:
-                raise ValueError(f"--out {output}: a picture is written to a local file")
+                raise ValueError(f"--out {output}: a picture can only be written to a local file")
             if not (folder := Path(place.path).parent).is_dir():
                 raise ValueError(f"--out {output}: there is no folder {str(folder)!r}")
         if place.exists():
-            raise ValueError(f"--out {output} is there already; name another file, or delete it")
+            raise ValueError(f"--out {output} exists already; name another file, or delete it")
         if place.uri in [locate(other).uri for other in outputs[:number]]:
             raise ValueError(f"--out {output} is given twice; name each file once")
 
 
 @contextmanager
 def _table(output: str) -> Iterator[Any]:
-    """Writes tables of `_SCHEMA` to a file that appears whole or not at all."""
+    """Writes tables of `_SCHEMA` to a file that appears complete or not at all."""
     kind = pq.ParquetWriter if output.endswith(".parquet") else pacsv.CSVWriter
     with (
         locate(output).atomic_output() as target,

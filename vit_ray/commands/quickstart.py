@@ -1,4 +1,6 @@
-"""The main job in small: digits to parquet, pre-training, a sweep, and the same without weights."""
+"""The main command in small: digits to parquet, pre-training, a sweep, and training from
+scratch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SWEEP_RECIPE, SCRATCH_RECIPE = "digits_sweep", "digits_scratch"
 
 
 def run_quickstart(recipe: Recipe) -> int:
-    """Convert, pre-train, sweep, train from scratch, compare; finished parts are not done again.
+    """Convert, pre-train, sweep, train from scratch, compare; finished parts are not repeated.
 
     Raises:
         ValueError: the recipe has several training or test sets, or none.
@@ -35,7 +37,7 @@ def run_quickstart(recipe: Recipe) -> int:
     for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if not isinstance(path, str):
             raise ValueError(
-                f"data.{name}={path!r}: quickstart writes one data set there; give one path"
+                f"data.{name}={path!r}: quickstart writes one data set to this path; give one path"
             )
     sweep, scratch = (
         load_recipe(name).with_changes(
@@ -50,12 +52,14 @@ def run_quickstart(recipe: Recipe) -> int:
     _convert_digits(recipe)
     with kept_pools():
         code = _train_and_compare(recipe, sweep, scratch)
-    print(f"All of it took {time.monotonic() - start_s:.0f} s.")
+    print(f"Total time: {time.monotonic() - start_s:.0f} s")
     return code
 
 
 def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
-    """Train all; one page of them, kept with the run of the sweep. The first exit code but 0."""
+    """Train everything; one page of all runs, kept with the run of the sweep. Returns the first
+    exit code that is not 0.
+    """
     pretrained = train(recipe)
     if code := print_result(pretrained):
         return code
@@ -88,12 +92,12 @@ def _top1(result: RunResult) -> float:
     found = [result.metrics.get(key) for key in (EVAL_AVERAGED_TOP1, EVAL_TOP1)]
     top1 = next((value for value in found if value is not None), None)
     if top1 is None:
-        raise ValueError("a run has no accuracy, as its events say; give the command again")
+        raise ValueError("a run has no accuracy; its events say why; run the command again")
     return top1
 
 
 def is_converted(path: str) -> bool:
-    """Whether there is a whole data set."""
+    """Whether a complete data set is there."""
     try:
         open_dataset(path)
     except ValueError:
@@ -102,9 +106,9 @@ def is_converted(path: str) -> bool:
 
 
 def _convert_digits(recipe: Recipe) -> None:
-    images = Path(recipe.output) / "digits_images"  # where no folder of the user is
+    images = Path(recipe.output) / "digits_images"  # unless the user has a folder there
     for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
-        assert isinstance(destination, str)  # as `run_quickstart` has seen
+        assert isinstance(destination, str)  # checked by `run_quickstart`
         if is_converted(destination):
             continue
         write_digits(images)  # again, if it was interrupted: the files are the same

@@ -8,7 +8,7 @@ from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_fold
 
 
 def print_recipes() -> None:
-    """Name, title, expected result and cost of every recipe that comes along."""
+    """Name, title, expected result and cost of every shipped recipe."""
     console = Console(highlight=False)
     for name in recipe_names():
         header = header_of(recipes_folder() / f"{name}.yaml")
@@ -17,5 +17,6 @@ def print_recipes() -> None:
             if text:
                 console.print(f"    {what}: {text}", soft_wrap=True, markup=False)
     console.print(
-        f"\nThey lie in {recipes_folder()}; `base: NAME` in a recipe changes one.", soft_wrap=True
+        f"\nFiles are in {recipes_folder()}; `base: NAME` in your recipe starts from one.",
+        soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""Bringing into MLflow what a run recorded while MLflow was away."""
+"""Sending to MLflow what a run recorded while MLflow was away."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from vit_ray.tracking.metrics_log import check_replay
 
 
 def run_replay(log: Path, uri: str) -> int:
-    """Bring a run's log to a tracking server; 1 if not all went.
+    """Send a run's log to a tracking server; returns 1 if not everything was sent.
 
     Raises:
-        ValueError: there is no such log, or the address is none.
+        ValueError: there is no such log, or the address is wrong.
     """
     check_replay(log, uri)
-    from vit_ray.tracking.tracker import replay  # with MLflow, which takes seconds
+    from vit_ray.tracking.tracker import replay  # imports MLflow, which takes seconds
 
     done = replay(log, uri)
     print(f"{done.num_points} points were new")

@@ -1,4 +1,4 @@
-"""The report job: one page of a run, or of an experiment, from MLflow alone."""
+"""The report command: one page of a run, or of an experiment, from MLflow alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vit_ray.tracking.mlflow_client import asking, reached_client
 from vit_ray.tracking.past_runs import runs_of_name
 
 MAX_FAILURES: Final = 10
-"""Pages in a row that may fail for a store that does not answer, before a watch ends."""
+"""Failures in a row, of a store that does not answer, after which a watch ends."""
 
 
 def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | None = None) -> Path:
-    """Report on the newest run of the recipe's name, or on its experiment if there is none.
+    """Report on the newest run with the recipe's name, or on its experiment if there is none.
 
-    One in the recipe's output counts before those of this name in others.
+    A run in the recipe's output comes before runs of this name in other outputs.
 
     The page, its CSV and its figures are kept as artifacts of that run.
 
     Args:
-        whole_experiment: report on the experiment in any case.
-        keep_with: id of the run to keep them with, instead.
+        whole_experiment: always report on the experiment.
+        keep_with: id of the run to keep them with instead.
 
     Raises:
         ValueError: MLflow has no such runs.
@@ -45,7 +45,7 @@ def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None
             folder = recipe.with_absolute_paths().run_folder
             named = runs_of_name(client, recipe.tracking.experiment, recipe.name)
             here = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
-            # The folder may have another name here, or have moved since.
+            # The folder may have another path here, or have moved since.
             run_id = next((str(run.info.run_id) for run in here or named), None)
         written = write_page(recipe, run_id, recipe.report.watch_s)
         is_kept = recipe.report.watch_s is None or not written.is_live
@@ -58,10 +58,10 @@ def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None
 
 
 def report_page(recipe: Recipe) -> int:
-    """Write the page; with `report.watch_s` again and again while a run is unfinished.
+    """Write the page; with `report.watch_s`, repeatedly while a run is unfinished.
 
     Returns:
-        0; 1 where there are no runs yet, as the page says.
+        0; 1 if there are no runs yet, as the page then says.
     """
     written, failures = _write(recipe), 0
     while recipe.report.watch_s is not None and written.is_live:
@@ -73,7 +73,7 @@ def report_page(recipe: Recipe) -> int:
             failures += 1
             if failures == MAX_FAILURES:
                 raise
-            print(f"the page stays as it was: {error}", flush=True)
+            print(f"the page is not updated: {error}", flush=True)
     print(f"report: {written.page}\ntable:  {written.page.with_suffix('.csv')}")
     for line in written.missing:
         print(f"missing: {line}")

@@ -1,4 +1,4 @@
-"""The runs of an output folder: what each is doing, how far it is, and how good."""
+"""The runs of an output folder: state, progress and accuracy of each."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ class RunRow:
 
     name: str
     state: str
-    """`running` with where; else how its last driver ended: `finished`, `stopped`, `failed`,
-    `interrupted` where it died, `not running` where that is not known here."""
+    """`running`, with where; else how its last driver ended: `finished`, `stopped`, `failed`,
+    `interrupted` if it died, `not running` if that is not known here."""
     step: int
-    """Of its newest checkpoint; 0 without one."""
+    """Step of its newest checkpoint; 0 without one."""
     top1: float | None
-    """Of its last evaluation, or of the best where the run keeps that; averaged weights first."""
+    """Accuracy of its last evaluation, or of the best if the run keeps that; averaged weights
+    first."""
     age_s: float | None
-    """Since its newest checkpoint was committed."""
+    """Seconds since its newest checkpoint was committed."""
     run_id: str | None
-    """In MLflow."""
+    """Run id in MLflow."""
 
 
 def list_runs(output: str) -> list[RunRow]:
-    """The runs in a folder or bucket, by name; folders that hold no run are left out.
+    """The runs in a folder or bucket, by name; folders without a run are left out.
 
     Raises:
         ValueError: there is no such folder.
@@ -72,7 +73,7 @@ def _row(folder: Location) -> RunRow | None:
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         if list_checkpoints(folder):
-            state += "; none of its checkpoints is whole"
+            state += "; none of its checkpoints is complete"
         return RunRow(name, state, 0, None, None, None)
     position = checkpoint.position
     if position.progress.ended and not owner:
@@ -85,7 +86,7 @@ def _row(folder: Location) -> RunRow | None:
 
 
 def print_runs(output: str, as_json: bool) -> int:
-    """Print them as a table, or as one JSON list."""
+    """Print the runs as a table, or as one JSON list."""
     rows = list_runs(output)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))

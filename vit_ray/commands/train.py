@@ -1,4 +1,4 @@
-"""One training or evaluation, and what is printed of it."""
+"""A single training or evaluation, and what is printed for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vit_ray.launch.stopping import RunStoppedError
 
 
 def pretrain(recipe: Recipe) -> int:
-    """Train from the start, or go on from the newest checkpoint of this name."""
+    """Train from the start, or from the newest checkpoint of this run name."""
     return print_result(run.train(recipe))
 
 

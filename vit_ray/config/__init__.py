@@ -1,4 +1,4 @@
-"""Recipes: what a person writes, checked once, at the border."""
+"""Recipes: written by a user, checked once when they are loaded."""
 
 from vit_ray.config.loading import load_recipe
 from vit_ray.config.recipe import Recipe

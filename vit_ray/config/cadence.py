@@ -1,4 +1,4 @@
-"""When something recurs: every so many steps, every so many minutes, either, or never."""
+"""When something recurs: every N steps, every N minutes, either, or never."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Cadence:
     every_steps: int | None = None
     every_minutes: float | None = None
     at_steps: tuple[int, ...] = ()
-    """Steps at which it is due besides."""
+    """Further steps at which it is due."""
 
     def is_due_at(self, step: int) -> bool:
         """By steps: whether it is due when `step` steps are completed."""

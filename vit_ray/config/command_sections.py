@@ -1,4 +1,4 @@
-"""The sections of a recipe that single commands read: data preparation, sweeps, studies, plans."""
+"""The recipe sections of single commands: data preparation, sweeps, studies, plans."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vit_ray.config.training_sections import ModelConfig, given_lengths
 from vit_ray.config.validation import value_text
 
 FailureDays = Annotated[float, Field(ge=1e-3)]
-"""Days between failures: no less than a minute and a half."""
+"""Days between failures; at least a minute and a half."""
 PodMemory = Annotated[int, Field(ge=8)]
-"""GiB: 30 % are Ray's object store, which takes whole ones."""
+"""GiB; 30 % of it is Ray's object store, which takes whole GiB."""
 
 
 class ConvertConfig(Section):
-    """Converting files of images to a sharded parquet data set."""
+    """Converting image files to a sharded parquet data set."""
 
     source: str
     """Folder of class folders, of tar shards, parquet or TFRecord files; a CSV or JSONL file; a
@@ -38,71 +38,71 @@ class ConvertConfig(Section):
     shard_mib: PositiveFloat = 256.0
     """Target size of a parquet file in MiB."""
     max_rejected_fraction: Fraction = 0.01
-    """Nothing is committed if more of the source than this is rejected; the same command with a
+    """Nothing is committed if a larger share of the source is rejected; the same command with a
     higher limit then commits what is finished."""
     damaged: Literal["auto", "reject", "keep"] = "auto"
-    """JPEG files that libjpeg decodes with a warning: reject or keep them; auto = reject those that
-    are truncated. Kept ones are counted and listed in `damaged.parquet`."""
+    """JPEG files that libjpeg decodes with a warning: reject or keep them; auto = reject truncated
+    ones. Kept ones are counted and listed in `damaged.parquet`."""
     max_pixels: Positive = 1 << 27
-    """Reject images of more pixels than this, which take 3 to 12 bytes each in memory whenever they
-    are decoded; those above 178,956,970 are refused in any case."""
+    """Reject images with more pixels than this; decoding takes 3 to 12 bytes of memory per pixel.
+    Images above 178,956,970 pixels are always rejected."""
     classes: tuple[str, ...] | None = None
-    """Class names in label order; unset = those of the source, or its sorted labels."""
+    """Class names in label order; unset = the source's names, or its sorted labels."""
     labels_are: Literal["auto", "names", "indices"] = "auto"
-    """Whether labels are class names or indices into the classes; auto = as the source declares,
-    else indices if all labels are integers and no class name is. Without known class names,
-    integers other than 0 to n - 1 need one of the two: `indices` keeps each label, `names`
-    renumbers them from 0."""
+    """Whether labels are class names or class indices; auto = as the source declares, else indices
+    if all labels are integers and no class name is. Without known class names, integers other than
+    0 to n - 1 need one of the two: `indices` keeps each label, `names` renumbers them from 0."""
     columns: tuple[str, ...] = ()
     """Fields of the source to keep as text, such as captions and ids: columns of parquet and CSV,
     keys of JSON, suffixes of text files in a tar."""
     label_field: str | None = None
-    """Field of the source that has the label: a column of parquet or CSV, a key of JSON, a suffix
-    of a tar's text files, a feature of TFRecord; or, for TFRecord, a task of VTAB whose label is
-    made of several: clevr-count, clevr-dist, dspr-loc, dspr-ori, kitti-dist, snorb-azim,
-    snorb-elev. Unset = the only one that is called as labels are, such as `label`, or declared."""
+    """Field of the source with the label: a column of parquet or CSV, a key of JSON, a suffix of a
+    tar's text files, a feature of TFRecord; or, for TFRecord, a task of VTAB whose label is
+    computed from several features: clevr-count, clevr-dist, dspr-loc, dspr-ori, kitti-dist,
+    snorb-azim, snorb-elev. Unset = the only field with a usual name for labels, such as `label`, or
+    declared as one."""
     image_field: str | None = None
-    """Field of the source that has the image: a column of parquet, a suffix of a tar's files, a
-    feature of TFRecord, or the field of CSV or JSON that has its path; unset = the only one that is
-    called as images are, such as `image` or `path`."""
+    """Field of the source with the image: a column of parquet, a suffix of a tar's files, a feature
+    of TFRecord, or the field of CSV or JSON with its path; unset = the only field with a usual name
+    for images, such as `image` or `path`."""
     extend: bool = False
     """Add new images of the source to an existing data set, in new shards: existing images keep
     their bytes and numbers, and the previous manifest stays in `versions/FINGERPRINT`, which can be
     given as `data.train`. With `false`, a source that has changed is an error."""
     keep_damaged_archives: bool = False
-    """Keep the images before the damage of a truncated or broken tar, instead of refusing it."""
+    """Keep the images before the damage in a truncated or broken tar, instead of rejecting the
+    tar."""
     shrink_to: Positive | None = None
     """Re-encode images whose shorter side is longer than this many pixels, as JPEG; unset = keep
     every size."""
     shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
     """JPEG quality of re-encoded images."""
     apply_orientation: bool = False
-    """Turn images as their EXIF says, and re-encode those as JPEG of `shrink_quality`; `false`
-    keeps pixels as they are stored, as other pipelines of training do."""
+    """Rotate images as their EXIF says, and re-encode those as JPEG of `shrink_quality`; `false`
+    keeps the stored pixels, as other training pipelines do."""
     license: str | None = None
-    """Licence of the images, kept in the manifest of the set and of its parts."""
+    """Licence of the images, kept in the manifest of the set and of its subsets."""
     source_url: str | None = None
-    """Where the images are from; kept likewise."""
+    """Where the images come from; kept in the same manifests."""
     evaluation_only: bool = False
-    """Mark the set, and its parts, as one that must not be trained on, such as ObjectNet."""
+    """Mark the set and its subsets as not to be trained on, such as ObjectNet."""
     index_jpeg: bool = True
     """Add restart markers to JPEG files, losslessly, so that training reads and decodes only the
     crop of an image: about half of the bytes and CPU time; false = keep the original bytes."""
     in_place: bool = False
-    """Copy no image: for parquet files in the layout of the Hugging Face hub, local or `s3://`,
-    write a manifest, labels and checksums over the files where they lie. They are never written,
-    and must stay as they are. The report says what that costs in reading."""
+    """Copy no images: for parquet files in the layout of the Hugging Face hub, local or `s3://`,
+    write only a manifest, labels and checksums for the files in place. These files are never
+    written and must not change. The report says what this costs in reading."""
     cpus_per_task: PositiveFloat = 1.0
     """CPUs that one conversion task reserves."""
 
     def problems(self) -> dict[str, object]:
-        """What images that are not copied cannot have."""
+        """Options that need a copy of the images."""
         wrong = [key for key in ("shrink_to", "apply_orientation", "extend") if getattr(self, key)]
         return {
-            f"in_place=true with {' and '.join(wrong)}: images that stay where they are cannot be "
-            f"changed, nor such a set be extended; leave out {' and '.join(wrong)}, or in_place": (
-                self.in_place and wrong
-            ),
+            f"in_place=true with {' and '.join(wrong)}: images that are not copied cannot be "
+            f"changed, and their set cannot be extended; leave out {' and '.join(wrong)}, or "
+            "in_place": (self.in_place and wrong),
         }
 
 
@@ -115,63 +115,64 @@ class VerifyConfig(Section):
     """Converted data set, or the folder of a run's checkpoints; also as `s3://` prefix."""
     decode_fraction: Fraction = 0.01
     """Share of the images to decode, and to compare with the source if they were rewritten
-    (`convert.index_jpeg`). Checksums of all are always checked."""
+    (`convert.index_jpeg`). Checksums of all images are always checked."""
     compare_source: bool = True
     """Compare with the source if it still exists. This lists the source, and reads the headers of
-    tar shards and whole parquet or TFRecord files that hold a sampled image."""
+    tar shards and each parquet or TFRecord file that holds a sampled image."""
 
 
 class SubsetConfig(Section):
-    """A nested part of a data set, by manifest alone."""
+    """A subset of a data set, written as a manifest only."""
 
     source: str
     """Converted data set to take from."""
     destination: str
     """Folder of the new manifest."""
     count: Positive | None = None
-    """Images to take, a random sample; give one of `count`, `fraction`, `where` and `keys`."""
+    """Number of images to take, a random sample; give one of `count`, `fraction`, `where` and
+    `keys`."""
     fraction: Share | None = None
     """Share of the images to take, a random sample."""
     where: str | None = None
-    """Take the images for which an expression of SQLite holds, such as
-    `caption is not null and score > 0.3`. Its columns are those that the set has by
-    `convert.columns`, and `key`, `label` (the name of the first class), `width` and `height`. Text
-    that is a number is compared as one."""
+    """Take the images that match an SQLite expression, such as `caption is not null and score >
+    0.3`. Its columns are those kept by `convert.columns`, and `key`, `label` (the name of the first
+    class), `width` and `height`. Text that is a number is compared as a number."""
     keys: str | None = None
-    """Take the images of a list: a text file, local or `s3://`, with a key a line."""
+    """Take the images of a list: a text file, local or `s3://`, with one key per line."""
 
 
 class DeduplicateConfig(Section):
-    """Removing what a pre-training set shares with evaluation sets, by manifest alone."""
+    """Removing images of evaluation sets from a pre-training set, by writing a manifest only."""
 
     source: str
     """Converted pre-training set."""
     evaluation_sets: tuple[str, ...] = Field(min_length=1)
-    """Converted sets whose images, and near duplicates of them, are left out."""
+    """Converted sets; their images, and near duplicates of them, are left out."""
     destination: str
-    """Folder of the new manifest and of `duplicates.parquet`, the list of what was left out."""
+    """Folder of the new manifest and of `duplicates.parquet`, the list of images left out."""
     flips: bool = False
-    """Leave out mirrored copies, too: takes about twice as long."""
+    """Also leave out mirrored copies; takes about twice as long."""
     features: str | None = None
-    """Folder of features of `source` (jobs/extract_features.py), to compare them, by their cosine,
-    in the place of bytes and pixels; unset = no features."""
+    """Folder of features of `source` (jobs/extract_features.py); images are then compared by the
+    cosine of their features, not by bytes and pixels. Unset = compare bytes and pixels."""
     evaluation_features: tuple[str, ...] = ()
-    """Folders of those of `evaluation_sets`, in their order, of the same model."""
+    """Folders of features of the `evaluation_sets`, in their order, from the same model."""
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
     """With `features`: images with at least this cosine to an evaluation image are left out. It
     depends on the model, so look at pairs of `duplicates.parquet`."""
 
     def problems(self) -> dict[str, object]:
-        """Other features than sets."""
+        """A number of feature folders other than the number of sets."""
         counts = len(self.evaluation_features), len(self.evaluation_sets) if self.features else 0
         return {
-            f"evaluation_features has {counts[0]} folders, and {counts[1]} are needed; with "
-            "features give one for each of evaluation_sets, in their order": counts[0] != counts[1],
+            f"evaluation_features has {counts[0]} folders, evaluation_sets has {counts[1]}; with "
+            "features, give one folder for each evaluation set, in the same order": counts[0]
+            != counts[1],
         }
 
 
 class SweepConfig(Section):
-    """A grid of fine-tuning learning rates (Table 4), chosen on a dev split, then retrained."""
+    """A grid of fine-tuning learning rates (Table 4), selected on a dev split, then retrained."""
 
     learning_rates: tuple[PositiveFloat, ...] = Field(
         default=(0.001, 0.003, 0.01, 0.03), min_length=1
@@ -179,21 +180,21 @@ class SweepConfig(Section):
     """Learning rates to try, if there is no `space`."""
     space: dict[str, JsonValue] | None = None
     """Search space instead of `learning_rates`: keys of the recipe with lists of values, such as
-    `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; except for a grid also with
-    ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`. A value of a section, such as
-    `{model: [{name: ViT-S/16}, {name: ViT-B/16}]}`, changes only the keys that it names."""
+    `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; random search and Optuna also
+    take the ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`. A value of a section,
+    such as `{model: [{name: ViT-S/16}, {name: ViT-B/16}]}`, changes only the keys that it names."""
     search: Literal["grid", "random", "optuna"] = "grid"
-    """Every combination; `num_trials` random points that depend only on `seed`; or as many that
-    Optuna proposes from the accuracies so far (`pip install 'vit_ray[search]'`)."""
+    """Every combination; `num_trials` random points that depend only on `seed`; or `num_trials`
+    points that Optuna proposes from the accuracies so far (`pip install 'vit_ray[search]'`)."""
     num_trials: Positive | None = None
-    """Number of points of a search that is no grid."""
+    """Number of points of a random or Optuna search."""
     seed: NotNegative = 0
     """Seed of the dev split and of the random points."""
     dev_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
-    """Share of the training set used as dev split, of each class: ImageNet 0.01, CIFAR 0.02, Pets
+    """Share of each class of the training set used as dev split: ImageNet 0.01, CIFAR 0.02, Pets
     0.1."""
     seeds: Positive = 3
-    """Runs on the full training set with the chosen point; mean and deviation are reported."""
+    """Runs on the full training set with the selected point; mean and deviation are reported."""
     scheduler: Literal["none", "asha"] = "none"
     """`asha` (Ray Tune's) evaluates trials on the dev split at rungs and stops all but the best
     share at each; `none` trains every trial to its end."""
@@ -201,15 +202,15 @@ class SweepConfig(Section):
     """Steps before ASHA's first rung; unset = the steps of the longest trial divided by
     `reduction_factor` squared."""
     reduction_factor: Annotated[float, Field(gt=1.0)] = 4.0
-    """ASHA: factor between the steps of successive rungs; one in so many trials continues."""
+    """ASHA: factor between the steps of successive rungs; one in this many trials continues."""
     retries: NotNegative = 1
-    """Restarts of a failed trial from its checkpoint, counted again after each rung of ASHA. A
-    trial that diverged (loss or gradient not finite) is not restarted."""
+    """Restarts of a failed trial from its checkpoint; the count starts again after each rung of
+    ASHA. A trial that diverged (loss or gradient not finite) is not restarted."""
     max_concurrent: Positive | None = None
-    """Trials at a time; unset = as many as the cluster holds."""
+    """Trials in parallel; unset = as many as fit on the cluster."""
 
     def problems(self) -> dict[str, object]:
-        """Keys that do not go together; values that span no space."""
+        """Keys that contradict each other; values that give no search space."""
         is_grid = self.search == "grid"
         told = {
             f"space: {key}={value_text(values)} {problem}": True
@@ -218,47 +219,44 @@ class SweepConfig(Section):
         }
         return {
             **told,
-            f"search={self.search} and num_trials={self.num_trials}: a random search needs "
-            "num_trials, as Optuna does, and a grid has its own number": (
-                is_grid != (self.num_trials is None)
-            ),
-            f"grace_steps={self.grace_steps} is of scheduler=asha, and scheduler=none stops "
-            "nothing; set scheduler=asha, or leave it out": (
+            f"search={self.search} and num_trials={self.num_trials}: random and optuna need "
+            "num_trials, and a grid must not have it; set num_trials for random and optuna, unset "
+            "it for a grid": (is_grid != (self.num_trials is None)),
+            f"grace_steps={self.grace_steps} with scheduler=none: only scheduler=asha stops "
+            "trials; set scheduler=asha, or leave grace_steps out": (
                 self.scheduler == "none" and self.grace_steps is not None
             ),
-            "space is empty; name what is varied, such as "
-            "{optim.learning_rate: {log_uniform: [0.001, 0.1]}}": (
-                self.space == {} or (not is_grid and self.space is None)
-            ),
+            "space is empty; name the keys to vary, such as {optim.learning_rate: {log_uniform: "
+            "[0.001, 0.1]}}": (self.space == {} or (not is_grid and self.space is None)),
         }
 
 
 def _space_problem(values: Any) -> str | None:
-    """What is wrong with the values of a key, a list or a range by its name, or None."""
+    """What is wrong with the values of a key (a list, or a range with its name), or None."""
     ranges = "{log_uniform: [low, high]} or {uniform: [low, high]}"
     if isinstance(values, list) and values:
         is_twice = any(value in values[:index] for index, value in enumerate(values))
         return "has a value twice; list each once" if is_twice else None
     if not isinstance(values, dict):
-        return f"is no list of values, nor {ranges}"
+        return f"is neither a list of values nor {ranges}"
     kind = next(iter(values), "")
     bounds: Any = values.get(kind)
     is_pair = isinstance(bounds, list) and [type(b) in (int, float) for b in bounds] == [True, True]
     if len(values) != 1 or kind not in ("log_uniform", "uniform") or not is_pair:
-        return f"is no {ranges}"
+        return f"is not {ranges}"
     low, high = bounds
     if low < high and (low > 0 or kind == "uniform"):
         return None
-    return "must go from a smaller to a larger number, above zero where it is logarithmic"
+    return "must go from a smaller to a larger number, and be above zero for log_uniform"
 
 
 class VtabTask(Section):
-    """One task of VTAB-1k, with its exceptions from the common augmentation."""
+    """One task of VTAB-1k and how its augmentation differs from the common one."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    """Name of its folder, and in tables."""
+    """Name of its folder and in tables."""
     group: Literal["natural", "specialized", "structured"]
-    """Group whose mean it belongs to."""
+    """Group of tasks for the group means."""
     flip: bool = True
     """Mirror half of the training images; `false` if labels depend on orientation."""
     crop: bool = True
@@ -272,7 +270,7 @@ class VtabConfig(Section):
     """Folder or `s3://` prefix with the converted sets `TASK/train` (1,000 images) and
     `TASK/test`; tasks without them are listed as absent."""
     tasks: tuple[VtabTask, ...] = Field(min_length=1)
-    """The tasks."""
+    """The tasks to run."""
     sweep_each: bool = False
     """Run the `sweep` for each task, on a dev split of its 1,000 images (200 with
     `sweep.dev_fraction=0.2`), then train on all images with `sweep.seeds` seeds; the result is
@@ -288,8 +286,8 @@ class _Axes(Section):
     data_fractions: tuple[Share, ...] | None = Field(default=None, min_length=1)
     """Nested shares of the training set; unset = all of it."""
     epochs: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=1)
-    """Lengths in passes over the part that is trained on; give one of epochs, steps, images. All
-    three unset = 7 epochs, as in the paper."""
+    """Lengths in passes over the training share; give one of epochs, steps, images. All three unset
+    = 7 epochs, as in the paper."""
     steps: tuple[Positive, ...] | None = Field(default=None, min_length=1)
     """Lengths in optimizer steps: the same compute for every data size."""
     images: tuple[Positive, ...] | None = Field(default=None, min_length=1)
@@ -299,11 +297,11 @@ class _Axes(Section):
 
     @property
     def lengths(self) -> list[tuple[str, float]]:
-        """Key of `optim` and value of each length that is given."""
+        """Key of `optim` and value for each given length."""
         return [(key, value) for key, values in given_lengths(self).items() for value in values]
 
     def problems(self) -> dict[str, object]:
-        """Lengths of several kinds."""
+        """Lengths given in more than one kind."""
         kinds = list(given_lengths(self))
         told = f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
         return {f"{told}and set the others to null": len(kinds) > 1}
@@ -313,7 +311,8 @@ class StudyModel(_Axes):
     """One row of a scaling study; its data sizes, lengths and seeds replace those of the study."""
 
     label: str = Field(min_length=1)
-    """Name of the row in tables and figures; rows that differ in these three may share it."""
+    """Name of the row in tables and figures; rows that differ in data sizes, lengths or seeds may
+    share it."""
     model: ModelConfig | None = None
     """The complete model of the row: keys that it leaves out have the schema's defaults, not the
     recipe's values. Unset = the recipe's model, which `changes` may change."""
@@ -325,12 +324,12 @@ class StudyModel(_Axes):
 
 
 class StudyTask(Section):
-    """A fine-tuning of every cell's weights on another data set."""
+    """A fine-tuning of each cell's weights on another data set."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Name in runs and tables."""
     recipe: str
-    """Recipe of the fine-tuning: a YAML file, or a shipped one such as `finetune/pets`. With a
+    """Recipe of the fine-tuning: a YAML file, or a shipped recipe such as `finetune/pets`. With a
     section `sweep` the rate is selected on a dev split; else it is `optim.learning_rate`. Model,
     weights, seed and workers come from the cell."""
     changes: dict[str, JsonValue] = {}
@@ -352,16 +351,20 @@ class StudyConfig(_Axes):
     """Restarts of a failed cell from its newest checkpoint. A cell that diverged (loss or gradient
     not finite) is not restarted."""
     max_concurrent: Positive | None = None
-    """Trainings at a time, of the largest cell first; unset = as many as the cluster holds."""
+    """Trainings in parallel, at the size of the largest cell first; unset = as many as fit on the
+    cluster."""
     max_gpus: Positive | None = None
-    """Most GPUs that all cells use together; unset = all of the cluster."""
+    """Most GPUs that all cells use together; unset = the whole cluster."""
     budget_gpu_hours: PositiveFloat | None = None
-    """A study that needs more hours of `plan.device`, by the plan of `--dry-run`, does not start;
-    unset = no limit."""
+    """Most hours of `plan.device`, as `--dry-run` estimates them; a study that needs more does not
+    start. Unset = no limit."""
 
     def problems(self) -> dict[str, object]:
-        """A task with the name of the mean of all."""
-        told = "transfer: 'mean' names the mean over all tasks; give the task another name"
+        """A task that is named like the mean over all tasks."""
+        told = (
+            "transfer: a task is named 'mean', which stands for the mean over all tasks; give the "
+            "task another name"
+        )
         return super().problems() | {told: "mean" in [task.name for task in self.transfer]}
 
 
@@ -369,19 +372,21 @@ class ExportConfig(Section):
     """Exporting weights of a run, a checkpoint or a published file to other programs."""
 
     path: str
-    """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; or without a
-    suffix a folder, with class names, image processor and model card beside the weights, which for
-    huggingface `from_pretrained` reads."""
+    """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; or, without a
+    suffix, a folder with class names, image processor and model card next to the weights, which
+    `from_pretrained` reads for huggingface."""
     layout: Literal["jax", "timm", "huggingface", "vit_ray"] = "jax"
-    """Library whose names and shapes the tensors get."""
+    """Library whose tensor names and shapes are used."""
     averaged: bool | None = None
-    """Use the averaged weights of a checkpoint; unset = if it has any."""
+    """Use the averaged weights of a checkpoint; unset = if it has them."""
     push: str | None = None
-    """Repository of the Hugging Face hub that the folder is uploaded to: `hf://OWNER/NAME`."""
+    """Repository on the Hugging Face hub to upload the folder to: `hf://OWNER/NAME`."""
     license: str | None = None
-    """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; in the card."""
+    """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; shown in the
+    card."""
     data_license: str | None = None
-    """Licence of the training data, in words; in the card. Unset = as their conversion gave it."""
+    """Licence of the training data, as a sentence; shown in the card. Unset = as given at
+    conversion."""
 
     def problems(self) -> dict[str, object]:
         """As `Section.problems`."""
@@ -400,13 +405,13 @@ class ExtractConfig(Section):
     data: str
     """Converted data set."""
     path: str
-    """Folder or `s3://` prefix that the files are written to."""
+    """Folder or `s3://` prefix to write the files to."""
     logits: bool = True
     """Also write logits."""
 
 
 class BenchmarkConfig(Section):
-    """A published test set whose correct answers are not just the labels of `data.eval`."""
+    """A published test set whose correct answers are more than the labels of `data.eval`."""
 
     kind: Literal["own_labels", "imagenet_real", "imagenet_v2", "objectnet", "class_names"] = (
         "own_labels"
@@ -425,7 +430,7 @@ class BenchmarkConfig(Section):
 
 
 class PaperConfig(Section):
-    """Which row of the paper's Tables 2 and 5 a result is compared with."""
+    """The row of the paper's Tables 2 and 5 to compare a result with."""
 
     task: Literal["cifar10", "cifar100", "imagenet", "imagenet_real", "flowers", "pets"] | None = (
         None
@@ -449,22 +454,22 @@ class BenchmarkModelsConfig(Section):
     """Images per second and the largest batch of models on one device (the paper's D.5)."""
 
     models: tuple[BenchmarkedModel, ...] = Field(min_length=1)
-    """Models, measured one after the other, each in its own process."""
+    """Models, measured one after another, each in its own process."""
     image_sizes: tuple[Positive, ...] = Field(default=(64, 128, 224, 384, 512), min_length=1)
-    """Input sides in pixels; each model uses the nearest side that its patches fill."""
+    """Input sides in pixels; each model uses the nearest side that is a multiple of its patch
+    size."""
     modes: tuple[Literal["inference", "training"], ...] = Field(
         default=("inference", "training"), min_length=1
     )
     """`inference`: a forward pass. `training`: forward and backward pass, with the memory of
     `train.zero_stage` and `optim.name`, as for `train.micro_batch_size=auto`."""
     max_batch_size: Positive = 4096
-    """Largest batch that is tried, in images."""
+    """Largest batch to try, in images."""
     memory_gib: PositiveFloat | None = None
     """Memory limit; unset = all of a GPU, or 2 GiB on a CPU, where a batch is tried only if the
     estimate of `--dry-run` is below the limit."""
     timed_s: PositiveFloat = 1.0
-    """Seconds for which the passes of a batch are repeated, at least three times; the result is
-    their median."""
+    """Seconds to repeat the passes of a batch, at least three times; the result is the median."""
 
 
 class InspectConfig(Section):
@@ -473,11 +478,11 @@ class InspectConfig(Section):
     images: str
     """Folder of images, local or `s3://`, searched with its subfolders."""
     path: str = "inspection"
-    """Local folder that the figures are written to."""
+    """Local folder to write the figures to."""
     num_images: Positive = 128
     """Images over which attention distance is averaged; the default is the paper's."""
     averaged: bool | None = None
-    """Averaged weights of a checkpoint; unset = if it has any."""
+    """Averaged weights of a checkpoint; unset = if it has them."""
 
 
 class ReportConfig(Section):
@@ -487,8 +492,9 @@ class ReportConfig(Section):
     """Seconds between rewrites of the page while its runs are training; an open page reloads
     itself. Unset = write it once."""
     joins_commits: bool = False
-    """Runs of different git commits count as trained alike: means, lines and laws go through all,
-    and the page says so. For code that is known to train alike, as by losses that are equal."""
+    """Treat runs of different git commits as equal: means, lines and laws include all of them, and
+    the page says so. For code that is known to train the same, for example because losses are
+    equal."""
 
 
 class PlanConfig(Section):
@@ -499,9 +505,9 @@ class PlanConfig(Section):
     num_gpus: Positive | None = None
     """GPUs, one per worker; unset = the most of `workers.num_workers`."""
     mfu: Share = 0.4
-    """Assumed share of the GPU's dense peak, without communication."""
+    """Assumed share of the GPU's dense peak, before communication."""
     link_gb_per_s: PositiveFloat | None = None
-    """GB/s (1000^3) that a GPU sends to the others of its server, by its data sheet; unset = as
+    """GB/s (1000^3) that a GPU sends to the other GPUs of its server, by its data sheet; unset = as
     `plan.device`."""
     network_gb_per_s: PositiveFloat = 400.0
     """GB/s (1000^3) that all network adapters of a server send together, by their data sheet; 400 =
@@ -513,7 +519,7 @@ class PlanConfig(Section):
     num_classes: Positive | None = None
     """Classes, if not read from `data.train`."""
     price_per_gpu_hour: PositiveFloat | None = None
-    """Price of one GPU-hour, in any currency; unset = no costs are shown, by plans or runs."""
+    """Price of one GPU-hour, in any currency; unset = plans and runs show no costs."""
     cpus_per_server: Positive = 96
     """CPU cores of a server that read and decode, as in AWS's p5 (192 threads)."""
     storage_gb_per_server: PositiveFloat = 12.5
@@ -524,20 +530,20 @@ class PlanConfig(Section):
     """Days of a GPU between two failures that stop the run; 2,100 = Llama 3 on 16,384 H100 (419 in
     54 days)."""
     server_days_per_preemption: FailureDays | None = None
-    """Days of a server until its provider takes it back (spot), which counts as a failure; unset =
+    """Days until a provider takes a server back (spot), which counts as a failure; unset =
     never."""
     restart_s: PositiveFloat = 30.0
-    """Seconds from a failure until the workers are there again; reading the checkpoint comes on
-    top. 30 = a lost node, as measured on CPUs."""
+    """Seconds from a failure until the workers run again, without reading the checkpoint. 30 = a
+    lost node, as measured on CPUs."""
 
     def problems(self) -> dict[str, object]:
         """One of the two counts without the other."""
         images, classes = self.num_images, self.num_classes
-        told = f"num_images and num_classes go together; given {images} and {classes}"
+        told = f"num_images={images} and num_classes={classes}: give both, or neither"
         return {told: (images is None) != (classes is None)}
 
     def failure_s(self, num_gpus: int) -> float:
-        """Mean seconds between two failures of a run on so many GPUs, those of servers included."""
+        """Mean seconds between failures of a run on this many GPUs, those of servers included."""
         per_day = num_gpus / self.gpu_days_per_failure
         if self.server_days_per_preemption is not None:
             servers = math.ceil(num_gpus / self.gpus_per_server)
@@ -549,50 +555,50 @@ class ClusterConfig(Section):
     """The cluster that `manifest` describes."""
 
     kind: Literal["kuberay", "slurm", "ray_up"] = "kuberay"
-    """The file that is filled in: `cluster/rayjob.yaml`, `slurm.sbatch` or `ray_up.yaml`."""
+    """The template file: `cluster/rayjob.yaml`, `slurm.sbatch` or `ray_up.yaml`."""
     job: Literal["pretrain", "finetune", "sweep", "vtab", "scaling_study"] = "pretrain"
-    """The command that runs there."""
+    """The command to run there."""
     gpus: Positive | None = None
-    """GPUs in all; unset = the most of `workers.num_workers`."""
+    """GPUs in total; unset = the most of `workers.num_workers`."""
     gpus_per_node: Positive = 8
-    """GPUs of a node that trains."""
+    """GPUs per training node."""
     cpus_per_node: Positive = 64
-    """CPUs of a node that trains."""
+    """CPUs per training node."""
     memory_gib_per_node: PodMemory = 512
-    """Memory of a node that trains in GiB."""
+    """Memory per training node in GiB."""
     data_nodes: NotNegative | None = None
-    """Nodes that only read and decode; unset = as many as the GPUs need, by the plan's images per
-    second and the measured CPU time of an image. Slurm has none."""
+    """Nodes that only read and decode; unset = as many as the GPUs need, from the plan's images per
+    second and the measured CPU time per image. Slurm has none."""
     cpus_per_data_node: Positive = 32
-    """CPUs of a node that reads."""
+    """CPUs per reading node."""
     memory_gib_per_data_node: PodMemory = 96
-    """Memory of a node that reads in GiB."""
+    """Memory per reading node in GiB."""
     network: Literal["tcp", "efa", "rdma"] = "tcp"
     """Network between nodes: the pods' own, AWS's EFA, or InfiniBand and RoCE."""
     spot: Literal["none", "data", "all"] | None = None
-    """Nodes that may be spot ones, never the head; unset = as the file has it."""
+    """Nodes that may be spot instances, never the head; unset = as in the template."""
     image: str | None = None
     """Container image that you built from `cluster/Dockerfile` and pushed."""
     queue: Annotated[str, Field(pattern=r"^[\w.,-]+$")] | None = None
     """Kueue's LocalQueue, or Slurm's partition."""
     mlflow_secret: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")] | None = None
-    """Secret with the log-in to MLflow of whom the job is for; unset = `vit-ray-mlflow`."""
+    """Secret with the MLflow log-in of the job's owner; unset = `vit-ray-mlflow`."""
 
     def problems(self) -> dict[str, object]:
-        """Sizes that contradict one another, or the kind of cluster."""
+        """Sizes that contradict each other, or do not fit the kind of cluster."""
         gpus, each = self.gpus or 0, self.gpus_per_node
         return {
             f"gpus={gpus} is not a multiple of gpus_per_node={each}; use {gpus - gpus % each} or "
             f"{gpus - gpus % each + each}": gpus > each and gpus % each,
-            f"data_nodes={self.data_nodes} with kind=slurm: its file has nodes of one kind; leave "
-            "it unset, and the nodes with GPUs read": self.data_nodes and self.kind == "slurm",
-            f"network={self.network} with kind={self.kind}: only kuberay's pods need settings for "
-            "it; leave it unset": self.network != "tcp" and self.kind != "kuberay",
-            f"mlflow_secret={self.mlflow_secret} with kind={self.kind}: only kuberay has Secrets; "
-            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the job starts": (
-                self.mlflow_secret and self.kind != "kuberay"
-            ),
-            f"queue={self.queue} with kind=ray_up, which has no queue; leave it unset": (
+            f"data_nodes={self.data_nodes} with kind=slurm: a Slurm job has one kind of node; "
+            "leave data_nodes unset, and the nodes with GPUs read": self.data_nodes
+            and self.kind == "slurm",
+            f"network={self.network} with kind={self.kind}: only kind=kuberay has network "
+            "settings; leave network unset": self.network != "tcp" and self.kind != "kuberay",
+            f"mlflow_secret={self.mlflow_secret} with kind={self.kind}: only kind=kuberay has "
+            "Secrets; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the job "
+            "starts": (self.mlflow_secret and self.kind != "kuberay"),
+            f"queue={self.queue} with kind=ray_up: it has no queue; leave queue unset": (
                 self.queue and self.kind == "ray_up"
             ),
         }

@@ -1,7 +1,7 @@
-"""The size of training crops over a run, where it follows the step ("progressive resizing").
+"""The size of training crops over a run that changes it by step ("progressive resizing").
 
-Cheap small images first, the model's own size last (EfficientNetV2, arXiv:2104.00298; FixRes,
-arXiv:1906.06423, shows what the last steps at full size are for).
+Small, cheap images first, the model's own size last (EfficientNetV2, arXiv:2104.00298; FixRes,
+arXiv:1906.06423, shows why the last steps need the full size).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class CropSizes:
         return [[round(first / total_steps, 8), size] for first, size in self.pieces]
 
     def lengths(self, steps: float) -> list[tuple[ImageSize, float]]:
-        """How many of a run's first steps have each size, in their order; none has 0."""
+        """How many of a run's first steps have each size, in order; sizes with 0 steps are left
+        out.
+        """
         firsts = [min(first, steps) for first, _ in self.pieces]
         ends = itertools.pairwise([*firsts, steps])
         found = [(size, b - a) for (_, size), (a, b) in zip(self.pieces, ends, strict=True)]
@@ -37,7 +39,7 @@ class CropSizes:
 def crop_sizes(
     sizes: tuple[tuple[float, int], ...], image_size: ImageSize, total_steps: int
 ) -> CropSizes:
-    """Of a run.
+    """total_steps: of the run.
 
     Args:
         sizes: `data.augment.sizes`; none = all crops have the model's size.

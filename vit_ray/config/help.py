@@ -1,4 +1,4 @@
-"""What a person reads of the schema: every key with its values, default and meaning."""
+"""The schema as users read it: every key with its values, default and meaning."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class KeyHelp:
 
     name: str
     value: str
-    """The default, or what a recipe sets."""
+    """The schema's default, or the recipe's value."""
     allowed: str
     meaning: str
     on_resume: str
-    """Whether a run may be resumed with another value; empty where no training reads the key."""
+    """Whether a run may be resumed with another value; empty for keys that no training reads."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def describe_sections(recipe: Recipe | None = None) -> list[SectionHelp]:
     """Every section in the order of the schema; the first, without a name, is the recipe itself.
 
     Args:
-        recipe: whose values to show instead of the schema's defaults.
+        recipe: its values replace the schema's defaults.
     """
     return list(_sections(Recipe, recipe.recorded() if recipe else {}, ""))
 
@@ -56,7 +56,7 @@ def key_names() -> list[str]:
 
 
 def require_keys(recipe: Recipe, keys: Sequence[str], example: str) -> None:
-    """Refuse a recipe that lacks what a command cannot do without.
+    """Refuse a recipe that lacks a key that the command needs.
 
     Args:
         recipe: the recipe.
@@ -113,7 +113,7 @@ def _written(value: Any) -> str:
 
 
 def _allowed(node: Node) -> str:
-    """The values that a key takes, in words: `0 | 1 | 2`, `integer > 0 | auto`."""
+    """The values that a key takes, as text: `0 | 1 | 2`, `integer > 0 | auto`."""
     match node:
         case {"anyOf": branches}:
             return " | ".join(dict.fromkeys(map(_allowed, branches)))

@@ -1,4 +1,4 @@
-"""Recipes from YAML: `base` files, `key.sub=value` overrides, and clear refusals."""
+"""Recipes from YAML: `base` files, `key.sub=value` overrides, and clear errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_recipe(
 ) -> Recipe:
     """Read a YAML recipe and apply overrides such as `optim.learning_rate=3e-4`.
 
-    Modules of the parts that it names may be imported from then on (`own_parts.py`).
+    Its own parts may be imported from then on (`own_parts.py`).
 
     Args:
         path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
@@ -54,10 +54,10 @@ def _overridden(
 
 
 def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The tree itself, with the values of the overrides, as `load_recipe` takes them.
+    """The plain tree with the values of the overrides, which are as in `load_recipe`.
 
     Raises:
-        ValueError: an override is no `key=value`, or its key leads through a value.
+        ValueError: an override is not `key=value`, or its key goes through a value.
     """
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
     for key, value in given:
@@ -85,9 +85,9 @@ _KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 3e-4 is a number (YAML 1.1 would read a string), a date is a text.
+    """YAML as users write it: 3e-4 is a number (YAML 1.1 would read a string), a date is a text.
 
-    There are the kinds of value that JSON has, too, and no key stands twice in a section.
+    Values are limited to JSON's kinds, and no key appears twice in a section.
     """
 
     yaml_implicit_resolvers = {
@@ -107,7 +107,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in names:
-                    told = f"the key {key.value!r} stands twice in this section; keep one of them"
+                    told = f"the key {key.value!r} is given twice in this section; keep one of them"
                     raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
                 names.add(key.value)
         return node
@@ -124,14 +124,14 @@ def _parse(text: str, where: str) -> Any:
     """The value of a YAML text.
 
     Raises:
-        ValueError: it is none, or an anchor holds itself.
+        ValueError: it is not valid YAML, or an anchor contains itself.
     """
     try:
         loader = _Loader(text)
         loader.name = where  # what the error's places are of
         tree = loader.get_single_data()
         json.dumps(tree)
-    # The last two: a text that its own tag does not fit, such as `!!bool x`.
+    # The last two: a text that does not fit its tag, such as `!!bool x`.
     except (yaml.YAMLError, RecursionError, ValueError, IndexError, KeyError) as error:
         raise ValueError(f"{where}: not valid YAML: {error}") from None
     return tree
@@ -146,8 +146,8 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         tree = _parse(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{whose} is not UTF-8 text ({error.reason} at byte {error.start}); a recipe is a YAML "
-            "file: save it as UTF-8, or check that it is the file you mean"
+            f"{whose} is not UTF-8 text ({error.reason} at byte {error.start}); save the YAML file "
+            "as UTF-8, or check that it is the file you mean"
         ) from None
     if tree is None:
         raise ValueError(
@@ -171,7 +171,7 @@ def _find(path: Path, whose: str) -> Path:
     """The file itself, or the shipped recipe of this name.
 
     Raises:
-        ValueError: there is neither; the message gives near names.
+        ValueError: there is neither; the message gives similar names.
     """
     found = path if path.is_file() else shipped_recipe(path.as_posix())
     if found is not None:
@@ -179,13 +179,14 @@ def _find(path: Path, whose: str) -> Path:
     if path.is_dir():
         inside = ", ".join(sorted(str(file) for file in path.glob("*.yaml"))[:3])
         raise ValueError(
-            f"{whose}recipe {str(path)!r} is a folder; give a YAML file"
-            f"{f' in it, such as {inside},' if inside else ''} or one that `vit-ray recipes` lists"
+            f"{whose}recipe {str(path)!r} is a folder; give a YAML "
+            f"file{f' in it, such as {inside},' if inside else ''} or one that `vit-ray recipes` "
+            "lists"
         )
     beside = [file.name for file in path.parent.glob("*.yaml")]
     near = difflib.get_close_matches(path.name, beside, 3)
     near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)
-    hint = f"; near: {', '.join(near)}" if near else ""
+    hint = f"; similar: {', '.join(near)}" if near else ""
     raise ValueError(
         f"{whose}recipe {str(path)!r}: no such file{hint} (`vit-ray recipes` lists all)"
     )

@@ -1,6 +1,6 @@
-"""The recipe: every knob of every job, with default, unit and check, in one frozen tree.
+"""The recipe: every key of every command, with default, unit and check, in one frozen tree.
 
-Other rooms take the section they need; nothing edits a recipe after it is loaded.
+Other rooms take the section that they need; a recipe is not changed after loading.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from vit_ray.own_parts import trust_named
 
 
 class Recipe(Section):
-    """Everything that decides what a job does."""
+    """Everything that decides what a command does."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    """Run name: folder of its checkpoints, and how it is resumed."""
+    """Run name: names the folder of its checkpoints; the same name resumes the run."""
     seed: Annotated[NotNegative, Field(lt=2**63), OnResume.FIXED] = 0
     """Seed of initial weights, order, augmentation and dropout."""
     output: Annotated[str, OnResume.FREE] = "runs"
-    """Folder or `s3://` prefix under which runs keep their checkpoints."""
+    """Folder or `s3://` prefix for the checkpoints of all runs."""
     resume: Annotated[bool | Literal["auto", "from_zero", "changed"], OnResume.FREE] = "auto"
     """If a run of this name exists: `auto` continues it, `true` requires it, `false` refuses it;
-    `from_zero` is `auto`, but starts at step 0 if none of its checkpoints can be used; `changed`
-    is `auto`, but also continues with a changed recipe."""
+    `from_zero` is `auto`, but starts at step 0 if none of its checkpoints can be used; `changed` is
+    `auto`, but also continues with a changed recipe."""
     init_from: Annotated[str | None, OnResume.CONFIRM] = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
-    Hugging Face folder, local or `s3://`; or `hf://OWNER/NAME` of the Hugging Face hub, also for
-    timm's models."""
+    Hugging Face folder, local or `s3://`; or `hf://OWNER/NAME` on the Hugging Face hub, which also
+    has timm's models."""
     init_resize: Annotated[Literal["bilinear", "bicubic"], OnResume.CONFIRM] = "bilinear"
     """How position embeddings of `init_from` are resized: `bilinear` as in the paper's code,
     `bicubic` as in timm and transformers."""
@@ -102,15 +102,15 @@ class Recipe(Section):
         return hash((self.name, self.seed, self.model))  # a mapping of evaluation sets has none
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """From another process of the same command, which has it from the user."""
+        """From another process of the same command, whose user gave it."""
         super().__setstate__(state)
         trust_named(self.model_dump(mode="json"))
 
     @property
     def group_sizes(self) -> list[int]:
-        """Worker counts that training may have: those that divide its batch; all if none does.
+        """Worker counts that training may use: those that divide its batch; all if none does.
 
-        Where images are mixed, those that divide it into pairs.
+        Where images are mixed, the counts that divide the batch into pairs.
         """
         sizes = list(self.workers.sizes)
         batch, least = self.train.global_batch_size, self.train.least_pass
@@ -118,26 +118,28 @@ class Recipe(Section):
 
     @property
     def run_folder(self) -> str:
-        """Where the run of this name keeps its checkpoints."""
+        """The checkpoint folder of the run of this name."""
         return f"{self.output.rstrip('/')}/{self.name}"
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the result is the best evaluation, and not the last."""
+        """Whether the result is the best evaluation instead of the last."""
         return self.checkpoint.keep_best or self.train.early_stopping is not None
 
     @property
     def chooses_on_dev(self) -> bool:
-        """Whether the best evaluation is chosen on held-out images, beside those of the test."""
+        """Whether held-out images select the best evaluation, while `data.eval` is evaluated as
+        well.
+        """
         has_both = self.data.eval is not None and self.data.held_out_fraction > 0
         return self.keeps_best and has_both
 
     def recorded(self) -> dict[str, Any]:
-        """Plain data of the whole recipe to keep or to show: without secrets of addresses."""
+        """Plain data of the whole recipe to keep or to show: without secrets in addresses."""
         return dict(redacted(self.model_dump(mode="json")))
 
     def flat(self) -> dict[str, str]:
-        """Dotted keys to values as text, as MLflow's parameters take them."""
+        """Dotted keys to values as text, for MLflow's parameters."""
         return {key: value_text(value) for key, value in _leaves(self.recorded()).items()}
 
     def with_absolute_paths(self) -> Recipe:
@@ -154,15 +156,17 @@ class Recipe(Section):
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
     def check_shares(self) -> None:
-        """The global batch divides among the workers of every allowed group size.
+        """Check that the global batch divides among the workers for every allowed number of
+        workers.
 
         Raises:
-            ValueError: with the arithmetic and the nearest valid value.
+            ValueError: it does not; the message has the arithmetic and the nearest valid value.
         """
         batch, fixed = self.train.global_batch_size, self.train.micro_batch_size
         for world_size in self.group_sizes:
             if batch % world_size:
-                # Whole passes of the recipe's own size, or the next check would refuse it.
+                # Whole passes of the recipe's own size; otherwise the next check would refuse the
+                # value.
                 unit = world_size * (self.train.least_pass if fixed == "auto" else fixed)
                 nearest = max(1, round(batch / unit)) * unit
                 raise ValueError(
@@ -173,7 +177,8 @@ class Recipe(Section):
                 )
 
     def with_changes(self, **sections: Any) -> Recipe:
-        """A checked copy; a dict changes the named keys of a section, anything else replaces it.
+        """A checked copy; a dict changes only the given keys of a section, any other value replaces
+        it.
 
         Raises:
             ValueError: as `load_recipe`.
@@ -206,7 +211,7 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
 
 
 def _wrong_model(recipe: Recipe) -> str | None:
-    """Which model cannot be built, or has the default size of images unasked, or None."""
+    """Which model cannot be built, or leaves its image size to the default by mistake, or None."""
     if problem := recipe.model.geometry_problem():
         return f"model.{problem}"
     size = recipe.model.image_size
@@ -217,9 +222,9 @@ def _wrong_model(recipe: Recipe) -> str | None:
         is_set = {"image_size", "model.image_size"} & {*own.model_fields_set, *_leaves(row.changes)}
         if own.image_size != size and not is_set:
             return (
-                f"{where} has no image_size, and would have {own.image_size} where the recipe has "
-                f"{value_text(size)}: a row's model is whole; give it, or name in changes what "
-                "differs from the recipe's model"
+                f"{where} has no image_size, and would get the default {own.image_size} where the "
+                f"recipe has {value_text(size)}: a row's model replaces the recipe's model; give "
+                "image_size, or put only what differs into changes"
             )
         if problem := own.geometry_problem():
             return f"{where}.{problem}"
@@ -235,20 +240,19 @@ def _wrong_teacher(recipe: Recipe) -> str | None:
         return f"distill.model.{problem}"
     size = value_text(distill.model.image_size)
     problems = {
-        "distill: train.loss=masked_patch has no logits to teach, and no whole images; use "
+        "distill with train.loss=masked_patch, which has no logits and no whole images; use "
         "train.loss=softmax": recipe.train.loss == "masked_patch",
         f"distill.model.image_size={size}: the teacher sees the student's images, of "
-        f"model.image_size={value_text(model.image_size)}; give both the same size": (
+        f"model.image_size={value_text(model.image_size)}; set both to the same size": (
             distill.model.sides != model.sides
         ),
-        "distill.weight=1 trains no head on the labels, which with model.distillation_token is "
-        "half of the prediction; use a smaller weight, or set the token to false": (
+        "distill.weight=1 with model.distillation_token: the class token's head, half of the "
+        "prediction, would not be trained; use a smaller weight, or set the token to false": (
             distill.weight == 1.0 and bool(model.distillation_token)
         ),
-        "distill.kind=features teaches no head, and model.distillation_token has one; set it to "
-        "false, or distill.kind to logits or hard": (
-            distill.kind == "features" and bool(model.distillation_token)
-        ),
+        "distill.kind=features with model.distillation_token: features train no head, so the "
+        "token's head would not be trained; set the token to false, or distill.kind to logits or "
+        "hard": (distill.kind == "features" and bool(model.distillation_token)),
     }
     return next((text for text, is_so in problems.items() if is_so), None)
 
@@ -264,22 +268,23 @@ def _wrong_sizes(recipe: Recipe) -> str | None:
             return f"{given}: with {side} for model.image_size, {problem}"
     height, width = model.sides
     problems = {
-        f"are sides of squares up to model.image_size={value_text(model.image_size)}; lower them, "
-        "or give the model a larger square": height != width or max(s for _, s in sizes) > height,
-        f"cannot be learned by model.name={model.name}, whose attention is along the lines of one "
-        "size; use a ViT, a hybrid or a ResNet": model_family(model.name) == "Axial",
-        "cannot go with data.augment.resize, which is one size; unset one": (
+        f"must be squares of at most model.image_size={value_text(model.image_size)}; use smaller "
+        "sizes, or a larger square for the model": height != width
+        or max(s for _, s in sizes) > height,
+        f"with model.name={model.name}: its axial attention needs one image size; use a ViT, a "
+        "hybrid or a ResNet": model_family(model.name) == "Axial",
+        "with data.augment.resize, which is one size; unset one of them": (
             recipe.data.augment.resize is not None
         ),
-        f"cannot be learned by a model with positions={model.positions}; use learned_1d, "
-        "sincos_2d, rope_2d or none": model.positions in ("learned_2d", "relative"),
-        "cannot go with train.loss=masked_patch, whose patches are of one image size; unset one": (
+        f"with positions={model.positions}, which cannot be resampled to other sizes; use "
+        "learned_1d, sincos_2d, rope_2d or none": model.positions in ("learned_2d", "relative"),
+        "with train.loss=masked_patch, which needs one image size; unset one of them": (
             train.loss == "masked_patch"
         ),
-        "cannot go with distill, whose teacher takes images of one size; unset one": (
+        "with distill, whose teacher needs one image size; unset one of them": (
             recipe.distill is not None
         ),
-        "cannot go with train.overfit_one_batch, which is one size; unset one": (
+        "with train.overfit_one_batch, which has one image size; unset one of them": (
             train.overfit_one_batch
         ),
     }
@@ -287,7 +292,7 @@ def _wrong_sizes(recipe: Recipe) -> str | None:
 
 
 def _wrong_repeats(recipe: Recipe) -> str | None:
-    """Why images cannot stand in a batch so often, or None."""
+    """Why images cannot be repeated this often in a batch, or None."""
     repeats, batch = recipe.data.repeats, recipe.train.global_batch_size
     if repeats == 1 or 2 * repeats <= batch:
         return None
@@ -298,10 +303,10 @@ def _wrong_repeats(recipe: Recipe) -> str | None:
 
 
 def _repeated(section: Section, prefix: str = "") -> str | None:
-    """Which list has a value twice that stands for what is done once, or None.
+    """Which list has a value twice although each value is run once, or None.
 
-    A pair of values and the stages of a ResNet may. Sections in lists are known by their names;
-    rows of a study may share theirs.
+    A pair of values and the stages of a ResNet may repeat. Sections in lists are identified by
+    their names; rows of a study may share theirs.
     """
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -329,7 +334,7 @@ def _identity(value: Any) -> Any:
     return value
 
 
-# The keys whose values are places; `tracking.uri`, an address, is treated by itself.
+# Keys whose values are paths; `tracking.uri`, an address, is handled separately.
 _PLACES = (
     "output", "init_from", "distill.teacher", "data.train", "data.eval", "data.cache_dir",
     "evaluate.few_shot_train", "evaluate.few_shot_test", "extract.data", "extract.path",
@@ -338,7 +343,7 @@ _PLACES = (
 
 
 _MAPPINGS: Final = ("data.eval", "tracking.tags")
-"""Keys whose value may be a mapping, which is no section."""
+"""Keys whose value may be a mapping that is not a section."""
 
 
 def _absolute(place: Any) -> Any:

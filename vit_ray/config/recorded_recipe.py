@@ -1,4 +1,4 @@
-"""The recipe of a run that MLflow has, as far as it decides what was trained."""
+"""The recipe of a run in MLflow, limited to the keys that decide what was trained."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from vit_ray.config.recipe import Recipe
 from vit_ray.config.resume_compatibility import TAGGED, is_trained
 
 CHANGED_PARAMS: Final = "vit_ray.changed_params"
-"""Tag of the parameters, as JSON, that have changed since the run was created."""
+"""Tag with the parameters, as JSON, that have changed since the run was created."""
 INIT_RUN: Final = "vit_ray.init_run"
-"""Tag of the run whose weights it began with."""
+"""Tag with the run whose weights it began with."""
 SHOWN_TAGS: Final = (
     "init_from", "vit_ray.kind", "vit_ray.cluster", "vit_ray.run_folder", "vit_ray.device",
     "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
     "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
     "vit_ray.failure", "vit_ray.error",
 )  # fmt: skip
-"""Tags that people read on a run's page; a training has three or four of them."""
+"""Tags that users read on a run's page; a training has three or four of them."""
 _HIDDEN: Final = "mlflow."
-"""MLflow's pages show no tag that begins so."""
+"""MLflow's pages hide tags with this prefix."""
 
 
 def stored_tag(name: str) -> str:
-    """The name that MLflow has a tag under; those that only programs read are hidden."""
+    """The name of a tag in MLflow; tags for programs get the hidden prefix."""
     is_ours = name.startswith("vit_ray.") or name in TAGGED
     return f"{_HIDDEN}{name}" if is_ours and name not in SHOWN_TAGS else name
 
@@ -36,7 +36,7 @@ _TAGGED_STORED: Final = {stored_tag(key): key for key in TAGGED}
 
 
 def tags_of(stored: Mapping[str, str]) -> dict[str, str]:
-    """A run's tags by our names, under which older versions stored all."""
+    """A run's tags by our names; older versions stored all of them without the prefix."""
     found = dict(stored)
     for key, value in stored.items():
         if name := _TAGGED_STORED.get(key):
@@ -47,9 +47,9 @@ def tags_of(stored: Mapping[str, str]) -> dict[str, str]:
 
 
 def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
-    """The flat recipe that a run of MLflow ended with, as far as it decides.
+    """The flat recipe with which a run in MLflow ended, limited to the deciding keys.
 
-    What is not recorded was unset; what a restart changed is in a tag.
+    A key that is not recorded was unset; values that a restart changed are in a tag.
     """
     tags = tags_of(tags)
     with contextlib.suppress(json.JSONDecodeError):  # cut off at the length of a tag

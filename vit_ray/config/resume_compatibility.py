@@ -1,7 +1,6 @@
-"""Which changes of a recipe decide what its training results in, by the marks on its keys.
+"""Which recipe keys decide the result of a training, by the marks on the keys.
 
-A run that is resumed, and a finished cell of a study, are of the recipe at hand only if no key has
-changed that decides.
+A run is resumed, and a finished cell of a study reused, only if no deciding key has changed.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ def _marks() -> dict[str, tuple[OnResume | None, UsedIf | None]]:
 
 _MARKS: Final = _marks()
 EVALUATED_SETS: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.EVALUATED)
-"""They decide what is measured, and nothing of the weights; the same set may have moved."""
+"""They decide what is measured, not the weights; the same set may have moved."""
 LENGTH: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.LENGTH)
 TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
-"""Recorded as tags: where things lie, and what is measured."""
+"""Recorded as tags: locations, and what is measured."""
 
 
 def on_resume(key: str) -> OnResume | None:
-    """Whether a run may be resumed with another value; None of a key that no training reads."""
+    """Whether a run may be resumed with another value; None for a key that no training reads."""
     return _MARKS.get(key, (None, None))[0]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key that decides, and its values as text."""
+    """A deciding key that has changed, and its values as text."""
 
     key: str
     before: str
@@ -59,32 +58,32 @@ class Change:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether no run can go on with it."""
+        """Whether no run can be resumed with this change."""
         return on_resume(self.key) is OnResume.FIXED
 
     @property
     def is_move(self) -> bool:
-        """Whether weights are by name the same: those the run began with, or a teacher's.
+        """Whether weights are compared by name: initial weights, or a teacher's.
 
-        The run has taken over the first, and knows the second by their digest.
+        The run already has the initial weights, and identifies a teacher by its digest.
         """
         before, now = (os.path.basename(path.rstrip("/")) for path in (self.before, self.now))
         return self.key in _WEIGHTS and before == now
 
 
 def is_trained(key: str) -> bool:
-    """Whether the key of a recipe decides what the training results in."""
+    """Whether the key of a recipe decides the result of the training."""
     return on_resume(key) not in (None, OnResume.FREE)
 
 
 def incompatible_changes(
     before: Mapping[str, str], now: Mapping[str, str], without: tuple[str, ...] = ()
 ) -> list[Change]:
-    """What decides and differs, in the recipe's order; `auto` stands for what there was before.
+    """The deciding keys that differ, in the recipe's order; `auto` matches any earlier value.
 
     Args:
-        before, now: `Recipe.flat`; a key that is not in both is passed over, but for a teacher.
-        without: keys that are passed over, too.
+        before, now: `Recipe.flat`; a key that is not in both is ignored, except for a teacher.
+        without: further keys to ignore.
     """
     skipped = {*without, *_moved_along(before, now)}
     skipped |= unused_keys(now) & unused_keys({**now, **before})
@@ -99,20 +98,19 @@ def incompatible_changes(
 
 
 def _teacher_change(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """That a teacher came or went, of which one of the two has no keys."""
+    """Whether a teacher was added or removed; the recipe without one has no keys of it."""
     kinds = [flat.get("distill.kind", "None") for flat in (before, now)]
     if (kinds[0] == "None") == (kinds[1] == "None"):
         return []
-    if "features" in kinds:  # a layer of the student's goes with them
+    if "features" in kinds:  # it adds or removes a layer of the student
         return [Change("distill.kind", *kinds)]
     return [Change("distill", *(flat.get("distill.teacher", "None") for flat in (before, now)))]
 
 
 def deciding_keys(flat: Mapping[str, str]) -> dict[str, str]:
-    """What decides a training and what is measured of it, of `Recipe.flat`, but for its seed.
+    """The deciding keys of a training and of its evaluation, from `Recipe.flat`, without the seed.
 
-    The data sets and the first weights are not among them: their fingerprints tell more than their
-    places.
+    Data sets and initial weights are left out: their fingerprints say more than their paths.
     """
     left_out = {"seed", "init_from", *EVALUATED_SETS, *unused_keys(flat)}
     if flat.get("train.early_stopping", "None") == "None":
@@ -121,7 +119,7 @@ def deciding_keys(flat: Mapping[str, str]) -> dict[str, str]:
 
 
 def unused_keys(flat: Mapping[str, str]) -> set[str]:
-    """Keys that decide nothing in a recipe, `Recipe.flat`, as others of it are set."""
+    """Keys that decide nothing in a recipe, `Recipe.flat`, given the values of its other keys."""
     return {
         key
         for key, (_, used_if) in _MARKS.items()
@@ -131,7 +129,7 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
 
 
 def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Places that lie from the run's output as they did: all was moved together."""
+    """Paths that are unchanged relative to the run's output: everything was moved together."""
 
     def way(flat: Mapping[str, str], key: str) -> str | None:
         place, output = flat.get(key, "None"), flat.get("output", "None")

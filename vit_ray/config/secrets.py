@@ -1,7 +1,8 @@
-"""Secrets that stand in addresses, taken out of whatever is written or shown.
+"""Secrets in addresses, removed from whatever is written or shown.
 
 An address such as `postgresql://user:password@host/mlflow` is needed to reach a tracking server.
-Nothing that outlives the process may hold it: no recipe in a checkpoint, no dry run, log or error.
+Nothing that outlives the process may contain it: no recipe in a checkpoint, no dry run, log or
+error.
 """
 
 from __future__ import annotations
@@ -10,29 +11,29 @@ import logging
 import re
 from typing import Any, Final
 
-# Web addresses end their host at a slash; `host:5000/path@1` is a port and a path. A password
-# may have a quote, an @ or a slash in it: it ends at the last @ before the path, or where there is
-# none, at one behind a slash.
+# The host of a web address ends at a slash; `host:5000/path@1` is a port and a path. A password may
+# contain a quote, an @ or a slash: it ends at the last @ before the path, or else at the last @
+# behind a slash.
 _WEB: Final = re.compile(
     r"""(?<=://)(?!\[)(?:[^\s/:'"<>?#]*:(?!\d+(?:[/?#]|$))"""
     r"""(?:[^\s/]*|[^\s@'"<>]*(?:@[^\s/@'"<>]*)*)|[^\s/:'"<>?#]+)@"""
 )
 # SQLAlchemy takes everything up to the @ for a password, whatever it holds (`_parse_url`, 2.0): a
-# slash, a question mark, a blank. Blanks are part of one only where the text is an address.
+# slash, a question mark, a blank. Blanks belong to a password only if the whole text is an address.
 _SCHEME: Final = r"(?<![\w+])(?!(?:https?|s3|gs|hf|file|ray)://)(?P<scheme>[\w+]+://)"
 _DATABASE: Final = re.compile(_SCHEME + r"[^:/\s@]*:[^@\s]*@(?:[^\s/@'\"<>]*@)*")
 _DATABASE_ALONE: Final = re.compile("^" + _SCHEME + r"[^:/@]*:[^@]*@")
-# A value of any other key may be a password: drivers have many names for one.
+# The value of any other key may be a password: drivers have many names for one.
 _QUERY: Final = re.compile(
     r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
     r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
 )
-# What a terminal takes for a command, or shows in another order: in names of files, in errors.
+# Characters that a terminal interprets or shows in another order, in file names and errors.
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def redact(text: str) -> str:
-    """The text with users and passwords of addresses left out, and control characters spelt out."""
+    """The text without users and passwords of addresses, and with control characters spelt out."""
     text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
     if "://" not in text:
         return text
@@ -69,7 +70,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def credentials_problem(tree: Any, key: str = "") -> str | None:
-    """What is wrong where a value is an `s3://` address with credentials; it is not repeated."""
+    """What is wrong if a value is an `s3://` address with credentials; they are not repeated."""
     if isinstance(tree, dict):
         found = (credentials_problem(v, f"{key}.{k}" if key else k) for k, v in tree.items())
         return next(filter(None, found), None)
@@ -77,7 +78,7 @@ def credentials_problem(tree: Any, key: str = "") -> str | None:
         return next(filter(None, (credentials_problem(v, key) for v in tree)), None)
     if isinstance(tree, str) and tree.startswith("s3://") and set("@:") & set(tree.split("/")[2]):
         return (
-            f"{key} is an s3:// address with an @ or a : in its bucket; credentials come from the "
-            "environment only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret"
+            f"{key} is an s3:// address with an @ or a : in its bucket, as if it held credentials; "
+            "give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the environment"
         )
     return None

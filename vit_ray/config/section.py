@@ -24,7 +24,9 @@ _LABEL_VALUE = re.compile(rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))")
 
 def _is_dotted(name: str) -> str:
     if not is_own(name):
-        raise ValueError(f"{name!r} is no part of your own, such as mymodule.mypart")
+        raise ValueError(
+            f"{name!r} is not a part of your own; give MODULE.NAME, such as mymodule.mypart"
+        )
     return name
 
 
@@ -36,41 +38,42 @@ def _are_labels(selector: dict[str, str]) -> dict[str, str]:
     for key, value in selector.items():
         if not (_LABEL_KEY.fullmatch(key) and _LABEL_VALUE.fullmatch(value)):
             raise ValueError(
-                f"{{{key}: {value!r}}} does not select nodes by a label of Ray's; give "
-                "{LABEL: VALUE}, or for the value '!VALUE', 'in(A, B)' or '!in(A, B)'"
+                f"{{{key}: {value!r}}} does not select nodes by a label of Ray's; give {{LABEL: "
+                "VALUE}}, with the value '!VALUE', 'in(A, B)' or '!in(A, B)' where needed"
             )
-    # Ray 2.60 takes `in(A, B)`, and then looks for " B".
+    # Ray 2.60 accepts `in(A, B)`, but then looks for " B".
     return {key: value.replace(" ", "") for key, value in selector.items()}
 
 
 LabelSelector = Annotated[dict[str, str], AfterValidator(_are_labels)]
-"""Ray's: by label of a node, its value, or `!VALUE`, `in(A, B)` or `!in(A, B)`."""
+"""Ray's form: label of a node to its value, `!VALUE`, `in(A, B)` or `!in(A, B)`."""
 ImageSize = Positive | tuple[Positive, Positive]
 
 
 class OnResume(Enum):
     """Mark of a key: whether a run may be resumed with another value of it.
 
-    A section's mark holds for those of its keys that have none. What no training reads has none.
+    A section's mark is the default for its keys. Keys that no training reads have no mark.
     """
 
     FREE = "any time"
-    """It decides speed, place or what is shown, and nothing of the result."""
+    """It affects speed, location or display, not the result."""
     CONFIRM = "resume=changed"
     EVALUATED = "resume=changed; it changes no weights"
     """It decides what is measured."""
     LENGTH = "longer any time, shorter with resume=changed"
     FIXED = "never"
-    """With another value a checkpoint's tensors, or its place in the data, mean nothing."""
+    """With another value, a checkpoint's tensors or its position in the data would have no
+    meaning."""
 
 
 @dataclass(frozen=True)
 class UsedIf:
-    """Mark of a key that decides nothing unless another key of its section has one of the values.
+    """Mark of a key that matters only if another key of its section has one of the values.
 
     Attributes:
         key: the other key's name.
-        values: as text; none = any, where it is set and not 0.
+        values: as text; none = any value other than unset and 0.
     """
 
     key: str
@@ -89,7 +92,7 @@ class Section(BaseModel):
     )
 
     def problems(self) -> dict[str, object]:
-        """What may be wrong with the section's values together: message to whether it is."""
+        """Problems between the section's values: message to whether it applies."""
         return {}
 
     @model_validator(mode="after")

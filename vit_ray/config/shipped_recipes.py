@@ -1,4 +1,4 @@
-"""The recipes that come with the package: where they lie, their names, and what they promise."""
+"""The recipes that come with the package: their folder, their names, and what they promise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TITLES = ("Paper", "Left open", "Expected", "Cost", "Commands?")
 
 @dataclass(frozen=True)
 class Header:
-    """What the comment at the head of a recipe states; empty where it does not."""
+    """The statements in a recipe's header comment; empty where one is missing."""
 
     title: str
     expected: str
@@ -22,7 +22,7 @@ class Header:
 
 
 def recipes_folder() -> Path:
-    """Where the shipped recipes lie."""
+    """The folder of the shipped recipes."""
     return next((place for place in _PLACES if place.is_dir()), _PLACES[0])
 
 
@@ -34,7 +34,7 @@ def recipe_names() -> list[str]:
 
 
 def shipped_recipe(name: str) -> Path | None:
-    """The file of a shipped recipe by its name, or by the last part of it where that is unique."""
+    """The file of a shipped recipe, by its name or by the name's last part if that is unique."""
     name = name.removeprefix("jobs/recipes/").removesuffix(".yaml")
     names = recipe_names()
     found = [known for known in names if known.rpartition("/")[2] == name]

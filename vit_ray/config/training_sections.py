@@ -27,13 +27,13 @@ from vit_ray.config.validation import value_text
 from vit_ray.model_aliases import resolved_model
 
 _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
-"""Addresses of MLflow's that may be a word."""
+"""Addresses of MLflow's that are a single word."""
 MOST_BLOCKS: Final = 1000
-"""Of a model; more is a typing error that would take hours to build."""
+"""Limit for a model's sizes; more is a typing error that would take hours to build."""
 OWN_ACCURACIES: Final = (
     "top1", "top5", "loss", "images", "mean_class_top1", "mean_average_precision",
 )  # fmt: skip
-"""Metrics of an evaluation that are there without being asked for."""
+"""Metrics that every evaluation has."""
 _WITH_MOMENTS: Final = ("adamw", "adafactor", "lamb", "muon")
 HIGHEST_BF16_BETA: Final = 0.95
 """With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""
@@ -83,13 +83,14 @@ class ModelConfig(Section):
     pre_norm: bool | None = None
     """Layer norm before the first block, as CLIP's towers have it."""
     activation: Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"] | None = None
-    """Of the MLPs: GELU approximated by tanh (the paper's code), exact (DeiT, DINO, MAE), the
-    sigmoid of OpenAI's CLIP, or SwiGLU (DINOv3's S+, H+ and 7B), which has a third dense layer."""
+    """Activation of the MLPs: GELU approximated by tanh (the paper's code), exact (DeiT, DINO,
+    MAE), the sigmoid of OpenAI's CLIP, or SwiGLU (DINOv3's S+, H+ and 7B), which has a third dense
+    layer."""
     norm_eps: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Epsilon of the layer norms: 1e-6 if unset; 1e-5 in CLIP's towers."""
     distillation_token: bool | None = None
-    """DeiT's second class token with a head of its own, which learns from the teacher of `distill`;
-    the model predicts by the mean of both heads. It has no position. Exported only in the layout
+    """DeiT's second class token, with its own head, which learns from the teacher of `distill`; the
+    model predicts by the mean of both heads. It has no position. Exported only in the layout
     `vit_ray`."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
@@ -105,7 +106,7 @@ class ModelConfig(Section):
     def _take_catalog_name(self) -> Self:
         given = self.image_size if "image_size" in self.model_fields_set else None
         name, image_size = resolved_model(self.name, given)
-        # The section is frozen, and its own validators are what makes it.
+        # The section is frozen, and this code runs inside its own validators.
         self.__dict__.update(name=name, image_size=image_size or self.image_size)
         return self
 
@@ -117,21 +118,24 @@ class ModelConfig(Section):
 
     @property
     def patch(self) -> int | None:
-        """Side of a patch of the image in pixels; None for a hybrid, whose patches are of a map."""
+        """Side of a patch in image pixels; None for a hybrid, which cuts a feature map."""
         named = re.fullmatch(r"(?!R)[^/]*/(\d+)", self.name)
         return self.patch_size or (int(named[1]) if named else None)
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for `build_model`: only what the recipe sets."""
+        """Keyword arguments for `build_model`: only those that the recipe sets."""
         return self.model_dump(exclude={"name", "image_size"}, exclude_none=True)
 
     def side_in_whole_patches(self, side: int) -> int:
-        """The nearest side in pixels that patches fill; any side where there are none."""
+        """The nearest side in pixels that is a multiple of the patch size; any side if there are no
+        patches.
+        """
         patch = self.patch or 1
         return max(1, round(side / patch)) * patch
 
     def whole_patches(self, size: int | tuple[int, int]) -> int | tuple[int, int]:
-        """The part of an image size that whole patches cover, as the paper's code cuts it.
+        """The part of an image size that whole patches cover; the rest is cut off, as in the
+        paper's code.
 
         Of 384 pixels ViT-H/14 sees 378: its convolution takes 27 patches and leaves six pixels.
         """
@@ -141,17 +145,17 @@ class ModelConfig(Section):
         return size[0] - size[0] % patch, size[1] - size[1] % patch
 
     def geometry_problem(self) -> str | None:
-        """Why no such model can be built, or None: sides in whole patches, width in whole heads.
+        """Why the model cannot be built, or None: sides in whole patches, width in whole heads.
 
-        Not a check of the section itself: checkpoints keep recipes that are read as they were.
+        Not a validator of the section: checkpoints keep recipes that are read without this check.
         """
         whole = [self.side_in_whole_patches(side) for side in self.sides]
         if whole != list(self.sides):
             nearest = whole[0] if isinstance(self.image_size, int) else whole
             key = "patch_size" if self.patch_size else "name"
             return (
-                f"{key}={getattr(self, key)}: patches of {self.patch} pixels do not fill "
-                f"model.image_size={value_text(self.image_size)}; the nearest image_size is "
+                f"{key}={getattr(self, key)}: model.image_size={value_text(self.image_size)} is "
+                f"not a multiple of patches of {self.patch} pixels; the nearest image_size is "
                 f"{nearest}, or choose another patch size"
             )
         if self.width and self.num_heads and self.width % self.num_heads:
@@ -163,7 +167,7 @@ class ModelConfig(Section):
 
 
 class AugmentConfig(Section):
-    """How an encoded image becomes a square of pixels; random numbers are keyed by sample."""
+    """How an encoded image becomes a training crop; random numbers are keyed by sample."""
 
     kind: Literal[
         "inception_crop", "resize_crop", "simple_random_crop", "resize", "center_crop"
@@ -191,24 +195,27 @@ class AugmentConfig(Section):
     randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
     """Standard deviation of normal noise on the strength of each operation (DeiT: 0.5)."""
     three_augment: bool = False
-    """One of grey, solarized and blurred for each image: 3-Augment of DeiT III. Needs
+    """One of greyscale, solarize and blur for each image: 3-Augment of DeiT III. Needs
     `data.decode=host`."""
     color_jitter: Fraction = 0.0
-    """Brightness, contrast and saturation are multiplied by numbers from 1 - this to 1 + this
-    (DeiT III: 0.3); 0 = off. Needs `data.decode=host`."""
+    """Brightness, contrast and saturation are multiplied by numbers from 1 - this to 1 + this (DeiT
+    III: 0.3); 0 = off. Needs `data.decode=host`."""
     erasing: Fraction = 0.0
     """Share of the images with noise in a random rectangle of 2 to 33 % of the crop: timm's random
     erasing by pixel, after everything else (DeiT: 0.25). Needs `data.decode=host`."""
     sizes: tuple[tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Positive], ...] = ()
     """Pixels of a side by progress: [[0, 128], [0.5, 176], [0.8, 224]] has crops of 128 at first,
     and of 224, which is at most `model.image_size`, from 80 % of the steps on. Positions are
-    resampled in the forward pass; evaluation has `model.image_size`. Unset = that throughout."""
+    resampled in the forward pass; evaluation uses `model.image_size`. Unset = `model.image_size`
+    throughout."""
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`. Needs
     `data.decode=host`."""
 
     def problems(self) -> dict[str, object]:
-        """An empty range of areas; strengths that timm's operations do not have; no first size."""
+        """An empty range of areas; strengths that timm's operations do not have; sizes that do not
+        start at 0.
+        """
         shares = [share for share, _ in self.sizes]
         return {
             f"sizes={[list(one) for one in self.sizes]} must begin at 0 and go up in progress; "
@@ -217,15 +224,15 @@ class AugmentConfig(Section):
             ),
             f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range from "
             "small to large": self.min_area > self.max_area,
-            f"randaugment_magnitude={self.randaugment_magnitude} is above 10, where timm's "
-            "operations end; use at most 10, or randaugment=tensorflow": (
+            f"randaugment_magnitude={self.randaugment_magnitude} is above 10, the maximum of "
+            "timm's operations; use at most 10, or randaugment=tensorflow": (
                 self.randaugment == "timm" and self.randaugment_magnitude > 10.0
             ),
         }
 
 
 class EvalAugmentConfig(Section):
-    """How an encoded image becomes a square of pixels in evaluation, without randomness."""
+    """How an encoded image becomes an evaluation crop, without randomness."""
 
     kind: Literal["resize", "center_crop"] = "center_crop"
     """Plain resize, or resize and centre crop."""
@@ -234,14 +241,14 @@ class EvalAugmentConfig(Section):
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How crops are resized, with antialiasing."""
     border: NotNegative = 0
-    """Pixels cut off all four sides first: 2 for ObjectNet's red frame."""
+    """Pixels cut off all four sides before anything else: 2 for ObjectNet's red frame."""
     crop: Annotated[Literal["exact", "whole_pixels"], OnResume.FREE] = "exact"
     """Cut between pixels, close to Pillow's resize of the same box; or at the whole pixels around
-    it, as for training and in older versions, for figures that are compared with theirs."""
+    it, as in training and in older versions, to compare with their figures."""
 
 
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""Of an evaluation set, in its metrics."""
+"""Name of an evaluation set, used in its metrics."""
 
 
 class TrainingSet(Section):
@@ -269,9 +276,9 @@ class DataConfig(Section):
     exclude: Annotated[
         Annotated[tuple[NotNegative, ...], Field(max_length=500)], OnResume.FIXED
     ] = ()
-    """Numbers of training samples that take no part, as `vit-ray batch` lists them, up to 500. All
+    """Numbers of training samples to leave out, as `vit-ray batch` lists them, up to 500. All
     others keep their numbers and crops, and an epoch is shorter. Fork a run to leave samples out
-    from a step on; for more make a data set with `vit-ray subset`."""
+    from a later step on; for more than 500 make a data set with `vit-ray subset`."""
     sample_weights: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FIXED] = None
     """Draw training images by weight: `labels` = classes are equally frequent (by first labels), or
     a column of convert.columns with a number from 0 on for each image. Labels, or the column, are
@@ -281,26 +288,26 @@ class DataConfig(Section):
         str | Annotated[dict[SetName, str], Field(min_length=1)] | None, OnResume.EVALUATED
     ] = None
     """Converted set on which accuracy is measured; or several as `{NAME: PATH}`, with metrics
-    `eval/NAME/top1`: the first is `eval/top1`, too, which tables and choices go by. Unset = the
+    `eval/NAME/top1`: the first is also `eval/top1`, which tables and selection use. Unset = the
     held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0
-    """Share of `train` that is set aside (keyed by `seed`), and evaluated on if `eval` is unset."""
+    """Share of `train` that is held out (keyed by `seed`), and evaluated on if `eval` is unset."""
     repeats: Annotated[Annotated[int, Field(ge=1, le=64)], OnResume.FIXED] = 1
-    """Copies of each image in a global batch, each with a crop of its own ("repeated augmentation",
-    arXiv:1901.09335; DeiT has 3). Steps and epochs count crops, so an epoch of N images has
-    N / repeats of them. Copies that do not fit into the batch are left out."""
+    """Copies of each image in a global batch, each with its own crop ("repeated augmentation",
+    arXiv:1901.09335; DeiT has 3). Steps and epochs count crops, so an epoch of N images has N /
+    repeats of them. Copies that do not fit into the batch are left out."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
     """Images in the shuffle buffer, a multiple of the global batch: their row groups are dealt out
     over its batches, differently in each epoch. A reading task holds one window in memory, or its
-    ranks' part of up to four batches; what does not fit in task_memory_mib is read again.
-    0 = row groups one after another. `auto` = up to 2,048 within task_memory_mib and
-    object_store_mib; a resumed run keeps the window it began with."""
+    ranks' part of up to four batches; images that do not fit in task_memory_mib are read again. 0 =
+    row groups one after another. `auto` = up to 2,048 within task_memory_mib and object_store_mib;
+    a resumed run keeps the window it began with."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""
     eval_augment: EvalAugmentConfig = EvalAugmentConfig()
     """Evaluation images."""
     max_bad_fraction: Annotated[Fraction, OnResume.FREE] = 0.001
-    """Undecodable images, as a share of the data set, above which the run stops."""
+    """Share of undecodable images in the data set above which the run stops."""
     cpus_per_task: Annotated[PositiveFloat, OnResume.FREE] = 0.66
     """CPUs that one read-and-decode task reserves. Below 1 because tasks wait for storage: three
     keep two cores busy."""
@@ -308,7 +315,7 @@ class DataConfig(Section):
     """Most read-and-decode tasks at a time; unset = as many as the CPUs left for data allow."""
     label_selector: Annotated[LabelSelector, OnResume.FREE] = {}
     """Labels of the nodes on which images are read and decoded, as `workers.label_selector`; unset
-    = all nodes, those that train first."""
+    = all nodes, training nodes first."""
     decode: Literal["host", "device"] = "host"
     """Where training images are decoded: in reading tasks, or on the worker's GPU by nvImageCodec
     where the CPUs cannot keep up. The crops are the same; pixels differ slightly (`device` decodes
@@ -317,10 +324,10 @@ class DataConfig(Section):
     task_memory_mib: Annotated[Positive, OnResume.FREE] = 256
     """Encoded images that one task holds, in MiB; at least one row group."""
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
-    """Most MiB of the object store that images waiting for training may take; at the limit reading
-    pauses. Unset = Ray Data's default, half of the store."""
+    """Most MiB of the object store for images that wait for training; at the limit reading pauses.
+    Unset = Ray Data's default, half of the store."""
     cache_dir: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FREE] = None
-    """Folder on each node's local disk, used for nothing else, that caches what is read for later
+    """Folder on each node's local disk, used for nothing else, that caches image data for later
     epochs; checksums are verified at each use. Unset = no cache."""
     cache_gib: Annotated[PositiveFloat, OnResume.FREE] = 100.0
     """Most GiB that `cache_dir` takes on a node. A full cache keeps this data set and evicts others
@@ -328,34 +335,35 @@ class DataConfig(Section):
 
     @property
     def eval_sets(self) -> dict[str, str]:
-        """Path of each evaluation set, by its name; of a lone one the name is empty."""
+        """Path of each evaluation set by its name; a single set has an empty name."""
         if isinstance(self.eval, dict):
             return dict(self.eval)
         return {"": self.eval} if self.eval is not None else {}
 
     @property
     def test_set(self) -> str | None:
-        """Path of the set that `eval/top1` is measured on, the first one."""
+        """Path of the first set, on which `eval/top1` is measured."""
         return next(iter(self.eval_sets.values()), None)
 
     def problems(self) -> dict[str, object]:
-        """What is done to crops on the device; a cache that is not on a disk."""
+        """Augmentations that need decode=host; a cache that is not on a disk."""
         is_on_device = self.decode == "device"
         done = ("randaugment", "three_augment", "color_jitter", "erasing", "own", "sizes")
         return {
             **{
-                f"augment.{key}={value} is done by the reading tasks; set decode=host, or "
-                "leave it out": is_on_device
+                f"augment.{key}={value} with decode=device: only the reading tasks on the host do "
+                f"it; set decode=host, or leave {key} out": is_on_device
                 for key in done
                 if (value := getattr(self.augment, key))
             },
             **{
-                f"augment.{key}={value} is done by the reading tasks; set decode=host, or another "
-                f"{key}": is_on_device and getattr(self.augment, key) == value
+                f"augment.{key}={value} with decode=device: only the reading tasks on the host do "
+                f"it; set decode=host, or another {key}": is_on_device
+                and getattr(self.augment, key) == value
                 for key, value in (("interpolation", "bicubic"), ("kind", "simple_random_crop"))
             },
-            f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
-            "/local_ssd/vit_ray": "://" in (self.cache_dir or ""),
+            f"cache_dir={self.cache_dir!r} is not a local folder; give a path on each node's disk, "
+            "such as /local_ssd/vit_ray": "://" in (self.cache_dir or ""),
         }
 
 
@@ -365,10 +373,10 @@ class OptimConfig(Section):
     name: Annotated[
         Literal["adamw", "sgd", "adafactor", "lamb", "muon"] | OwnPart, OnResume.FIXED
     ] = "adamw"
-    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), the
-    Adafactor of "Scaling ViT" and big_vision, with a second moment factored into rows and columns
-    of each matrix, in attention of each head, the LAMB of DeiT III, or Muon on the matrices of
-    hidden layers with AdamW on everything else; or an optimizer of your own (`myparts.lion`)."""
+    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), the Adafactor
+    of "Scaling ViT" and big_vision, with a second moment factored into rows and columns of each
+    matrix, in attention of each head, the LAMB of DeiT III, or Muon on the matrices of hidden
+    layers with AdamW on everything else; or an optimizer of your own (`myparts.lion`)."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", _WITH_MOMENTS)] = (
@@ -376,7 +384,7 @@ class OptimConfig(Section):
         0.999,
     )
     """AdamW's and LAMB's betas; for Adafactor the momentum and the limit of the second beta. Muon's
-    momentum is 0.95, and these are of its AdamW."""
+    momentum is 0.95, and these are for its AdamW."""
     first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", _WITH_MOMENTS)] = "fp32"
     """Precision of the first moment, or of Muon's momentum; "Scaling ViT" uses bf16. AdamW with
     bf16 does not run as one fused kernel."""
@@ -388,8 +396,8 @@ class OptimConfig(Section):
     SGD, as in BiT."""
     layer_decay: Share = 1.0
     """Layer-wise decay of the learning rate for fine-tuning (BEiT, MAE: 0.65 to 0.85): the head and
-    the last norm have the full rate, and each block below this share of the one above; the
-    embedding, class token and positions have the smallest. 1 = one rate for all."""
+    the last norm have the full rate, and each block has this share of the rate of the block above;
+    the embedding, class token and positions have the smallest. 1 = one rate for all."""
     frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
     """Parts of the model that are not trained and have no gradient or optimizer state:
     `embedding`, `class_token`, `positions`, `registers`, `distillation_token`, `pre_norm`, `blocks`
@@ -406,7 +414,7 @@ class OptimConfig(Section):
     """Last share of the run, in which `schedule=cooldown` falls linearly and `rsqrt` is multiplied
     by a linear factor down to 0."""
     timescale: Annotated[PositiveFloat, UsedIf("schedule", ("rsqrt",))] = 10_000.0
-    """Time scale of `schedule=rsqrt` in steps: after so many steps the rate is 0.71 of the peak,
+    """Time scale of `schedule=rsqrt` in steps: after this many steps the rate is 0.71 of the peak,
     after three times as many 0.5. The default is big_vision's."""
     end_learning_rate: Annotated[
         NotNegativeFloat, UsedIf("schedule", ("linear", "cosine", "cooldown"))
@@ -423,7 +431,7 @@ class OptimConfig(Section):
     """Length in training images seen."""
 
     def problems(self) -> dict[str, object]:
-        """Shares out of order; a bf16 moment that cannot be kept; two lengths."""
+        """Shares out of order; a bf16 moment that would lose its updates; two lengths."""
         shares, given = list(self.decay_at), given_lengths(self)
         is_bf16 = self.first_moment == "bf16"
         return {
@@ -431,11 +439,9 @@ class OptimConfig(Section):
             "[0.3, 0.6, 0.9]": sorted(set(shares)) != shares,
             f"first_moment=bf16 is for name={', name='.join(_WITH_MOMENTS)}; set it to fp32 for "
             f"{self.name}": (is_bf16 and self.name not in _WITH_MOMENTS),
-            f"betas={list(self.betas)} with first_moment=bf16: what a step adds to a moment that "
-            f"decays by {self.betas[0]} is lost in bf16's rounding; use at most "
-            f"{HIGHEST_BF16_BETA}, or first_moment=fp32": (
-                is_bf16 and self.betas[0] > HIGHEST_BF16_BETA
-            ),
+            f"betas={list(self.betas)} with first_moment=bf16: a moment with decay {self.betas[0]} "
+            f"loses its updates to bf16's rounding; use at most {HIGHEST_BF16_BETA}, or "
+            "first_moment=fp32": (is_bf16 and self.betas[0] > HIGHEST_BF16_BETA),
             f"the length of the run is given {len(given)} times ({', '.join(given)}); keep one of "
             "steps, epochs, images and set the others to null": len(given) > 1,
         }
@@ -450,48 +456,51 @@ class OptimConfig(Section):
         """
         if not given_lengths(self):
             raise ValueError(
-                "optim: the run has no length; set one of optim.steps, optim.epochs, optim.images"
+                "optim gives no length of the run; set one of optim.steps, optim.epochs, "
+                "optim.images"
             )
         images = self.images or num_images * (self.epochs or 0)
         total = self.steps or max(1, round(images / global_batch_size))
         if self.warmup_steps >= total:
             raise ValueError(
-                f"optim.warmup_steps={self.warmup_steps} does not end before the run does "
-                f"({total} steps); set it below {total}"
+                f"optim.warmup_steps={self.warmup_steps} is not shorter than the run ({total} "
+                f"steps); set it below {total}"
             )
         return total
 
 
 def given_lengths(section: Section) -> dict[str, Any]:
-    """Those of `steps`, `epochs`, `images` that a section sets, with their values."""
+    """The lengths among `steps`, `epochs`, `images` that a section sets, with their values."""
     lengths = {key: getattr(section, key) for key in ("steps", "epochs", "images")}
     return {key: value for key, value in lengths.items() if value is not None}
 
 
 class DistillConfig(Section):
-    """A teacher whose outputs the model learns, on the same images: crop, mixing and all.
+    """A teacher whose outputs the model learns, on the same images with the same crops and mixing.
 
-    It runs in evaluation mode without gradients in the training's precision, whole on each worker.
+    It runs in evaluation mode without gradients, in the training's precision, unsharded on each
+    worker.
     """
 
     teacher: str = Field(min_length=1)
-    """Its weights, with the places of `init_from`. They are read whenever the run is trained, and
-    it refuses to resume with others."""
+    """Its weights, given as in `init_from`. They are read whenever the run is trained, and it
+    refuses to resume with others."""
     model: ModelConfig
-    """The teacher's model, which sees images of the student's size."""
+    """The teacher's model; it sees images of the student's size."""
     kind: Annotated[Literal["logits", "hard", "features"], OnResume.FIXED] = "logits"
     """`logits`: the teacher's probabilities (KL divergence, arXiv:1503.02531); `hard`: its most
-    likely class (DeiT, arXiv:2012.12877); `features`: the cosine distance of what the heads see,
-    the student's through a linear projection (as the adaptors of AM-RADIO, arXiv:2312.06709)."""
+    likely class (DeiT, arXiv:2012.12877); `features`: the cosine distance between the inputs of the
+    two heads, the student's through a linear projection (as the adaptors of AM-RADIO,
+    arXiv:2312.06709)."""
     weight: Share = 0.5
-    """Of the teacher's loss; the labels' has the rest. 1 = the teacher alone, as in "a good teacher
-    is patient and consistent" (arXiv:2106.05237)."""
+    """Weight of the teacher's loss; the labels' loss has the rest. 1 = the teacher alone, as in "a
+    good teacher is patient and consistent" (arXiv:2106.05237)."""
     temperature: Annotated[PositiveFloat, UsedIf("kind", ("logits",))] = 1.0
-    """Both logits are divided by it, and the loss is multiplied by its square."""
+    """Temperature: both logits are divided by it, and the loss is multiplied by its square."""
 
 
 class TrainConfig(Section):
-    """Loss, batch and the engine that trains."""
+    """Loss, batch and training engine."""
 
     loss: Annotated[Literal["softmax", "sigmoid", "masked_patch"] | OwnPart, OnResume.FIXED] = (
         "softmax"
@@ -502,7 +511,7 @@ class TrainConfig(Section):
     """For `loss=softmax`."""
     mixup: NotNegativeFloat = 0.0
     """Alpha of MixUp's Beta(alpha, alpha); 0 = off. Neighbours in the global batch are mixed, so
-    each micro-batch has an even number of images."""
+    the micro-batch must be even."""
     cutmix: NotNegativeFloat = 0.0
     """Alpha of CutMix; 0 = off. With MixUp, each applies to half of the pairs."""
     mixed_labels: Annotated[Literal["shares", "ones"], UsedIf("loss", ("sigmoid",))] = "shares"
@@ -529,7 +538,7 @@ class TrainConfig(Section):
     """0 = keep all activations, n = recompute every n-th block."""
     compile: Annotated[bool | Literal["auto"], OnResume.FREE] = "auto"
     """torch.compile the model's blocks, all with the code of one (ZeRO 0-2); `auto` = on GPUs, and
-    eager where compiling fails, for example without a C compiler."""
+    eager if compiling fails, for example without a C compiler."""
     averaging: Fraction = 0.0
     """Decay per step of the averaged weights (EMA, Polyak averaging); the paper's is 0.9999; 0 =
     off."""
@@ -537,13 +546,13 @@ class TrainConfig(Section):
     """Limit the decay to (1 + t) / (10 + t) in step t, so that the average of a short run does not
     stay near the initial weights; `false` = a constant decay, as in the paper."""
     nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
-    """After a loss or gradient that is not finite, which is never applied: stop, skip the step, or
-    roll back to a checkpoint. Three such steps in a row stop the run."""
+    """What to do after a loss or gradient that is not finite, which is never applied: stop, skip
+    the step, or roll back to a checkpoint. Three such steps in a row stop the run."""
     on_spike: Annotated[Literal["skip", "rollback"] | None, OnResume.FREE] = None
     """After a finite loss or gradient norm 6 robust standard deviations above the last 128 steps:
     `skip` does not apply a step with such a gradient norm, `rollback` restores the newest
-    checkpoint, each once, and the data continue. A fourth such step of 16 is a new level. Unset =
-    only noted."""
+    checkpoint, once for each spike, and training continues with later data. A fourth such step
+    among 16 counts as a new level. Unset = only noted."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics."""
     overfit_one_batch: Annotated[bool, OnResume.FIXED] = False
@@ -553,12 +562,12 @@ class TrainConfig(Section):
     """First and last step of a profiler trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a better validation loss: of the averaged weights if
-    there are any (`averaging`), on held-out images if there are any (`data.held_out_fraction`).
-    The best evaluation is the result, as with `checkpoint.keep_best`."""
+    there are any (`averaging`), on held-out images if there are any (`data.held_out_fraction`). The
+    best evaluation is the result, as with `checkpoint.keep_best`."""
     callbacks: Annotated[tuple[OwnPart, ...], OnResume.FREE] = ()
-    """Functions of your own that get each logged step and its metrics, on rank 0."""
+    """Functions of your own that are called on rank 0 with each logged step and its metrics."""
     step_timeout_s: Annotated[PositiveFloat, OnResume.FREE] = 600.0
-    """A step that takes longer counts as hung, and the workers are restarted."""
+    """Seconds after which a step counts as hung and the workers are restarted."""
 
     def compiles(self, has_gpu: bool) -> bool:
         """Whether the model is compiled."""
@@ -573,11 +582,11 @@ class TrainConfig(Section):
 
     @property
     def least_pass(self) -> int:
-        """Images that a pass has a multiple of."""
+        """Number that the images of a pass must be a multiple of."""
         return 2 if self.mixes else 1
 
     def problems(self) -> dict[str, object]:
-        """Combinations that no training has."""
+        """Combinations that cannot be trained."""
         sizes = {key: getattr(self, key) for key in ("global_batch_size", "micro_batch_size")}
         odd = {
             f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such as "
@@ -587,32 +596,31 @@ class TrainConfig(Section):
         }
         profiled = list(self.profile_steps or ())
         return {
-            "mixup and cutmix mix labels, and loss=masked_patch has none; set both to 0": (
-                self.mixes and self.loss == "masked_patch"
-            ),
+            "mixup or cutmix with loss=masked_patch: they mix labels, and masked_patch has none; "
+            "set both to 0": (self.mixes and self.loss == "masked_patch"),
             **odd,
-            "mixed_labels=ones needs loss=sigmoid, and mixup or cutmix; leave it at shares": (
+            "mixed_labels=ones needs loss=sigmoid, and mixup or cutmix; set them, or leave "
+            "mixed_labels at shares": (
                 self.mixed_labels == "ones" and not (self.loss == "sigmoid" and self.mixes)
             ),
-            f"label_smoothing={self.label_smoothing} needs loss=softmax, not {self.loss}; set "
-            "label_smoothing to 0 or the loss to softmax": (
+            f"label_smoothing={self.label_smoothing} with loss={self.loss}: it needs loss=softmax; "
+            "set label_smoothing to 0 or the loss to softmax": (
                 self.label_smoothing and self.loss != "softmax"
             ),
             "compile=true does not work with zero_stage=3; use zero_stage 0, 1 or 2, or set "
             "compile to false": self.compile is True and self.zero_stage == 3,
-            "offload=true needs zero_stage 1, 2 or 3; zero_stage=0 keeps all state": (
-                self.offload and self.zero_stage == 0
-            ),
+            "offload=true with zero_stage=0, which does not shard optimizer state; use zero_stage "
+            "1, 2 or 3, or set offload to false": (self.offload and self.zero_stage == 0),
             f"profile_steps={profiled} ends before it begins; give the first and the last step, "
             "such as [20, 22]": sorted(profiled) != profiled,
-            "averaging=1.0 would never move; use a factor below 1 such as 0.9999": (
+            "averaging=1.0 would keep the initial weights; use a factor below 1 such as 0.9999": (
                 self.averaging == 1.0
             ),
         }
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
+    """When checkpoints are written, and which ones are kept."""
 
     every_steps: Positive | None = None
     """Steps between checkpoints; unset = only by minutes, and at the end."""
@@ -621,7 +629,7 @@ class CheckpointConfig(Section):
     an hour at most, from the stall of the last checkpoint and the failure rate in `plan` for this
     number of workers (`gpu_days_per_failure`, `server_days_per_preemption`)."""
     keep_last: Positive = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints to keep."""
     keep_every_steps: Positive | None = None
     """Steps between permanent checkpoints, which are never removed; unset = none."""
     keep_steps: tuple[Positive, ...] = ()
@@ -641,7 +649,7 @@ class EvalConfig(Section):
     few_shot_train: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set for the few-shot examples; unset = no few-shot accuracy."""
     few_shot_test: Annotated[str | None, OnResume.EVALUATED] = None
-    """Converted set that few-shot accuracy is measured on."""
+    """Converted set on which few-shot accuracy is measured."""
     shots: Annotated[tuple[Positive, ...], UsedIf("few_shot_train")] = (1, 5, 10, 25)
     """Examples per class."""
     few_shot_seeds: Annotated[Positive, UsedIf("few_shot_train")] = 3
@@ -659,12 +667,12 @@ class EvalConfig(Section):
         ]
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         return {
-            f"metrics={list(self.metrics)}: eval/{twice} is of two metrics; rename one": twice,
+            f"metrics={list(self.metrics)}: two metrics are named eval/{twice}; rename one": twice,
             f"few_shot_train and few_shot_test go together; given {train!r} and {test!r}": (
                 (train is None) != (test is None)
             ),
-            "shots=[] leaves nothing to measure on few_shot_train; give numbers such as "
-            "[1, 5, 10, 25], or unset few_shot_train and few_shot_test": train and not self.shots,
+            "shots=[] with few_shot_train: there is nothing to measure; give numbers such as [1, "
+            "5, 10, 25], or unset few_shot_train and few_shot_test": train and not self.shots,
         }
 
 
@@ -683,19 +691,19 @@ class WorkersConfig(Section):
     those of `ray start --labels`; an autoscaler starts nodes whose node type or KubeRay group has
     them in its `labels`."""
     max_failures: int = Field(default=5, ge=-1)
-    """Failures in a row without a new checkpoint between them that the run survives; -1 = any
+    """Failures in a row, without a new checkpoint between them, that the run survives; -1 = any
     number. Preempted nodes and micro-batches that do not fit into memory do not count."""
     replace_failed: bool = True
-    """A worker whose process has died is replaced alone, and the others keep theirs; with GPUs all
-    workers start again in any case."""
+    """Replace only the worker whose process has died, and keep the others; with GPUs all workers
+    are restarted in any case."""
     place_timeout_minutes: PositiveFloat = 60.0
-    """Minutes that the run waits for free resources on the cluster before it ends."""
+    """Minutes to wait for free resources on the cluster before the run ends."""
     collective_timeout_s: Positive = 600
-    """A collective operation that takes longer fails, and the workers are restarted."""
+    """Seconds after which a collective operation fails and the workers are restarted."""
 
     @property
     def sizes(self) -> range:
-        """Every worker count that the run may have."""
+        """Every worker count that the run may use."""
         count = self.num_workers
         least, most = (count, count) if isinstance(count, int) else count
         return range(least, most + 1)
@@ -710,16 +718,16 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str = "sqlite:///mlflow.db"
-    """Tracking server or SQLite file; relative files are in the current folder."""
+    """Tracking server or SQLite file; relative paths are in the current folder."""
     experiment: str = "vit_ray"
     """MLflow experiment."""
     parent_run_id: str | None = None
     """Parent run in MLflow (set by sweeps and studies)."""
     system_metrics: bool = True
-    """CPU, memory, GPU and network of every node."""
+    """Record CPU, memory, GPU and network of every node."""
     log_model: bool = True
-    """Log the trained model for `mlflow.pyfunc.load_model`: the address of its checkpoint, no
-    copy."""
+    """Log the trained model for `mlflow.pyfunc.load_model`, as the address of its checkpoint,
+    without a copy."""
     register_as: Annotated[str, Field(pattern=r"^[^/:'\"]+$")] | None = None
     """Registered model that gets a new version; trials of a sweep are not registered."""
     description: str | None = None
@@ -739,30 +747,31 @@ class TrackingConfig(Section):
     @field_validator("uri")
     @classmethod
     def _is_a_store(cls, uri: str) -> str:
-        """MLflow 3 opens no folder of files, and takes some time-outs to say what it cannot open.
+        """MLflow 3 opens no folder of files, and needs several time-outs to report what it cannot
+        open.
 
-        The address is not repeated, which may hold a password.
+        The address is not repeated: it may hold a password.
         """
         scheme, separator, rest = uri.partition("://")
         scheme = scheme.partition("+")[0]
         if scheme == "sqlite" and not rest.startswith("/"):
             raise ValueError(
-                "sqlite:// is followed by a third slash and the file, such as sqlite:///mlflow.db "
-                "(in the folder of the command) or sqlite:////srv/mlflow.db"
+                "sqlite:// needs a third slash and the file, such as sqlite:///mlflow.db (in the "
+                "current folder) or sqlite:////srv/mlflow.db"
             )
         if uri.partition(":")[0] in _MLFLOW_ALONE or (separator and scheme in _mlflow_schemes()):
             return uri
         what = f"{scheme}:// is" if separator else "a path is"
         raise ValueError(
-            f"{what} no address of MLflow's; give sqlite:///FILE, http://HOST:PORT of a server, or "
-            "postgresql://, mysql://, mssql://HOST/DATABASE. Runs in a folder of "
-            "files, such as mlruns, MLflow 3 does not open: it goes on in a database"
+            f"{what} not an address of MLflow's; give sqlite:///FILE, http://HOST:PORT of a "
+            "server, or postgresql://, mysql://, mssql://HOST/DATABASE. MLflow 3 does not open a "
+            "folder of files, such as mlruns"
         )
 
 
 @cache
 def _mlflow_schemes() -> frozenset[str]:
-    """Of a store that MLflow opens, those of its plugins too; without importing it."""
+    """Schemes of the stores that MLflow opens, including its plugins; without importing it."""
     plugins = entry_points(group="mlflow.tracking_store")
     own = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", *_MLFLOW_ALONE)
     return frozenset({*own, *(one.name for one in plugins if one.name not in ("file", ""))})

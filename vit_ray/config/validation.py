@@ -1,4 +1,4 @@
-"""Plain data to a checked schema: each problem by its dotted key, with the nearest valid one."""
+"""Plain data to a checked schema: each problem with its dotted key and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vit_ray.config.secrets import redact
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 
-# What people type who come from other systems.
+# Keys of other systems that users type by habit.
 _ALIASES = {
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "optim.learning_rate"),
     **dict.fromkeys(("wd", "decay"), "optim.weight_decay"),
@@ -41,10 +41,10 @@ _ALIASES = {
 
 
 class InvalidValueError(ValueError):
-    """Some values are not as the schema has them."""
+    """Some values do not fit the schema."""
 
     types: frozenset[str] = frozenset()
-    """Pydantic's names of what is wrong, such as `int_type`."""
+    """Pydantic's names of the problems, such as `int_type`."""
 
 
 def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
@@ -54,11 +54,12 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
         InvalidValueError: as `load_recipe`; every problem is listed.
     """
     try:
-        # JSON mode is strict about types but lets a list stand for a tuple, as YAML needs.
+        # JSON mode is strict about types but accepts a list for a tuple, as YAML needs.
         return schema.model_validate_json(json.dumps(tree))
     except pydantic.ValidationError as error:
         found = error.errors()
-        # A tuple whose items failed counts as too short as well; only the items' own faults help.
+        # A tuple whose items failed is also reported as too short; only report the items' own
+        # problems.
         causes = [p for p in found if p["type"] != "too_short"] or found
         problems = [_describe(schema, problem) for problem in causes]
         refusal = InvalidValueError(redact(f"{where}: " + "; ".join(dict.fromkeys(problems))))
@@ -67,7 +68,7 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
 
 
 def require(value: Value | None, key: str, hint: str) -> Value:
-    """What a recipe gives for a key that the job at hand cannot do without.
+    """A recipe's value of a key that the command needs.
 
     Args:
         value: as the recipe has it.
@@ -129,7 +130,7 @@ def _nearest(schema: type[BaseModel], key: str, valid: list[str]) -> str | None:
 
 
 def _section_at(schema: type[BaseModel], where: list[Any]) -> type[BaseModel]:
-    """The section that keys, and places in lists, lead to."""
+    """The section that the keys and list positions lead to."""
     for part in where:
         if not isinstance(part, int):
             schema = section_type(schema.model_fields[part].annotation) or schema
@@ -145,7 +146,7 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether a field of this type holds any number of values, and not a pair of them."""
+    """Whether a field of this type holds any number of values, and not a pair."""
     return Ellipsis in get_args(annotation) or any(map(is_list, get_args(annotation)))
 
 
@@ -163,5 +164,5 @@ def dotted_keys(schema: type[BaseModel]) -> list[str]:
 
 
 def value_text(value: Any) -> str:
-    """A value of a recipe as a person writes it: lists in JSON, the rest as text."""
+    """A recipe's value as a user writes it: lists in JSON, everything else as text."""
     return json.dumps(value, default=str) if isinstance(value, (tuple, list, dict)) else str(value)

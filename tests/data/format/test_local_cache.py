@@ -226,7 +226,7 @@ def _forget_idle() -> None:
 def test_a_recipe_gives_the_cache_of_each_node(tmp_path: Path) -> None:
     recipe = Recipe(name="a", data={"cache_dir": "here"}).with_absolute_paths()
     assert recipe.data.cache_dir == str(Path("here").absolute())
-    with pytest.raises(ValueError, match=r"cache_dir='s3://b/c' is no folder on a node's disk"):
+    with pytest.raises(ValueError, match=r"cache_dir='s3://b/c' is not a local folder"):
         recipe.with_changes(data={"cache_dir": "s3://b/c"})
 
 

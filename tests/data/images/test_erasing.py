@@ -77,5 +77,5 @@ def test_a_sample_keeps_its_rectangle_and_noise_after_all_other_changes() -> Non
 
 
 def test_a_device_does_not_do_it() -> None:
-    with pytest.raises(ValueError, match=r"data: augment\.erasing=0.25 is done by the reading"):
+    with pytest.raises(ValueError, match=r"data: augment\.erasing=0.25 with decode=device"):
         recipe_with(data={"augment": {"erasing": 0.25}, "decode": "device"})

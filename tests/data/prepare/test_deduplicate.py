@@ -277,7 +277,7 @@ def test_features_of_other_sets_or_models_are_refused(
         check_same_model([mine, other], prints)
     with pytest.raises(ValueError, match="no whole set of features"):
         check_same_model([locate(str(tmp_path / "nothing")), known], prints)
-    with pytest.raises(ValueError, match="has 1 folders, and 2 are needed; with features"):
+    with pytest.raises(ValueError, match="has 1 folders, evaluation_sets has 2; with features"):
         recipe_with(
             deduplicate={
                 "source": "a", "evaluation_sets": ["b", "c"], "destination": "d",

@@ -67,7 +67,7 @@ def test_a_fraction_is_taken_after_the_held_out_part(recipe: Recipe) -> None:
         ({"train": {"global_batch_size": 100}}, "the nearest valid train.global_batch_size is 96"),
         ({"train": {"global_batch_size": 65}}, "does not divide among 2 workers"),
         ({"train": {"global_batch_size": 2048}}, "more than the 1497 training images"),
-        ({"optim": {"steps": None}}, "the run has no length"),
+        ({"optim": {"steps": None}}, "optim gives no length of the run"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused(

@@ -1,4 +1,4 @@
-"""What `--dry-run` says beyond the resolved recipe: steps, batches, memory, exaFLOPs."""
+"""What `--dry-run` prints in addition to the resolved recipe: steps, batches, memory, exaFLOPs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe_training(recipe: Recipe) -> str:
     """Steps, batch, memory and compute of a training; reads the manifest and starts nothing.
 
     Raises:
-        ValueError: as `resolve_run`; `data.train` may be a placeholder if `plan` tells the counts.
+        ValueError: as `resolve_run`; `data.train` may be a placeholder if `plan` gives the counts.
     """
     facts = data_facts(recipe)
     check_batch(recipe, facts.num_images)
@@ -37,7 +37,7 @@ def describe_training(recipe: Recipe) -> str:
 
 
 def _shown_sizes(recipe: Recipe) -> list[int]:
-    """Every group size of a short elastic range, the ends of a long one."""
+    """Every worker count of a short elastic range, the ends of a long one."""
     sizes = recipe.group_sizes
     return sizes if len(sizes) <= 4 else [sizes[0], sizes[-1]]
 
@@ -65,7 +65,7 @@ def _memory_parts(memory: MemoryEstimate) -> list[str]:
 def _micro_batch(
     recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
 ) -> tuple[int, str]:
-    """Images per pass, and a note where `auto` is settled only by trial."""
+    """Images per pass, and a note if `auto` is decided only by trying."""
     is_auto = recipe.train.micro_batch_size == "auto"
     if not is_auto or recipe.workers.use_gpu is False:
         return micro_batch_size(recipe, world_size), ""

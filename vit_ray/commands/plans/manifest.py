@@ -1,7 +1,6 @@
-"""`vit-ray manifest`: a file of `cluster/` with a recipe and the sizes for it filled in.
+"""`vit-ray manifest`: a file of `cluster/` filled in with a recipe and sizes for it.
 
-The shipped file is the template: what it says beside sizes, names and the network stands there
-alone.
+The shipped file is the template: everything except sizes, names and the network is only there.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ClusterConfig
 
 CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
-"""By `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of `data_cores.py`."""
+"""CPU ms per image by `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of
+`data_cores.py`."""
 NETWORK_GB_PER_S: Final = {"tcp": 12.5, "efa": 400.0, "rdma": 400.0}
-"""That a node sends by its data sheet: one adapter of 100 Gbit/s, or eight of 400."""
+"""GB/s that a node sends, by its data sheet: one adapter of 100 Gbit/s, or eight of 400."""
 _MOST_STORE_GIB: Final = 100
-"""Of a node's object store: what eight GPUs train on in 20 s waits in it."""
+"""Largest object store of a node: it holds what eight GPUs train on in 20 s."""
 _PACKAGE: Final = Path(__file__).parents[2]
 # In an installed package, or in a checkout.
 _FILES: Final = next(p for p in (_PACKAGE / "cluster", _PACKAGE.parent / "cluster") if p.is_dir())
@@ -35,21 +35,21 @@ _ONE_TRAINING: Final = ("pretrain", "finetune")
 
 @dataclass(frozen=True)
 class ClusterSizes:
-    """What a recipe's cluster has."""
+    """The sizes of a recipe's cluster."""
 
     gpus: int
     gpu_nodes: int
     data_nodes: int
     images_per_s: float
-    """That the GPUs train, communication hidden."""
+    """Images that the GPUs train per second, with communication hidden."""
     reading_cpus: float
-    """That this many images per second take."""
+    """CPUs that reading this many images per second takes."""
     free_cpus: float
-    """Of the nodes that train, beside their workers."""
+    """CPUs of the training nodes that their workers leave free."""
 
 
 def cluster_sizes(recipe: Recipe) -> ClusterSizes:
-    """By the plan of the recipe's training on `cluster.gpus`.
+    """The sizes by the plan of the recipe's training on `cluster.gpus`.
 
     Raises:
         ValueError: the GPUs do not divide the batch, the model does not fit on one, or a node has
@@ -68,8 +68,8 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
     free = cluster.cpus_per_node - each * workers.cpus_per_worker
     if free < recipe.data.cpus_per_task:
         raise ValueError(
-            f"cluster.cpus_per_node={cluster.cpus_per_node} leaves {free:g} CPUs for reading "
-            f"beside {each} workers of workers.cpus_per_worker={workers.cpus_per_worker:g}; lower "
+            f"cluster.cpus_per_node={cluster.cpus_per_node} leaves {free:g} CPUs for reading next "
+            f"to {each} workers of workers.cpus_per_worker={workers.cpus_per_worker:g}; lower "
             "workers.cpus_per_worker, or choose nodes with more CPUs"
         )
     plan: dict[str, Any] = {"num_gpus": size, "gpus_per_server": each}
@@ -81,7 +81,7 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
     )
     if stage.largest_micro_batch is None:
         raise ValueError(
-            f"not one image of {recipe.model.name} fits a {recipe.plan.device} under "
+            f"not one image of {recipe.model.name} fits on a {recipe.plan.device} under "
             f"train.zero_stage={recipe.train.zero_stage}: {stage.memory.total:.1f} GiB; raise "
             "train.zero_stage, cluster.gpus or train.activation_checkpointing"
         )
@@ -98,14 +98,14 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
 
 
 def describe_sizes(recipe: Recipe) -> str:
-    """The nodes, and why so many."""
+    """The nodes, and the reason for their number."""
     return "\n".join(_size_lines(recipe, cluster_sizes(recipe)))
 
 
 def _size_lines(recipe: Recipe, sizes: ClusterSizes) -> list[str]:
     cluster = recipe.cluster or ClusterConfig()
     lines = [
-        f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in all, "
+        f"nodes that train     {sizes.gpu_nodes} with {sizes.gpus} GPUs in total, "
         f"{cluster.cpus_per_node} CPUs and {cluster.memory_gib_per_node} GiB each"
     ]
     if sizes.data_nodes:
@@ -117,8 +117,8 @@ def _size_lines(recipe: Recipe, sizes: ClusterSizes) -> list[str]:
         f"training             {sizes.images_per_s:,.0f} images/s on {recipe.plan.device} at "
         f"{recipe.plan.mfu * 100:g} % MFU",
         f"reading              {sizes.reading_cpus:,.1f} CPUs at "
-        f"{CPU_MS_PER_IMAGE[recipe.data.decode]} ms an image; {sizes.free_cpus:g} are free where "
-        "it trains",
+        f"{CPU_MS_PER_IMAGE[recipe.data.decode]} ms an image; {sizes.free_cpus:g} are free on the "
+        "nodes that train",
     ]
     if sizes.reading_cpus > sizes.free_cpus + sizes.data_nodes * cluster.cpus_per_data_node:
         lines[-1] += "; data will limit training"
@@ -135,7 +135,7 @@ def manifest(recipe: Recipe) -> str:
     """The file of `cluster.kind` for the recipe.
 
     Raises:
-        ValueError: as `cluster_sizes`, or a place or an address that the cluster cannot use.
+        ValueError: as `cluster_sizes`, or a path or an address that the cluster cannot use.
     """
     cluster = recipe.cluster or ClusterConfig()
     _check_places(recipe, cluster)
@@ -152,7 +152,7 @@ def manifest(recipe: Recipe) -> str:
 
 
 def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
-    """What each node must reach is named, and is not one node's own."""
+    """Check that every node can reach the recipe's paths and addresses."""
     if cluster.kind != "slurm" and not cluster.image:
         raise ValueError(
             "cluster.image is not set; give the image that you built from cluster/Dockerfile and "
@@ -208,19 +208,19 @@ def _recipe_there(recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """YAML of what the recipe sets, which loads as the same recipe."""
+    """YAML of what the recipe sets; it loads as the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines stand as such, and what is there twice stands twice."""
+    """Texts of several lines are written as block scalars, and repeated values are repeated."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """No aliases."""
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """A text."""
+        """A scalar for a text."""
         style = "|" if "\n" in text else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -259,10 +259,10 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
         _apply_patch(job, yaml.safe_load(patch))
     documents = [config, network, job]
     if gpu["template"]["spec"].get("hostNetwork"):
-        # Network plugins do not select such pods by label: the head would refuse them.
+        # Network plugins do not select such pods by label: the head's policy would reject them.
         documents.remove(network)
     if cluster.queue:
-        # Kueue (0.19) takes no cluster that grows, and none that outlives its job.
+        # Kueue (0.19) accepts no cluster that grows, and none that outlives its job.
         job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": cluster.queue}
         gpu["replicas"] = gpu["minReplicas"] = sizes.gpu_nodes
         del spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]
@@ -273,9 +273,10 @@ def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSiz
 
 
 def _labels(recipe: Recipe, sizes: ClusterSizes) -> tuple[dict[str, str], dict[str, str]]:
-    """Of nodes that train and of nodes that read: an autoscaler knows no others of a new node.
+    """Labels of nodes that train and of nodes that read: an autoscaler knows only these of a new
+    node.
 
-    Only a selector for one value says which label a node is to have.
+    Only a selector for a single value gives the label that a node must have.
     """
     trains, reads = (
         {key: value for key, value in selector.items() if not set("!(") & set(value)}
@@ -285,9 +286,9 @@ def _labels(recipe: Recipe, sizes: ClusterSizes) -> tuple[dict[str, str], dict[s
 
 
 def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[str, str]) -> None:
-    """The sizes of a worker group's pod.
+    """Set the sizes of a worker group's pod.
 
-    Ray's own share for its object store is 30 % of the memory; it lies in `/dev/shm`.
+    By default Ray gives its object store 30 % of the memory; it is in `/dev/shm`.
     """
     store_gib = min(_MOST_STORE_GIB, memory_gib * 3 // 10)
     group["rayStartParams"]["object-store-memory"] = str(store_gib << 30)
@@ -298,7 +299,9 @@ def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[st
 
 
 def _apply_patch(document: Any, operations: list[dict[str, Any]]) -> None:
-    """JSON Patch (RFC 6902) with what the files use of it: `test`, and `add` at a list's end."""
+    """JSON Patch (RFC 6902), limited to what the files use: `test`, and `add` at the end of a
+    list.
+    """
     for operation in operations:
         *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
         node = document

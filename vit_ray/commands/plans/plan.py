@@ -1,7 +1,7 @@
-"""What a recipe costs on a cluster, for every ZeRO stage, before anything is started.
+"""What a recipe costs on a cluster, for every ZeRO stage, before anything starts.
 
-Memory is counted on models of the meta device, traffic and time by data sheets; no GPU,
-no data and no Ray are needed where the recipe tells `plan.num_images` and `plan.num_classes`.
+Memory is counted on models of the meta device, traffic and time by data sheets; no GPU and no Ray
+are needed, and no data if the recipe sets `plan.num_images` and `plan.num_classes`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ BYTES_PER_PIXEL = 12  # of an image that is decoded whole, at most: PNG of 16 bi
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the data make of a recipe, and its work.
+    """The numbers that the data give a recipe, and the work that follows.
 
     Attributes:
-        source: where the two counts are from.
-        largest_pixels: of the image that has the most; 0 where that is not known.
-        image_bytes: mean size of a stored image; 0 where that is not known.
+        source: where the two counts come from.
+        largest_pixels: of the largest image; 0 if unknown.
+        image_bytes: mean size of a stored image; 0 if unknown.
         group_images: mean number of images in a row group.
     """
 
@@ -80,7 +80,7 @@ def told_facts(recipe: Recipe) -> TrainingFacts:
 
 
 def data_facts(recipe: Recipe) -> TrainingFacts:
-    """From the data set in `data.train`; before it is there, from its source, or from `plan`.
+    """From the data set in `data.train`; if it does not exist yet, from its source, or from `plan`.
 
     Raises:
         ValueError: there is no such model; the data set is broken, or nothing gives the counts.
@@ -110,14 +110,14 @@ def _told_facts(recipe: Recipe) -> TrainingFacts:
     plan, train = recipe.plan, recipe.data.train
     if plan.num_images is None or plan.num_classes is None:
         raise ValueError(
-            f"data.train={train!r} is no data set; give the folder of a converted one, or "
+            f"data.train={train!r} is not a data set; give the folder of a converted one, or "
             "plan.num_images and plan.num_classes"
         )
     return _facts(recipe, _share(recipe, plan.num_images), plan.num_classes, "plan.num_images")
 
 
 def _share(recipe: Recipe, num_images: int) -> int:
-    """Images of an epoch: less what is held out, and then `data.fraction` of the rest."""
+    """Images per epoch: all but the held-out ones, and then `data.fraction` of the rest."""
     kept = num_images - round(num_images * recipe.data.held_out_fraction)
     return round(kept * recipe.data.fraction)
 
@@ -140,16 +140,16 @@ class PlannedCluster:
 
 
 def divisors(count: int) -> set[int]:
-    """All of a positive number."""
+    """All divisors of a positive number, in ascending order."""
     low = {one for one in range(1, math.isqrt(count) + 1) if count % one == 0}
     return low | {count // one for one in low}
 
 
 def planned_cluster(recipe: Recipe) -> PlannedCluster:
-    """The recipe's `plan` section with what it leaves unset filled in.
+    """The recipe's `plan` section with its unset values filled in.
 
     Raises:
-        ValueError: the device is not known, or its number does not divide the batch.
+        ValueError: the device is not known, or the number of GPUs does not divide the batch.
     """
     plan, batch = recipe.plan, recipe.train.global_batch_size
     device = require_device(plan.device, "plan.device")
@@ -171,7 +171,7 @@ class StagePlan:
 
     Attributes:
         largest_micro_batch: None: not even one image fits.
-        micro_batch: the recipe's, or the largest; 1 where none fits.
+        micro_batch: the recipe's, or the largest; 1 if none fits.
     """
 
     stage: int
@@ -189,7 +189,7 @@ def plan_stage(
     stage: int,
     micro_batch: int | None = None,
 ) -> StagePlan:
-    """Memory, traffic and time of the recipe under a stage.
+    """Memory, traffic and time of the recipe under a ZeRO stage.
 
     Args:
         micro_batch: images per pass; None: the recipe's.
@@ -260,19 +260,21 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
 
 
 def _network_text(network: Network, num_gpus: int) -> str:
-    """Servers and their links; what a GPU reaches in large operations, and which link limits it."""
+    """Servers and their links; what a GPU reaches in large collectives, and which link limits
+    it.
+    """
     servers, text = network.servers(num_gpus), f"{network.link_gb_per_s:g} GB/s in a server"
     if servers == 1:
         return text
     limit = "adapters" if network.is_limited_by_adapters(num_gpus) else "links in a server"
     return (
-        f"{text}, {network.server_gb_per_s:g} out of each of {servers}; operations reach "
+        f"{text}, {network.server_gb_per_s:g} out of each of {servers}; collectives reach "
         f"{network.bus_gb_per_s(num_gpus):.0f} GB/s, limited by the {limit}"
     )
 
 
 def _reading_text(recipe: Recipe, facts: TrainingFacts) -> str:
-    """What a reading task may hold: its row groups, and the largest image decoded whole."""
+    """What a reading task holds at most: its row groups, and the largest image, fully decoded."""
     limit = (
         recipe.convert.max_pixels
         if recipe.convert
@@ -323,7 +325,7 @@ def _stage_table(
 
 
 def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
-    """Which trainings have equal streams, and so share one if they run side by side on a host."""
+    """Which trainings have equal streams, and so share one if they run on the same host."""
     alike: dict[str, list[str]] = {}
     for name, recipe in trainings:
         alike.setdefault(reads_of(recipe), []).append(name)
@@ -332,8 +334,8 @@ def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
     if not shared:
         return "no two read the same images"
     text = "one stream for " + "; one for ".join(shared)
-    text += f", if they run side by side on a host ({LAG_SHARE:.0%} more of its object store)"
-    return f"{text}; a stream each for {_few(alone)}" if alone else text
+    text += f", if they run in parallel on a host ({LAG_SHARE:.0%} more of its object store)"
+    return f"{text}; one stream each for {_few(alone)}" if alone else text
 
 
 def _few(names: list[str]) -> str:

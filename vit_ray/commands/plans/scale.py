@@ -1,8 +1,8 @@
 """`vit-ray plan --scale`: what limits a training on 1 to 1,024 GPUs, its days and its price.
 
-Each point is the plan's step, held against what hosts, storage and the recording process can do,
-and then run through failures. Figures of ours were measured on CPUs (`benchmarks/results`); what
-was not measured is printed as assumed.
+Each point is the plan's step, compared with the capacity of hosts, storage and the recording
+process, and then run through failures. Our figures were measured on CPUs (`benchmarks/results`);
+what was not measured is printed as assumed.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from vit_ray.worker.run_link import beats_between
 
 POWERS: Final = [2**power for power in range(11)]
 SERVER_MS_PER_IMAGE: Final = 1.70 / 128
-"""Of the stream server of a host: stream_scale_cpu_2026-11-24.md, two servers at 64 ranks."""
+"""CPU ms per image in a host's stream server: stream_scale_cpu_2026-11-24.md, two servers at 64
+ranks."""
 HEARTBEAT_S: Final = 1.422e-3
-"""CPU of a heartbeat in the process that records the run: many_ranks_cpu_2026-11-24.md."""
+"""CPU seconds per heartbeat in the process that records the run: many_ranks_cpu_2026-11-24.md."""
 SAVE_S, SAVING_RANKS = 6.5, 512
-"""Requests of a save by so many ranks, on two cores: many_ranks_cpu_2026-11-24.md."""
+"""Seconds of requests for a save by this many ranks, on two cores: many_ranks_cpu_2026-11-24.md."""
 STALL_S, STALL_S_PER_GIB = 0.14, 0.277
-"""Of a save, and of each GiB of a rank's part of it: checkpoint_stall_cpu_2026-11-21.md."""
+"""Seconds per save, and per GiB of a rank's part of it: checkpoint_stall_cpu_2026-11-21.md."""
 IMAGE_BYTES: Final = 110_631
-"""Of an ImageNet photograph: data_shrink_to_cpu_2026-11-22.md."""
+"""Mean bytes of an ImageNet photograph: data_shrink_to_cpu_2026-11-22.md."""
 REQUESTS_PER_S: Final = 5500.0
 """GET requests that S3 answers for one prefix: Amazon S3 User Guide, performance guidelines."""
 NUM_RUNS, SHARES = 1000, (0.05, 0.95)
-"""Runs that are simulated for each point, and the part of them below either end of its range."""
+"""Simulated runs for each point, and the quantiles at the ends of its range."""
 BESIDE: Final = ("checkpoints", "record")
-"""Loads that slow nothing down: the next checkpoint comes later, heartbeats wait."""
+"""Loads that do not slow training down: the next checkpoint comes later, heartbeats wait."""
 MOST_SIMULATED: Final = 3000
-"""Failures of a run above which it is not simulated: their number hardly varies."""
+"""A run with more failures than this is not simulated: their number hardly varies."""
 LEAST_GOODPUT: Final = 0.01
-"""Below this goodput a run is reported as never ending."""
+"""Below this goodput a run is reported as one that does not end."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class ScalePoint:
 
     Attributes:
         micro_batch: images per pass.
-        fits: whether it does into the GPU's memory, by estimate.
-        step: of one optimizer step, data at hand.
-        loads: what each source of data and the record have to do at that pace, as a share of what
-            they can; the sources slow training down above 1.
-        link: what communication goes through.
-        met: what interrupts training.
-        interval_s: of training between two checkpoints.
+        fits: whether it fits into the GPU's memory, by estimate.
+        step: time of one optimizer step once its data are there.
+        loads: work of each source of data and of the record at that pace, as a share of their
+            capacity; sources slow training down above 1.
+        link: the link that communication uses.
+        met: the interruptions of the training.
+        interval_s: training time between two checkpoints.
     """
 
     num_gpus: int
@@ -93,26 +94,28 @@ class ScalePoint:
 
     @property
     def slowest(self) -> str:
-        """The source of data that has the most to do."""
+        """The source of data with the highest load."""
         return max(self.sources, key=self.loads.__getitem__)
 
     @property
     def sources(self) -> list[str]:
-        """Loads that slow training down above 1."""
+        """Loads that slow training down when they are above 1."""
         return [name for name in self.loads if name not in BESIDE]
 
     def paced_s(self, step_s: float) -> float:
-        """A step of so many seconds, or what the slowest source needs for its images."""
+        """Time of a step that takes `step_s` of computing, or longer if the slowest source needs
+        longer.
+        """
         return max(step_s, self.step.most_s * self.loads[self.slowest])
 
     @property
     def images_per_s(self) -> float:
-        """Of all GPUs, without failures; no communication is hidden."""
+        """Over all GPUs, without failures; no communication is hidden."""
         return self.batch / self.paced_s(self.step.most_s)
 
     @property
     def limit(self) -> str:
-        """A source that cannot keep up; else, or if more, what most of the wall clock goes to."""
+        """A source that cannot keep up; else, or if larger, what takes most of the wall clock."""
         step, paced_s = self.step, self.paced_s(self.step.most_s)
         stalls_s = paced_s * self.met.stall_s / self.interval_s
         parts = {
@@ -127,20 +130,20 @@ class ScalePoint:
 
     @cached_property
     def kept(self) -> float:
-        """Share of the wall clock that checkpoints and failures leave."""
+        """Share of the wall clock that is left after checkpoints and failures."""
         return self.met.goodput(self.interval_s)
 
     @property
     def goodput(self) -> float:
-        """Expected share of the wall clock that trains something new, as runs report it."""
+        """Expected share of the wall clock that trains new steps, as runs report it."""
         return self.kept * self.step.most_s / self.paced_s(self.step.most_s)
 
     @cached_property
     def days(self) -> tuple[float, float, float] | None:
-        """Expected wall clock, and its range; None: it would not end.
+        """Expected wall clock, and its range; None: the run would not end.
 
-        The low end hides all communication and meets few failures, the high end hides none and
-        meets many, as 5 % of the simulated runs do.
+        The low end hides all communication and has few failures; the high end hides none and has as
+        many failures as the worst 5 % of the simulated runs.
         """
         if self.kept < LEAST_GOODPUT:
             return None
@@ -159,7 +162,9 @@ class ScalePoint:
 
 
 def gpu_counts(recipe: Recipe) -> list[int]:
-    """Up to each of `POWERS` the largest count that divides the batch, into pairs if mixed."""
+    """For each of `POWERS` the largest count up to it that divides the batch (pairs, if images are
+    mixed).
+    """
     batch, least = recipe.train.global_batch_size, recipe.train.least_pass
     fitting = divisors(batch // least)
     return sorted({max(one for one in fitting if one <= power) for power in POWERS})
@@ -174,7 +179,7 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     plan, batch = recipe.plan, recipe.train.global_batch_size
     told = recipe.train.micro_batch_size
     micro = None
-    if isinstance(told, int):  # the most that a share can be divided into
+    if isinstance(told, int):  # the largest pass that a share can be divided into
         sizes = pass_sizes(recipe, num_gpus)
         micro = max([size for size in sizes if size <= told], default=sizes[0])
     cluster = planned_cluster(recipe.with_changes(plan={"num_gpus": num_gpus}))
@@ -188,7 +193,7 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     into_all = min(servers * into_server, (plan.storage_gb_per_s or math.inf) * 1e9)
     cpu_ms = CPU_MS_PER_IMAGE[recipe.data.decode] + SERVER_MS_PER_IMAGE
     gpus_here = min(num_gpus, network.gpus_per_server)
-    # A server that has not all its GPUs in the run is taken to have CPUs in proportion.
+    # A server with only some of its GPUs in the run is assumed to have CPUs in proportion.
     cpus = plan.cpus_per_server * gpus_here / network.gpus_per_server
     sources = {
         "data CPUs": images_per_s / servers * cpu_ms / 1e3 / cpus,
@@ -230,7 +235,7 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
 
 
 def _interval_s(recipe: Recipe, met: Interruptions, step_s: float, total_steps: int) -> float:
-    """Seconds of training between two checkpoints, by the recipe; the last step has one, too."""
+    """Seconds of training between two checkpoints, by the recipe; the last step also writes one."""
     config, wanted = recipe.checkpoint, [total_steps * step_s]
     if config.every_minutes == "auto":
         wanted.append(min(met.best_interval_s, MOST_AUTO_S))
@@ -242,7 +247,7 @@ def _interval_s(recipe: Recipe, met: Interruptions, step_s: float, total_steps: 
 
 
 def scale_table(recipe: Recipe, points: Sequence[ScalePoint]) -> Table:
-    """A row for each point; endless days are inf."""
+    """A row for each point; a run that does not end has inf days."""
     price, each = recipe.plan.price_per_gpu_hour, points[0].images_per_s / points[0].num_gpus
     ends = ("", ", low", ", high")
     titles = [
@@ -274,7 +279,7 @@ def short(value: float) -> str:
 
 
 def _printed(table: Table) -> list[str]:
-    """Lines of the table, each range in one column with its value."""
+    """Lines of the table; a range shares a column with its value."""
     rows = [
         [column.title for column in table.columns],
         *([c.text for c in r] for r in table.cells()),
@@ -292,7 +297,9 @@ def _printed(table: Table) -> list[str]:
 
 
 def scale_figure(recipe: Recipe, points: Sequence[ScalePoint]) -> Chart:
-    """Images a second against GPUs: of training, after failures, and what each source can give."""
+    """Images per second against GPUs: in training, after failures, and the capacity of each
+    source.
+    """
     lines: dict[str, list[float | None]] = {
         "no communication": [p.batch / p.step.compute_s for p in points],
         "with communication": [p.batch / p.step.most_s for p in points],
@@ -319,7 +326,7 @@ def scale_figure(recipe: Recipe, points: Sequence[ScalePoint]) -> Chart:
 
 
 def assumptions(recipe: Recipe, facts: TrainingFacts) -> list[str]:
-    """What the points rest on: measured where, or assumed."""
+    """The inputs of the points: measured where, or assumed."""
     plan = recipe.plan
     spot = plan.server_days_per_preemption
     image = f"{facts.image_bytes:,.0f} bytes an image (the data set)"
@@ -364,7 +371,9 @@ def describe_scale(recipe: Recipe, facts: TrainingFacts, points: Sequence[ScaleP
 
 
 def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
-    """Print `describe_scale`; unless it is dry, keep table and figure in an MLflow run, too."""
+    """Print `describe_scale`; unless it is a dry run, also keep table and figure in an MLflow
+    run.
+    """
     facts = told_facts(recipe)
     points = scale_points(recipe, facts)
     text = describe_scale(recipe, facts, points)
@@ -400,6 +409,6 @@ def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
 
 
 def _metric(title: str) -> str:
-    """Of MLflow, by the heading of a column."""
+    """MLflow's metric names, by the heading of a column."""
     plain = title.lower().replace("/s", " per s").replace(" in ", " ")
     return PLAN_GROUP + re.sub(r"\W+", "_", plain)

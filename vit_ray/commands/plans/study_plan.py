@@ -1,4 +1,4 @@
-"""What a study costs before it is started: every cell, the sum, and the longest way through it."""
+"""What a study costs before it starts: every cell, the total, and the critical path."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class PlannedTask:
     """The fine-tunings of a cell on one data set."""
 
     num_trials: int
-    """That a rate is chosen by; 0 for a single fine-tuning."""
+    """Fine-tunings that select a rate; 0 for a single fine-tuning."""
     num_finals: int
-    """With the chosen rate."""
+    """Fine-tunings with the selected rate."""
     exaflops: float
-    """Of each."""
+    """Per fine-tuning."""
     gpu_hours: float
-    """Of each."""
+    """Per fine-tuning."""
 
     @property
     def num_runs(self) -> int:
-        """Of all fine-tunings."""
+        """Number of all fine-tunings."""
         return self.num_trials + self.num_finals
 
 
@@ -51,34 +51,35 @@ class PlannedCell:
     facts: TrainingFacts
     num_gpus: int
     exaflops: float
-    """Of its pre-training; of a branch, its cool-down: `facts.exaflops` has the whole length."""
+    """Compute of its pre-training; for a branch, of its cool-down: `facts.exaflops` has the whole
+    length."""
     training_hours: float
-    """Of one GPU, at `plan.mfu` of its peak; starting, evaluating and communication aside."""
+    """GPU-hours at `plan.mfu` of the peak, without starting, evaluation and communication."""
     tasks: tuple[PlannedTask, ...]
-    """What comes after the pre-training."""
+    """The fine-tunings after the pre-training."""
 
     @property
     def transfer_exaflops(self) -> float:
-        """Of its tasks."""
+        """Compute of its tasks."""
         return sum(task.num_runs * task.exaflops for task in self.tasks)
 
     @property
     def transfer_hours(self) -> float:
-        """Of one GPU, for its tasks."""
+        """GPU-hours of its tasks."""
         return sum(task.num_runs * task.gpu_hours for task in self.tasks)
 
     @property
     def gpu_hours(self) -> float:
-        """Of one GPU, for all of it."""
+        """GPU-hours of the cell with its tasks."""
         return self.training_hours + self.transfer_hours
 
     @property
     def hours(self) -> float:
-        """Of all of it on its own GPUs, one training after another."""
+        """Hours of the cell with its tasks on its own GPUs, one training after another."""
         return self.gpu_hours / self.num_gpus
 
     def work(self, gpu_hours: float) -> Work:
-        """A training on its GPUs."""
+        """A training of this cell for the scheduler."""
         recipe = self.cell.recipe
         opening = RunOpening(recipe.tracking, recipe.name, metrics_log_path(recipe.run_folder))
         return Work(
@@ -88,50 +89,54 @@ class PlannedCell:
         )
 
     def planned(self, task: PlannedTask) -> Flow[None]:
-        """A task, as a study runs it."""
+        """The work of a task, in a study's order."""
         yield [self.work(task.gpu_hours) for _ in range(task.num_trials)]
         yield [self.work(task.gpu_hours) for _ in range(task.num_finals)]
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """All cells in the order of the recipe, and what they need together."""
+    """All cells in the order of the recipe, and their total need."""
 
     recipe: Recipe
     cells: list[PlannedCell]
 
     @cached_property
     def gpu_hours(self) -> float:
-        """Of all cells."""
+        """GPU-hours of all cells."""
         return sum(one.gpu_hours for one in self.cells)
 
     @property
     def exaflops(self) -> float:
-        """Of all pre-trainings, as far as they are computed."""
+        """Compute of all pre-trainings, counting shared steps of branches once."""
         return sum(one.exaflops for one in self.cells)
 
     @property
     def transfer_exaflops(self) -> float:
-        """Of all fine-tunings."""
+        """Compute of all fine-tunings."""
         return sum(one.transfer_exaflops for one in self.cells)
 
     @property
     def num_gpus(self) -> int:
-        """Of the cluster: those that are told, within `study.max_gpus`, or of the widest cell."""
+        """GPUs of the cluster: `plan.num_gpus`, or else those of the widest cell; at most
+        `study.max_gpus`.
+        """
         widest = max(one.num_gpus for one in self.cells)
         told = self.recipe.plan.num_gpus or widest
         return min(told, study_of(self.recipe).max_gpus or told)
 
     @cached_property
     def critical_path(self) -> tuple[float, Sequence[PlannedCell]]:
-        """Hours of the cell, with its branches, that takes longest on however many GPUs."""
+        """Hours of the longest cell with its branches, which no number of GPUs shortens."""
         anything = Room(math.inf, math.inf)
         found = [(makespan(_flow([group]), anything), group) for group in self._groups()]
         return max(found, key=lambda pair: pair[0])
 
     @cached_property
     def hours(self) -> float:
-        """From the start of the first cell to the end of the last, side by side on the cluster."""
+        """Hours from the start of the first cell to the end of the last, in parallel on the
+        cluster.
+        """
         room = Room(self.num_gpus, 0.0, study_of(self.recipe).max_concurrent or math.inf)
         groups = in_order(
             self._groups(),
@@ -149,7 +154,7 @@ class StudyPlan:
         return [[self.cells[index] for index in group] for group in found]
 
     def check_budget(self) -> None:
-        """Refuse what costs too much.
+        """Refuse a study above the budget.
 
         Raises:
             ValueError: the cells need more than `study.budget_gpu_hours`.
@@ -161,7 +166,7 @@ class StudyPlan:
                 f"study.budget_gpu_hours={budget:g}: the {len(self.cells)} cells need "
                 f"{self.gpu_hours:,.4g} hours of {self.recipe.plan.device} at "
                 f"{self.recipe.plan.mfu * 100:g} % MFU, {largest.cell.name!r} alone "
-                f"{largest.gpu_hours:,.4g}; leave cells out, or raise the budget"
+                f"{largest.gpu_hours:,.4g}; remove cells, or raise the budget"
             )
 
 
@@ -205,9 +210,9 @@ def _planned(recipe: Recipe, cell: Cell) -> PlannedCell:
         fitting = [size for size in cell.recipe.group_sizes if size <= most]
         if not fitting:
             raise ValueError(
-                f"plan.num_gpus={most}: cell {cell.name!r} has {cell.recipe.group_sizes[0]} "
-                f"workers (workers.num_workers={cell.recipe.workers.num_workers}), a GPU each; "
-                "raise the one or lower the other"
+                f"plan.num_gpus={most}: cell {cell.name!r} needs {cell.recipe.group_sizes[0]} "
+                f"GPUs, one per worker (workers.num_workers={cell.recipe.workers.num_workers}); "
+                "raise plan.num_gpus, or lower workers.num_workers"
             )
         num_gpus = fitting[-1]
     facts = data_facts(cell.recipe)
@@ -284,15 +289,14 @@ def _totals(plan: StudyPlan) -> list[str]:
     transfer_hours = sum(one.transfer_hours for one in plan.cells)
     hours = f"{config.device}-hours"
     lines = [
-        f"in all         {len(plan.cells)} cells, {exaflops:,.4g} exaFLOPs, "
-        f"{plan.gpu_hours:,.4g} {hours} at {config.mfu * 100:g} % MFU; starting, "
-        "evaluation and communication aside",
+        f"total          {len(plan.cells)} cells, {exaflops:,.4g} exaFLOPs, {plan.gpu_hours:,.4g} "
+        f"{hours} at {config.mfu * 100:g} % MFU, without starting, evaluation and communication",
         f"pre-training   {plan.exaflops:,.4g} exaFLOPs, "
         f"{plan.gpu_hours - transfer_hours:,.4g} {hours} of that",
         f"transfer       {plan.transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {hours}",
-        f"side by side   {plan.hours:,.4g} hours on {plan.num_gpus} x {config.device}",
-        f"critical path  {longest_hours:,.4g} hours: {longest[0].cell.name}{branches}, however "
-        "many GPUs there are",
+        f"in parallel    {plan.hours:,.4g} hours on {plan.num_gpus} x {config.device}",
+        f"critical path  {longest_hours:,.4g} hours: {longest[0].cell.name}{branches}, on any "
+        "number of GPUs",
         f"images         {sources}",
         "reading        "
         + describe_sharing((one.cell.name, one.cell.recipe) for one in plan.cells),

@@ -1,4 +1,4 @@
-"""What a job prints when it has ended: tables for people."""
+"""What a command prints when it has ended: tables for users."""
 
 from __future__ import annotations
 
@@ -67,13 +67,15 @@ def print_result(result: RunResult) -> int:
 
 
 def print_link(hint: str, run_id: str | None) -> None:
-    """Where MLflow shows a run; nothing where MLflow was away and does not know it."""
+    """Where MLflow shows a run; nothing if MLflow was away and does not have it."""
     if hint and run_id is not None:
         print(f"MLflow page: {hint}")
 
 
 def print_sweep(result: SweepResult | None) -> int:
-    """The grid, the choice and the test accuracy; exit code 3 if it was stopped on request."""
+    """The grid, the selected point and the test accuracy; exit code 3 if it was stopped on
+    request.
+    """
     if result is None:
         print("stopped on request; the same command resumes its runs from their checkpoints")
         return 3
@@ -102,7 +104,7 @@ def print_sweep(result: SweepResult | None) -> int:
         print_table(result.beside_paper)
     if averages:
         last = statistics.fmean(result.last_test_top1)
-        print(f"that is of the averaged weights; of the last weights: {last:.2%}")
+        print(f"that is with averaged weights; with the last weights: {last:.2%}")
     if result.page is not None:
         print(f"report: {result.page}")
     print_link(result.hint, result.parent_run_id)
@@ -110,7 +112,7 @@ def print_sweep(result: SweepResult | None) -> int:
 
 
 def describe_spread(result: SweepResult) -> str:
-    """Mean and deviation of the test accuracy; one run has no deviation."""
+    """Mean and deviation of the test accuracy; a single run has no deviation."""
     runs = len(result.test_top1)
     if runs == 1:
         return f"{result.mean:.2%} (1 run; set sweep.seeds for more)"
@@ -119,7 +121,7 @@ def describe_spread(result: SweepResult) -> str:
 
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
     """Accuracies on one test set with Wilson's 95 % intervals."""
-    from vit_ray.report.statistics.intervals import of_share  # scipy: not in every driver
+    from vit_ray.report.statistics.intervals import of_share  # scipy: not installed in every driver
 
     table = Table(title=f"{title}, {num_images:,} images")
     table.add_column("weights")
@@ -142,7 +144,7 @@ def print_metrics(metrics: dict[str, float]) -> None:
 
 
 def print_table(table: report_tables.Table) -> None:
-    """A table as it is kept with a run, numbers in their form; columns without values left out."""
+    """A table as kept with a run, with formatted numbers; empty columns are left out."""
     used = table.used()
     shown = Table(title=escape(used.caption), title_justify="left")
     for column in used.columns:

@@ -1,4 +1,4 @@
-"""What the study job prints of its results."""
+"""What the study command prints of its results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def print_study(result: StudyResult) -> int:
 
 
 def _transfer_columns(result: StudyResult) -> list[tuple[str, str, str]]:
-    """One for each task that any cell has an accuracy on."""
+    """One column for each task on which any cell has an accuracy."""
     keys = dict.fromkeys(key for cell in result.cells for key in cell.metrics)
     found = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in keys]
     return [(match[1], match[0], "{:.2%}") for match in found if match]
@@ -75,8 +75,8 @@ def _notes(result: StudyResult) -> list[str]:
     ]
     num_before = sum(cell.was_finished for cell in result.cells)
     if num_before:
-        notes.append(f"{num_before} of {result.num_cells} cells were finished before")
+        notes.append(f"{num_before} of {result.num_cells} cells had finished before")
     if len(result.cells) < result.num_cells:
         left = result.num_cells - len(result.cells)
-        notes.append(f"stopped: {left} cells are left; run the same command again to go on")
+        notes.append(f"stopped: {left} cells are left; run the same command again to continue")
     return notes

@@ -1,4 +1,4 @@
-"""What is printed of VTAB-1k's tasks."""
+"""What is printed for VTAB-1k's tasks."""
 
 from __future__ import annotations
 

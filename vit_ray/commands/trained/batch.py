@@ -1,6 +1,6 @@
 """`vit-ray batch RUN|RECIPE step=k`: the images of a step as the model sees them, on one page.
 
-It reads what the step reads and nothing else: no Ray, no cluster, no weights.
+It reads only what the step reads: no Ray, no cluster, no weights.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from vit_ray.report.tables import Column, Table
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
 MOST_SHOWN: Final = 64
-"""Images of a step on the page and in the picture; the table has all."""
+"""Images of a step on the page and in the picture; the table has all of them."""
 MOST_BYTES: Final = 1 << 30
-"""That are read without `--large`; here, from a remote store."""
+"""Most bytes read without `--large`; in this command, from a remote store."""
 _BOX_COLOR: Final = (255, 64, 64)
 
 
@@ -46,27 +46,30 @@ def show_batch(
     is_timed: bool,
     modules: Sequence[str],
 ) -> int:
-    """Write the page, the picture and the tables, and print where; or the steps of a sample.
+    """Write the page, the picture and the tables, and print their paths; or the steps of a sample.
 
     Args:
         source: a run or recipe, as `find_run` takes it.
         words: `step=k`, `step=k:n`, `sample=NUMBER` or `key=KEY`; `rank=r/n`; and changes of the
             recipe.
         out: folder to write; None for one named after the run and the step.
-        is_with_originals: write the stored files, too.
-        is_large: read however many bytes it takes.
-        is_timed: write nothing, and print what each stage of the stream costs.
+        is_with_originals: also write the stored files.
+        is_large: read any number of bytes.
+        is_timed: write nothing, and print the cost of each stage of the stream.
         modules: of the user's own parts, which may be imported.
 
     Raises:
-        ValueError: a word is wrong, the run has no such step, rank or sample, or as `find_run`.
+        ValueError: an argument is wrong, the run has no such step, rank or sample, or as
+            `find_run`.
     """
     trust_modules(*modules)
     asked = {key: value for key, _, value in (word.partition("=") for word in words)}
     names = ("step", "sample", "key", "rank")
     own: dict[str, str] = {key: asked[key] for key in names if key in asked}
     if len(own.keys() & {"step", "sample", "key"}) != 1:
-        raise ValueError("give step=K, step=K:N, sample=NUMBER or key=KEY, such as step=0")
+        raise ValueError(
+            "no step is given; give step=K, step=K:N, sample=NUMBER or key=KEY, such as step=0"
+        )
     run = find_run(source, [word for word in words if word.partition("=")[0] not in own])
     batches = SeenBatches(run.resolved)
     if "step" not in own:
@@ -89,14 +92,14 @@ def show_batch(
         return 0
     folder = Path(out or f"{run.recipe.name}-step-{own['step'].replace(':', '-')}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; give another folder as --out")
+        raise ValueError(f"{folder} exists already; give another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
     _write(run, batches, steps, places, folder, is_with_originals)
     return 0
 
 
 def _steps(text: str) -> range:
-    """Of `100` or `100:110`."""
+    """The steps of `100` or `100:110`."""
     if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", text)):
         raise ValueError(f"step={text}: give a number, or a range such as 100:110")
     first = int(found[1])
@@ -104,7 +107,9 @@ def _steps(text: str) -> range:
 
 
 def _places(rank: str | None, run: NamedRun, steps: range) -> range:
-    """In the global batch, of a rank `r/n`, or of `r` where it is known of how many."""
+    """Positions in the global batch, or those of a rank `r/n`, or of `r` if the number of workers
+    is known.
+    """
     batch = run.recipe.train.global_batch_size
     if rank is None:
         return range(batch)
@@ -114,20 +119,20 @@ def _places(rank: str | None, run: NamedRun, steps: range) -> range:
         try:
             world, told_by = run.world_size(steps)
         except ValueError as error:
-            raise ValueError(f"rank={rank}: {error}, or rank={rank}/8 of 8 workers") from None
+            raise ValueError(f"rank={rank}: {error}, or rank={rank}/8 for 8 workers") from None
         print(f"rank {number} of {world}, by {told_by}", file=sys.stderr, flush=True)
     if not world or not number < world or batch % world:
         of = f", of {world}" if world else ""
         raise ValueError(
-            f"rank={rank}{of}: give the rank and how many there are, such as rank=3/8, which "
-            f"divide train.global_batch_size={batch}"
+            f"rank={rank}{of}: give the rank and the number of workers, such as rank=3/8, which "
+            f"must divide train.global_batch_size={batch}"
         )
     share = batch // world
     return range(number * share, (number + 1) * share)
 
 
 def _print_cost(run: NamedRun, steps: range) -> None:
-    """What each stage costs, over all images of the steps."""
+    """The cost of each stage, over all images of the steps."""
     costs = [stream_cost(run.resolved, step) for step in steps]
     spent_s = {stage: statistics.fmean(one[stage] for one in costs) for stage in STAGES}
     whole_s = sum(spent_s.values())
@@ -141,7 +146,7 @@ def _print_cost(run: NamedRun, steps: range) -> None:
 
 
 def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> list[int]:
-    """The number that is given, or those of the images with a key."""
+    """The given number, or the numbers of the images with a key."""
     if "sample" in own:
         if not own["sample"].isdecimal():
             raise ValueError(f"sample={own['sample']}: give a number, or the key as key=KEY")
@@ -154,7 +159,7 @@ def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> lis
 
 
 def _print_steps(run: NamedRun, batches: SeenBatches, sample: int) -> None:
-    """Where in the run a sample stands."""
+    """The steps and places of a sample in the run."""
     done = run.newest.position.step if run.newest else 0
     steps = [one for one in batches.steps_of(sample) if one[0] < run.total_steps]
     print(f"sample {sample}; the newest checkpoint is of step {done}")
@@ -181,7 +186,7 @@ def _write(
         rows += [one.row_of_table(classes) for one in images]
         sections.append(_section(step, pixels, images, classes, losses.get(step)))
         captions = [f"{one.sample} {_names(one, classes)}" for one in images]
-        left = MOST_SHOWN - len(drawn)  # a copy: the batch need not stay in memory
+        left = MOST_SHOWN - len(drawn)  # a copy, so that the batch can be freed
         drawn += zip(pixels[:left].copy(), captions[:left], strict=True) if left else ()
         if is_with_originals:
             _write_originals(images, folder / "originals")
@@ -199,7 +204,7 @@ def _write(
     part = f", the first {len(drawn)} of {len(rows):,}" if len(drawn) < len(rows) else ""
     sheet(shown, texts_shown, title + part).save(folder / "batch.png")
     data = redact(run.resolved.manifest.path)
-    origin = f"Made from {data} by the order of seed {recipe.seed}"
+    origin = f"Made from {data} in the order of seed {recipe.seed}"
     write_page(folder / "batch.html", title, sections, origin=origin)
     for name in ("batch.html", "batch.png", "batch.parquet", "batch.csv"):
         print(f"wrote {folder / name}")
@@ -227,7 +232,7 @@ def _section(
         captions, [False] * len(shown), note,
     )  # fmt: skip
     boxes = Gallery(
-        "What is stored, and the box that is cut out", strip([_boxed(one) for one in shown]),
+        "The stored image, and the box that is cut out", strip([_boxed(one) for one in shown]),
         [one.key for one in shown], [False] * len(shown),
     )  # fmt: skip
     whole = "{:,.0f}".format
@@ -236,7 +241,7 @@ def _section(
         Column("epoch", whole), Column("key"), Column("classes"), Column("stored"),
         Column("box (top, left, height, width)"), Column("mirrored"), Column("operations"),
         Column("mixed with", whole), Column("own share", "{:.2f}".format),
-        Column("in the place of", whole), Column("shard"),
+        Column("replaces", whole), Column("shard"),
     ]  # fmt: skip
     cells = [
         (
@@ -263,7 +268,7 @@ def _names(one: SeenImage, classes: list[str]) -> str:
 
 
 def _boxed(one: SeenImage) -> UInt8Array:
-    """The stored image as a small square, with the box of the crop drawn on it."""
+    """The stored image as a small square, with the box of the crop."""
     image = Image.fromarray(one.original())
     width = max(1, round(max(image.size) / SIDE))
     box = one.box
@@ -283,7 +288,7 @@ def _write_originals(images: Sequence[SeenImage], folder: Path) -> None:
 
 
 def _losses(run: NamedRun, steps: range) -> dict[int, float]:
-    """Loss of the steps that were logged: on this machine, and else in MLflow."""
+    """Loss of the logged steps: from this machine, or else from MLflow."""
     log, offset = MetricsLog(metrics_log_path(run.recipe.run_folder)), 0
     logged = dict[int, float]()
     while some := log.read(offset):
@@ -292,7 +297,7 @@ def _losses(run: NamedRun, steps: range) -> dict[int, float]:
             if record["kind"] == "metrics" and TRAIN_LOSS in record["values"]:
                 logged[record["step"]] = record["values"][TRAIN_LOSS]
     run_id = run.newest.position.tracking_run_id if run.newest else None
-    # A log on this machine is of the attempts that ran here. MLflow's steps count what is done.
+    # A log on this machine has the attempts that ran here. MLflow's steps count completed steps.
     if run_id is not None and not {step + 1 for step in steps} <= logged.keys():
         from vit_ray.tracking.mlflow_client import recorded_values  # MLflow: seconds
 

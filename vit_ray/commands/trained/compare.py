@@ -18,8 +18,8 @@ def compare_words(words: tuple[str, ...]) -> int:
     """Print how two runs differ, and write a page of it with the curves of both.
 
     Args:
-        words: two names or ids of runs, a recipe whose `tracking` says where they are, which may be
-            left out, and overrides in any place.
+        words: two names or ids of runs, optionally a recipe whose `tracking` says where they are,
+            and overrides in any position.
 
     Raises:
         ValueError: there are not two, or they cannot be compared.
@@ -50,15 +50,15 @@ def parse_words(words: Sequence[str]) -> tuple[tuple[str, str], Recipe]:
     """The two runs, and the recipe.
 
     Raises:
-        ValueError: not two or three words without `=`, or a recipe that cannot be loaded.
+        ValueError: not two or three arguments without `=`, or a recipe that cannot be loaded.
     """
     overrides = [word for word in words if "=" in word]
     names = [word for word in words if "=" not in word]
     if len(names) not in (2, 3):
         raise ValueError(
-            f"report compare: expected two runs, given {len(names)} words; the line is "
-            "`report compare A B [RECIPE] [tracking.uri=... tracking.experiment=...]`, A and B "
-            "names or ids of runs"
+            f"report compare: expected two runs, given {len(names)} arguments; the line is `report "
+            "compare A B [RECIPE] [tracking.uri=... tracking.experiment=...]`, with names or ids "
+            "of runs for A and B"
         )
     first, second, *recipe = names
     if recipe:

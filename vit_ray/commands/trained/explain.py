@@ -44,21 +44,22 @@ from vit_ray.train.optim.schedule import lr_at
 from vit_ray.train.spikes import losses_file
 
 SAME_LOSS: Final = 1e-4
-"""Of fp32, between the passes of a training and of this command."""
+"""Rounding of fp32 between the passes of a training and of this command."""
 NUM_SHOWN: Final = 8
-"""Images with the largest shares that are shown, or all that make the spike."""
+"""Images with the largest shares to show, or all images that make the spike."""
 STALE_RMS: Final = 2.3
-"""Of g / sqrt(v), above which Wortsman et al. (arXiv:2304.13013, section 3) saw spikes follow."""
+"""RMS of g / sqrt(v) above which Wortsman et al. (arXiv:2304.13013, section 3) saw spikes
+follow."""
 
 
 class _Weights(NamedTuple):
-    """The model by which gradients are measured, and what the optimizer knows then."""
+    """The model whose gradients are measured, and the optimizer's state at that step."""
 
     model: nn.Module
     exact: Recipe
-    """In fp32."""
+    """The weights in fp32."""
     second: dict[str, Tensor]
-    """Adam's second moment with its bias corrected; empty of other optimizers."""
+    """Adam's second moment with bias correction; empty for other optimizers."""
 
 
 def explain_step(
@@ -68,25 +69,30 @@ def explain_step(
 
     Args:
         source: a run, as `find_run` takes it.
-        words: `step=k`, 0-based; and changes of the recipe, such as where its data now are.
+        words: `step=k`, 0-based; and changes of the recipe, such as the present place of its data.
         out: folder to write; None for one named after the run and the step.
-        replays: train the steps between checkpoint and step again first.
+        replays: first train the steps between checkpoint and step again.
         modules: of the user's own parts, which may be imported.
 
     Raises:
-        ValueError: a word is wrong, the run has no such step, or no checkpoint at or before it.
+        ValueError: an argument is wrong, the run has no such step, or no checkpoint at or before
+            it.
     """
     trust_modules(*modules)
     given = [word.partition("=")[2] for word in words if word.startswith("step=")]
     if len(given) != 1 or not given[0].isdecimal():
-        raise ValueError("give the step to explain, counted from 0, such as step=1200")
+        raise ValueError(
+            "no step is given; give the step to explain, counted from 0, such as step=1200"
+        )
     run = find_run(source, [word for word in words if not word.startswith("step=")])
     (step,) = run.checked_steps(range(int(given[0]), int(given[0]) + 1))
     checkpoint = _checkpoint_before(run, step)
     batches = SeenBatches(run.resolved)
     steps = [one for one in (step, step - 1, step + 1) if 0 <= one < run.resolved.total_steps]
     if len(steps) == 1:
-        raise ValueError(f"the run {run.recipe.name!r} has one step, and none to compare it with")
+        raise ValueError(
+            f"the run {run.recipe.name!r} has one step, and no other to compare it with"
+        )
     groups, size = (sum(column) for column in zip(*map(batches.cost, steps), strict=True))
     told = f"reads {groups:,} row groups, {size / 2**20:,.1f} MiB"
     print(f"{told}; computes {len(steps)} batches", file=sys.stderr, flush=True)
@@ -94,15 +100,15 @@ def explain_step(
     if replays and far:
         images = far * run.recipe.train.global_batch_size
         print(
-            f"trains {far:,} steps again before: {images:,} images on this machine's CPUs, "
+            f"first trains {far:,} steps again: {images:,} images on this machine's CPUs, "
             f"{far / len(steps):,.1f} times the rest of the work",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     folder = Path(out or f"{run.recipe.name}-explain-{step}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; give another folder as --out")
+        raise ValueError(f"{folder} exists already; give another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
-    start = checkpoint  # from which a fork begins
+    start = checkpoint  # from which a fork starts
     if replays and far:
         checkpoint = replay_steps(run, checkpoint, step, locate(str(folder)))
     weights = _weights(run, checkpoint)
@@ -138,7 +144,7 @@ def explain_step(
 
 
 def _checkpoint_before(run: NamedRun, step: int) -> Checkpoint:
-    """The newest whole one whose weights were those before `step`, or before an earlier step."""
+    """The newest complete checkpoint with the weights before `step`, or before an earlier step."""
     there = list_checkpoints(locate(run.recipe.run_folder))
     for number, folder in there:
         checkpoint = open_checkpoint(folder) if number <= step else None
@@ -146,8 +152,8 @@ def _checkpoint_before(run: NamedRun, step: int) -> Checkpoint:
             return checkpoint
     steps = ", ".join(str(number) for number, _ in reversed(there)) or "none"
     raise ValueError(
-        f"step={step}: the run {run.recipe.name!r} has no checkpoint at or before it (there are: "
-        f"{steps}); give a later step, or keep more with checkpoint.keep_every_steps"
+        f"step={step}: the run {run.recipe.name!r} has no checkpoint at or before it (it has those "
+        f"of steps {steps}); give a later step, or keep more with checkpoint.keep_every_steps"
     )
 
 
@@ -180,7 +186,7 @@ def _print_figures(
     rms: dict[str, float],
     step: int,
 ) -> None:
-    """What was measured, step by step, and what the optimizer would do with it."""
+    """The measurements for each step, and what the optimizer would do with them."""
     recipe, distance = run.recipe, step - checkpoint.position.step
     far = f", {distance:,} steps before" if distance else ", the weights of the step"
     print(f"weights of checkpoint {checkpoint.position.step}{far}, in fp32")
@@ -221,23 +227,23 @@ def _print_verdict(
     factor = found[step].norm / usual if usual else float("inf")
     if places is None:
         print(
-            f"verdict: the gradient is {factor:.1f} times that of step {beside}, by more than a "
-            "quarter of the images: the whole batch, or weights for which it is unusual"
+            f"verdict: the gradient is {factor:.1f} times that of step {beside}, because of more "
+            "than a quarter of the images: the whole batch is unusual, or it is for these weights"
         )
     elif places:
         print(
             f"verdict: {len(places)} of {size} images make the gradient {factor:.1f} times that of "
-            f"step {beside}; without them it is no larger"
+            f"step {beside}; without them it is not larger"
         )
     else:
         print(
-            f"verdict: none of its images; by these weights the gradient is {factor:.1f} times "
-            f"that of step {beside}, and a spike has {SPIKE_FACTOR:g} times and more"
+            f"verdict: no image is the cause; with these weights the gradient is {factor:.1f} "
+            f"times that of step {beside}, and a spike is {SPIKE_FACTOR:g} times or more"
         )
     if not places and (stale := [f"{n} ({v:.1f})" for n, v in rms.items() if v > STALE_RMS]):
         print(
-            f"the second moment is out of date in {', '.join(stale[:NUM_SHOWN])}: the update is "
-            "too large there; lower optim.betas[1] or optim.learning_rate"
+            f"the second moment is out of date in {', '.join(stale[:NUM_SHOWN])}: the update there "
+            "is too large; lower optim.betas[1] or optim.learning_rate"
         )
     for one in facts:
         names = ", ".join(run.resolved.manifest.classes[label] for label in one.labels)
@@ -246,12 +252,12 @@ def _print_verdict(
     if places:
         excluded = f"data.exclude={sorted({one.sample for one in facts})}".replace(" ", "")
         origin = f"step={checkpoint.position.step} name={run.recipe.name}-without"
-        print(f"{excluded} leaves them out; the run without them from this checkpoint on:")
+        print(f"{excluded} leaves them out; to train without them from this checkpoint on, run:")
         print(f"  vit-ray fork {source} {origin} {excluded}")
 
 
 def _kept_losses(run: NamedRun, step: int) -> dict[int, float]:
-    """Of each sample when it happened, where this machine recorded the run; MLflow has it, too."""
+    """Loss of each sample in the run itself, if this machine recorded it; MLflow has it as well."""
     file = metrics_log_path(run.recipe.run_folder).parent / losses_file(step)
     if not file.exists():
         return {}
@@ -264,21 +270,22 @@ def _kept_losses(run: NamedRun, step: int) -> dict[int, float]:
 
 
 def likeness(losses: Sequence[float], samples: Sequence[int], kept: Mapping[int, float]) -> str:
-    """Whether these are the weights that the run had, as far as its losses tell."""
+    """Whether these are the run's weights at this step, judged by its losses."""
     pairs = zip(losses, samples, strict=True)
     off = max((abs(loss - kept[one]) for loss, one in pairs if one in kept), default=math.inf)
     if off < SAME_LOSS:
-        return "the losses of its images are those that the run had: these are its weights"
+        return "the losses of its images equal those of the run: these are its weights"
     return (
-        f"the losses of its images differ from those that the run had by up to {off:.2g}: these "
-        "are not quite its weights; that takes its precision, threads, workers and images per pass"
+        f"the losses of its images differ from those of the run by up to {off:.2g}: these are not "
+        "exactly its weights; that would need the run's precision, threads, workers and images per "
+        "pass"
     )
 
 
 def _write_table(
     found: StepGradient, samples: Tensor, kept: Mapping[int, float], path: Path
 ) -> None:
-    """Shares and losses of all images, with the loss when it happened where that was kept."""
+    """Shares and losses of all images, with the loss in the run itself if it was kept."""
     rows = zip(samples.tolist(), found.shares.tolist(), found.losses.tolist(), strict=True)
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)

@@ -1,4 +1,4 @@
-"""The export job: weights of a run as files that other programs read, and on the hub."""
+"""The export command: a run's weights as files for other programs, and on the hub."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _CARD = "README.md"
 
 
 def export(recipe: Recipe) -> int:
-    """Write `export.path`, and print what was loaded and where it went. Needs no GPU.
+    """Write `export.path`, and print what was loaded and where it was written. Needs no GPU.
 
-    A path without a suffix is a folder: class names, the image processor and a model card stand
-    beside the weights, and it can be pushed to the hub.
+    A path without a suffix is a folder with class names, image processor and a model card next to
+    the weights; it can be pushed to the hub.
 
     Raises:
-        ValueError: nothing to export is given, it does not fit the model, its head does not, or
-            the layout has no names for it; or the hub does not take it.
+        ValueError: nothing to export is given, it or its head does not fit the model, or the layout
+            has no names for it; or the hub refuses the upload.
     """
     hint = "export.path and export.layout, such as export='{path: model.npz, layout: jax}'"
     config = require(recipe.export, "export", hint)
@@ -52,8 +52,7 @@ def export(recipe: Recipe) -> int:
     num_classes = int(model.get_parameter("head.bias").numel())
     classes = class_names(str(recipe.init_from), position, recipe.data.train, num_classes)
     with tempfile.TemporaryDirectory() as folder:
-        # At its place from the start where that is local: weights may be larger than what is free
-        # elsewhere.
+        # At its final place from the start if that is local: weights may not fit elsewhere.
         copy = Path(target.path if target.is_local else f"{folder}/{target.path.split('/')[-1]}")
         save_weights(model, copy, config.layout, classes)
         files = [copy]
@@ -67,7 +66,7 @@ def export(recipe: Recipe) -> int:
             use = used_sections({**trained, "model": recorded["model"], "data": recorded["data"]})
             _complete_config(copy / FOLDER_CONFIG, crop, use)
             if (card := copy / _CARD).exists() or target.child(_CARD).exists():
-                print(f"kept {target.child(_CARD).uri}: it is there; remove it for a new card")
+                print(f"kept {target.child(_CARD).uri}, which exists; delete it to get a new card")
             else:
                 made = model_card(recipe, config, (count, num_classes), classes, position, "")
                 card.write_text(str(made))
@@ -79,14 +78,14 @@ def export(recipe: Recipe) -> int:
                 place.write(file.read_bytes())
         print(f"wrote {config.path}: {count:,} parameters, layout {config.layout}")
         if not classes:
-            print("class names are not known: data.train of the run, or of this recipe, has them")
+            print("class names are not known; set data.train to the run's data set")
         if config.push:
             print(f"pushed {_push(config, copy, [file.name for file in files])}")
     return 0
 
 
 def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> None:
-    """Say how the model is used; timm has the crop in shares of a side."""
+    """Write how the model is used; timm gives the crop as a share of a side."""
     settings = {**json.loads(file.read_text()), USE: use}
     if "pretrained_cfg" in settings:
         is_centre = crop.kind == "center_crop"
@@ -97,16 +96,17 @@ def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> Non
 
 
 def _position(recipe: Recipe) -> Position | None:
-    """Where the run stood whose checkpoint is exported; None for a published file."""
+    """Position of the run whose checkpoint is exported; None for a published file."""
     source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
     return find_weights(source).position if find_weight_file(source) is None else None
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
-    """Upload the files to the repository, which is made where it is missing; its address.
+    """Upload the files to the repository, which is created if it does not exist; returns its
+    address.
 
     Raises:
-        ValueError: the hub does not take them, or cannot be reached.
+        ValueError: the hub refuses the upload, or cannot be reached.
     """
     assert config.push is not None
     api, repository = HfApi(), config.push.removeprefix(SCHEME)
@@ -120,18 +120,18 @@ def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
         )
     except Exception as error:  # of an HTTP library that changes with the hub's versions
         raise ValueError(
-            f"export.push={config.push!r}: the hub did not take the files ({type(error).__name__}: "
-            f"{error}); they are in {config.path}: set HF_TOKEN to a token that may write there, "
-            f"and run `hf upload {repository} {config.path}`"
+            f"export.push={config.push!r}: the hub did not accept the files "
+            f"({type(error).__name__}: {error}); they are in {config.path}: set HF_TOKEN to a "
+            f"token that may write there, and run `hf upload {repository} {config.path}`"
         ) from error
     return str(commit)
 
 
 def _check_head(report: LoadReport) -> None:
-    """A head that was left out stood behind other layers: a zero one is not an export of it.
+    """A head that was left out came after other layers; exporting a zero head would be wrong.
 
     Raises:
-        ValueError: the source has a head, and the model did not take it.
+        ValueError: the source has a head that the model did not load.
     """
     if not ("head.weight" in report.new and "head.weight" in report.ignored):
         return
@@ -142,6 +142,6 @@ def _check_head(report: LoadReport) -> None:
     else:
         how, change = "without a representation layer", "representation=false"
     raise ValueError(
-        f"the head of {report.source} was trained {how}, and the recipe's model is built "
-        f"otherwise; set model.{change} to export the trained head"
+        f"the head of {report.source} was trained {how}, but the recipe's model is built "
+        f"differently; set model.{change} to export the trained head"
     )

@@ -1,4 +1,4 @@
-"""The jobs on features: writing them, and few-shot accuracy from them."""
+"""The commands on features: writing them, and few-shot accuracy from them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vit_ray.launch.stopping import RunStoppedError
 
 
 def run_extract(recipe: Recipe) -> int:
-    """Write features and say where; exit code 3 if it was stopped on request."""
+    """Write features and print where; exit code 3 if it was stopped on request."""
     try:
         folder = extract_features(recipe)
     except RunStoppedError:
-        print("stopped on request; the same command continues after the files that are whole")
+        print("stopped on request; run the same command again to continue after the complete files")
         return 3
     facts = read_facts(folder)
     assert facts is not None
@@ -31,7 +31,9 @@ def run_few_shot_job(recipe: Recipe) -> int:
     """Measure, print and record; exit code 3 if it was stopped on request."""
     result = run_few_shot(recipe)
     if result is None:
-        print("stopped on request; the same command continues after the features that are whole")
+        print(
+            "stopped on request; run the same command again to continue after the complete features"
+        )
         return 3
     print_few_shot(result.rows)
     print(f"MLflow page: {result.hint}")

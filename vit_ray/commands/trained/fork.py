@@ -1,7 +1,7 @@
 """`vit-ray fork RUN step=k name=NEW key=value ...`: a new run from a checkpoint, with changes.
 
-The checkpoint is copied, so that parent and fork can be trained, pruned and deleted without each
-other. The fork's recipe is written as a file; training it is `vit-ray pretrain`, as of any run.
+The checkpoint is copied, so that parent and fork can be trained, pruned and deleted independently.
+The fork's recipe is written as a file; train it with `vit-ray pretrain`, like any run.
 """
 
 from __future__ import annotations
@@ -55,23 +55,26 @@ _WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
 def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[str]) -> int:
     """Make the fork, and print how to train it.
 
-    A fork that was cut short is made again by the same words.
+    Repeating an interrupted command completes the fork.
 
     Args:
         source: folder of the parent's checkpoints, or its id in MLflow.
         words: `step=k` of a checkpoint, `name=NEW`, and the changes of the recipe.
-        is_dry: say what would be done, and write nothing.
+        is_dry: print what would be done, and write nothing.
         modules: of the user's own parts, which may be imported.
 
     Raises:
         ValueError: there is no such checkpoint, a change is not possible, the name is taken, or the
-            recipe or its data set are wrong.
+            recipe or its data set is wrong.
         DamagedCheckpointError: the checkpoint is not what was written.
     """
     trust_modules(*modules)
     asked = {key: value for key, _, value in (word.partition("=") for word in words)}
     if not asked.get("step", "").isdecimal() or not asked.get("name"):
-        raise ValueError("give the checkpoint and a name, such as step=1000 name=lower-rate")
+        raise ValueError(
+            "a fork needs a step and a name; give the step of a checkpoint and a new name, such as "
+            "step=1000 name=lower-rate"
+        )
     step, changes = int(asked["step"]), [w for w in words if w.partition("=")[0] != "step"]
     parent, position = _parent(source, step, changes)
     before = recipe_from_dict(position.recipe, where=f"the recipe of {source}")
@@ -85,16 +88,16 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[
     if resolved.total_steps <= own_step:
         key = "epochs" if recipe.optim.epochs else "steps"
         raise ValueError(
-            f"the fork would end after {resolved.total_steps} steps, and the checkpoint is of step "
+            f"the fork would end after {resolved.total_steps} steps, and the checkpoint is at step "
             f"{own_step}; give a larger optim.{key}"
         )
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
     text = yaml.safe_dump(resolved.recipe.recorded(), sort_keys=False)
     origin = origin_of(before.name, step, own_step)
     if file.exists() and file.read_text() != text:
-        raise ValueError(f"name={recipe.name}: {file} is there already; give another name")
+        raise ValueError(f"name={recipe.name}: {file} exists already; give another name")
     if not _is_free(folder, origin, own_step):
-        raise ValueError(f"name={recipe.name}: {folder.uri} is there already; give another name")
+        raise ValueError(f"name={recipe.name}: {folder.uri} exists already; give another name")
     size = sum(one.size or 0 for one in parent.list_files())
     print(
         f"{recipe.name}: from {origin} to step {resolved.total_steps}; "
@@ -116,7 +119,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[
 
 
 def _is_free(folder: Location, origin: str, step: int) -> bool:
-    """Whether there is nothing, or the beginning of this very fork."""
+    """Whether the folder is empty, or holds the beginning of this same fork."""
     files = [one.base_name for one in folder.list_files(recursive=False)]
     steps = [number for number, _ in list_checkpoints(folder)]
     if all(map(is_lock_file, files)) and not steps:
@@ -133,8 +136,8 @@ def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, P
     if step not in whole:
         steps = ", ".join(map(str, sorted(whole))) or "none"
         raise ValueError(
-            f"step={step}: {source} has no whole checkpoint of this step; it has those of steps "
-            f"{steps}. checkpoint.keep_steps keeps more of a run"
+            f"step={step}: {source} has no complete checkpoint of this step; it has those of steps "
+            f"{steps}; give one of them (checkpoint.keep_steps keeps more of a run)"
         )
     return folder, read_checkpoint(folder).position
 
@@ -142,7 +145,7 @@ def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, P
 def _checked_changes(
     before: Recipe, resolved: ResolvedRun, position: Position, given: Collection[str]
 ) -> list[Change]:
-    """What changes the training, for people.
+    """What changes the training, as text.
 
     Args:
         given: the keys of the command line.
@@ -159,36 +162,37 @@ def _checked_changes(
         of_model = change.key.startswith("model.") and change.key not in _WITHOUT_TENSORS
         if of_model or change.key in _OF_TENSORS:
             raise ValueError(
-                f"{change}: the tensors of the checkpoint do not fit; begin a new run with "
-                "init_from, which takes over the weights that fit"
+                f"{change}: the tensors of the checkpoint do not fit; start a new run with "
+                "init_from, which loads the weights that fit"
             )
     if flat[DATA_SET] != now[DATA_SET]:
         if "data.train" not in given:
             raise ValueError(
-                f"{resolved.manifest.path} is not the data set of {before.name} any more (its "
-                "fingerprint differs); give data.train=PATH to continue on it all the same"
+                f"{resolved.manifest.path} is no longer the data set of {before.name} (its "
+                "fingerprint differs); give data.train=PATH to continue on it anyway"
             )
         if before.data.exclude and "data.exclude" not in given:
             raise ValueError(
-                "data.exclude has numbers of the parent's data set; give data.exclude=[] "
-                "or those of the new one"
+                "data.exclude has numbers of the parent's data set; give data.exclude=[], or "
+                "numbers of the new one"
             )
     held_out = recipe.data.held_out_fraction
     is_other = recipe.seed != before.seed or flat[DATA_SET] != now[DATA_SET]
     if held_out > before.data.held_out_fraction or (held_out and is_other):
         raise ValueError(
-            f"data.held_out_fraction={held_out:g} of another seed, data set or size would hold out "
-            "images that the parent has trained on; evaluate on a set of its own (data.eval, "
+            f"data.held_out_fraction={held_out:g} with another seed, data set or size would hold "
+            "out images that the parent has trained on; evaluate on a separate set (data.eval, "
             "data.held_out_fraction=0)"
         )
     return found
 
 
 def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
-    """The step at which a fork's own batches have passed what the parent has read.
+    """The step at which the fork's batches have covered what the parent has read.
 
     Raises:
-        ValueError: with another batch no step has, and images would be read twice or left out.
+        ValueError: with another batch size there is no such step, and images would be read twice or
+            skipped.
     """
     times, repeats = before.data.repeats, resolved.recipe.data.repeats
     then, size = position.global_batch_size, resolved.recipe.train.global_batch_size
@@ -197,7 +201,7 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
     if (times, repeats) != (1, 1):
         raise ValueError(
             f"data.repeats={repeats}, train.global_batch_size={size}: the parent has {times} and "
-            f"{then}, and where images are repeated neither can change on the way"
+            f"{then}, and neither can change while images are repeated; keep the parent's values"
         )
     seen, key = position.samples_seen, f"train.global_batch_size={size}"
     if seen % size:
@@ -205,8 +209,8 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
         divisors = sorted({one for low in lower for one in (low, seen // low)})
         nearest = divisors[max(0, bisect(divisors, size) - 1) :][:2]
         raise ValueError(
-            f"{key}: the parent has read {seen:,} images, which is no whole number of such "
-            f"batches; the nearest that divide it: {', '.join(map(str, nearest))}"
+            f"{key}: the parent has read {seen:,} images, which is not a whole number of these "
+            f"batches; the nearest sizes that divide it: {', '.join(map(str, nearest))}"
         )
     assert before.data.shuffle_window != "auto"
     windows = (
@@ -217,8 +221,8 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
     if seen % period:
         steps = math.lcm(period, then, size) // then
         raise ValueError(
-            f"{key}: step {position.step} is inside a shuffle window, which another batch deals "
-            f"out otherwise; fork a step that is a multiple of {steps}"
+            f"{key}: step {position.step} is inside a shuffle window, which another batch size "
+            f"deals out differently; fork at a step that is a multiple of {steps}"
         )
     return seen // size
 
@@ -226,7 +230,7 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
 def _check_classes(
     parent: Location, before: Recipe, resolved: ResolvedRun, position: Position
 ) -> None:
-    """Refuse a data set whose classes are not those of the head."""
+    """Refuse a data set with other classes than the head."""
     manifest, key = resolved.manifest, f"data.train={resolved.manifest.path}"
     if manifest.fingerprint == position.data_fingerprint:
         return
@@ -236,21 +240,20 @@ def _check_classes(
     if trained is not None and trained != manifest.num_classes:
         raise ValueError(
             f"{key} has {manifest.num_classes} classes, and the head of the checkpoint {trained}; "
-            "begin a new run with init_from"
+            "start a new run with init_from"
         )
     try:
         names = open_dataset(str(before.data.train)).classes
-    except (ValueError, OSError):  # the parent's set need not be there any more
+    except (ValueError, OSError):  # the parent's set may no longer be there
         return
     if names != manifest.classes:
         raise ValueError(
-            f"{key} names its classes otherwise than {before.data.train}; begin a new run with "
-            "init_from"
+            f"{key} has other class names than {before.data.train}; start a new run with init_from"
         )
 
 
 def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
-    """The parent's position as the fork's own, without what was measured of the parent."""
+    """The parent's position as the fork's own, without the parent's measurements."""
     plain, recipe = without_best(position.progress.metrics), resolved.recipe
     progress = replace(
         position.progress,
@@ -269,7 +272,7 @@ def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
         metrics={key: value for key, value in plain.items() if not key.startswith(MEASURED)},
     )
     if recipe.train.global_batch_size != position.global_batch_size:
-        # Losses and gradient norms of another batch vary by another measure.
+        # Losses and gradient norms of another batch size have another spread.
         progress = replace(progress, log_losses=[], log_grad_norms=[], recent_spikes=[])
     return replace(
         position,

@@ -1,4 +1,6 @@
-"""The inspection job: figures of a trained model over a folder of images, in files and MLflow."""
+"""The inspection command: figures of a trained model for a folder of images, in files and
+MLflow.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 def inspect(recipe: Recipe) -> int:
-    """Draw the figures, print where they are, and keep them with an MLflow run of their own.
+    """Draw the figures, print where they are, and keep them in a separate MLflow run.
 
     Raises:
-        ValueError: weights or images are not given, missing or unreadable; or there can be no local
-            folder at `inspect.path`.
+        ValueError: weights or images are not given, missing or unreadable; or `inspect.path` cannot
+            be a local folder.
     """
     hint = "inspect.images, such as inspect='{images: pictures/}'"
     config = require(recipe.inspect, "inspect", hint)
@@ -46,7 +48,9 @@ def inspect(recipe: Recipe) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"inspect.path={config.path!r} cannot be made a folder: {error}") from None
+        raise ValueError(
+            f"inspect.path={config.path!r} cannot be created: {error}; give another local folder"
+        ) from None
     opening = RunOpening(
         recipe.tracking,
         f"{recipe.name}-inspection",
@@ -66,9 +70,9 @@ def inspect(recipe: Recipe) -> int:
 
 
 def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
-    """Images of the folder as evaluation sees them: uint8 (B, H, W, 3).
+    """Images of the folder with the evaluation crop: uint8 (B, H, W, 3).
 
-    Taken at equal distances from the list by name, so that folders of classes are all seen.
+    Taken at equal distances from the list by name, so that every class folder is covered.
 
     Raises:
         ValueError: the folder holds no image that can be decoded.

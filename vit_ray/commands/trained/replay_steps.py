@@ -1,4 +1,4 @@
-"""The steps from a checkpoint to a later one trained again, in this process, on its CPUs."""
+"""Training again the steps from a checkpoint to a later one, in this process, on its CPUs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _HOST = "127.0.0.1"
 _CPU = torch.device("cpu")
 _TIMEOUT_S = 600.0
 _MOST_IMAGES = 64
-"""Of a pass, unless the recipe names its own, of up to twice as many: with others sums are rounded
-otherwise, and a training that is near to diverging multiplies the difference at every step."""
+"""Images per pass, unless the recipe sets up to twice as many: other pass sizes round sums
+differently, and a training that is close to diverging amplifies the difference at every step."""
 
 
 def images_per_pass(recipe: Recipe) -> int:
-    """Of a replay: as the run's own where the recipe says it, or as this machine may hold."""
+    """Of a replay: the recipe's own size, or one that fits on this machine."""
     own, size = recipe.train.micro_batch_size, recipe.train.global_batch_size
     if isinstance(own, int) and own <= 2 * _MOST_IMAGES:
         return own
@@ -50,12 +50,12 @@ def images_per_pass(recipe: Recipe) -> int:
 def replay_steps(run: NamedRun, checkpoint: Checkpoint, step: int, folder: Location) -> Checkpoint:
     """The checkpoint that the run would have had after `step` steps, written below `folder`.
 
-    It is the run's own to the last bit on the same kind of processor, with as many threads, workers
-    and images per pass; else as close as rounding lets it be.
+    It equals the run's own bit by bit on the same kind of processor, with as many threads, workers
+    and images per pass; else up to rounding.
 
     Raises:
-        ValueError: the run rolled back on the way, after which the weights are an older
-            checkpoint's.
+        ValueError: the run rolled back in between, after which its weights are those of an older
+            checkpoint.
     """
     recipe = run.recipe.with_changes(train={"zero_stage": 0, "offload": False, "compile": False})
     size, micro = recipe.train.global_batch_size, images_per_pass(recipe)

@@ -10,20 +10,20 @@ from vit_ray.launch.prepared_run import errors_of_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights.state_dicts import LoadReport
 
-# A model that was pre-trained without labels, or published without a head, has no classes; its
-# fresh head of one class is zero.
+# A model that was pre-trained without labels, or published without a head, has no classes; its new
+# head has one class and is zero.
 _NO_CLASSES = 1
 
 
 def load_trained_model(recipe: Recipe, averaged: bool | None) -> tuple[nn.Module, LoadReport]:
-    """The recipe's model with the weights of `init_from`, as many classes as these have.
+    """The recipe's model with the weights of `init_from` and their number of classes.
 
     Args:
-        recipe: `model` and `init_from` (whatever `open_weights` reads).
+        recipe: `model` and `init_from` (anything that `open_weights` reads).
         averaged: take the averaged weights of a checkpoint; None = if it has any.
 
     Raises:
-        ValueError: nothing is given, or it is not whole, or it does not fit the model.
+        ValueError: no weights are given, or they are incomplete, or do not fit the model.
     """
     source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
     config = recipe.model

@@ -1,4 +1,4 @@
-"""`verify` of a run: its checkpoints' bytes, and that its samples were those of its order."""
+"""`verify` of a run: its checkpoints' bytes, and whether its samples followed the planned order."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from vit_ray.storage import locate
 
 
 def verify_run(source: str, is_large: bool) -> int:
-    """Check all checkpoints of a run and print what is found; 1 if anything is wrong.
+    """Check all checkpoints of a run and print the findings; returns 1 if anything is wrong.
 
     Args:
-        is_large: decode however many images it takes to see which of them were replaced.
+        is_large: decode any number of images to see which of them were replaced.
 
     Raises:
         ValueError: as `find_run`.
@@ -36,7 +36,7 @@ def verify_run(source: str, is_large: bool) -> int:
             checkpoint.verify()
             found, problem = samples.checked(checkpoint.position), ""
         except PartialCheckpointError:
-            print(f"step {step:,}: not whole: still being written, or cut off and never used")
+            print(f"step {step:,}: incomplete: still being written, or interrupted and never used")
             continue
         except (ValueError, OSError) as error:  # of the checkpoint, or of the shards
             found, problem = "", str(error)
@@ -46,7 +46,7 @@ def verify_run(source: str, is_large: bool) -> int:
 
 
 class _Order:
-    """Digests of a run's samples by its order, each step computed once."""
+    """Digests of a run's samples in a given order; each step is computed once."""
 
     def __init__(self, samples_of: Callable[[int], NDArray[np.int64]], size: int) -> None:
         self._samples_of, self._size = samples_of, size
@@ -54,22 +54,22 @@ class _Order:
         """By first step: the step after the last one, and the digest."""
 
     def digest(self, first: int, end: int) -> int:
-        """Of the steps from `first` to before `end`, which never falls for the same `first`."""
+        """Of the steps from `first` to before `end`; `end` never decreases for the same `first`."""
         start, digest = self._known.get(first, (first, 0))
         for step in range(start, end):
             of_step = samples_digest(step * self._size, self._samples_of(step))
             digest = add_digests(digest, of_step)
-            self._known[first] = step + 1, digest  # kept where a later step cannot be read
+            self._known[first] = step + 1, digest  # kept in case a later step cannot be read
         return digest
 
     def has_been_fed(self, progress: Progress) -> bool:
-        """Whether the digest of a checkpoint is of these samples."""
+        """Whether the digest of a checkpoint matches these samples."""
         digest = self.digest(progress.digest_from, progress.step)
         return f"{digest:016x}" == progress.samples_digest
 
 
 class _Samples:
-    """The samples that a run was fed, by the digests of its checkpoints."""
+    """The samples that a run trained on, by the digests of its checkpoints."""
 
     def __init__(self, run: NamedRun, is_large: bool) -> None:
         batches, self._size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
@@ -79,37 +79,43 @@ class _Samples:
         self._is_large = is_large
 
     def checked(self, position: Position) -> str:
-        """What is right with the samples of a checkpoint.
+        """What was found right about the samples of a checkpoint.
 
-        Images are decoded only where the order alone differs: to see which of them cannot be.
+        Images are decoded only if the planned order differs, to see which of them were replaced.
 
         Raises:
-            ValueError: they are not those of the order, or that cannot be told; or, as OSError,
+            ValueError: they do not follow the order, or that cannot be decided; or, as OSError,
                 images cannot be read.
         """
         progress = position.progress
         if not progress.samples_digest:
-            return "it has no digest of samples"
+            return "no digest of samples"
         steps = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
         if self._planned.has_been_fed(progress):
-            return f"samples of {steps} in order"
+            return f"samples of {steps} in the planned order"
         if position.recipe["data"].get("decode") == "device":
             raise ValueError(
-                f"{steps} were fed other samples than the order has. Images are not decoded to see "
-                "why: workers with data.decode=device replace those that cannot be decoded by "
-                "another rule. Unless the run's history names such images, this is a defect"
+                f"the samples of {steps} differ from the planned order. Images are not decoded to "
+                "see why: workers with data.decode=device replace undecodable images by another "
+                "rule. Unless the run's history names such images, this is a defect"
             )
         self._say_cost(steps, range(progress.digest_from, progress.step))
         if self._decoded.has_been_fed(progress):
-            return f"samples of {steps} in order, with neighbours of images that cannot be decoded"
-        raise ValueError(f"{steps} were fed other samples than the order has; this is a defect")
+            return (
+                f"samples of {steps} in the planned order, with neighbours in place of undecodable "
+                "images"
+            )
+        raise ValueError(f"the samples of {steps} differ from the planned order; this is a defect")
 
     def _say_cost(self, told: str, steps: range) -> None:
         size = sum(map(self._bytes_of, steps))
         cost = f"{len(steps) * self._size:,} images, up to {size / 2**30:,.2f} GiB"
         if size > MOST_BYTES and not self._is_large:
             raise ValueError(
-                f"{told} were fed other samples than the order has: a defect, or neighbours of "
-                f"images that cannot be decoded. To see which, give --large: it decodes {cost}"
+                f"the samples of {told} differ from the planned order: a defect, or neighbours of "
+                f"undecodable images; to find out, give --large, which decodes {cost}"
             )
-        print(f"decodes the images of {told}, {cost}: some may be replaced", file=sys.stderr)
+        print(
+            f"decodes the images of {told}, {cost}, because undecodable ones may be replaced",
+            file=sys.stderr,
+        )

@@ -207,9 +207,12 @@ def test_a_rank_is_of_the_attempt_that_trained_the_step(recipe: Recipe, tmp_path
     code, text = said(folder, "step=3:5", "rank=1")
     assert (code, "trained by 4 and 8 workers; give fewer steps" in text) == (2, True), text
     code, text = said(folder, "step=5", "rank=4")
-    assert (code, "rank=4, of 4: give the rank" in text) == (2, True), text
+    assert (code, "rank=4, of 4: give the rank and" in text) == (2, True), text
     code, text = said(folder, "step=9", "rank=1")
-    assert (code, "not known how many workers trained this step, or rank=1/8" in text) == (2, True)
+    assert (
+        code,
+        "that trained this step is not known; ask for the whole batch, or rank=1/8" in text,
+    ) == (2, True)
 
 
 def test_a_rank_between_checkpoints_of_different_ranks_is_asked_for(recipe: Recipe) -> None:
@@ -304,7 +307,7 @@ def test_another_recipe_or_data_set_than_the_runs_is_refused(
     assert (code, "seed was 5 and is 0" in text) == (2, True), text
     code, text = said(folder, "step=1", "data.augment.flip=false")
     assert (code, "data.augment.flip was True and is False" in text) == (2, True), text
-    assert f"Give the run's folder, {folder}" in text
+    assert f"give the run's folder, {folder}" in text
     code, text = said(folder, "step=1", f"data.train={sets / 'small'}")
     assert (code, "is not the data set of the run 'seen'" in text) == (2, True), text
 
@@ -341,7 +344,7 @@ def test_the_sets_of_evaluations_need_not_be_there(recipe: Recipe) -> None:
 
 def test_a_folder_that_is_no_run_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
     assert "has no checkpoint" in said(str(tmp_path), "step=1")[1]
-    assert "A run is named by its folder" in said("nothing-of-this-name", "step=1")[1]
+    assert "to name a run by its folder, give" in said("nothing-of-this-name", "step=1")[1]
     uri = f"tracking.uri=sqlite:///{tmp_path}/none.db"
     code, text = said("0" * 32, "step=1", uri)
     assert (code, "does not have the run" in text) == (2, True), text

@@ -133,8 +133,8 @@ def test_averaged_weights_that_are_still_the_first_ones_are_told() -> None:
     short = ("train.averaging=0.9999", "optim.epochs=null", "optim.steps=12000")
     told = describe_plan(recipe_of(*short, "train.averaging_warmup=false"))
     # 0.9999^12000 = e^-1.2
-    assert "after 12000 steps the averaged weights are 30.1% the weights that the run" in told
-    assert "the weights that the run" not in describe_plan(recipe_of(*short))
+    assert "after 12000 steps 30.1% of the averaged weights is still the initial" in told
+    assert "is still the initial weights" not in describe_plan(recipe_of(*short))
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:

@@ -107,7 +107,7 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) ->
     image = str(tmp_path / "images" / "00.jpg")
     done = run_cli("predict", str(tmp_path / "a.npz"), image)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "does not say which model it is of; give the recipe that trained it" in done.stderr
+    assert "does not record its model; give the recipe that trained it" in done.stderr
     keys = [
         "name=ViT",
         "image_size=32",

@@ -167,7 +167,7 @@ def test_a_bit_with_published_names_goes_through_every_command(tmp_path: Path) -
 
 
 RESIZED = "their positions are resized to"
-AS_THEY_ARE = "they have no positions, and are used as they are at"
+AS_THEY_ARE = "they have no positions, and are used at"
 
 
 @pytest.mark.slow(after=4)
@@ -178,8 +178,8 @@ AS_THEY_ARE = "they have no positions, and are used as they are at"
         ("ViT", {"positions_at": "every_layer"}, RESIZED),
         ("ViT", {"positions": "learned_2d"}, RESIZED),
         ("ViT", {"positions": "relative"}, RESIZED),
-        ("ViT", {"positions": "sincos_2d"}, "their positions, which are not learned, are computed"),
-        ("ViT", {"positions": "rope_2d"}, "their positions, which are not learned, are computed"),
+        ("ViT", {"positions": "sincos_2d"}, "their positions, which are fixed, are computed"),
+        ("ViT", {"positions": "rope_2d"}, "their positions, which are fixed, are computed"),
         ("ViT", {"positions": "none"}, AS_THEY_ARE),
         ("R+ViT", {}, RESIZED),
         ("Axial-ViT", {}, RESIZED),
@@ -208,7 +208,7 @@ def test_what_another_resolution_means_for_the_weights_is_told_for_every_kind_of
     if family in ("ResNet", "AxialResNet") and not is_run:
         assert not caplog.text  # their files do not tell the resolution
     else:
-        assert f"weights are of 32 x 32 pixels, and {told}" in caplog.text
+        assert f"weights were trained at 32 x 32 pixels, and {told}" in caplog.text
         assert "model.image_size=[64, 64]; set model.image_size=[32, 32]" in caplog.text
     caplog.clear()
     prepare_evaluation(recipe.with_changes(model={"image_size": 32}))
@@ -224,7 +224,7 @@ def test_another_resolution_than_the_weights_is_told_where_nothing_is_trained(
     with prepared_training(recipe, "finetune"):
         assert not caplog.text
     prepare_evaluation(recipe)
-    assert "the weights are of 224 x 224 pixels" in caplog.text
+    assert "the weights were trained at 224 x 224 pixels" in caplog.text
     assert "set model.image_size=[224, 224] for their own resolution" in caplog.text
     caplog.clear()
     prepare_evaluation(recipe.with_changes(model={"image_size": 224}))

@@ -94,7 +94,7 @@ def test_folders_that_are_no_runs_are_left_out_and_damage_is_said(tmp_path: Path
     write_run(tmp_path / "c", small_model("ViT"))
     rows = list_runs(str(tmp_path))
     assert [row.name for row in rows] == ["b", "c"]
-    assert rows[0].state == "not running; none of its checkpoints is whole"
+    assert rows[0].state == "not running; none of its checkpoints is complete"
     assert rows[1].state == "not running"
 
 

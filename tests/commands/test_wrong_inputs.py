@@ -236,7 +236,7 @@ TRANSFERS = [
     ),
     (
         'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"optim.frozen":[[],["head"]]}',
-        r'sweep\.space: frozen=\["head"\]: optim\.frozen has head, and this run starts with a new',
+        r'sweep\.space: frozen=\["head"\]: optim\.frozen has head, but this run starts with a new',
     ),
     (
         'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"train.global_batch_size":[4,64]}',

@@ -81,7 +81,7 @@ def test_a_job_starts_the_nodes_that_it_needs_and_no_job_waits_for_what_cannot_c
 
     code, output = run_job(head, "pretrain", recipe("greedy", 3), tmp_path)
     assert code == 2, output
-    assert "it may start 2 of cpu (4 CPU each), 2 nodes in all" in output
+    assert "it may start 2 of cpu (4 CPU each), 2 nodes in total" in output
     code, output = run_job(head, "pretrain", recipe("fits", 2), tmp_path)
     assert code == 0, output
     hosts.wait_for_nodes(head, 3)
@@ -114,7 +114,7 @@ def test_a_quota_that_ends_in_the_middle_of_a_group_is_waited_for_or_done_withou
     head: Host, digits: Digits, tmp_path: Path
 ) -> None:
     code, output = train_group(head, "fixed", 2, digits, tmp_path)
-    missing = r"2 workers need 6 CPU of which the cluster has 4, .*place_timeout_minutes=1\.5"
+    missing = r"2 workers need 6 CPU \(the cluster has 4, .*place_timeout_minutes=1\.5"
     assert (code, bool(re.search(missing, output))) == (1, True), output
     code, output = train_group(head, "elastic", (1, 2), digits, tmp_path)
     assert code == 0, output

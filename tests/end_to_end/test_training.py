@@ -260,7 +260,7 @@ def test_a_run_that_another_driver_works_on_is_refused(
 ) -> None:
     monkeypatch.setattr(lock, "RELEASE_S", 0.1)
     recipe = small_recipe("taken", digits, folder)
-    refusal = pytest.raises(ValueError, match=r"run 'taken' in .* is being worked on")
+    refusal = pytest.raises(ValueError, match=r"run 'taken' in .* is in use by another driver")
     with lock_run(locate(recipe.run_folder)), refusal:
         train(recipe)
 

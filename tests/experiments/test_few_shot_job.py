@@ -200,6 +200,6 @@ def test_a_job_that_was_stopped_has_no_figures_and_continues_with_what_is_missin
 def test_features_of_other_weights_are_refused_before_ray_starts(extractions: Extractions) -> None:
     run_few_shot(extractions.recipe)
     resized = extractions.recipe.with_changes(init_resize="bicubic")
-    with pytest.raises(ValueError, match="holds features of something else"):
+    with pytest.raises(ValueError, match="holds features with other settings"):
         run_few_shot(resized)
     assert len(extractions.done) == 2

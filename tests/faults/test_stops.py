@@ -117,7 +117,7 @@ def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
     driver = start(recipe, ray_cluster, folder)
     driver.process.send_signal(signal.SIGTERM)
     assert driver.process.stdout is not None
-    while "again to end at once" not in driver.process.stdout.readline():
+    while "repeat to end at once" not in driver.process.stdout.readline():
         assert driver.process.poll() is None
     driver.process.send_signal(signal.SIGTERM)
     code, output = driver.wait(STOP_S)

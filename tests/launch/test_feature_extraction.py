@@ -91,7 +91,7 @@ def test_features_of_something_else_are_left_alone(
 ) -> None:
     with pytest.raises(RunFailedError):
         extract_features(recipe)
-    with pytest.raises(ValueError, match=f"holds features of something else.*{message}"):
+    with pytest.raises(ValueError, match=f"holds features with other settings.*{message}"):
         extract_features(recipe.with_changes(**changes))
     assert len(started) == 1
 
@@ -113,7 +113,9 @@ def test_a_second_extraction_into_a_folder_is_refused(
     refusals: list[str] = []
 
     def run_meanwhile(prepared: PreparedRun, **_: Any) -> None:
-        with pytest.raises(ValueError, match=r"extract\.path: .*/features is being worked on") as e:
+        with pytest.raises(
+            ValueError, match=r"extract\.path: .*/features is in use by another driver"
+        ) as e:
             extract_features(recipe)
         refusals.append(str(e.value))
 

@@ -62,7 +62,12 @@ def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data() -> None
             0,
         ),
         ({"num_images": 9}, {"task": "cifar10", "pretraining": "imagenet21k"}, "not 9 of 10", 0),
-        ({"model": "ViT"}, {"task": "cifar10", "pretraining": "imagenet21k"}, "no such model", 0),
+        (
+            {"model": "ViT"},
+            {"task": "cifar10", "pretraining": "imagenet21k"},
+            "does not have this model",
+            0,
+        ),
     ],
 )
 def test_any_other_result_is_a_proxy_and_says_why(

@@ -114,17 +114,17 @@ def test_other_data_cannot_be_gone_on_with() -> None:
 
 def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
     changed = linear_recipe(optim={"learning_rate": 0.3}, resume="changed")
-    with pytest.raises(ValueError, match=r"is over, .*optim.learning_rate was 0.1 and is 0.3"):
+    with pytest.raises(ValueError, match=r"has finished, .*optim.learning_rate was 0.1 and is 0.3"):
         accepted(changed, position(20))
     ended = replace(position(7), progress=Progress(step=7, ended="no better validation loss"))
-    with pytest.raises(ValueError, match="is over"):
+    with pytest.raises(ValueError, match="has finished"):
         accepted(changed, ended)
 
 
 @pytest.mark.parametrize("other", ["/data/other", None])
 def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other: str | None) -> None:
     elsewhere = linear_recipe(data={"eval": other}, resume="changed")
-    told = f"measured on other data: data.eval was /data/test and is {other}.*vit-ray evaluate"
+    told = f"evaluated on other data: data.eval was /data/test and is {other}.*vit-ray evaluate"
     with pytest.raises(ValueError, match=told):
         accepted(elsewhere, position(20))
     assert accepted(elsewhere, position(7))
@@ -148,7 +148,9 @@ def test_a_teacher_may_move_but_neither_leave_nor_become_another() -> None:
     (event,) = accepted(
         linear_recipe(distill={**TAUGHT, "teacher": "/b/teacher"}), position(7, begun)
     )
-    assert "distill.teacher was /teacher and is /b/teacher, where the same weights" in event
+    assert (
+        "distill.teacher was /teacher and is /b/teacher, assumed to have the same weights" in event
+    )
     with pytest.raises(ValueError, match=r"distill.teacher was /teacher and is /other.*=changed"):
         accepted(linear_recipe(distill={**TAUGHT, "teacher": "/other"}), position(7, begun))
     with pytest.raises(ValueError, match=r"distill was /teacher and is None.*resume=changed"):
@@ -202,7 +204,7 @@ def test_a_longer_run_keeps_the_crops_that_its_steps_had() -> None:
     for step in (7, 20):
         told = (
             r"data\.augment\.sizes was 112 from step 0, 224 from step 14 and is 112 from step 0, "
-            r"224 from step 21\. Put that back \(data\.augment\.sizes=(.*) has the sizes of before"
+            r"224 from step 21; restore the earlier value \(data\.augment\.sizes=(.*) has the sizes of before"
             r"\), "
             f"choose another name, or set resume=changed to continue it from step {step}"
         )
@@ -211,7 +213,7 @@ def test_a_longer_run_keeps_the_crops_that_its_steps_had() -> None:
         sizes = json.loads(re.search(told, str(refused.value))[1])  # type: ignore[index]
         assert sizes == [[0.0, 112], [0.46666667, 224]]
         (event,) = accepted(sized_recipe(3.0, *sizes), position(step, before))
-        assert "which makes 30 steps of 20" in event
+        assert "which makes 30 steps instead of 20" in event
     moved = sized_recipe(3.0, [0, 112], [0.7, 224], resume="changed")
     assert "224 from step 21" in accepted(moved, position(7, before))[0]
     shorter = sized_recipe(1.0, [0, 112], [0.7, 224], resume="changed")
@@ -258,7 +260,7 @@ def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
 def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> None:
     begun = position(7)
     begun.recipe["data"]["select_by"] = "row"
-    told = "begun by other code; resume it with commit [0-9a-f]{7}: unknown key data.select_by"
+    told = r"version of the code; resume it with commit [0-9a-f]{7}: unknown key data.select_by"
     with pytest.raises(ValueError, match=told):
         accepted(linear_recipe(), begun)
 

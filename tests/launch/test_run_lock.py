@@ -35,7 +35,7 @@ def test_a_second_driver_is_refused_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(lock, "RELEASE_S", 0.1)
     refusal = (
-        r"run 'a' in .*/runs is being worked on by another driver: process \d+ on .*; wait for it "
+        r"run 'a' in .*/runs is in use by another driver: process \d+ on .*; wait for it "
         "or stop it, or choose another name"
     )
     with lock_run(run) as number:
@@ -59,6 +59,6 @@ def test_a_driver_whose_run_was_taken_ends(run: Location) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do() -> None:
-    told = "/proc/nope/a cannot be written: .*; choose another output, or see to its rights"
+    told = "/proc/nope/a cannot be written: .*; choose another output, or check its access"
     with pytest.raises(OSError, match=told), lock_run(locate("/proc/nope/a")):
         pass

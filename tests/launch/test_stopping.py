@@ -58,7 +58,7 @@ def test_the_first_signal_asks_for_a_checkpoint_and_is_told(
     assert line(driver) == f"asked to stop: {reason}"
     output, errors = driver.communicate("land\n", timeout=60)
     assert output == "checkpoint\n"
-    told = "ending, a training after one more checkpoint; again to end at once"
+    told = "ending, a training after one more checkpoint; repeat to end at once"
     assert errors == f"{reason}: {told}\n"
     assert driver.returncode == 3
 

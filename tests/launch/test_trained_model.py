@@ -159,7 +159,7 @@ def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path: 
         (np.zeros((3, 9, 9)), r"float64 \(3, 9, 9\); give \(H, W, 3\)"),
         (np.full((4, 4, 3), 300), r"from 300 to 300; give floats in \[0, 1\] or integers"),
         (np.full((4, 4, 3), np.nan), "from nan to nan"),
-        (np.zeros((0, 4, 3), np.uint8), r"pixels are \(0, 4, 3\), of no size"),
+        (np.zeros((0, 4, 3), np.uint8), r"pixels are \(0, 4, 3\), an empty image"),
         (b"no image", "not decodable"),
         (b"", "it has no bytes"),
     ],
@@ -202,14 +202,14 @@ def test_a_published_folder_is_used_as_transformers_would(tmp_path: Path) -> Non
 
 def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path: Path) -> None:
     save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
-    with pytest.raises(ValueError, match=r"a\.npz' does not say which model it is of; give the"):
+    with pytest.raises(ValueError, match=r"a\.npz' does not record its model; give the"):
         vit_ray.load(tmp_path / "a.npz")
     recipe = tiny_recipe(tmp_path, train={"precision": "fp32"})
     assert vit_ray.load(tmp_path / "a.npz", recipe).classes == ("0", "1", "2", "3", "4")
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.recorded()))
     for path in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):
         assert len(vit_ray.load(tmp_path / "a.npz", path).classes) == 5
-    with pytest.raises(ValueError, match="overrides change a recipe that is named or recorded"):
+    with pytest.raises(ValueError, match="overrides need a recipe by name, or a recorded one"):
         vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
 
 

@@ -181,7 +181,7 @@ def test_recomputation_of_frozen_models_is_counted() -> None:
         (
             {"frozen": ["embedding", "class_token", "positions", "blocks", "norm", "head"]},
             {},
-            "nothing is trained",
+            "nothing would be trained",
         ),
     ],
 )
@@ -242,9 +242,9 @@ def test_a_factor_that_is_no_share_is_refused(factor: float) -> None:
 
 
 def test_layers_are_those_of_a_transformer() -> None:
-    with pytest.raises(ValueError, match="goes by the blocks of a Transformer"):
+    with pytest.raises(ValueError, match="needs the blocks of a Transformer"):
         check_model(tuning_recipe({"layer_decay": 0.7}, name="R50x1"))
-    with pytest.raises(ValueError, match="goes by the blocks of a Transformer"):
+    with pytest.raises(ValueError, match="needs the blocks of a Transformer"):
         check_model(tuning_recipe({"layer_decay": 0.7}, name="ResNet", **STAGES))
 
 

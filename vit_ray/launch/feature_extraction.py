@@ -1,4 +1,4 @@
-"""Features of a data set by all workers, from recipe to a folder of parquet files."""
+"""Features of a data set from all workers: from recipe to a folder of parquet files."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from vit_ray.storage import Location, check_rights, locate
 from vit_ray.worker.job import Extraction
 
 ROWS_PER_FILE: Final = 16384
-"""Images in a file of one worker, about; what was interrupted continues behind whole files."""
+"""Images per file of one worker, approximately; an interrupted extraction continues after complete
+files."""
 _OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
 """Keys of `model` that features do not depend on."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """The features that an extraction writes, or has written."""
+    """The features that an extraction writes or has written."""
 
     folder: Location
     prepared: PreparedRun
     facts: dict[str, Any]
-    """What decides their values."""
+    """The settings that decide the features' values."""
 
     def are_whole(self) -> bool:
-        """Whether all are there.
+        """Whether all files are there.
 
         Raises:
-            ValueError: those that are there are of something else.
+            ValueError: the folder has features from other settings.
         """
         folder, before = self.folder, read_facts(self.folder)
         if before is None:
             if whole_parts(folder)[:2] != ([], []):
                 raise ValueError(
-                    f"extract.path: {folder.uri} holds features without {FACTS_FILE}, which says "
-                    "what they are of; choose another folder"
+                    f"extract.path: {folder.uri} holds features without {FACTS_FILE}, so their "
+                    "origin is unknown; choose another folder"
                 )
             return False
         if changed := [key for key, value in self.facts.items() if before.get(key) != value]:
@@ -51,7 +52,7 @@ class Features:
                 f"{key}: {before.get(key)} there, {self.facts[key]} here" for key in changed
             )
             raise ValueError(
-                f"extract.path: {folder.uri} holds features of something else ({both}); choose "
+                f"extract.path: {folder.uri} holds features with other settings ({both}); choose "
                 "another folder"
             )
         return bool(before.get("is_complete"))
@@ -60,12 +61,12 @@ class Features:
 def extract_features(recipe: Recipe, parent: ParentRun | None = None) -> Location:
     """Write features of `extract.data` with the weights of `init_from`; returns their folder.
 
-    An extraction that was interrupted continues behind what it has written, and one that has ended
-    is not repeated.
+    An interrupted extraction continues after the files that it has written, and a finished one is
+    not repeated.
 
     Raises:
-        ValueError: the recipe cannot work, the folder holds features of something else, or another
-            process writes features there; nothing was started.
+        ValueError: the recipe cannot work, the folder holds features with other settings, or
+            another process writes features there; nothing was started.
         RunStoppedError: it was stopped on request; the same command continues it.
     """
     features = plan_extraction(recipe)
@@ -75,7 +76,7 @@ def extract_features(recipe: Recipe, parent: ParentRun | None = None) -> Locatio
     if not folder.is_local:
         check_rights(folder)
     with lock_run(folder, what=f"extract.path: {folder.uri}"):
-        if not features.are_whole():  # another process may have ended it before the lock
+        if not features.are_whole():  # another process may have finished it before the lock
             write_facts(folder, facts)
             run_prepared(features.prepared, parent=parent)
             files, _, end = whole_parts(folder)
@@ -89,7 +90,7 @@ def extract_features(recipe: Recipe, parent: ParentRun | None = None) -> Locatio
 
 
 def plan_extraction(recipe: Recipe) -> Features:
-    """Check an extraction, but for what its folder holds; starts nothing.
+    """Check an extraction, except for the contents of its folder; starts nothing.
 
     Raises:
         ValueError: the recipe cannot work.
@@ -105,7 +106,7 @@ def plan_extraction(recipe: Recipe) -> Features:
 
 
 def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
-    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch, which takes seconds
+    from vit_ray.checkpoints.init_weights import meta_state_of  # imports torch, which takes seconds
 
     assert recipe.init_from is not None
     recipe = recipe.with_changes(
@@ -128,14 +129,15 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
 
 
 def _facts(prepared: PreparedRun) -> dict[str, Any]:
-    """What decides the features' values."""
+    """The settings that decide the features' values."""
     from vit_ray.checkpoints.run_checkpoints import find_weights
     from vit_ray.checkpoints.weight_files import find_weight_file
 
     recipe, extraction = prepared.recipe, prepared.extraction
     assert extraction is not None
     assert recipe.init_from is not None
-    # The state of the weights: of a run the step of its checkpoint, of a file its size and time.
+    # The version of the weights: for a run the step of its checkpoint, for a file its size and
+    # time.
     if (file := find_weight_file(recipe.init_from)) is None:
         weights = f"step {find_weights(recipe.init_from).position.step}"
     else:

@@ -1,7 +1,7 @@
-"""The speed of models on one device of the cluster, one after the other, each with an MLflow run.
+"""The speed of models on one device of the cluster, one after another, each with an MLflow run.
 
-A model has a process of its own, so that what it leaves of the device's memory, or its death, is
-not the next one's.
+Each model has its own process, so that left-over device memory, or a crash, does not affect the
+next one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vit_ray.train.memory.model_speed import ModelSpeed, measure_model
 
 KIND = "model_benchmark"
 MODEL_LIMIT_S: Final = 3600.0
-"""A model that is not measured by then has failed, and the next one begins."""
+"""A model that is not measured within this time has failed, and the next one starts."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class BenchmarkedRow:
 
     label: str
     device: str = ""
-    """Its name; empty where that is not known, since the model failed."""
+    """The device's name; empty if unknown because the model failed."""
     speeds: list[ModelSpeed] = field(default_factory=list)
     error: str = ""
 
 
 def benchmarked_models(recipe: Recipe) -> Iterator[BenchmarkedRow]:
-    """Measure and record each model of `benchmark_models`; yields it when it is done.
+    """Measure and record each model of `benchmark_models`; yields each result when it is done.
 
     Raises:
         ValueError: the recipe names no models, a model cannot be built, or the cluster has no GPU
@@ -49,9 +49,9 @@ def benchmarked_models(recipe: Recipe) -> Iterator[BenchmarkedRow]:
     cluster, workers = connect(recipe), recipe.workers
     if workers.use_gpu is True and not cluster.num_gpus:
         raise ValueError(
-            f"workers.use_gpu=true, and the cluster has no GPU ({cluster}); set it to auto or false"
+            f"workers.use_gpu=true, but the cluster has no GPU ({cluster}); set it to auto or false"
         )
-    # One GPU; without any all CPUs of a node, so many as torch then uses.
+    # One GPU; without a GPU all CPUs of a node, because torch uses them.
     resources: dict[str, float] = {
         "num_gpus": 0,
         "num_cpus": max(1, int(cluster.num_cpus) // cluster.num_nodes),
@@ -68,7 +68,7 @@ def benchmark_of(recipe: Recipe) -> BenchmarkModelsConfig:
     """The recipe's section.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there is no such section.
     """
     hint = "benchmark_models.models, a list of {label: ..., model: {name: ...}}"
     return require(recipe.benchmark_models, "benchmark_models", hint)
@@ -78,7 +78,7 @@ def model_recipes(recipe: Recipe) -> dict[str, Recipe]:
     """Label to the recipe of a model, at its first input size.
 
     Raises:
-        ValueError: one cannot be built, such as by a width that its heads do not divide.
+        ValueError: a model cannot be built, for example because its heads do not divide its width.
     """
     config = benchmark_of(recipe)
     found = {}
@@ -93,7 +93,7 @@ def model_recipes(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _slug(text: str) -> str:
-    """To be added to a run's name."""
+    """A suffix for a run's name."""
     return f"-{name}" if (name := re.sub(r"[^A-Za-z0-9._+]+", "-", text).strip("-")) else ""
 
 
@@ -101,7 +101,7 @@ def _measured(
     label: str, recipe: Recipe, config: BenchmarkModelsConfig, resources: dict[str, float]
 ) -> BenchmarkedRow:
     """A model that fails, or whose process dies, is a row with its error."""
-    once: Any = ray.remote(max_calls=1, max_retries=0)  # a process of its own
+    once: Any = ray.remote(max_calls=1, max_retries=0)  # a separate process
     task = once(measure_model).options(**resources)
     reference = task.remote(recipe, config, use_gpu=resources["num_gpus"] > 0)
     try:
@@ -117,7 +117,7 @@ def _measured(
 
 
 def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
-    """One run for a model and a device; measured again, it is continued with the new values."""
+    """One run per model and device; measuring again continues it with the new values."""
     recipe = recipe.with_changes(name=f"{recipe.name}{_slug(row.device)}")
     log = metrics_log_path(recipe.run_folder)
     tags = {
@@ -134,7 +134,7 @@ def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
         0, {key: value for one in row.speeds for key, value in one.metrics().items()}
     )
     tracker.log.tag("vit_ray.error", row.error)
-    with open(log.with_name("batches.csv"), "w") as file:  # every batch that was tried and fits
+    with open(log.with_name("batches.csv"), "w") as file:  # every tried batch size that fits
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["mode", "image_size", "batch_size", "images_per_s", "search_ended_by"])
         for one in row.speeds:

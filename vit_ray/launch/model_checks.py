@@ -14,18 +14,18 @@ from vit_ray.models.parameter_groups import HEADS, chosen_parts, part_of, parts_
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
-"""Of a run."""
+"""Kind of a run."""
 NEW_HEADS: Final = ("finetune", "sweep_trial")
-"""Kinds of run that give the weights they start from a new head."""
+"""Kinds of run that give their initial weights a new head."""
 MOST_OF_FIRST_WEIGHTS: Final = 0.2
-"""Share of a run's first weights in its averaged ones up to which there is no warning."""
+"""Share of the initial weights in the averaged ones up to which there is no warning."""
 
 
 def check_model(recipe: Recipe) -> None:
-    """Check that there is such a model, and that its frozen parts are its own.
+    """Check that the model exists, and that its frozen parts are its own.
 
     Raises:
-        ValueError: as `build_model`; or all parts are frozen, or a part that it does not have.
+        ValueError: as `build_model`; or all parts are frozen, or a frozen part does not exist.
     """
     model, optim = recipe.model, recipe.optim
     as_grid(model.image_size)
@@ -33,8 +33,8 @@ def check_model(recipe: Recipe) -> None:
     spec = ModelSpec() if has_own else find_spec(model.name, model.options())
     if optim.layer_decay < 1.0 and spec.encoder is None:
         raise ValueError(
-            f"optim.layer_decay={optim.layer_decay} goes by the blocks of a Transformer, "
-            f"and model.name={model.name} has none; set it to 1"
+            f"optim.layer_decay={optim.layer_decay} with model.name={model.name}: layer-wise decay "
+            "needs the blocks of a Transformer, and this model has none; set it to 1"
         )
     parts = _parts_of_own(recipe) if has_own else parts_of(model.name, model.options())
     try:
@@ -42,12 +42,14 @@ def check_model(recipe: Recipe) -> None:
     except ValueError as error:
         raise ValueError(f"optim.frozen: {error}") from None
     if chosen == set(parts):
-        raise ValueError("optim.frozen names every part, so nothing is trained; leave one out")
+        raise ValueError(
+            "optim.frozen names every part, so that nothing would be trained; remove one"
+        )
 
 
 def _parts_of_own(recipe: Recipe) -> tuple[str, ...]:
-    """Parts of a model of the user's own, which is built and run once, without values."""
-    import torch  # for this model alone: seconds
+    """Parts of a user's own model, which is built and run once, without values."""
+    import torch  # for this model only: seconds
 
     from vit_ray.models.flops import forward_macs
     from vit_ray.train.objective import build_objective
@@ -60,10 +62,10 @@ def _parts_of_own(recipe: Recipe) -> tuple[str, ...]:
 
 
 def check_own_parts(recipe: Recipe, num_classes: int) -> None:
-    """Look up the parts of the user's own apart from the model, and call those that need no run.
+    """Look up the user's own parts other than the model, and call those that work without a run.
 
     Raises:
-        ValueError: one is not there, or does not return what it should.
+        ValueError: a part does not exist, or returns the wrong thing.
     """
     train, metrics = recipe.train, recipe.evaluate.metrics
     for name in train.callbacks:
@@ -74,12 +76,12 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
         found = augment(crop, KeyedUniform(0))
         if (shape := np.shape(found)) != crop.shape or found.dtype != np.uint8:
             raise ValueError(
-                f"data.augment.own={name} makes {list(shape)} {getattr(found, 'dtype', '')} of "
-                f"{list(crop.shape)} uint8; return the crop in its shape and type"
+                f"data.augment.own={name} returns {list(shape)} {getattr(found, 'dtype', '')} for "
+                f"{list(crop.shape)} uint8; return a crop of the same shape and type"
             )
     if not (metrics or is_own(train.loss) or is_own(recipe.optim.name)):
         return
-    import torch  # for these parts alone: seconds
+    import torch  # for these parts only: seconds
 
     from vit_ray.train.objective import classification_loss, per_image
     from vit_ray.train.optim.optimizers import state_types
@@ -94,7 +96,7 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
 
 
 def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
-    """Check that a new head, whose kernel is zeros, is not frozen.
+    """Check that a new head, whose kernel is zero, is not frozen.
 
     Raises:
         ValueError: it would give every image the same logits.
@@ -104,21 +106,21 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
     frozen = [head for head in HEADS if head in recipe.optim.frozen]
     if has_head and is_new and frozen:
         raise ValueError(
-            f"optim.frozen has {frozen[0]}, and this run starts with a new one of zeros, which "
-            f"would never learn; leave {frozen[0]} out of optim.frozen"
+            f"optim.frozen has {frozen[0]}, but this run starts with a new {frozen[0]} of zeros, "
+            f"which would never learn; remove {frozen[0]} from optim.frozen"
         )
 
 
 def averaging_warning(train: TrainConfig, total_steps: int) -> str | None:
-    """A warning of averaged weights that are still the first ones; None where they are not.
+    """A warning if the averaged weights are still close to the initial ones; else None.
 
-    They decide what a sweep chooses, when a run stops early, and what tables show.
+    Averaged weights decide a sweep's selection, early stopping, and the figures in tables.
     """
     left = train.averaging**total_steps
     if not train.averaging or train.averaging_warmup or left <= MOST_OF_FIRST_WEIGHTS:
         return None
     return (
-        f"train.averaging={train.averaging:g}: after {total_steps} steps the averaged weights are "
-        f"{left:.1%} the weights that the run began with; set train.averaging_warmup=true, or a "
+        f"train.averaging={train.averaging:g}: after {total_steps} steps {left:.1%} of the "
+        "averaged weights is still the initial weights; set train.averaging_warmup=true, or a "
         "smaller train.averaging"
     )

@@ -1,7 +1,7 @@
-"""A run as people name it: the folder of its checkpoints, its id in MLflow, or its recipe.
+"""A run as users name it: the folder of its checkpoints, its id in MLflow, or its recipe.
 
-What it was trained on follows from the recipe that its newest checkpoint keeps, whatever a recipe
-file of the same name says today. Nothing of the run is written.
+What it was trained on follows from the recipe in its newest checkpoint, whatever a recipe file of
+the same name says now. Nothing in the run is written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DECIDES_BATCHES: Final = (
     "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
     "train.cutmix", "train.overfit_one_batch",
 )  # fmt: skip
-"""Beginnings of the keys that decide what a step sees."""
+"""Prefixes of the keys that decide what a step sees."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class NamedRun:
     """A run and its data, opened.
 
     Attributes:
-        resolved: its streams, in the order that it was begun with.
-        newest: its newest whole checkpoint; None before the first.
+        resolved: its streams, in the order that it started with.
+        newest: its newest complete checkpoint; None before the first.
     """
 
     resolved: ResolvedRun
@@ -53,12 +53,12 @@ class NamedRun:
 
     @property
     def recipe(self) -> Recipe:
-        """As it was trained, or is about to be, without what it is evaluated on."""
+        """The recipe as trained, or about to be trained, without its evaluation."""
         return self.resolved.recipe
 
     @property
     def total_steps(self) -> int:
-        """Fewer than planned where the run was stopped early."""
+        """Fewer than planned if the run was stopped early."""
         position = self.newest.position if self.newest else None
         return position.step if position and position.progress.ended else self.resolved.total_steps
 
@@ -66,14 +66,14 @@ class NamedRun:
         """The steps, 0-based.
 
         Raises:
-            ValueError: the run does not have all of them, or there are none.
+            ValueError: the run does not have all of these steps, or the range is empty.
         """
         note = locate(self.recipe.run_folder).child(NOTE)
         origin = note.read().decode() if self.newest and note.exists() else ""
         if steps and (forked := step_of(origin)) and steps.start < forked:
             raise ValueError(
                 f"step={steps.start}: the run branches off {origin}, which trained this step; look "
-                "at it there"
+                "at this step there"
             )
         total = self.total_steps
         if not steps or steps.start < 0 or steps.stop > total:
@@ -84,14 +84,14 @@ class NamedRun:
         return steps
 
     def world_size(self, steps: range) -> tuple[int, str]:
-        """Workers of the attempt that trained some steps, and what says so.
+        """Number of workers of the attempt that trained some steps, and its source.
 
-        By the record of the run on this machine, or else by the next checkpoint, of which each rank
-        wrote a part.
+        From the record of the run on this machine, or else from the next checkpoint: each rank
+        wrote a part of it.
 
         Raises:
-            ValueError: it is not known, or not the same for all of the steps; or the checkpoints
-                before and after a step, between which workers came or went, are all there is.
+            ValueError: it is unknown, or not the same for all of the steps; or only the checkpoints
+                before and after a step are known, and the number of workers changed between them.
         """
         timeline = MetricsLog(metrics_log_path(self.recipe.run_folder)).timeline()
         works = [mark for mark in marks_of(timeline) if isinstance(mark, Work)]
@@ -112,13 +112,16 @@ class NamedRun:
                 continue
             after = next(filter(ranks_of, (number for number in saved if number > step)), None)
             if after is None:
-                raise ValueError("it is not known how many workers trained this step")
+                raise ValueError(
+                    "the number of workers that trained this step is not known; ask for the whole "
+                    "batch"
+                )
             earlier = (number for number in reversed(saved) if number <= step)
             before = next(filter(ranks_of, earlier), after)
             if ranks_of(before) != ranks_of(after):
                 raise ValueError(
-                    f"it is not known how many workers trained step {step}: the checkpoint of step "
-                    f"{before} is of {ranks_of(before)}, and that of step {after} of "
+                    f"the number of workers that trained step {step} is not known: the checkpoint "
+                    f"of step {before} has {ranks_of(before)}, and that of step {after} has "
                     f"{ranks_of(after)}; ask for the whole batch"
                 )
             found[ranks_of(after)] = f"the checkpoint of step {after}"
@@ -133,20 +136,22 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
 
     Args:
         source: folder of the run's checkpoints, the run's id in MLflow, or a recipe by name or
-            path. The recipe of a run that has not begun will do.
-        overrides: changes of the recipe, such as `data.train=` where the data set has moved, and
-            `tracking.uri=` where `source` is an id.
+            path; for a run that has not started, the recipe is enough.
+        overrides: changes of the recipe, such as `data.train=` if the data set has moved, and
+            `tracking.uri=` if `source` is an id.
 
     Raises:
-        ValueError: there is no such run or recipe; the data set is not the run's; or a recipe
-            differs from the one that the run of its name was trained with.
+        ValueError: there is no such run or recipe; the data set is not the run's; or the recipe
+            differs from the recipe with which the run was trained.
     """
     source, folder = named_folder(source, overrides)
     is_file = folder.info().type == FileType.File
     if not is_file and list_checkpoints(folder):
         newest = newest_checkpoint(folder)
         if newest is None:
-            raise ValueError(f"{source}: none of its checkpoints is whole; give the run's recipe")
+            raise ValueError(
+                f"{source}: none of its checkpoints is complete; give the run's recipe"
+            )
         tree = changed(copy.deepcopy(newest.position.recipe), overrides)
         recipe = recipe_from_dict(tree, where=f"the recipe of {source}")
     else:
@@ -159,10 +164,12 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
                 raise ValueError(
                     f"{source} has no checkpoint; give the run's recipe, or wait for its first one"
                 ) from None
-            raise ValueError(f"{error}. A run is named by its folder, such as runs/NAME") from None
+            raise ValueError(
+                f"{error}; to name a run by its folder, give a path such as runs/NAME"
+            ) from None
         newest = newest_checkpoint(locate(recipe.run_folder))
     evaluations = {"few_shot_train": None, "few_shot_test": None}
-    # Other sets need not be here to show what is trained on.
+    # Other sets are not needed here to show what is trained on.
     given, recipe = recipe, recipe.with_changes(data={"eval": None}, evaluate=evaluations)
     if newest is None:
         return NamedRun(resolve_run(recipe), None)
@@ -171,8 +178,8 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
     if resolved.manifest.fingerprint != position.data_fingerprint:
         raise ValueError(
             f"{resolved.manifest.path} is not the data set of the run {recipe.name!r}: its "
-            f"fingerprint is {resolved.manifest.fingerprint[:12]}, and the run's "
-            f"{position.data_fingerprint[:12]}; give the run's own as data.train=PATH"
+            f"fingerprint is {resolved.manifest.fingerprint[:12]}, and the run's is "
+            f"{position.data_fingerprint[:12]}; give the run's own data set as data.train=PATH"
         )
     before = recipe_from_dict(position.recipe, where=f"the recipe of run {recipe.name!r}")
     passed_over = (*EVALUATED_SETS, CROP_SIZES)
@@ -181,14 +188,14 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
     changes += [sizes] if sizes else []
     if shown := [change for change in changes if change.key.startswith(_DECIDES_BATCHES)]:
         raise ValueError(
-            f"run {recipe.name!r} was trained with another recipe: {'; '.join(map(str, shown))}. "
-            f"Give the run's folder, {recipe.run_folder}, without changes, or another name"
+            f"run {recipe.name!r} was trained with another recipe: {'; '.join(map(str, shown))}; "
+            f"give the run's folder, {recipe.run_folder}, without changes, or another name"
         )
     return NamedRun(resolved, newest)
 
 
 def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
-    """The folder that a run's name means, as text, too; of an id in MLflow the folder of its run.
+    """The run folder that a name means, also as text; for an MLflow id the folder of its run.
 
     Raises:
         ValueError: MLflow has no such training.
@@ -204,10 +211,10 @@ def _folder_of(run_id: str, overrides: Sequence[str]) -> str:
     uri = changed({}, overrides).get("tracking", {}).get("uri") or TrackingConfig().uri
     try:
         run = open_client(uri).get_run(run_id)
-    except Exception as error:  # MLflow's own, and those of its store
+    except Exception as error:  # MLflow's own errors, and those of its store
         raise ValueError(
             f"MLflow at {safe_uri(uri)} does not have the run {run_id}: "
-            f"{redact_uri(str(error), uri)}. Give its store as tracking.uri=..."
+            f"{redact_uri(str(error), uri)}; give its store as tracking.uri=..."
         ) from None
     found = run.data.tags.get(RUN_FOLDER)
     if found is None:

@@ -1,7 +1,7 @@
 """An accuracy next to the paper's: which of its test sets a recipe measures, and the table.
 
-A result carries a label: `data` where test set, pre-training and model are the paper's, `proxy`
-otherwise. The paper's numbers are shown next to a proxy only if they are of its test set.
+A result has a label: `data` if test set, pre-training and model are the paper's, else `proxy`. The
+paper's numbers are shown next to a proxy only if they are for its test set.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PAPER_FILE: Final = "paper/row.csv"
 
 @dataclass(frozen=True)
 class OurResult:
-    """An accuracy as a share, and what it is of."""
+    """An accuracy as a share, and what it was measured on."""
 
     model: str
     data: str
     """Name of the test set's folder."""
     num_images: int
-    """Of the test set."""
+    """Number of images in the test set."""
     num_classes: int
     top1: float | None
     deviation: float | None = None
@@ -41,7 +41,7 @@ class OurResult:
 
 
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | None:
-    """The result of an evaluation and the paper's; None where it has no accuracy."""
+    """The result of an evaluation and the paper's; None if it has no accuracy."""
     top1 = metrics.get(EVAL_TOP1)
     if top1 is None or recipe.data.test_set is None:
         return None
@@ -50,7 +50,7 @@ def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | No
 
 
 def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Table:
-    """What the choice of a sweep reaches on the test set, over its runs, and the paper's."""
+    """The selected point's test accuracy over a sweep's runs, and the paper's."""
     assert recipe.data.test_set is not None
     return _table(recipe.paper, recipe.model.name, recipe.data.test_set, test_top1, "own_labels")
 
@@ -58,7 +58,7 @@ def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Table:
 def _table(
     paper: PaperConfig, model: str, test_set: str, top1: Sequence[float], labels: str
 ) -> Table:
-    # ImageNet and ImageNet ReaL are the same images; the labels decide which one it is.
+    # ImageNet and ImageNet ReaL have the same images; the labels decide which of the two it is.
     if is_imagenet := paper.task in ("imagenet", "imagenet_real"):
         by_labels = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
         paper = paper.model_copy(update={"task": by_labels.get(labels)})
@@ -78,11 +78,11 @@ def _table(
 
 
 def result_table(ours: OurResult, paper: PaperConfig) -> Table:
-    """Our row, and below it the paper's of the same test set and model, by pre-training.
+    """Our row, and the paper's rows for the same test set and model, by pre-training.
 
     Args:
-        paper: what the recipe says of test set and pre-training; a test set of another size or with
-            other classes is not the paper's.
+        paper: the recipe's test set and pre-training; a test set of another size or with other
+            classes is not the paper's.
     """
     wanted = TEST_SETS.get(paper.task or "")
     doubt = "" if wanted else "paper.task is not set"
@@ -102,7 +102,9 @@ def result_table(ours: OurResult, paper: PaperConfig) -> Table:
                 of_paper.append(["paper, Table 5", *what, five, None, "", "paper", ""])
     is_data = bool(of_paper) and paper.pretraining is not None
     if not doubt and not is_data:
-        doubt = "paper.pretraining is not set" if of_paper else "the paper has no such model"
+        doubt = (
+            "paper.pretraining is not set" if of_paper else ("the paper does not have this model")
+        )
     columns = [
         Column("row"), Column("test set"), Column("pre-training"), Column("model"),
         Column("top-1 %", percent), Column("deviation", percent), Column("runs"), Column("label"),

@@ -34,37 +34,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What is known of a run before it starts."""
+    """What is known about a run before it starts."""
 
     kind: Kind
     resolved: ResolvedRun
     resume_from: Checkpoint | None = None
-    """The newest good checkpoint of a run of this name."""
+    """The newest valid checkpoint of a run of this name."""
     notes: tuple[tuple[EventKind, str], ...] = ()
     """Kind and text of the events of the run's start, for its history."""
     lock_number: int | None = None
-    """By which workers see that the run is still this driver's; None for an evaluation."""
+    """Shows workers that the run is still this driver's; None for an evaluation."""
     answers: Answers | None = None
-    """Of an evaluation: what is right for its images."""
+    """Of an evaluation: the correct answers for its images."""
     outputs: int | None = None
-    """Of the model; None where it has one for each class of the data set."""
+    """Outputs of the model; None if it has one for each class of the data set."""
     extraction: Extraction | None = None
-    """Features that are written in the place of an evaluation."""
+    """Features that are written instead of an evaluation."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
     began_s: float = field(default_factory=time.time)
-    """Unix time at which its driver has begun to work on it."""
+    """Unix time at which its driver started to work on it."""
     training_id: str | None = None
-    """Of a training that begins at step 0: what is recorded of another one is not continued."""
+    """A training that starts at step 0: an earlier record is not continued."""
 
     @property
     def recipe(self) -> Recipe:
-        """With absolute paths, and the order of the data made definite."""
+        """With absolute paths, and a fixed order of the data."""
         return self.resolved.recipe
 
     @property
     def trains(self) -> bool:
-        """Whether weights are trained, and not only used."""
+        """Whether weights are trained, not only used."""
         return self.kind not in ("evaluate", "extract")
 
     @property
@@ -74,9 +74,9 @@ class PreparedRun:
 
     @property
     def new_head(self) -> bool | Literal["auto"]:
-        """What becomes of the head of the weights it starts from, as in `initialize_weights`.
+        """What happens to the head of its initial weights, as in `initialize_weights`.
 
-        Features want the whole of weights that have a head, and what there is of others.
+        Features use all layers of weights that have a head, and the available layers of others.
         """
         if self.kind == "extract" and self.outputs is not None:
             return False
@@ -109,7 +109,7 @@ def prepared_training(
         until_step = None
     if warning := averaging_warning(recipe.train, resolved.total_steps):
         logger.warning("%s", warning)
-    # From before the checkpoints are looked at: another driver may be removing them.
+    # Taken before the checkpoints are read: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
     run_folder.refuse_file_in_its_place("output")
     if not run_folder.is_local:
@@ -154,7 +154,7 @@ def prepared_training(
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
-    """Check an evaluation, which is a run of its own: the training's record stays as it is.
+    """Check an evaluation, which is a separate run: the training's record is not changed.
 
     Raises:
         ValueError: no data set is given, or the weights are not there.
@@ -173,10 +173,10 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
 def check_weights(prepared: PreparedRun) -> None:
     """Check that `init_from` names weights that fit the model, by names and shapes.
 
-    A warning says where weights that are only used were trained on images of another size.
+    A warning if the weights will be used at another image size than they were trained at.
 
     Raises:
-        ValueError: there is nothing, no checkpoint in it is good, or the tensors that are missing,
+        ValueError: there are no weights, no valid checkpoint is among them, or tensors are missing,
             unexpected or of another shape.
     """
     recipe = prepared.recipe
@@ -193,13 +193,13 @@ def check_weights(prepared: PreparedRun) -> None:
         trained = sides[0] * grid[0] // own_grid[0], sides[1] * grid[1] // own_grid[1]
     if trained in (None, model.sides) or prepared.trains:
         return
-    what = "they have no positions, and are used as they are at"
+    what = "they have no positions, and are used at"
     if report.resized:
         what = "their positions are resized to"
     elif model.positions in ("sincos_2d", "rope_2d"):
-        what = "their positions, which are not learned, are computed for"
+        what = "their positions, which are fixed, are computed for"
     logger.warning(
-        "init_from: the weights are of %d x %d pixels, and %s model.image_size=%s; set "
+        "init_from: the weights were trained at %d x %d pixels, and %s model.image_size=%s; set "
         "model.image_size=%s for their own resolution",
         *trained,
         what,

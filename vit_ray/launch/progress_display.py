@@ -1,4 +1,4 @@
-"""The display of a working run: a bar with ETA and images/s, or plain lines in a log file."""
+"""The display of a running run: a bar with ETA and images/s, or plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from vit_ray.metric_names import (
 )
 
 Show = Callable[[RunStatus, str, bool], None]
-"""Takes where the run is, what `Pace` says of it, and whether it has ended."""
+"""Takes the state of the run, what `Pace` says about it, and whether it has ended."""
 
 POLL_S = 0.5
 STATUS_S = 10.0
 LINE_EVERY_S = 10.0
 NO_STEP_S, NO_STEP_TIMES = 15.0, 5.0
-"""A step that takes longer, and so many times as long as the others, is waited for."""
+"""A step counts as slow if it takes longer than this, and this many times as long as the others."""
 
 _TOP1 = (
     (EVAL_TOP1, "top-1 {:.2%}"),
@@ -50,14 +50,14 @@ _FIGURES = (
     (TRAIN_LR, "lr {:.2e}"),
 )
 MOST_FIGURES = 5
-"""Of these, after the step and the time left; MLflow has all others."""
+"""Of these, shown after the step and the remaining time; MLflow has all others."""
 
 
 @contextlib.contextmanager
 def shown_progress(
     control: RunControl, name: str, total: int, unit: str = "step", *, is_shown: bool = True
 ) -> Iterator[None]:
-    """Show how far the run is while the block runs; `unit` is what its steps are."""
+    """Show the progress of the run while the block runs; `unit` names its steps."""
     if not is_shown:
         yield
         return
@@ -73,17 +73,17 @@ def shown_progress(
 
 
 def describe(status: RunStatus) -> str:
-    """Which run under this one it is at, and the first figures that are known, in one text."""
+    """The current child run, and the first figures that are known, as one text."""
     known = status.metrics
     texts = [text.format(known[key]) for key, text in _FIGURES if key in known][:MOST_FIGURES]
     return ", ".join([status.stage, *texts] if status.stage else texts)
 
 
 class Pace:
-    """The time left of a run by its own pace, or for how long no step has come.
+    """The remaining time of a run by its pace, or how long no step has come.
 
-    Of one run, by the steps since the first that was seen, which leaves out how long starting took.
-    Of a run with others under it, by all the time since the display began: each of them starts.
+    For a single run, from the steps since the first seen, without start-up. For a run with child
+    runs, from the whole time since the display began, because each child starts up.
     """
 
     def __init__(self, total: int, unit: str = "step") -> None:
@@ -92,7 +92,7 @@ class Pace:
         self._newest = (0, self._began_s)
 
     def left(self, status: RunStatus) -> str:
-        """A few words."""
+        """A short text."""
         now_s = time.monotonic()
         if status.step != self._newest[0]:
             self._newest = (status.step, now_s)
@@ -100,7 +100,9 @@ class Pace:
             self._first = (status.step, self._began_s if status.stage else now_s)
         step, since_s = self._first or (status.step, now_s)
         waited_s = now_s - self._newest[1]
-        usual_s = self._newest[1] - self._began_s  # of a first step, which takes longer than others
+        usual_s = (
+            self._newest[1] - self._began_s
+        )  # for a first step, which takes longer than others
         if status.step > step:
             usual_s = (self._newest[1] - since_s) / (status.step - step)
         if status.step and not status.stage and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s):
@@ -128,7 +130,7 @@ def _show(
             try:
                 status = control.status(STATUS_S)
             except (ray.exceptions.RayError, RuntimeError):
-                continue  # it is busy or gone; the driver's own call will report it
+                continue  # it is busy or has ended; the driver's own call will report it
             for event in status.events[seen:]:
                 _print(console, redact(f"{name}: {event.kind}: {event.text}"))
             seen = len(status.events)

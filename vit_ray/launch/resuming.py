@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 def find_resume_point(
     recipe: Recipe, warn: Callable[[str], None] = logger.warning
 ) -> Checkpoint | None:
-    """The checkpoint from which a run of this name continues, as `resume` allows.
+    """The checkpoint from which a run of this name continues, if `resume` allows it.
 
     Args:
-        warn: called with a text for each damaged one that is passed over.
+        warn: called with a text for each damaged checkpoint that is skipped.
 
     Raises:
         ValueError: a run of this name exists and may not be continued, or should exist and does
@@ -73,21 +73,22 @@ def accepted_changes(
 ) -> list[str]:
     """The changes since the checkpoint was written, for the run's history.
 
-    A longer run is accepted without confirmation, anything else with `resume=changed`: crops of
-    other sizes, too, which are at shares of all steps.
+    Extending a run needs no confirmation, any other change needs `resume=changed`. With
+    `data.augment.sizes`, which are at shares of all steps, extending may change crops.
 
     Args:
         recipe: with a definite window.
-        fingerprint, num_images, total_steps: of the recipe on the data as they are now.
+        fingerprint, num_images, total_steps: of the recipe with the present data.
 
     Raises:
         ValueError: a change that is not accepted, or with which no run could continue; names each.
     """
-    # As it was: a copy by `with_changes` would be checked as a new recipe.
+    # The stored recipe: a copy by `with_changes` would be checked as a new recipe.
     before = validated(
         Recipe,
         position.recipe,
-        f"run {recipe.name!r} was begun by other code; resume it with commit {READS_OLDER}",
+        f"run {recipe.name!r} was started by another version of the code; resume it with commit "
+        f"{READS_OLDER}",
     )
     step = position.step
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
@@ -96,9 +97,9 @@ def accepted_changes(
     changes = [change for change in found if not change.is_move]
     if fixed := [change for change in changes if change.is_fixed]:
         raise ValueError(
-            f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}. Put "
-            "that back, or choose another name (`vit-ray fork` continues with changed data, "
-            "init_from takes over the weights)"
+            f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}; restore the "
+            "earlier value, or choose another name (`vit-ray fork` continues with changed data, "
+            "init_from loads the weights)"
         )
     steps_before = before.optim.total_steps(num_images, position.global_batch_size)
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
@@ -108,34 +109,33 @@ def accepted_changes(
         changes += length
     _refuse_too_late(recipe.name, position, changes, steps_before, total_steps)
     if changes and recipe.resume != "changed":
-        put_back = "Put that back"
+        put_back = "restore the earlier value"
         if sizes and before.data.augment.sizes and total_steps > steps_before:
             trained = crop_sizes(before.data.augment.sizes, before.model.image_size, steps_before)
             put_back += f" ({CROP_SIZES}={trained.shares(total_steps)} has the sizes of before)"
         raise ValueError(
-            f"run {recipe.name!r} was begun with another recipe: {_listed(changes)}. {put_back}, "
+            f"run {recipe.name!r} was started with another recipe: {_listed(changes)}; {put_back}, "
             f"choose another name, or set resume=changed to continue it from step {step}"
         )
-    notes = [
-        f"{change}, where the same weights are taken to be" for change in found if change.is_move
-    ]
+    notes = [f"{change}, assumed to have the same weights" for change in found if change.is_move]
     if changes:
         notes.append(f"continues with another recipe: {_listed(changes)}")
     evaluates = recipe.data.eval or recipe.data.held_out_fraction or recipe.evaluate.few_shot_train
-    # Older runs had no choice.
+    # Older runs had no such key.
     crop_before = position.recipe["data"].get("eval_augment", {}).get("crop", "whole_pixels")
     crop = recipe.data.eval_augment.crop
     if evaluates and crop != crop_before:
         notes.append(
-            f"data.eval_augment.crop was {crop_before} and is {crop}: accuracies from here on are "
-            "of images that are cut a little differently"
+            f"data.eval_augment.crop was {crop_before} and is {crop}: from here on, accuracies are "
+            "measured on slightly different crops"
         )
     if total_steps > steps_before:
         rates = lr_at(step, before.optim, steps_before), lr_at(step, recipe.optim, total_steps)
         notes.append(
-            f"longer: {_listed(length)}, which makes {total_steps} steps of {steps_before}. The "
-            f"schedule ({recipe.optim.schedule}) is that of {total_steps} steps from here on: the "
-            f"learning rate after step {step} is {rates[1]:.3g}, and would have been {rates[0]:.3g}"
+            f"longer: {_listed(length)}, which makes {total_steps} steps instead of "
+            f"{steps_before}. The schedule ({recipe.optim.schedule}) is that of {total_steps} "
+            f"steps from here on: the learning rate after step {step} is {rates[1]:.3g}, and would "
+            f"have been {rates[0]:.3g}"
         )
     return notes
 
@@ -157,30 +157,31 @@ def size_change(before: Recipe, now: Recipe, num_images: int) -> Change | None:
 def _refuse_too_late(
     name: str, position: Position, changes: list[Change], steps_before: int, total_steps: int
 ) -> None:
-    """Refuse what would train nothing more."""
+    """Refuse a resume that would train nothing."""
     step, run, ended = position.step, f"run {name!r}", position.progress.ended
     if total_steps < step:
         raise ValueError(
             f"{run} has been trained for {step} steps, and this recipe ends after {total_steps}; "
-            "give a length of at least that, or choose another name"
+            "set at least that length, or choose another name"
         )
     if ended and total_steps > steps_before:
         raise ValueError(
-            f"{run} is over: it ended after step {step} of {steps_before} ({ended}), so it would "
-            f"not be trained for the {total_steps} steps of this recipe. Put the length back, or "
-            "choose another name (init_from takes over the weights)"
+            f"{run} has finished: it ended after step {step} of {steps_before} ({ended}), so it "
+            f"would not be trained for the {total_steps} steps of this recipe; restore the length, "
+            "or choose another name (init_from loads the weights)"
         )
     if not changes or not position.progress.is_over(total_steps):
         return
     if all(change.key in EVALUATED_SETS for change in changes):
         raise ValueError(
-            f"{run} is over and was measured on other data: {_listed(changes)}. Put that back, or "
-            f"measure its weights on these: vit-ray evaluate, with init_from the folder of {name!r}"
+            f"{run} has finished and was evaluated on other data: {_listed(changes)}; restore the "
+            "earlier value, or evaluate its weights on the new data: vit-ray evaluate, with "
+            f"init_from set to the folder of {name!r}"
         )
     way_out = "" if ended else ", or make the run longer (with resume=changed)"
     raise ValueError(
-        f"{run} is over, so nothing would be trained with {_listed(changes)}. Put that back, or "
-        f"choose another name{way_out}"
+        f"{run} has finished, so that nothing would be trained with {_listed(changes)}; restore "
+        f"the earlier value, or choose another name{way_out}"
     )
 
 

@@ -50,9 +50,10 @@ class RunResult:
     """Optimizer steps completed."""
     total_steps: int
     metrics: dict[str, float]
-    """Last value of every metric, and of an evaluation the best where the run keeps that."""
+    """Last value of every metric; evaluation metrics are the best ones if the run keeps the
+    best."""
     checkpoint: str
-    """Folder of the newest checkpoint, or of the best where the run keeps that."""
+    """Folder of the newest checkpoint, or of the best if the run keeps the best."""
     already_complete: bool = False
     """The run had ended before; nothing was trained."""
     hint: str = ""
@@ -63,7 +64,7 @@ class RunResult:
     evaluation_due: bool = False
     """It was stopped in the evaluation after its last step."""
     ended: str = ""
-    """Why it was over before its last step (early stopping); empty if it was not."""
+    """Why it ended before its last step (early stopping); else empty."""
 
     @property
     def is_complete(self) -> bool:
@@ -77,7 +78,7 @@ class ParentRun:
     """The sweep or study that a run is part of."""
 
     run: OpenRun
-    """The parent, which shows how far its children are."""
+    """The parent, which shows the progress of its children."""
     node_id: str
     """Node of the parent's driver, where MLflow is written."""
 
@@ -93,8 +94,8 @@ def train(
     """Train as the recipe says, from the newest checkpoint of this name if there is one.
 
     Args:
-        until_step: end there, evaluated and saved, before the run is complete: the same call with
-            a later step, or without, continues as if it had not been interrupted.
+        until_step: end there, evaluated and saved, before the run is complete: the same call with a
+            later step, or without one, continues as if there had been no interruption.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
@@ -134,7 +135,7 @@ def run_prepared(
 
     Raises:
         RunFailedError: as `train`.
-        RunStoppedError: what has no checkpoints was stopped on request.
+        RunStoppedError: an evaluation was stopped on request.
     """
     recipe, resolved, kind = prepared.recipe, prepared.resolved, prepared.kind
     cluster = connect(recipe)
@@ -147,7 +148,7 @@ def run_prepared(
     if recipe.init_from is not None and position is None:
         from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
 
-        # A folder alone may be another run's later.
+        # The folder's name is not enough: another run may use it later.
         if run_id := meta_state_of(recipe.init_from).run_id:
             origin = {INIT_RUN: run_id}
     branched = locate(recipe.run_folder).child(NOTE)
@@ -175,14 +176,14 @@ def run_prepared(
             work = (resolved.streams["eval"].num_images, "image")
         with (
             shown_progress(run.control, recipe.name, *work, is_shown=parent is None),
-            # A sweep or study passes it on to the runs under it.
+            # A sweep or study forwards it to its child runs.
             stopping_on_signals(run.control) if parent is None else contextlib.nullcontext(),
         ):
             job = _job(prepared, cluster, run)
             try:
                 run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
             except Exception:
-                if prepared.trains:  # what has been computed of it
+                if prepared.trains:  # what it has computed so far
                     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
                         _record_cost(prepared, run, run.control.status().step, use_gpu=use_gpu)
                 raise
@@ -195,7 +196,7 @@ def run_prepared(
             run.record.text(PAPER_FILE, table.csv())
         try:
             _log_model(result, prepared, run)
-        except (ray.exceptions.RayError, RuntimeError) as error:  # the result stands without it
+        except (ray.exceptions.RayError, RuntimeError) as error:  # the result is valid without it
             logger.warning("the trained model is not logged in MLflow: %s", error)
         return result
 
@@ -203,7 +204,7 @@ def run_prepared(
 def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
     few_shot = resolved.streams.get("few_shot_train")
-    # Of images that travel encoded and cannot be decoded in a training worker.
+    # Images that travel encoded and cannot be decoded in a training worker.
     bad_images = BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
     return TrainJob(
         recipe=recipe,
@@ -234,7 +235,7 @@ def _result(job: TrainJob, run: OpenRun) -> RunResult:
     checkpoint = newest_checkpoint(locate(job.run_folder)) if trains else None
     was_stopped = any(event.kind is EventKind.STOPPED for event in status.events)
     if was_stopped and not trains:
-        raise RunStoppedError("the evaluation was stopped; there are no figures of it")
+        raise RunStoppedError("the evaluation was stopped; it has no results")
     result = replace(
         _result_of(job.recipe, job.total_steps, checkpoint, status.metrics),
         run_id=run.record.run_id(),
@@ -243,9 +244,9 @@ def _result(job: TrainJob, run: OpenRun) -> RunResult:
     )
     if trains and not (result.steps >= job.last_step or result.ended or was_stopped):
         raise RunFailedError(
-            f"training ended, but its newest whole checkpoint is of step {result.steps} of "
-            f"{job.last_step}: the last one could not be written to {job.run_folder}; see the "
-            "events, make room there and run the same command again"
+            f"training ended, but its newest complete checkpoint is at step {result.steps} of "
+            f"{job.last_step}: the last checkpoint could not be written to {job.run_folder}; see "
+            "the events, free space there and run the same command again"
         )
     return result
 
@@ -253,7 +254,7 @@ def _result(job: TrainJob, run: OpenRun) -> RunResult:
 def _result_of(
     recipe: Recipe, total_steps: int, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
-    """What a checkpoint shows of a run; None: of a run without any."""
+    """What a checkpoint records about a run; None for a run without one."""
     result = RunResult(None, recipe.name, 0, total_steps, with_best(metrics), checkpoint="")
     if checkpoint is None:
         return result
@@ -270,19 +271,19 @@ def _result_of(
 def _record_cost(
     prepared: PreparedRun, run: OpenRun, step: int, *, use_gpu: bool
 ) -> dict[str, float]:
-    """Record the cost of a training up to a step, and where its time went; return both."""
+    """Record the cost of a training up to a step, and how its time was spent; return both."""
     cost, spent = training_cost(prepared.resolved, step), run.control.account()
-    # A checkpoint has the days of drivers whose log is elsewhere, but not of steps done twice.
+    # A checkpoint includes the days of drivers whose log is elsewhere, but not of steps done twice.
     known_days = run.control.status().metrics.get(COST_CORE_DAYS, 0.0)
     paid = spent.metrics(use_gpu=use_gpu, price=prepared.recipe.plan.price_per_gpu_hour)
     cost |= {**paid, COST_CORE_DAYS: max(known_days, spent.core_days)}
-    # Before the end, which comes next; days of a step that was logged before are replaced.
+    # Before the end, which comes next; the cost of an earlier record is replaced.
     run.record.metrics(step, cost, ANSWER_LIMIT_S, again=True)
     return cost
 
 
 def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
-    """What has been trained to its end, and has a head, as a model of MLflow."""
+    """Log a finished training with a head as a model of MLflow."""
     recipe, config = prepared.recipe, prepared.recipe.tracking
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
     has_head &= not recipe.train.overfit_one_batch
@@ -300,7 +301,9 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
 
 
 def _finished_before(prepared: PreparedRun) -> RunResult:
-    """By its last checkpoint; its driver may have died after that, and before the run's end."""
+    """Record the end by its last checkpoint; its driver may have died between that and the run's
+    end.
+    """
     checkpoint, total_steps = prepared.resume_from, prepared.resolved.total_steps
     assert checkpoint is not None
     position = checkpoint.position

@@ -1,4 +1,4 @@
-"""One driver at a time for a run, whatever cluster it is on: the lock of the run's folder."""
+"""One driver at a time for a run, on any cluster: the lock of the run's folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def lock_run(
     """Hold the run in `folder` inside this block; yields the token for `check_lock`.
 
     Args:
-        on_lost: called with the reason when another driver has taken the run all the same; by
-            default the process ends.
-        what: what the error calls the folder; by default a run by its name.
+        on_lost: called with the reason if another driver has nevertheless taken the run; by default
+            the process ends.
+        what: how the error names the folder; by default as a run by its name.
 
     Raises:
         ValueError: another driver holds it.
@@ -34,20 +34,20 @@ def lock_run(
             number = held.enter_context(hold_lock(folder, on_lost or _end_process))
         except HeldError as error:
             raise ValueError(
-                f"{what or f'run {name!r} in {runs}'} is being worked on by another driver: "
-                f"{error.owner}; wait for it or stop it, or choose another name"
+                f"{what or f'run {name!r} in {runs}'} is in use by another driver: {error.owner}; "
+                "wait for it or stop it, or choose another name"
             ) from None
         except OSError as error:
             if is_transient(error):
                 raise
             raise OSError(
-                f"{folder.uri} cannot be written: {error}; choose another output, or see to its "
-                "rights and room"
+                f"{folder.uri} cannot be written: {error}; choose another output, or check its "
+                "access rights and free space"
             ) from error
         yield number
 
 
 def _end_process(reason: str) -> None:
-    """Two drivers of one run would mix their checkpoints; Ray ends the workers of this one."""
+    """Two drivers of one run would mix their checkpoints; Ray ends this driver's workers."""
     print(f"error: {reason}; this driver ends", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first asks for a checkpoint and a clean end, the second ends at once."""
+"""SIGTERM and Ctrl-C: the first requests a checkpoint and a clean end, the second ends at once."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Stoppable(Protocol):
     """The control of a run."""
 
     def request_stop(self, reason: str) -> None:
-        """Returns at once: it is called in the handler of a signal."""
+        """Returns at once: it is called in a signal handler."""
 
 
 @contextmanager
 def stopping_on_signals(control: Stoppable) -> Iterator[None]:
-    """Inside the block the first of these signals stops the run, and those under it.
+    """Inside the block the first of these signals stops the run and its child runs.
 
     Ray's own processes block SIGINT, which a terminal sends to all of them.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread only
+        yield  # Python handles signals only in the main thread
         return
 
     def on_signal(number: int, _: Any) -> None:
@@ -39,7 +39,7 @@ def stopping_on_signals(control: Stoppable) -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         reason = REASONS[signal.Signals(number)]
         control.request_stop(reason)
-        _tell(f"{reason}: ending, a training after one more checkpoint; again to end at once\n")
+        _tell(f"{reason}: ending, a training after one more checkpoint; repeat to end at once\n")
 
     before = {number: signal.signal(number, on_signal) for number in REASONS}
     try:
@@ -52,8 +52,8 @@ def stopping_on_signals(control: Stoppable) -> Iterator[None]:
 def _tell(text: str) -> None:
     """Write to standard error without `print`, which the signal may have interrupted.
 
-    Whoever read it may have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's stderr is no
-    file: that must not end the run before its checkpoint.
+    Its reader may have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's stderr is not a
+    file: neither must end the run before its checkpoint.
     """
     with suppress(OSError, ValueError, AttributeError):
         os.write(sys.stderr.fileno(), text.encode())

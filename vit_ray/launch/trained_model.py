@@ -1,7 +1,7 @@
-"""A trained model that takes images as people have them; needs neither Ray nor DeepSpeed.
+"""A trained model for images in the user's own form; needs neither Ray nor DeepSpeed.
 
-Images are cut, and computed on, as an evaluation does it: batches are of its size, so that logits
-are its own to the last bit where a process has as many threads.
+Images are cropped and computed as in an evaluation: in batches of its size, so that logits equal
+its own bit by bit if the process has as many threads.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Prediction(NamedTuple):
     """The most probable class of an image."""
 
     name: str
-    """Of the class; its number as text where names are not known."""
+    """Name of the class; its number as text if names are not known."""
     probability: float
-    """By softmax over the classes, or by sigmoid where the model was trained so."""
+    """By softmax over the classes, or by sigmoid if the model was trained so."""
     label: int
     """Index of the class."""
 
@@ -68,11 +68,12 @@ class TrainedModel:
     """A trained model for images.
 
     Attributes:
-        model: in evaluation mode, on a GPU where there is one; (B, 3, H, W) in [-1, 1] to logits.
-            Its parameters have the precision of the training: of a bf16 run they are rounded, so
-            save the weights from the checkpoint (`open_weights`, `vit-ray export`), not from here.
-        recipe: its model, evaluation crop, loss, precision and batch size are as trained.
-        classes: names in the order of the logits; numbers as text where they are not known.
+        model: in evaluation mode, on a GPU if there is one; (B, 3, H, W) in [-1, 1] to logits. Its
+            parameters have the training's precision: those of a bf16 run are rounded, so save
+            weights from the checkpoint (`open_weights`, `vit-ray export`), not from here.
+        recipe: its model, evaluation crop, loss, precision and batch size are those of the
+            training.
+        classes: names in the order of the logits; numbers as text if names are not known.
         source: which weights these are.
     """
 
@@ -110,10 +111,10 @@ class TrainedModel:
         return f"TrainedModel({name}, {count:,} classes, {self.source})"
 
     def crop(self, image: AnImage) -> UInt8Array:
-        """The part of an image that an evaluation sees: uint8 (H, W, 3) of the model's size.
+        """The crop of an image that an evaluation uses: uint8 (H, W, 3) of the model's size.
 
         Raises:
-            BadImageError: it cannot be decoded, or is no image.
+            BadImageError: it cannot be decoded, or is not an image.
             OSError: its file cannot be read.
         """
         if isinstance(image, (str, os.PathLike)):
@@ -131,7 +132,7 @@ class TrainedModel:
         is_float = pixels.dtype.kind == "f"
         scaled = np.rint(pixels * 255) if is_float else pixels
         if not pixels.size:
-            raise BadImageError(f"pixels are {pixels.shape}, of no size")
+            raise BadImageError(f"pixels are {pixels.shape}, an empty image; give (H, W, 3)")
         if not (scaled.min() >= 0 and scaled.max() <= 255):
             raise BadImageError(
                 f"pixels are {pixels.dtype} from {pixels.min():g} to {pixels.max():g}; give floats "
@@ -149,9 +150,9 @@ class TrainedModel:
 
     @torch.no_grad()
     def logits_of_crops(self, crops: Iterable[UInt8Array]) -> Iterator[NDArray[np.float32]]:
-        """Logits (b, K) of batch after batch of `crop`s, as they come.
+        """Logits (b, K) of each batch of `crop`s, computed one batch at a time.
 
-        The last batch is filled up, as in an evaluation, but where it is the only one.
+        The last batch is padded, as in an evaluation, unless it is the only one.
         """
         crops, size = iter(crops), self.recipe.evaluate.batch_size
         device, is_first = next(self.model.parameters()).device, True
@@ -171,13 +172,13 @@ class TrainedModel:
         return np.concatenate(found or [np.zeros((0, len(self.classes)), np.float32)])
 
     def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Of the classes, (N, K), by softmax, or by sigmoid where the model was trained so."""
+        """Of the classes, (N, K), by softmax, or by sigmoid if the model was trained so."""
         values = torch.from_numpy(logits).double()
         is_sigmoid = self.recipe.train.loss == "sigmoid"
         return (values.sigmoid() if is_sigmoid else values.softmax(1)).float().numpy()
 
     def predict(self, images: Images) -> list[Prediction]:
-        """The most probable class of each image, also of one.
+        """The most probable class of each image; also accepts a single image.
 
         Raises:
             BadImageError, OSError: as `crop`.
@@ -197,33 +198,36 @@ def load(
     overrides: Iterable[str] | Mapping[str, Any] = (),
     averaged: bool | None = None,
 ) -> TrainedModel:
-    """A trained model that takes images, from a run, a checkpoint or a file of weights.
+    """A trained model for images, from a run, a checkpoint or a weight file.
 
     Args:
         source: as `init_from` of a recipe: a run's folder, a checkpoint, a `.npz` or `.safetensors`
             file, an exported or published folder, or `hf://OWNER/NAME`.
-        recipe: a recipe, or the name or path of one, which says of a file which model it is of; a
-            run and an exported folder know that themselves.
-        overrides: changes of the recipe, as `load_recipe` takes them; of the run's own where none
-            is given.
+        recipe: a recipe, or its name or path, which describes the model of a weight file; a run and
+            an exported folder record it themselves.
+        overrides: changes of the recipe, as for `load_recipe`; of the run's own if no recipe is
+            given.
         averaged: take a run's averaged weights; None = if it has any.
 
     Raises:
-        ValueError: there are no whole weights, they have no head, or nothing says which model they
-            are of.
+        ValueError: there are no complete weights, they have no head, or nothing describes their
+            model.
     """
     source = os.fspath(source)
     weights = open_weights(source, averaged)
     if isinstance(recipe, (str, os.PathLike)):
         recipe = load_recipe(Path(recipe), overrides)
     elif recipe is not None and overrides:
-        raise ValueError("overrides change a recipe that is named or recorded; change yours itself")
+        raise ValueError(
+            "overrides need a recipe by name, or a recorded one; change your Recipe itself with "
+            "with_changes"
+        )
     if recipe is None:
         tree = used_sections(weights.position.recipe) if weights.position else published_use(source)
         if tree is None and not overrides:
             raise ValueError(
-                f"{source!r} does not say which model it is of; give the recipe that trained it, "
-                "or the model, such as model.name=ViT-B/16"
+                f"{source!r} does not record its model; give the recipe that trained it, or the "
+                "model, such as model.name=ViT-B/16"
             )
         trust_named(changed({}, overrides))  # and not what a checkpoint names
         tree = changed(copy.deepcopy({"name": "trained", **(tree or {})}), overrides)
@@ -238,10 +242,10 @@ def load(
 def class_names(
     source: str, position: Position | None, given: Any, num_classes: int | None
 ) -> tuple[str, ...]:
-    """Names of the head's classes; none where they are not known.
+    """Names of the head's classes; empty if they are not known.
 
-    From the folder of published weights, or the run's training set, or the recipe's. A set that is
-    not the one that the run was trained on is not asked.
+    From the folder of published weights, or the run's training set, or the recipe's. A set other
+    than the run's training set is not used.
 
     Args:
         source: as `load` takes it.
@@ -267,7 +271,7 @@ def class_names(
     names = next((names for names in found if names and len(names) == num_classes), ())
     if others and not names:
         logger.warning(
-            "%s was trained on another data set than %s now is; classes are numbers",
+            "%s was trained on another data set than %s is now; classes are numbers",
             source,
             others[0],
         )
@@ -275,13 +279,13 @@ def class_names(
 
 
 def _training_set(train: Any, fingerprint: str) -> Manifest | None:
-    """The data of `data.train`, of a recipe or as a checkpoint records it.
+    """The data of `data.train`, from a recipe or as a checkpoint records it.
 
     Args:
-        fingerprint: of a set that was extended since then its version of that time.
+        fingerprint: if the set was extended since, its version with this fingerprint is used.
 
     Raises:
-        ValueError, OSError: it is not there, or not whole.
+        ValueError, OSError: it does not exist, or is incomplete.
     """
     if not train:
         return None
@@ -298,7 +302,7 @@ def _training_set(train: Any, fingerprint: str) -> Manifest | None:
 def _several(images: Images) -> Iterable[AnImage]:
     if isinstance(images, (str, os.PathLike, bytes, Image.Image)):
         return [images]
-    if hasattr(images, "iloc"):  # a table of pandas: its first column
+    if hasattr(images, "iloc"):  # a pandas table: its first column
         return list(images.iloc[:, 0])
     if isinstance(images, np.ndarray):
         return [images] if images.ndim == 3 else list(images)

@@ -65,8 +65,12 @@ def test_the_readmes_own_command_for_it_is_taken_and_trains_on_gpus() -> None:
     [
         (32, {}, r"needs 32 GPUs; the cluster has 16 .*2 of gpu \(192 CPU, 8 GPU each\)"),
         (16, {"cpus_per_worker": 96.0}, "leave .* of 640 CPUs for reading"),
-        (16, {"cpus_per_worker": 25.0}, "find room for 14 on the nodes .*Raise max_workers"),
-        (1, {"use_gpu": False, "cpus_per_worker": 193.0}, "find room for 0 on the nodes"),
+        (16, {"cpus_per_worker": 25.0}, "hold at most 14 .*; raise max_workers"),
+        (
+            1,
+            {"use_gpu": False, "cpus_per_worker": 193.0},
+            "that are up or may be started hold at most 0",
+        ),
     ],
 )
 def test_what_it_can_never_hold_is_refused_with_its_node_types(
@@ -206,7 +210,9 @@ def test_only_nodes_with_the_labels_are_counted(
 
 def test_workers_without_gpus_find_room_on_their_own_nodes_alone() -> None:
     recipe = recipe_of(8, label_selector={"pool": "read"}, use_gpu=False)
-    with pytest.raises(ValueError, match="each find room for 4 on the nodes that there are"):
+    with pytest.raises(
+        ValueError, match="each: the nodes that are up or may be started hold at most 4"
+    ):
         check_cluster(recipe, mixed())
 
 

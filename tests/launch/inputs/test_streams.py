@@ -127,7 +127,7 @@ def test_averaged_weights_that_are_still_the_first_ones_are_told(
         train={"averaging": averaging, "averaging_warmup": warms_up}, optim={"warmup_steps": 0}
     )
     with prepared_training(recipe, "pretrain"):
-        assert ("the weights that the run began with" in caplog.text) is is_told
+        assert ("averaged weights is still the initial weights" in caplog.text) is is_told
 
 
 def test_the_batch_that_is_proposed_is_taken(recipe: Recipe) -> None:

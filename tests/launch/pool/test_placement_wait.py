@@ -83,7 +83,7 @@ def test_a_stop_of_workers_that_run_is_theirs_to_hear(tmp_path: Path) -> None:
 def test_it_is_said_what_is_needed_what_there_is_and_what_to_do() -> None:
     text = describe_missing(4, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 2.0}, {"CPU": 3.0})
     assert text == (
-        "4 workers need 8 CPU of which the cluster has 16, 3 of them free, 4 GPU of which the "
-        "cluster has 2, 0 of them free. Start nodes, wait for or end what else runs there, or "
+        "4 workers need 8 CPU (the cluster has 16, 3 of them free), 4 GPU (the cluster has 2, "
+        "0 of them free); start nodes, wait for or end what else runs there, or "
         "lower workers.num_workers"
     )

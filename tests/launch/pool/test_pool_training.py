@@ -39,7 +39,7 @@ def test_a_training_whose_pool_is_lost_goes_on_in_another(
 ) -> None:
     pools = Pools(monkeypatch, PoolLostError("the streams' process has died"), None)
     pools.train(tmp_path)
-    text = "the streams' process has died; the training goes on with new workers"
+    text = "the streams' process has died; training continues with new workers"
     assert pools.events == [("worker failed", text, 0)]
 
 
@@ -47,7 +47,7 @@ def test_pools_are_not_lost_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pools = Pools(monkeypatch, *[PoolLostError("gone")] * MOST_POOLS)
     with pytest.raises(RunFailedError, match="gone"):
         pools.train(tmp_path)
-    assert "4 such losses with no new checkpoint between them" in pools.events[-1][1]
+    assert "4 such losses without a new checkpoint between them" in pools.events[-1][1]
 
 
 def test_pools_lost_with_checkpoints_between_them_are_replaced_without_end(
@@ -74,7 +74,7 @@ def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(
 ) -> None:
     pools = Pools(monkeypatch, PoolLostError("gone"), StoppedWaitingError("SIGTERM"))
     pools.train(tmp_path)
-    text = "SIGTERM; no workers were running, so no checkpoint was written for it"
+    text = "SIGTERM; no workers were running, so no checkpoint was written"
     assert pools.events[-1] == ("stopped", text, 0)
 
 

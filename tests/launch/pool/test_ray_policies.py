@@ -290,7 +290,7 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
     assert policy.make_decision(crash) is FailureDecision.RAISE
     assert workers.failed.reason == (
         "worker 1: bad card; worker 0: Connection closed by peer "
-        "(failure 2 with no new checkpoint between; workers.max_failures=1)"
+        "(failure 2 without a new checkpoint between; workers.max_failures=1)"
     )
     assert len(workers.events) == 6
 

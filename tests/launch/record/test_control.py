@@ -26,7 +26,8 @@ def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_num
             state.heartbeat(rank, 12)
     told = [state.hanging(rank, 512, "all_reduce") for rank in range(512) if rank != 300]
     assert told[0] == (
-        "worker 300 on host-37 is silent for 61 s, at step 12; 511 of 512 workers are at step 12"
+        "worker 300 on host-37 has been silent for 61 s, at step 12; "
+        "511 of 512 workers are at step 12"
     )
     assert set(told[1:]) == {""}
     assert state.silent_ranks(30.0) == [300]
@@ -53,13 +54,15 @@ def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(
     for rank, step in ((0, 9), (1, 8), (2, 9)):
         state.heartbeat(rank, step)
     assert state.hanging(0, 4, "all_reduce") == (
-        "worker 1 is behind, at step 8; worker 3 has never been heard of; "
+        "worker 1 is behind, at step 8; worker 3 has never been heard from; "
         "2 of 4 workers are at step 9"
     )
     assert state.hanging(2, 4, "all_reduce") == ""
     assert "worker 1 is behind" in state.hanging(1, 4, "next_batch")
     now_s[0] += ONE_HANG_S + 1  # another hang
-    assert state.hanging(2, 3, "all_reduce").startswith("worker 0 is silent for 121 s, at step 9; ")
+    assert state.hanging(2, 3, "all_reduce").startswith(
+        "worker 0 has been silent for 121 s, at step 9; "
+    )
 
 
 def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s: list[float]) -> None:
@@ -83,4 +86,4 @@ def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s: list[
 
 def test_many_that_are_silent_are_counted() -> None:
     told = ControlState().hanging(0, 64, "all_reduce")
-    assert "worker 3 has never been heard of; 60 more of them; 0 of 64 workers" in told
+    assert "worker 3 has never been heard from; 60 more of them; 0 of 64 workers" in told

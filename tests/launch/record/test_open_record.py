@@ -216,5 +216,7 @@ def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brin
     record.error = RuntimeError("the recorder has died") if fault == "died" else None
     with opened() as run:
         run.is_complete = True
-    told = f"all of run digits-vit; when it answers: vit-ray replay {run.opening.log_path}"
+    told = (
+        f"of run digits-vit; when MLflow answers again, run: vit-ray replay {run.opening.log_path}"
+    )
     assert (told in caplog.text) is (fault is not None)

@@ -1,9 +1,9 @@
-"""What a cluster may become: the nodes that its autoscaler may start.
+"""What a cluster may grow to: the nodes that its autoscaler may start.
 
-Ray 2.60 has no call for it: `get_cluster_config` is for managed clusters. The autoscaler of
-`ray up` and `ray start --autoscaling-config` runs on the head, as a submitted job's driver does,
-and its file is in its command line. That of KubeRay is in a container of its own: that there is one
-is known, and not what it may start.
+Ray 2.60 has no call for it: `get_cluster_config` is for managed clusters. The autoscaler of `ray
+up` and `ray start --autoscaling-config` runs on the head, like a submitted job's driver, and its
+configuration file is in its command line. KubeRay's autoscaler is in a separate container: we can
+see that it exists, but not what it may start.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CLUSTER: Final = "--gcs-address="
 
 @dataclass(frozen=True)
 class NodeType:
-    """Nodes that may be started."""
+    """A type of node that may be started."""
 
     name: str
     most: int
-    """Nodes of this type at a time."""
+    """Most nodes of this type at a time."""
     resources: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -43,20 +43,20 @@ class Growth:
     """What an autoscaler may start."""
 
     types: tuple[NodeType, ...] | None
-    """None: there is an autoscaler, and what it may start is not known here."""
+    """None: there is an autoscaler, but what it may start is not known here."""
     most_nodes: float = math.inf
-    """Of all types together."""
+    """Most nodes of all types together."""
     head: Mapping[str, float] = field(default_factory=dict)
-    """What the head has, which is up and counts as none of them."""
+    """Resources of the head, which is up and is not counted as a node."""
 
     def matching(self, selector: Mapping[str, str], *, has_head: bool) -> Growth:
-        """Those of the nodes that the autoscaler starts for the labels.
+        """The nodes with these labels that the autoscaler may start.
 
-        It knows those of a node type's definition alone, not what a node finds in itself once it is
+        It knows only the labels in a node type's definition, not those that a node finds once it is
         up, such as `ray.io/accelerator-type`.
 
         Args:
-            has_head: the head is one of them.
+            has_head: whether the head has the labels.
         """
         asked = dict(selector)
         types = self.types and tuple(
@@ -65,11 +65,11 @@ class Growth:
         return replace(self, types=types, head=self.head if has_head else {})
 
     def total(self, key: str) -> float:
-        """The most of a resource that there can be; infinite where it is not known."""
+        """The most of a resource that there can be; infinite if unknown."""
         return self._most(lambda resources: resources.get(key, 0.0))
 
     def holds(self, each: Mapping[str, float]) -> float:
-        """Workers that there can be room for at a time; infinite where it is not known."""
+        """Workers that can be placed at the same time; infinite if unknown."""
         return self._most(
             lambda resources: math.floor(
                 min(resources.get(key, 0.0) / need for key, need in each.items() if need)
@@ -77,7 +77,7 @@ class Growth:
         )
 
     def _most(self, of_node: Callable[[Mapping[str, float]], float]) -> float:
-        """The sum over the head and the nodes that have most."""
+        """The sum over the head and the largest nodes."""
         if self.types is None:
             return math.inf
         nodes = sorted(
@@ -88,24 +88,24 @@ class Growth:
 
     def __str__(self) -> str:
         if self.types is None:
-            return "its autoscaler's node types are not known here"
-        limit = "" if math.isinf(self.most_nodes) else f", {self.most_nodes:g} nodes in all"
+            return "the node types of its autoscaler are not known here"
+        limit = "" if math.isinf(self.most_nodes) else f", {self.most_nodes:g} nodes in total"
         return f"it may start {', '.join(map(str, self.types)) or 'nothing'}{limit}"
 
 
 def find_growth(address: str, head: Mapping[str, float]) -> Growth | None:
-    """Of the connected cluster; None if its nodes are those that are up.
+    """Of the connected cluster; None if it cannot grow.
 
-    Its autoscaler's configuration is read if that runs on this host.
+    The autoscaler's configuration is read if it runs on this host.
 
     Args:
-        address: of its head, `HOST:PORT`; another Ray may run on this host.
-        head: what the head has.
+        address: of the cluster's head, `HOST:PORT`; another Ray may run on this host.
+        head: resources of the head.
     """
     for process in _PROCESSES.glob("[0-9]*/cmdline"):
         try:
             words = process.read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if f"{_CLUSTER}{address}" in words and any(w.endswith("monitor.py") for w in words):
             for word in words:
@@ -116,7 +116,7 @@ def find_growth(address: str, head: Mapping[str, float]) -> Growth | None:
 
 
 def growth_of(config: Mapping[str, Any]) -> Growth:
-    """Of a configuration as `ray up` takes it; its head is up already and no more is started."""
+    """From a configuration for `ray up`; its head is already up and no second one is started."""
     most_nodes = config.get("max_workers", math.inf)
     head = config.get("head_node_type")
     return Growth(

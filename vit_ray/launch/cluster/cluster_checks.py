@@ -1,4 +1,4 @@
-"""Checks of a recipe's worker groups: the batch divides among them, and the cluster holds them."""
+"""Checks of a recipe's worker counts: the batch divides among them, and the cluster has room."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from vit_ray.config import Recipe
 from vit_ray.train.memory.micro_batch import micro_batch_size
 
-if TYPE_CHECKING:  # Ray takes seconds, and who only opens data sets needs none
+if TYPE_CHECKING:  # importing Ray takes seconds, and opening data sets does not need it
     from vit_ray.launch.cluster.connection import ClusterShape
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:
-    """The global batch divides among the workers of every allowed group size, and the data fill it.
+    """Check that the global batch divides among the workers for every allowed count, and that the
+    data fill it.
 
     Raises:
-        ValueError: with the arithmetic and the nearest valid value.
+        ValueError: it does not; with the arithmetic and the nearest valid value.
     """
     batch = recipe.train.global_batch_size
     recipe.check_shares()
@@ -32,13 +33,14 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
 
 
 def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
-    """The cluster can hold the workers and still feed them; returns whether workers get GPUs.
+    """Check that the cluster can hold the workers and still feed them; returns whether workers get
+    GPUs.
 
-    It can where it may grow to it: the group then asks for its nodes, and waits for them.
+    A cluster that may grow to it is enough: the worker group requests the nodes and waits for them.
 
     Raises:
-        ValueError: more GPUs or CPUs are asked for than there are or may be, on nodes with the
-            labels that the recipe asks for; or whether there may be GPUs is not known.
+        ValueError: the recipe asks for more GPUs or CPUs than there are or may be, on nodes with
+            its labels; or it is not known whether there may be GPUs.
     """
     workers, least = recipe.workers, recipe.group_sizes[0]
     reading = _matching("data", recipe.data.label_selector, cluster)
@@ -56,7 +58,7 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     if use_gpu and cluster.most_gpus < least:
         raise ValueError(
             f"workers.num_workers={workers.num_workers} with a GPU each needs {least} GPUs; the "
-            f"cluster has {cluster.most_gpus:g} ({cluster}). Lower workers.num_workers to at most "
+            f"cluster has {cluster.most_gpus:g} ({cluster}); lower workers.num_workers to at most "
             f"{cluster.most_gpus:g}, or set workers.use_gpu=false"
         )
     needed = least * workers.cpus_per_worker
@@ -78,10 +80,9 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     if may_hold < least:
         held = " and ".join(f"{count:g} {key}" for key, count in each.items())
         raise ValueError(
-            f"workers.num_workers={workers.num_workers} with {held} each find room for "
-            f"{int(may_hold)} on the nodes that there are or that the cluster may start "
-            f"({cluster}). Raise max_workers of a node type, or lower workers.num_workers or "
-            "workers.cpus_per_worker"
+            f"workers.num_workers={workers.num_workers} with {held} each: the nodes that are up or "
+            f"may be started hold at most {int(may_hold)} ({cluster}); raise max_workers of a node "
+            "type, or lower workers.num_workers or workers.cpus_per_worker"
         )
     return use_gpu
 
@@ -90,7 +91,7 @@ def _matching(section: str, selector: Mapping[str, str], cluster: ClusterShape) 
     """The part of the cluster whose nodes have the labels.
 
     Raises:
-        ValueError: there is none, and none may come.
+        ValueError: there is no such node, and none may be started.
     """
     found = cluster.matching(selector)
     if not selector or found.most_cpus:
@@ -99,8 +100,8 @@ def _matching(section: str, selector: Mapping[str, str], cluster: ClusterShape) 
                     if k != "ray.io/node-id"})  # fmt: skip
     raise ValueError(
         f"{section}.label_selector={json.dumps(dict(selector))}: no node with CPUs has these "
-        f"labels, and none that has them may be started; there are "
-        f"{', '.join(there) or 'no labels'} ({cluster}). Change {section}.label_selector, or start "
+        "labels, and none with them may be started; the labels there are: "
+        f"{', '.join(there) or 'no labels'} ({cluster}); change {section}.label_selector, or start "
         "nodes with these labels: by `ray start --labels`, or by `labels` in the definition of the "
-        "node type, which is all that its autoscaler knows of nodes that are not up"
+        "node type, where an autoscaler looks for them"
     )

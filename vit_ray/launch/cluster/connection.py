@@ -1,6 +1,6 @@
-"""Finding or starting a Ray cluster, and what it holds.
+"""Finding or starting a Ray cluster, and reading its resources.
 
-The same job runs on this machine, against `RAY_ADDRESS`, and inside `ray job submit`.
+The same command runs on this machine, against `RAY_ADDRESS`, and inside `ray job submit`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from vit_ray.ray_internals import (
 
 AUTH_MODE = "RAY_AUTH_MODE"
 DASHBOARD = "VIT_RAY_DASHBOARD"
-"""Set to 1, a Ray that is started for one command has its dashboard, which takes ten processes."""
+"""If set to 1, a Ray that is started for one command has its dashboard, which takes ten
+processes."""
 
 KEPT_PROCESSES: Final = "RAY_num_workers_soft_limit"
-"""Ray ends processes above this number, which is its CPUs by default, after a second without work;
-the tasks of the next training would have to start theirs again."""
+"""Ray ends idle worker processes above this number (by default its CPUs) after a second; the next
+training's tasks would have to start theirs again."""
 _NUM_ACTORS: Final = 12
-"""Ray's own and ours, in addition to the processes of tasks."""
+"""Ray's own processes and ours, in addition to those of tasks."""
 
 _HEAD: Final = "node:__internal_head__"
-"""A resource of the head alone."""
+"""A resource that only the head has."""
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
@@ -59,7 +60,7 @@ _STARTED: Final[list[str]] = []
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """What the cluster holds in all, and when it was up."""
+    """The resources of the whole cluster, and when it was up."""
 
     num_nodes: int
     num_cpus: float
@@ -67,14 +68,14 @@ class ClusterShape:
     ready_s: float
     """Unix time at which Ray was up."""
     is_private: bool = False
-    """This driver has started it, and it ends with this driver."""
+    """This driver has started the Ray, and ends it."""
     growth: Growth | None = None
-    """What its autoscaler may start; None if it stays as it is."""
+    """What the autoscaler may start; None if the cluster cannot grow."""
     nodes: tuple[Mapping[str, Any], ...] = ()
-    """Those that are up, as Ray lists them."""
+    """The nodes that are up, as Ray lists them."""
 
     def matching(self, selector: Mapping[str, str]) -> ClusterShape:
-        """The part of it whose nodes have the labels."""
+        """The nodes of it that have the labels."""
         if not selector:
             return self
         nodes = matching_nodes(self.nodes, selector)
@@ -99,7 +100,7 @@ class ClusterShape:
 
     @property
     def most_cpus(self) -> float:
-        """That it has or may come to have; infinite where that is not known."""
+        """CPUs that it has or may grow to; infinite if unknown."""
         return max(self.num_cpus, self.growth.total("CPU") if self.growth else 0.0)
 
     @property
@@ -112,12 +113,12 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
     """Join the cluster that `RAY_ADDRESS` names, or start one on this machine.
 
     A local cluster gets as many logical CPUs as the workers and two data tasks of each of the
-    recipes need, however few cores there are. It keeps Ray's token authentication, since its ports
-    are open to the network.
+    recipes need, even if there are fewer cores. It keeps Ray's token authentication, since its
+    ports are open to the network.
 
     Raises:
-        ValueError: no Ray answers at the address, or a Ray or Python of another version.
-        RuntimeError: the machine is too busy for a Ray of its own.
+        ValueError: no Ray answers at the address, or its Ray or Python has another version.
+        RuntimeError: the machine is too busy to start a Ray.
     """
     _quiet()
     if ray.is_initialized():
@@ -129,8 +130,8 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
 
 def _connect(*recipes: Recipe) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
-        # Ray 2.60 turns token authentication on by itself for local clusters, but not for an
-        # address. A cluster that was started on a machine with a token demands it; one without
+        # Ray 2.60 turns on token authentication for local clusters, but not for an address. A
+        # cluster that was started on a machine with a token requires it; a cluster without
         # authentication ignores it.
         if AUTH_MODE not in os.environ and has_auth_token():
             os.environ[AUTH_MODE] = "token"
@@ -146,9 +147,10 @@ def _connect(*recipes: Recipe) -> None:
 
 @contextlib.contextmanager
 def _sigterm_as_before() -> Iterator[None]:
-    """After the block SIGTERM does what it did before, or else ends this process as it unwinds.
+    """Outside the block SIGTERM has its earlier handler; without one it ends this process by
+    unwinding.
 
-    By `ray.init` it would print a stack, and exit with code 15.
+    `ray.init` would print a stack trace, and exit with code 15.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -160,18 +162,18 @@ def _sigterm_as_before() -> Iterator[None]:
 
 
 def _exit_by_signal(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+    signal.signal(number, signal.SIG_DFL)  # a second SIGTERM ends it at once
     sys.exit(128 + number)
 
 
 def mark_private() -> None:
-    """The connected cluster is this driver's alone; for the driver, and processes of its trials."""
+    """Mark the connected cluster as this driver's own, for the driver and its trials' processes."""
     if _address() not in _STARTED:
         _STARTED.append(_address())
 
 
 def has_dashboard() -> bool:
-    """Whether a Ray that is started for one command has one."""
+    """Whether a Ray that is started for one command has a dashboard."""
     return os.environ.get(DASHBOARD) == "1"
 
 
@@ -185,7 +187,7 @@ def _start(num_cpus: int) -> None:
         with _children_in_a_group_of_their_own():
             # no limit: Ray's own 30 s
             ray.init(
-                address="local",  # not another one that happens to run here
+                address="local",  # not another Ray that happens to run here
                 num_cpus=num_cpus,
                 include_dashboard=has_dashboard(),
                 log_to_driver=_shows_logs(),
@@ -195,16 +197,16 @@ def _start(num_cpus: int) -> None:
         if not is_startup_timeout(error):
             raise
         raise RuntimeError(
-            "Ray could not be started on this machine in its time limit of 30 s: the machine is "
-            "too busy, or has too little memory; run the same command again when less is running"
+            "Ray could not be started on this machine within its limit of 30 s: the machine is too "
+            "busy, or has too little memory; run the same command again when less is running"
         ) from error
 
 
 @contextlib.contextmanager
 def _children_in_a_group_of_their_own() -> Iterator[None]:
-    """Processes that are started in the block get no signal that is sent to this process's group.
+    """Processes started in the block do not get signals that are sent to this process's group.
 
-    Service managers, containers and some terminals send SIGTERM to all of a group: the driver then
+    Service managers, containers and some terminals send SIGTERM to the whole group: the driver then
     writes a checkpoint, for which it needs its Ray. Inside the block, a terminal's Ctrl-C does not
     reach this process.
     """
@@ -222,44 +224,45 @@ def _children_in_a_group_of_their_own() -> Iterator[None]:
             if own:
                 try:
                     os.setpgid(0, own)
-                except PermissionError:  # it is empty, as after `nohup ... &` by ssh
+                except PermissionError:  # it is empty, as after `nohup ... &` over ssh
                     os.setpgid(0, 0)
 
 
 def _join(address: str) -> None:
-    """Join the cluster at `RAY_ADDRESS`; one of the form `HOST:PORT` is asked for its token first.
+    """Join the cluster at `RAY_ADDRESS`; an address `HOST:PORT` is first asked whether it needs a
+    token.
 
     Raises:
-        ValueError: it takes only those that have its token, or runs another Ray or Python, with
-            which nothing can be exchanged.
+        ValueError: the cluster requires a token, or runs another Ray or Python that cannot exchange
+            data with this one.
     """
     if re.fullmatch(HOST_PORT, address) and (problem := token_problem(address, REACH_S)):
         raise ValueError(
-            f"RAY_ADDRESS={address}: the cluster takes only those that have its token ({problem}); "
-            f"copy ~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN, and set "
+            f"RAY_ADDRESS={address}: the cluster requires its token ({problem}); copy "
+            "~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN, and set "
             f"{AUTH_MODE}=token ({AUTH_MODE} is {os.environ.get(AUTH_MODE, 'not set')} now)"
         )
     try:
-        # no limit: Ray's own two minutes; `check_reachable` has asked before
+        # no limit: Ray's own two minutes; `check_reachable` has tried before
         ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
     except RuntimeError as error:
         mismatch = version_mismatch(error)
         if mismatch is None:
             raise
         raise ValueError(
-            f"RAY_ADDRESS={address}: {mismatch}. "
-            f"Both need the same Python and Ray {VERSION}: start the driver with the cluster's, "
-            "such as by `ray job submit`, which starts it there, or renew the cluster"
+            f"RAY_ADDRESS={address}: {mismatch}; both need the same Python and Ray {VERSION}: "
+            "start the driver on the cluster, for example with `ray job submit`, or update the "
+            "cluster"
         ) from None
 
 
 def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
     """Return if something listens at `HOST:PORT` or `ray://HOST:PORT`; Ray checks other forms.
 
-    Ray would try for two minutes without any message.
+    Ray would try for two minutes without a message.
 
     Raises:
-        ValueError: nothing does, for all of the time; says what to look at.
+        ValueError: nothing listens within the time; says what to check.
     """
     place = host_and_port(address)
     deadline_s = time.monotonic() + timeout_s
@@ -283,7 +286,7 @@ def _address() -> str:
 
 
 def shape(ready_s: float) -> ClusterShape:
-    """The connected cluster as it is now."""
+    """The connected cluster in its present state."""
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
     nodes = tuple(n for n in ray.nodes() if n["Alive"])  # type: ignore[no-untyped-call]
     held = [n["Resources"] for n in nodes]
@@ -308,15 +311,15 @@ def matching_nodes(
 
 
 def refuse_client() -> None:
-    """Refuse a driver that is not on the cluster, whose Ray Tune would run without it.
+    """Refuse a driver outside the cluster: Ray Tune would run without the cluster.
 
     Raises:
-        ValueError: says how to start it there.
+        ValueError: the driver uses Ray Client; says how to start it on the cluster.
     """
     if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
         raise ValueError(
-            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: only single runs work through Ray "
-            "Client; start this command on a node of the cluster, by `ray job submit` or with "
+            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: through Ray Client only single runs "
+            "work; start this command on a node of the cluster, with `ray job submit` or with "
             "RAY_ADDRESS=auto there"
         )
 
@@ -328,7 +331,7 @@ def local_cpus(recipe: Recipe) -> int:
 
 
 def _shows_logs() -> bool:
-    """Workers' own output is for finding faults: `VIT_RAY_LOGS=1` shows it."""
+    """Workers' output is only for debugging: `VIT_RAY_LOGS=1` shows it."""
     return os.environ.get("VIT_RAY_LOGS") == "1"
 
 

@@ -9,10 +9,10 @@ HOST_PORT: Final = r"\[?([^/\]]+)\]?:(\d+)"
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Of `HOST:PORT` and `ray://HOST:PORT`; None of a form that Ray checks itself.
+    """Host and port of `HOST:PORT` and `ray://HOST:PORT`; None for a form that Ray checks itself.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: it is not an address.
     """
     if match := re.fullmatch(rf"(?:ray://)?{HOST_PORT}", address):
         return match[1], int(match[2])

@@ -7,17 +7,17 @@ from typing import Any, Final
 import ray
 
 ANSWER_LIMIT_S: Final = 300.0
-"""The slowest call, to an MLflow server that is away, times out sooner."""
+"""Longer than the slowest call, to an MLflow server that is away, whose own limit is shorter."""
 
 
 class ProcessDiedError(ray.exceptions.RayError, RuntimeError):
-    """The process of one of the driver's actors has died; the text says whose."""
+    """The process of one of the driver's actors has died; the text names the actor."""
 
 
 _DIED: Final = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""The second is raised where Ray has ended the actor."""
+"""The second is raised if Ray has ended the actor."""
 PROCESS_DIED: Final = (*_DIED, ProcessDiedError)
-"""What a call of an actor raises whose process has ended, with and without `answer`."""
+"""What a call of an actor raises if its process has ended, with and without `answer`."""
 
 
 def answer(
@@ -26,7 +26,7 @@ def answer(
     """What the call behind `reference` returns.
 
     Args:
-        left_s: of `timeout_s`, where calls before this one have used some of it.
+        left_s: what earlier calls have left of `timeout_s`.
 
     Raises:
         RuntimeError: it has not answered in time.
@@ -38,7 +38,7 @@ def answer(
     except ray.exceptions.GetTimeoutError:
         raise RuntimeError(
             f"{whose} has not answered in {timeout_s:g} s: its process, on the driver's node, "
-            "hangs or has no CPU time; look at that machine, then give the same command again"
+            "hangs or gets no CPU time; check that machine, then run the same command again"
         ) from None
     except _DIED as error:
         raise ProcessDiedError(f"the process of {whose} has died: {error}") from error

@@ -1,6 +1,6 @@
-"""Nodes on which a worker group fails twice in a row, and how a group does without them.
+"""Nodes on which a worker group fails twice in a row, and how a group avoids them.
 
-What is known of them is in the process of the group's controller, as its policies are.
+This is known only in the process of the group's controller, which also has its policies.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vit_ray.ray_internals import ControllerCallback
 from vit_ray.worker.job import TrainJob
 
 IN_A_ROW_S: Final = 3600.0
-"""Failures on one node that are further apart are not taken for a defect of it."""
+"""Failures on a node that are further apart are not counted as a defect of it."""
 LEFT_OUT_S: Final = 6 * 3600.0
-"""After which a node, repaired perhaps, is tried again; then its next failure is enough."""
+"""After this time a node, perhaps repaired, is tried again; then a single failure is enough."""
 
 
 class FailingNodes:
@@ -28,20 +28,20 @@ class FailingNodes:
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[str, float]] = {}
-        """Host, and until when it is left out, by Ray's id of the node."""
+        """Ray's node id to host, and the time until which the node is left out."""
         self._last: tuple[str, float] = "", 0.0
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Those that are left out now, by Ray's id of the node."""
+        """The nodes that are left out now, by Ray's node id."""
         now_s = time.monotonic()
         return {node: host for node, (host, until_s) in self._left.items() if now_s < until_s}
 
     def note(self, place: WorkerPlace | None, *, is_certain: bool = False) -> None:
-        """The group has failed: on one node alone, or not (None).
+        """Count a failure of the group: on a single node, or not (None).
 
         Args:
-            is_certain: it is the node's defect, which a second failure need not show.
+            is_certain: it is the node's defect, so no second failure is needed.
         """
         node, now_s = (place.node if place else ""), time.monotonic()
         before, at_s = self._last
@@ -55,9 +55,9 @@ FAILING_NODES: Final = FailingNodes()
 
 
 class LeaveOutNodes(ControllerCallback):
-    """Places the group on nodes that have not failed twice in a row, where they have room for it.
+    """Places the group on nodes that have not failed twice in a row, if these have room for it.
 
-    It runs in the controller's process, as the policy does that counts failures.
+    It runs in the controller's process, like the policy that counts failures.
     """
 
     def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
@@ -67,7 +67,7 @@ class LeaveOutNodes(ControllerCallback):
     def on_controller_start_worker_group(
         self, *, scaling_config: Any, num_workers: int
     ) -> dict[str, str] | None:
-        """Ray's label selector for each worker; None where any node may take it."""
+        """Ray's label selector for each worker; None if any node is allowed."""
         hosts = FAILING_NODES.hosts
         wanted = scaling_config._resources_per_worker_not_none
         labels = scaling_config.label_selector or {}
@@ -77,9 +77,8 @@ class LeaveOutNodes(ControllerCallback):
             self._noted |= news
             named = ", ".join(sorted(hosts[node] for node in news))
             text = (
-                f"{named}: workers there have failed twice in a row, or a GPU has computed what is "
-                "wrong, so the group has its place on other nodes; look at its GPUs and its system "
-                "log"
+                f"{named}: workers there have failed twice in a row, or a GPU has computed wrong "
+                "results, so the group is placed on other nodes; check its GPUs and its system log"
             )
             with contextlib.suppress(ray.exceptions.RayError):
                 if (job := self._current_job()) is not None:
@@ -88,7 +87,7 @@ class LeaveOutNodes(ControllerCallback):
 
 
 def _room(wanted: Mapping[str, float], labels: Mapping[str, str]) -> int:
-    """Workers that the nodes with the labels which are not left out have room for."""
+    """Workers that fit on the nodes with the labels, without those that are left out."""
     nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
     if labels:
         nodes = list(matching_nodes(nodes, labels))

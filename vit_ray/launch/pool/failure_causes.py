@@ -17,12 +17,12 @@ _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGN
 
 
 def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None) -> str:
-    """The workers' own errors, without Ray's frames; errors that followed from them come last.
+    """The workers' own errors, without Ray's frames; errors that are only consequences come last.
 
-    A worker that dies takes the connections of the others with it.
+    A worker that dies breaks the connections of the others.
 
     Args:
-        places: of the workers by rank, as far as they are known.
+        places: of the workers by rank, as far as known.
     """
     places = places or {}
     failures = getattr(error, "worker_failures", None)
@@ -30,7 +30,7 @@ def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None)
         if found := memory_kill(error):
             return (
                 f"host {found[0]} ran out of memory ({found[1]}), so Ray ended the process; use "
-                "nodes with more memory, or fewer workers on each (a larger "
+                "nodes with more memory, or fewer workers per node (a larger "
                 "workers.cpus_per_worker)"
             )
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -48,7 +48,7 @@ def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None)
 
 
 def _is_collateral(failure: BaseException, text: str) -> bool:
-    """Whether a worker has only lost the others, by what torch 2's NCCL and Gloo say of that."""
+    """Whether a worker has only lost the others, by the messages of torch 2's NCCL and Gloo."""
     return not _is_ours(failure) and bool(_COLLATERAL.search(text))
 
 
@@ -57,9 +57,9 @@ def _is_ours(failure: BaseException) -> bool:
 
 
 def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace | None:
-    """A place on the one node that may be to blame for a failure; None where there is no such one.
+    """A place on the only node that may have caused a failure; None if there is no such node.
 
-    What this project raises, and a lack of memory, would be met on any node.
+    Our own errors, and a lack of memory, would happen on any node.
     """
     blamed = {
         rank: failure
@@ -76,17 +76,17 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
 
 
 def is_defect(failure: BaseException) -> bool:
-    """Whether a worker has found its device to compute what is wrong."""
+    """Whether a worker has found that its device computes wrong results."""
     return isinstance(failure, DefectiveDeviceError)
 
 
 def has_died(failure: BaseException) -> bool:
-    """Whether the worker's process is gone, or cannot be reached."""
+    """Whether the worker's process has ended, or cannot be reached."""
     hidden = getattr(failure, "health_check_failure", failure)
     return isinstance(hidden, ray.exceptions.RayActorError)
 
 
 def is_gone(failure: BaseException) -> bool:
-    """Whether Ray knows of the end of the worker's process."""
+    """Whether Ray knows that the worker's process has ended."""
     hidden = getattr(failure, "health_check_failure", failure)
     return isinstance(hidden, ray.exceptions.ActorDiedError)

@@ -1,4 +1,4 @@
-"""What a worker group's controller does at its start, and where the group changes its state."""
+"""What a worker group's controller does at its start, and when the group changes its state."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ JOB_S: Final = 30.0
 
 
 class NotePlacement(ControllerCallback):
-    """Notes whether the group is placed, be it about to lose its place, and its waits for it."""
+    """Notes whether the group is placed, even if it may lose its place, and its waiting times."""
 
     def __init__(self, server: Any) -> None:
         self._server, self._asked_s, self._pool = server, 0.0, ""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """The name of its placement groups begins with that of the pool."""
+        """The name of its placement groups starts with that of the pool."""
         self._pool = train_run_context.run_config.name
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Each time that the group starts, runs, fails, or changes its size."""
+        """Runs each time the group starts, runs, fails, or changes its size."""
         is_placed = isinstance(current_state, RunningState | PreemptingState | ResizingState)
         self._server.note_placement.remote(is_placed)
         was_asking = isinstance(previous_state, SchedulingState)
         if isinstance(current_state, SchedulingState):
             self._asked_s = time.time()
         elif was_asking and isinstance(current_state, RunningState):
-            with contextlib.suppress(ray.exceptions.RayError):  # the next call of it decides
+            with contextlib.suppress(ray.exceptions.RayError):  # its next call decides
                 job = ray.get(self._server.current_job.remote(), timeout=JOB_S)
                 if job is not None:
                     wait_s = placement_wait_s(self._pool)
@@ -64,7 +64,7 @@ def placement_wait_s(pool_name: str) -> float:
 
 
 def has_place(pool_name: str) -> bool:
-    """Whether a worker group of a pool has its place; it may still be starting its processes."""
+    """Whether a worker group of a pool is placed; it may still be starting its processes."""
     return any(
         group["state"] == "CREATED" and group["name"].startswith(f"{pool_name}-")
         for group in placement_group_table().values()
@@ -72,44 +72,43 @@ def has_place(pool_name: str) -> bool:
 
 
 class OwnEnvironment(ControllerCallback):
-    """Sets variables in the controller's process, before it makes a worker group.
+    """Sets environment variables in the controller's process, before it makes a worker group.
 
-    Variables of the driver are for all of its pools, which start in threads.
+    Variables of the driver would apply to all of its pools, which start in threads.
     """
 
     def __init__(self, variables: dict[str, str]) -> None:
         self._variables = variables
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Here, in the controller's process, whose workers get them too."""
+        """Runs in the controller's process, whose workers inherit the variables."""
         os.environ |= self._variables
 
 
 class NameGroups(ControllerCallback):
-    """Gives worker groups the name of their pool, so that `remove_groups` finds them."""
+    """Names worker groups after their pool, so that `remove_groups` finds them."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Here, in the controller's process, which places them."""
+        """Runs in the controller's process, which places them."""
         name_placement_groups(train_run_context.run_config.name)
 
 
 def remove_groups(pools: str) -> None:
-    """Take back what worker groups hold or wait for.
+    """Remove the placement groups that worker groups hold or wait for.
 
     Args:
-        pools: name of their pool, or a pattern of `fnmatch`.
+        pools: name of their pool, or a pattern for `fnmatch`.
     """
     for group in placement_group_table().values():
         if group["state"] != "REMOVED" and fnmatch(group["name"], f"{pools}-*"):
-            with contextlib.suppress(ValueError):  # gone since
+            with contextlib.suppress(ValueError):  # removed since
                 remove_placement_group(get_placement_group(group["name"]))
 
 
 class SaveBeforeResize(ControllerCallback):
-    """An elastic group that has room to grow is saved first.
+    """Before an elastic group grows, it writes a checkpoint.
 
-    It is started again from its newest checkpoint, which by the clock may be a quarter of an hour
-    old.
+    It restarts from its newest checkpoint, which could otherwise be a quarter of an hour old.
     """
 
     def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
@@ -133,8 +132,8 @@ class SaveBeforeResize(ControllerCallback):
 
 
 def newest_step(run_folder: str) -> int:
-    """Of the newest whole checkpoint; -1 where there is none, or storage does not answer."""
-    from vit_ray.checkpoints.run_checkpoints import newest_checkpoint  # torch: few need it
+    """Step of the newest complete checkpoint; -1 if there is none, or storage does not answer."""
+    from vit_ray.checkpoints.run_checkpoints import newest_checkpoint  # torch: rarely needed
 
     try:
         checkpoint = newest_checkpoint(locate(run_folder))

@@ -1,6 +1,6 @@
-"""The wait for a worker group's placement: reports every minute what is missing, and has a limit.
+"""Waiting for a worker group's placement: reports every minute what is missing, and has a limit.
 
-A stop ends it, too: workers, which learn of one by their heartbeat, are not running yet.
+A stop also ends it: workers learn of a stop by their heartbeat, and none is running yet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NoPlaceError(RuntimeError):
 
 
 class StoppedWaitingError(NoPlaceError):
-    """The run was asked to stop while its worker group was not placed; the text is the reason."""
+    """The run was asked to stop before its worker group was placed; the text is the reason."""
 
 
 class PlacementWait:
@@ -35,25 +35,25 @@ class PlacementWait:
         missing: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`missing`: says what the group needs and what there is."""
+        """`missing`: says what the group needs and what the cluster has."""
         self._job, self._missing, self._clock = job, missing, clock
         self._since_s = self._told_s = self._alone_s = clock()
 
     @property
     def waited_s(self) -> float:
-        """Since the workers were last seen running, or the run began."""
+        """Since when: the workers were last seen running, or the run started."""
         return self._clock() - self._since_s
 
     def check(self, *, is_placed: bool, is_in_turn: bool = False) -> None:
-        """Note whether the group has its place; tell, once a minute, what it lacks.
+        """Note whether the group is placed; report once a minute what it lacks.
 
         Args:
-            is_in_turn: other trainings run, one of whose places it will get: no limit is set to
-                that.
+            is_in_turn: other trainings are running and will free a place for it: then there is no
+                limit.
 
         Raises:
-            NoPlaceError: it has had none for `workers.place_timeout_minutes`.
-            StoppedWaitingError: it has none, and the run is to stop.
+            NoPlaceError: it was not placed within `workers.place_timeout_minutes`.
+            StoppedWaitingError: it is not placed, and the run is to stop.
         """
         now_s = self._clock()
         if is_placed:
@@ -79,16 +79,16 @@ def describe_missing(
     total: Mapping[str, float],
     free: Mapping[str, float],
 ) -> str:
-    """What `num_workers` need, and what the cluster has of it, with what to do."""
+    """What `num_workers` need, what the cluster has, and what to do."""
     held = ", ".join(
-        f"{num_workers * count:g} {key} of which the cluster has {total.get(key, 0):g}, "
-        f"{free.get(key, 0):g} of them free"
+        f"{num_workers * count:g} {key} (the cluster has {total.get(key, 0):g}, "
+        f"{free.get(key, 0):g} of them free)"
         for key, count in each.items()
     )
     who = "1 worker needs" if num_workers == 1 else f"{num_workers} workers need"
     return (
-        f"{who} {held}. Start nodes, wait for or end what else runs there, or "
-        "lower workers.num_workers"
+        f"{who} {held}; start nodes, wait for or end what else runs there, or lower "
+        "workers.num_workers"
     )
 
 
@@ -99,5 +99,5 @@ def missing_now(
     total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
     text = describe_missing(num_workers, each, total, free)
     if labels:
-        text += f". Only nodes with workers.label_selector={json.dumps(dict(labels))} are used"
+        text += f"; only nodes with workers.label_selector={json.dumps(dict(labels))} are used"
     return text

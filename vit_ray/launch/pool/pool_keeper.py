@@ -1,9 +1,9 @@
-"""The one process that owns the worker pools of many trainings, and lends them.
+"""The process that owns the worker pools of many trainings, and lends them.
 
 Pools are owned outside the trainings that use them and outlive them. A loan ends with the training,
-or with the borrower's process, whose workers then give up their places: another attempt goes on
-from the newest checkpoint, with other workers. With the keeper's process its pools end; Ray starts
-another keeper, which has none, and each training borrows a new pool from it.
+or when the borrower's process dies; its workers then give up their places, and another attempt
+continues from the newest checkpoint, with other workers. If the keeper's process dies, its pools
+end too; Ray starts a new keeper without pools, and each training borrows a new pool from it.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from vit_ray.launch.pool.worker_pool import (
 logger = logging.getLogger(__name__)
 
 Ending = Literal["keep", "close", "abandon"]
-"""What becomes of a pool that is given back: it takes the next training, its workers end, or they
-are not waited for."""
+"""What happens to a returned pool: it takes the next training, its workers end, or they are
+abandoned."""
 
 LOOK_S: Final = 1.0
-"""How often it is asked whether borrowers are alive."""
+"""Seconds between checks whether borrowers are alive."""
 SERVER_THREADS: Final = 256
-"""Calls that a server answers at a time: two of each rank."""
+"""Calls that a server answers at the same time: two per rank."""
 WAITS_S: Final = 60.0
-"""A loan that has asked for another pool within this time waits for its place."""
+"""A loan that has asked for another pool within this time is waiting for its place."""
 
 
 @dataclass
 class _Loan:
     pool: WorkerPool
     borrower: Any
-    """Handle of the actor whose loan it is; None for the driver, with which this process ends."""
+    """Handle of the actor that borrows; None for the driver, with which this process ends."""
     asked: Any = None
-    """A call of the borrower, which fails when its process dies."""
+    """A call of the borrower that fails when its process dies."""
     asked_s: float = -math.inf
     """When it last asked for the place of another pool."""
 
@@ -73,7 +73,7 @@ class _Loan:
         if self.asked is None:
             self.asked = self.borrower.__ray_ready__.remote()
         if not ray.wait([self.asked], timeout=0)[0]:
-            return False  # it works
+            return False  # it is running
         call, self.asked = self.asked, None
         try:
             ray.get(call, timeout=0)
@@ -86,36 +86,36 @@ class PoolKeeper:
     """Runs as an actor with threads."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        """`environment`: the user's settings of Ray Train, as the driver has them."""
+        """`environment`: the user's settings for Ray Train, as in the driver."""
         os.environ.update(environment)
         if ray.is_initialized():
             context = ray.get_runtime_context()
             if context.get_actor_id() and context.was_current_actor_reconstructed:
-                # What the keeper before had placed; Ray would keep it until the driver's end.
+                # Placed by an earlier keeper; Ray would keep it until the driver ends.
                 remove_groups(pools_of_job(context.get_job_id()))
         self._idle: list[WorkerPool] = []
-        """Have trained, and so have their places."""
+        """Pools that have trained, and so have their places."""
         self._started: list[WorkerPool] = []
-        """Wait for their first training, and perhaps for their places."""
+        """Pools that wait for their first training, and perhaps for their places."""
         self._endings = ThreadPoolExecutor(8)
-        """Ends pools for which nobody waits."""
+        """Ends pools in the background."""
         self._loans: dict[str, _Loan] = {}
         self._given_up: set[str] = set()
-        """Loans whose borrower has not waited until there was a pool."""
+        """Loans that were cancelled before there was a pool."""
         self._num_started = 0
         self._servers: dict[tuple[Any, ...], tuple[str, Any]] = {}
-        """For each host and shape of groups: Ray's node id, and the shared stream server."""
+        """By host and shape of the group: Ray's node id, and the shared stream server."""
         self._changed = threading.Condition()
         self._is_closed = False
         threading.Thread(target=self._watch, daemon=True, name="borrowers").start()
 
     def lend(self, loan: str, shape: PoolShape, is_private: bool, borrower: Any) -> Any:
-        """Handle of the server of a pool of the shape.
+        """Handle of the server of a pool of this shape.
 
-        Where none is idle, idle ones of other shapes give up their places to a new one.
+        If none is idle, idle pools of other shapes give up their places to a new one.
 
         Args:
-            loan: a name that only this loan has.
+            loan: a unique name for this loan.
         """
         pool = self._idle_or_new(shape, is_private)
         with self._changed:
@@ -130,7 +130,7 @@ class PoolKeeper:
         return pool.server
 
     def start(self, shape: PoolShape, is_private: bool) -> None:
-        """Start one of the shape if none is idle, before its training is ready."""
+        """Start a pool of this shape if none is idle, before its training is ready."""
         pool = self._idle_or_new(shape, is_private)
         with self._changed:
             self._started.append(pool)
@@ -139,9 +139,9 @@ class PoolKeeper:
         """The loan has ended, or will not be used."""
         with self._changed:
             for _, server in self._servers.values():
-                server.close.remote(loan)  # no limit: it is not waited for
+                server.close.remote(loan)  # no limit: the result is not waited for
             ended = self._loans.pop(loan, None)
-            if ended is None:  # not lent yet, taken back before, or of a keeper that has died
+            if ended is None:  # not lent yet, already returned, or from a keeper that has died
                 self._given_up.add(loan)
                 return
             if ending == "keep" and ended.pool.is_open and not self._is_closed:
@@ -150,14 +150,14 @@ class PoolKeeper:
         ended.pool.abandon() if ending == "abandon" else ended.pool.close()
 
     def free_place(self, loan: str) -> tuple[Any, bool]:
-        """For a loan whose workers wait for their place, and that asks again and again.
+        """For a loan whose workers wait for their place, and that asks repeatedly.
 
-        Idle pools of other shapes give up their places; one of its shape is kept for it from now
-        on, whoever else asks for one.
+        Idle pools of other shapes give up their places; the next idle pool of its shape is reserved
+        for it.
 
         Returns:
-            The server of an idle pool that is the loan's now, in place of its own; None where there
-            is none. And whether other trainings run.
+            The server of an idle pool that replaces the loan's own, or None; and whether other
+            trainings run.
         """
         with self._changed:
             its = self._loans.get(loan)
@@ -202,7 +202,7 @@ class PoolKeeper:
             return self._servers[key][1]
 
     def num_started(self) -> int:
-        """Pools that it has started so far."""
+        """Number of pools started so far."""
         return self._num_started
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ def _fitting(pools: Sequence[WorkerPool], shape: PoolShape) -> list[WorkerPool]:
 
 
 def _close(pools: Sequence[WorkerPool]) -> None:
-    """All at once: each that hangs takes the whole of its time limit."""
+    """All in parallel: each pool that hangs takes the whole time limit."""
     with ThreadPoolExecutor(len(pools) or 1) as threads:
         list(threads.map(lambda pool: pool.close(), pools))
 
@@ -269,7 +269,7 @@ class _Kept:
                 "num_cpus": 0,
                 "max_concurrency": 64,
                 "max_restarts": -1,
-                "max_task_retries": -1,  # what a keeper that died was asked, the next one answers
+                "max_task_retries": -1,  # the keeper's successor answers calls to one that died
             }
             actor = ray.remote(PoolKeeper).options(**options, label_selector=node)
             self.handle = actor.remote(given)
@@ -302,10 +302,11 @@ def kept_pools() -> Iterator[None]:
 
 @contextlib.contextmanager
 def borrowing(keeper: Any, num_sharing: int = 0) -> Iterator[None]:
-    """Inside the block, in a trial's process, pools are those of the driver's keeper.
+    """Inside the block, in a trial's process, pools come from the driver's keeper.
 
     Args:
-        num_sharing: as in `BorrowedPool`, for the first training; later ones wait for no others.
+        num_sharing: as in `BorrowedPool`, for the first training; later ones do not wait for
+            others.
     """
     kept = _Kept()
     kept.handle, kept.num_sharing = keeper, num_sharing
@@ -330,9 +331,9 @@ def keeper() -> Any:
 
 
 def start_kept_pool(shape: PoolShape, *, is_private: bool) -> None:
-    """Inside `kept_pools`: let workers be placed and import before their training is ready."""
+    """Inside `kept_pools`: place workers and let them import before their training is ready."""
     if (kept := _KEPT.get()) is not None:
-        kept.keeper().start.remote(shape, is_private)  # no limit: it is not waited for
+        kept.keeper().start.remote(shape, is_private)  # no limit: the result is not waited for
 
 
 @contextlib.contextmanager
@@ -340,7 +341,7 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
     """A pool of this shape; after an error in the block it ends, and no other run gets it.
 
     Raises:
-        PoolLostError: the process of the keeper has died.
+        PoolLostError: the keeper's process has died.
     """
     kept, ending = _KEPT.get(), "close"
     own: WorkerPool | None = None
@@ -359,9 +360,9 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
         try:
             server = answer(lent, KEEPER_NAME, LEND_S)
         except PROCESS_DIED as error:
-            raise PoolLostError("the process of the keeper of the pools has died") from error
+            raise PoolLostError("the process of the pools' keeper has died") from error
         except RuntimeError:
-            keeper.take_back.remote(loan, "close")  # no limit: it has not answered before
+            keeper.take_back.remote(loan, "close")  # no limit: it answers at once
             raise
     try:
         yield BorrowedPool(shape, server, keeper, loan, num_sharing)

@@ -1,4 +1,4 @@
-"""The actor of a pool: hands one training after another to its workers.
+"""The actor of a pool: gives its workers one training after another.
 
 It also runs the streams of the ranks on its own host, and starts servers for other hosts. A
 training that shares its streams uses the keeper's servers instead.
@@ -30,18 +30,18 @@ from vit_ray.worker.pool_link import (
 )
 
 ANSWER_S: Final = 5.0
-"""Longest time that a call waits before it answers that nothing has changed."""
+"""Longest time after which a call answers that nothing has changed."""
 SERVER_S: Final = 60.0
 """How long the keeper may take to name a shared stream server."""
 ENDED_S: Final = 60.0
-"""How long the ranks that waited for a process which was ended may need to notice."""
+"""How long ranks may take to notice that the process they waited for was ended."""
 
 
 class PoolServer:
     """Runs as an actor with a thread for every call; the process of its pool owns it."""
 
     def __init__(self, **how: Any) -> None:
-        """`how`: of `StreamServer`."""
+        """`how`: arguments of `StreamServer`."""
         self._how = how
         self._streams = StreamServer(**how)
         self._workers = ""
@@ -74,7 +74,7 @@ class PoolServer:
             group: as in `RankStreams`.
             host: its address.
             node: Ray's id of a node of the host, on which the server starts.
-            ranks: of the group, all that are on the host.
+            ranks: all ranks of the group that are on the host.
         """
         with self._changed:
             sharing = self._assignment.streams.sharing if self._assignment else None
@@ -103,18 +103,18 @@ class PoolServer:
             return self._host_servers[host]
 
     def assign(self, job: TrainJob, use_gpu: bool, streams: OpensStreams) -> None:
-        """The next training; the one before it has ended."""
+        """Assign the next training; the previous one has ended."""
         with self._changed:
             self._begin(Assignment(self._num_assigned, job, use_gpu, streams))
 
     def reassign(self, *, alone: bool) -> bool:
-        """Assign the training under way again, to workers of which some or all are new.
+        """Assign the current training again; some or all workers are new.
 
         Args:
-            alone: only those that died are new.
+            alone: only the workers that died are new.
 
         Returns:
-            False where those that are left hang, and all must start again.
+            False if the remaining workers hang, so that all must start again.
         """
         with self._changed:
             if alone and self._is_hung:
@@ -155,8 +155,8 @@ class PoolServer:
         """End the processes of ranks that hang.
 
         Returns:
-            False where there is none, or its end has not helped: the group hangs, and only a start
-            of all workers helps.
+            False if no rank hangs, or ending them has not helped: then only a restart of all
+            workers helps.
         """
         with self._changed:
             if not self._is_current(number):
@@ -169,22 +169,22 @@ class PoolServer:
                     end = ray.remote(_end_process).options(
                         num_cpus=0, label_selector={"ray.io/node-id": member.node}
                     )
-                    end.remote(member.pid)  # no limit: nobody waits for it
+                    end.remote(member.pid)  # no limit: the call's result is ignored
             self._is_hung = not any(now_s - self._ended_s[m] < ENDED_S for m in found)
             return not self._is_hung
 
     def current_job(self) -> TrainJob | None:
-        """The training under way; None between two of them."""
+        """The current training; None between two of them."""
         return None if self._has_ended or self._assignment is None else self._assignment.job
 
     def note_placement(self, is_placed: bool) -> None:
-        """Whether the worker group is running, by its controller."""
+        """Whether the worker group is running, according to its controller."""
         self._is_placed = is_placed
         if not is_placed:  # the group has failed, and another one starts
             self._leave_shared(has_failed=True)
 
     def is_placed(self) -> bool:
-        """Whether the workers have found their place."""
+        """Whether the workers are placed."""
         return self._is_placed
 
     def wait_until_ended(self, timeout_s: float = ANSWER_S) -> bool:
@@ -196,13 +196,13 @@ class PoolServer:
             )
 
     def next_assignment(self, after: int) -> tuple[bool, Assignment | None]:
-        """Whether the pool is open, and the training under way if its number is above `after`."""
+        """Whether the pool is open, and the current training if its number is above `after`."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_new(after) or not self._is_open, ANSWER_S)
             return self._is_open, self._assignment if self._has_new(after) else None
 
     def end_rank(self, number: int, rank: int, world_size: int) -> None:
-        """A worker is done; the training has ended when all of its group are."""
+        """Count a worker as done; the training ends when all workers of its group are."""
         with self._changed:
             if not self._is_current(number):
                 return
@@ -220,14 +220,14 @@ class PoolServer:
         self._close_streams()
 
     def closed(self) -> tuple[bool, BaseException | None]:
-        """Whether the pool takes no more trainings, and the error that ended it, if one did."""
+        """Whether the pool takes no more trainings, and the error that ended it, if any."""
         return not self._is_open, self._error
 
     def _close_streams(self) -> None:
         self._streams.close()
         self._leave_shared(has_failed=False)
         for server in self._host_servers.values():
-            server.close.remote()  # no limit: nobody waits for it
+            server.close.remote()  # no limit: the call's result is ignored
 
     def _leave_shared(self, *, has_failed: bool) -> None:
         """Close the group's streams on shared servers, so that no other training waits for it."""
@@ -235,7 +235,7 @@ class PoolServer:
             servers, self._shared_servers = self._shared_servers, {}
             if self._assignment is not None:
                 group = self._group(self._assignment.number)
-                for server in servers.values():  # no limit: they are not waited for
+                for server in servers.values():  # no limit: the results are not waited for
                     server.close.remote(group, has_failed=has_failed)
 
     def _group(self, number: int) -> str:
@@ -258,6 +258,6 @@ class PoolServer:
 
 
 def _end_process(pid: int) -> None:
-    """On its node; a process that was stopped answers nothing else."""
+    """Runs on the process's node; a stopped process would not answer."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

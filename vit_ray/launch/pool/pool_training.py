@@ -1,4 +1,4 @@
-"""Runs a training on a pool's workers, and reports the reason of a failure in one line."""
+"""Runs a training on a pool's workers, and reports the cause of a failure in one line."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from vit_ray.worker.job import TrainJob
 logger = logging.getLogger(__name__)
 
 MOST_POOLS: Final = 4
-"""Of one training with no new checkpoint between them. A pool is lost where the process of its
-server or of its controller dies, as for lack of memory."""
+"""Lost pools of one training without a new checkpoint between them. A pool is lost if the process
+of its server or controller dies, for example from lack of memory."""
 
 
 class RunFailedError(RuntimeError):
-    """The run ended in an error; the message holds the cause."""
+    """The run ended in an error; the message has the cause."""
 
 
 class RunDivergedError(RunFailedError):
-    """Its loss or gradient is not finite: the same recipe would diverge again."""
+    """The loss or gradient is not finite: the same recipe would diverge again."""
 
 
 def run_workers(
     job: TrainJob, streams: dict[str, StreamSpec], cluster: ClusterShape, *, use_gpu: bool
 ) -> None:
-    """Train on the recipe's group until it ends, through failures and resizes.
+    """Train on the recipe's worker group until it ends, through failures and resizes.
 
-    A stop while the group has no place ends it with the event `stopped`, as workers end it who
-    have written a checkpoint before.
+    A stop before the group is placed ends the training with the event `stopped`, the same as
+    workers send after their last checkpoint.
 
     Args:
         streams: what the workers read, by name, as in `ResolvedRun`.
@@ -56,17 +56,17 @@ def run_workers(
             break
         newest = newest_step(job.run_folder)
         num_lost, lost_at = (num_lost + 1 if newest == lost_at else 1), newest
-        after = "the training goes on with new workers"
+        after = "training continues with new workers"
         if num_lost == MOST_POOLS:
             after = (
-                f"{num_lost} such losses with no new checkpoint between them; look at the memory "
-                "of that host, then give the same command again"
+                f"{num_lost} such losses without a new checkpoint between them; check the memory "
+                "of that host, then run the same command again"
             )
         job.record.event(EventKind.WORKER_FAILED, f"{error}; {after}", 0)
-    # A worker's own reason says more than the time-outs of those that waited for it.
+    # A worker's own error says more than the time-outs of those that waited for it.
     failure = job.control.failure()
     if isinstance(error, StoppedWaitingError) and failure is None:
-        text = f"{error}; no workers were running, so no checkpoint was written for it"
+        text = f"{error}; no workers were running, so no checkpoint was written"
         job.record.event(EventKind.STOPPED, text, 0, ANSWER_LIMIT_S)
         return
     if failure is None and error is not None:
@@ -82,10 +82,10 @@ def _run_in_pool(
     """Why the pool ended before the training did; None if it did not."""
     try:
         with borrowed_pool(shape, is_private=cluster.is_private) as pool:
-            # While the pool's workers import: what keeps the record from being opened ends the run.
+            # While the pool's workers import: an error in opening the record ends the run.
             if job.record.run_id(ANSWER_LIMIT_S) is None:
                 logger.warning(
-                    "MLflow at %s does not answer; %s goes on, and its record waits in %s",
+                    "MLflow at %s does not answer; %s continues, and its record waits in %s",
                     redact(job.recipe.tracking.uri),
                     job.recipe.name,
                     job.recipe.run_folder,

@@ -1,7 +1,8 @@
-"""Ray Train's failure and scaling policies: when a failure ends a run, and how large its group is.
+"""Ray Train's failure and scaling policies: when a failure ends a run, and how many workers a group
+has.
 
-Ray 2.60 has no public place for either; the trainer's own step that hands its policies to the
-controller is overridden, and nothing else.
+Ray 2.60 has no public place for either; only the trainer's method that passes its policies to the
+controller is overridden.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-# The classes that `ray.train` gives at run time; type checkers see there those of its version 1.
+# The classes that `ray.train` has at run time; type checkers see those of its version 1 there.
 from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -45,19 +46,19 @@ from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
 
 WAIT_FOR_NODES_S = 1.0
 KEEP_REQUEST_S: Final = 45
-"""How long a driver that was killed holds the places of its group; Ray's default is 180 s."""
+"""How long the places of a killed driver's group are held; Ray's default is 180 s."""
 REPEAT_REQUEST_S: Final = 5
 REFRESH_S: Final = 5.0
 
 
 class PolicedTrainer(DataParallelTrainer):
-    """Ray Train's workers under policies of our own.
+    """Ray Train's workers with our own policies.
 
-    Streams and process groups are the workers' own affair: without Ray's data sets and its torch
-    backend the controller does not import torch, and no process is started for data sets that
-    there are none of. Nor is one for the places of a group whose controller dies: the pool's owner
-    takes them back. Ray's cleaner would stay for good on a cluster without a dashboard, or beside
-    another Ray on the head's machine.
+    Workers manage streams and process groups themselves: without Ray's data sets and its torch
+    backend the controller does not import torch, and no process is started for data sets. There is
+    also no cleaner process for the places of a group whose controller dies: the pool's owner takes
+    them back. Ray's cleaner would never end on a cluster without a dashboard, or with a second Ray
+    on the head's machine.
     """
 
     def __init__(self, policies: dict[str, Any], *, replaces: bool, **options: Any) -> None:
@@ -77,19 +78,19 @@ class PolicedTrainer(DataParallelTrainer):
 
 
 class _WorkersBackend(Backend):
-    """GPUs of a node are visible to all of its workers, which NCCL needs to link them."""
+    """GPUs of a node are visible to all of its workers, because NCCL links them."""
 
     share_cuda_visible_devices = True
 
 
 class _ReplacingBackend(_WorkersBackend):
-    """Ray Train's groups of replicas: each worker is one, and those that failed are replaced."""
+    """Ray Train's groups of replicas: each worker is one, and the failed ones are replaced."""
 
     has_replica_groups = True
 
 
 class WorkersBackendConfig(BackendConfig):
-    """Nothing is set up before the workers run: each training joins a process group of its own."""
+    """Nothing is set up before the workers run: each training joins its own process group."""
 
     def __init__(self, replaces: bool = False) -> None:
         self._replaces = replaces
@@ -100,15 +101,15 @@ class WorkersBackendConfig(BackendConfig):
 
 
 class ConsecutiveFailurePolicy(DefaultFailurePolicy):
-    """Ends a run that fails repeatedly with no new checkpoint in between.
+    """Ends a run that fails repeatedly without a new checkpoint in between.
 
-    Ray Train itself counts all failures since the start: a run of weeks would end at the sixth
-    node that it lost, however far apart they were.
+    Ray Train itself counts all failures since the start: a run of weeks would end at the sixth lost
+    node, however far apart they are.
     """
 
     def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
-        """`current_job`: what the group is training; None before its first training."""
-        # Ray's own limits are off: for nodes taken back, and groups that find no place in time.
+        """`current_job`: the group's training; None before the first."""
+        # Ray's own limits are off: for preempted nodes, and for groups that are not placed in time.
         super().__init__(FailureConfig(max_failures=-1))
         self._current_job = current_job
         self._run_folder, self._count, self._failed_at = "", 0, -1
@@ -119,17 +120,17 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         try:
             job = self._current_job()
         except PROCESS_DIED:
-            return FailureDecision.RAISE  # of the pool's server: the pool ends, and its group
+            return FailureDecision.RAISE  # of the pool's server: the pool and its group end
         failure = getattr(training_failed_error, "controller_failure", None)
         if job is None or isinstance(failure, WorkerGroupStartupTimeoutError):
-            return super().make_decision(training_failed_error)  # the driver reports the wait
+            return super().make_decision(training_failed_error)  # the driver reports the waiting
         places: dict[int, WorkerPlace] = {}
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             places = job.control.places()
         text = cause(training_failed_error, places)
         job.record.event(EventKind.WORKER_FAILED, text, 0)
         if job.control.failure():
-            return FailureDecision.RAISE  # a worker has said that a restart would not help
+            return FailureDecision.RAISE  # a worker has reported that a restart would not help
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
         failures = getattr(training_failed_error, "worker_failures", {}).values()
@@ -138,11 +139,11 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         run_folder, newest = job.run_folder, newest_step(job.run_folder)
         if run_folder != self._run_folder or newest not in (-1, self._failed_at):
             self._run_folder, self._count, self._failed_at = run_folder, 0, newest
-        # A smaller micro-batch is the remedy, and only a few sizes are smaller.
+        # A smaller micro-batch is the remedy, and there are only a few smaller sizes.
         self._count += not any(isinstance(one, SmallerMicroBatchError) for one in failures)
         if -1 < (most := job.recipe.workers.max_failures) < self._count:
             reason = (
-                f"{text} (failure {self._count} with no new checkpoint between; "
+                f"{text} (failure {self._count} without a new checkpoint between; "
                 f"workers.max_failures={most})"
             )
             job.control.fail(Failure(reason))
@@ -152,7 +153,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
 
 
 def _is_crash(error: TrainingFailedError) -> bool:
-    """Whether workers died, in training or while their group was being started."""
+    """Whether workers died, during training or while the group was starting."""
     if isinstance(error, WorkerGroupError):
         return True
     failure = getattr(error, "controller_failure", None)
@@ -162,7 +163,7 @@ def _is_crash(error: TrainingFailedError) -> bool:
 
 
 class DivisorScalingPolicy(ElasticScalingPolicy):
-    """The largest group that fits, divides the global batch, and leaves a CPU to read data with."""
+    """The largest group that fits, divides the global batch, and leaves a CPU for reading."""
 
     def __init__(
         self,
@@ -173,9 +174,9 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
     ) -> None:
         """
         Args:
-            sizes: worker counts that are allowed.
+            sizes: allowed worker counts.
             reading_cpus: CPUs of one reading task, which must be free on some node.
-            current_job: what the group is to train.
+            current_job: the training of the group.
         """
         super().__init__(scaling_config)
         self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
@@ -183,17 +184,17 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         self._waits_since_s: float | None = None
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Here, in the controller's process: the first request is kept no longer than others."""
+        """Runs in the controller's process: its first request must expire like any other."""
         expire_resource_requests_after(KEEP_REQUEST_S, repeat_s=REPEAT_REQUEST_S)
         super().after_controller_start(train_run_context)
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        """As Ray's, which would ask again without a pause while there is no place for a group.
+        """As Ray's method, which would retry without a pause while the group cannot be placed.
 
         Raises:
-            RayError: the pool's server is gone, and nothing waits for the group any more.
+            RayError: the pool's server has ended, and nothing waits for the group.
         """
-        with contextlib.suppress(ray.exceptions.RayError):  # then by what was counted before
+        with contextlib.suppress(ray.exceptions.RayError):  # then by the last count
             refresh_reserved_resources(self, REFRESH_S)
         decision = super().make_decision_for_non_running_worker_group()
         is_waiting, since_s = isinstance(decision, NoopDecision), self._waits_since_s
@@ -208,7 +209,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
 
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
         wanted = self.scaling_config._resources_per_worker_not_none
-        # Ray's coordinator counts a node that is lost for some seconds more than the cluster does.
+        # Ray's coordinator counts a lost node for some seconds longer than the cluster does.
         cpus = {
             node: n for node, n in cpus_by_node().items() if node not in FAILING_NODES.hosts
         } or cpus_by_node()
@@ -229,7 +230,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
 
 
 def cpus_by_node(labels: Mapping[str, str] | None = None) -> dict[str, float]:
-    """CPUs of each node that is alive, and has the labels, by its id."""
+    """CPUs of each live node with the labels, by its id."""
     nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
     found = matching_nodes(nodes, labels) if labels else nodes
     return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in found}

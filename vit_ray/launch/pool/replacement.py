@@ -1,9 +1,9 @@
-"""Workers whose process has died are replaced alone, and the others keep their processes.
+"""A worker whose process has died is replaced alone, and the others keep their processes.
 
-Ray Train 2.60 does so for a backend with groups of replicas, in the places of those that failed.
-The others leave their process group, and meet the new ones at the pool's server. All workers start
-again where that is not enough: after an error that a worker has raised, when its node is gone
-or left out, when the group changes its size.
+Ray Train 2.60 does this for a backend with groups of replicas, in the places of the failed ones.
+The other workers leave their process group, and meet the new ones at the pool's server. All workers
+restart when that is not enough: after an error raised by a worker, when its node has gone or is
+left out, or when the group changes its size.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from vit_ray.ray_internals import (
 )
 
 MOST_REPLACED: Final = 8
-"""Workers at a time: Ray starts one after the other, and a whole group at once."""
+"""Workers at a time: Ray starts single workers one after another, but a whole group at once."""
 PLACED_S: Final = 60.0
-"""Longest time for new workers to start in the places of the old ones, whose node may be dying."""
+"""Longest time for new workers to start in the old places, whose node may be dying."""
 
 
 class Replacement:
-    """Whether the last failure lets the other workers stay, in the process of the controller."""
+    """Whether the last failure lets the other workers stay; in the controller's process."""
 
     def __init__(self) -> None:
         self.is_allowed = False
 
     def judge(self, error: Any, places: Mapping[int, WorkerPlace]) -> None:
-        """After a failure that the run survives.
+        """Called after a failure that the run survives.
 
-        A worker that cannot be reached may be on a node that is dying, which Ray notices later than
-        it would put a new worker there.
+        A worker that cannot be reached may be on a dying node, and Ray would place a new worker
+        there before noticing.
 
         Args:
-            places: of the workers by rank, as far as they are known.
+            places: of the workers by rank, as far as known.
         """
         failures = getattr(error, "worker_failures", {})
         self.is_allowed = False
@@ -64,7 +64,7 @@ REPLACEMENT: Final = Replacement()
 
 
 class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
-    """Has Ray replace some workers or all, and the training assigned again to the group."""
+    """Makes Ray replace some workers or all, and assigns the training to the group again."""
 
     def __init__(self, server: Any) -> None:
         """`server`: handle of the pool's `PoolServer`."""
@@ -72,7 +72,7 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
         self._are_placed: threading.Event | None = None
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Ray replaces what has an error in the last of these."""
+        """Ray replaces workers with an error in the last of these."""
         self._statuses = worker_group_status.worker_statuses
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
@@ -103,18 +103,23 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
 
 
 def _limit_wait(are_placed: threading.Event) -> None:
-    """End this process, the controller's, if new workers do not start: the next one starts all.
+    """End this process, the controller's, if new workers do not start: its successor starts all.
 
-    Ray waits for them without a limit, even where their placement group has been removed: an actor
-    that waits for a group which is being moved from a dead node never hears of it.
+    Ray waits for them without a limit, even after their placement group was removed: an actor that
+    waits for a group which is being moved off a dead node is never notified.
     """
     if not are_placed.wait(PLACED_S):
-        print(f"a worker did not start again in {PLACED_S:g} s; all start anew", file=sys.stderr)
+        print(
+            f"a worker did not start again within {PLACED_S:g} s; all workers restart",
+            file=sys.stderr,
+        )
         os._exit(1)
 
 
 class WatchPreemption(PreemptionCallback, ReplicaGroupCallback):
-    """Ray's, which it leaves out where single workers are replaced: it would keep the old ones."""
+    """Ray's own method, which Ray skips when single workers are replaced: it would keep the old
+    ones.
+    """
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """All workers are new."""

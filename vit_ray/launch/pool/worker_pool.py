@@ -1,7 +1,7 @@
 """A worker pool: a worker group under Ray Train that trains one run after another.
 
-Starting processes and importing libraries take longer than a small training, so what runs many
-trainings borrows pools from a keeper (`pool_keeper.py`), which outlives each of them. A fault of a
+Starting processes and importing libraries take longer than a small training, so commands with many
+trainings borrow pools from a keeper (`pool_keeper.py`), which outlives each training. A fault in a
 training costs at most its pool, and the next training gets a new one.
 """
 
@@ -47,22 +47,22 @@ from vit_ray.ray_internals import start_data_actors
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.pool_entry import work_in_pool
 
-_SERVER: Final = "the server of the workers' pool"
+_SERVER: Final = "the server of the worker pool"
 CLOSE_S: Final = 60.0
 """Longest time for the workers of a pool to end."""
 ABANDON_S: Final = 30.0
 """Longest time for a controller to end whose group has lost its places, or never had any."""
 LEND_S: Final = 2 * (CLOSE_S + ABANDON_S)
-"""Longest time to end pools of other shapes, in whose place a new one starts."""
+"""Longest time to end pools of other shapes whose places a new pool takes."""
 ASK_FOR_PLACE_S: Final = 10.0
-"""After so long a training whose workers have no place asks for that of an idle pool."""
+"""After this time a training whose workers are not placed asks for the place of an idle pool."""
 ANSWER_S: Final = 30.0
-"""Of the keeper, for such a question."""
+"""Time limit of such a question to the keeper."""
 KEEPER_NAME: Final = "the keeper of the worker pools"
 
 
 class PoolEndedError(RuntimeError):
-    """The pool's workers have ended before their training did; the cause is Ray Train's error."""
+    """The pool's workers ended before their training did; the cause is Ray Train's error."""
 
 
 class PoolLostError(PoolEndedError):
@@ -71,16 +71,16 @@ class PoolLostError(PoolEndedError):
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What a pool's workers are; a pool takes any training of its shape."""
+    """The properties of a pool's workers; a pool takes any training of its shape."""
 
     num_workers: int | tuple[int, int]
     sizes: tuple[int, ...]
     """Worker counts that divide the batch."""
     cpus_per_worker: float
     reading_cpus: float = field(compare=False)
-    """Of a task that reads; any group takes trainings that read with others."""
+    """CPUs of a reading task; a group takes trainings with other reading tasks as well."""
     kept_cpus: float
-    """That an elastic group leaves to reading as it grows; 0 for others."""
+    """CPUs that an elastic group leaves for reading when it grows; 0 for others."""
     use_gpu: bool
     hides_gpus: bool
     """There are GPUs that its workers must not see."""
@@ -94,7 +94,7 @@ class PoolShape:
     def of(
         cls, recipe: Recipe, cluster: ClusterShape, *, use_gpu: bool, trains: bool = True
     ) -> PoolShape:
-        """The shape that a training needs, or an evaluation."""
+        """The shape that a training or an evaluation needs."""
         workers = recipe.workers
         is_elastic = len(workers.sizes) > 1
         sizes = recipe.group_sizes if trains else list(workers.sizes)
@@ -107,7 +107,7 @@ class PoolShape:
             use_gpu,
             cluster.most_gpus > 0 and not use_gpu,
             workers.collective_timeout_s,
-            # A blocked call of NCCL would have to be aborted, which has not been tried on GPUs.
+            # A blocked NCCL call would have to be aborted, which has not been tried on GPUs.
             workers.replace_failed and not use_gpu,
             tuple(sorted(workers.label_selector.items())),
         )
@@ -119,11 +119,11 @@ class PoolShape:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What a worker reserves."""
+        """Resources that a worker reserves."""
         return {"CPU": self.cpus_per_worker, **({"GPU": 1.0} if self.use_gpu else {})}
 
     def reading_tasks(self, cpus: float) -> int:
-        """Reading tasks that have a place beside the largest group."""
+        """Reading tasks that fit next to the largest group."""
         left = cpus - self.most_workers * self.cpus_per_worker
         return max(0, int(left / self.reading_cpus))
 
@@ -140,7 +140,7 @@ class PoolShape:
 
 @dataclass(frozen=True)
 class _CurrentJob:
-    """Asked by the controller's policies, in its process."""
+    """Called by the controller's policies, in its process."""
 
     server: Any
 
@@ -151,28 +151,28 @@ class _CurrentJob:
 
 @dataclass(frozen=True)
 class BorrowedPool:
-    """A pool as a training sees it, in whatever process the pool is owned."""
+    """A pool as a training sees it, whichever process owns the pool."""
 
     shape: PoolShape
     server: Any
     """Handle of its `PoolServer`."""
     keeper: Any = None
-    """Handle of the `PoolKeeper` that lends it; None of a pool that is this training's alone."""
+    """Handle of the `PoolKeeper` that lends it; None for a pool that only this training uses."""
     loan: str = ""
     """Its name at the keeper."""
     num_sharing: int = 0
-    """How many trainings, this one included, start together with equal streams; 0: not shared."""
+    """How many trainings, including this one, start together with equal streams; 0: not shared."""
 
     def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
         """Train, until all workers are done, through failures and resizes.
 
-        While its workers have no place, and another training leaves a pool of the same shape, it
-        trains in that one.
+        If its workers are not placed, and another training returns a pool of the same shape, it
+        uses that pool.
 
         Raises:
             PoolEndedError: the group has ended, and the pool with it.
-            PoolLostError: through no fault of the training.
-            NoPlaceError: there is no place for the group, or a stop came while there was none.
+            PoolLostError: not because of the training.
+            NoPlaceError: there is no place for the group, or a stop came before it was placed.
         """
         shape, server, held = self.shape, self.server, ray.put(streams)
         sharing = Sharing(self.loan, self.num_sharing, self.keeper) if self.num_sharing else None
@@ -197,7 +197,7 @@ class BorrowedPool:
             watch.check(is_placed=is_placed, is_in_turn=is_in_turn)
 
     def _free_place(self, server: Any) -> tuple[Any, bool]:
-        """As `PoolKeeper.free_place`, of workers that have not even a place reserved."""
+        """As `PoolKeeper.free_place`, for workers that do not even have a reserved place."""
         if self.keeper is None or has_place(pool_name(server)):
             return None, False
         try:
@@ -210,7 +210,7 @@ class BorrowedPool:
 
 
 def _ask(server: Any, method: str, *arguments: Any) -> Any:
-    """The answer of a method of a pool's server."""
+    """Calls a method of a pool's server."""
     try:
         return answer(getattr(server, method).remote(*arguments), _SERVER)
     except PROCESS_DIED as error:
@@ -219,13 +219,13 @@ def _ask(server: Any, method: str, *arguments: Any) -> Any:
 
 
 class WorkerPool:
-    """A worker group, its streams' process, and the thread that runs its controller: its owner."""
+    """Owner of a worker group, its streams' process, and the thread that runs its controller."""
 
     def __init__(self, shape: PoolShape, *, is_private: bool) -> None:
-        """Start it; workers are placed and import while the caller goes on.
+        """Start it; workers are placed and import in the background.
 
         Args:
-            is_private: Ray was started by this driver, for itself alone.
+            is_private: this driver started Ray for itself.
         """
         self.shape = shape
         self.server: Any = (
@@ -257,17 +257,17 @@ class WorkerPool:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Let the workers end, and wait for it; those that do not lose their places."""
-        with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
+        """Let the workers end, and wait for them; workers that do not end lose their places."""
+        with contextlib.suppress(ray.exceptions.RayError):  # the processes have ended already
             ray.get(self.server.close.remote(), timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
         self.abandon()
 
     def abandon(self) -> None:
-        """End the server, and take from the group what it holds or waits for until it has ended.
+        """End the server, and remove the group's placement until the group has ended.
 
-        The controller of a group without a place, which hears of nothing meanwhile, ends as soon
-        as there is nothing to wait for, and no server; it may only be starting now.
+        The controller of a group that is not placed gets no message meanwhile, and ends once there
+        is no placement to wait for and no server; it may still be starting.
         """
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self.server)
@@ -286,17 +286,17 @@ class WorkerPool:
             error = raised
         with contextlib.suppress(ray.exceptions.RayError):
             remove_groups(pool_name(self.server))  # of a controller that has died
-            # In a tuple: the error of an actor, given by itself, would fail the call that gets it.
+            # In a tuple: an actor's error, passed by itself, would fail the call that receives it.
             ray.get(self.server.close.remote((error,)), timeout=CLOSE_S)
 
 
 def driver_environment(*, is_private: bool) -> dict[str, str]:
-    """Ray Train's settings for every pool of this driver; what the user has set stays."""
+    """Ray Train's settings for every pool of this driver; the user's own settings are kept."""
     return _unless_given(
         {
             # How soon Ray Train notices that a worker has ended or died.
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-            # On a private Ray nobody takes the one node away, and nobody reads metrics.
+            # A private Ray has a single node, which is not preempted, and its metrics are not read.
             "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if is_private else "1",
             "RAY_TRAIN_METRICS_ENABLED": "0" if is_private else "1",
         }
@@ -304,12 +304,12 @@ def driver_environment(*, is_private: bool) -> dict[str, str]:
 
 
 def pool_environment(shape: PoolShape) -> dict[str, str]:
-    """Ray Train's settings for one pool; what the user has set stays."""
+    """Ray Train's settings for one pool; the user's own settings are kept."""
     return _unless_given(
         {
             "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(shape.collective_timeout_s),
-            # An elastic group must give up the size that a node lost a moment ago had allowed: Ray
-            # takes 15 s to notice, and decides anew each time that a group has found no place.
+            # An elastic group must give up a size that is no longer possible after a node was lost:
+            # Ray takes 15 s to notice, and decides again each time a group is not placed.
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10" if shape.is_elastic else "600",
         }
     )
@@ -320,12 +320,12 @@ def _unless_given(wanted: dict[str, str]) -> dict[str, str]:
 
 
 def pool_name(server: Any) -> str:
-    """As Ray shows it: of Ray Train's run and, before a number, of its placement groups."""
+    """The name that Ray shows: of Ray Train's run and, before a number, of its placement groups."""
     return f"pool-{server._actor_id.hex()}"
 
 
 def pools_of_job(job_id: str) -> str:
-    """Pattern of the names of a driver's pools: the id of an actor ends with that of its job."""
+    """Pattern of the names of a driver's pools: an actor's id ends with that of its job."""
     return f"pool-*{job_id}"
 
 
@@ -362,8 +362,8 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         scaling_config=scaling,
         run_config=RunConfig(
             name=pool_name(server),
-            # Ray Train's own notes, which nobody reads: the controller's memory, so that no end of
-            # any kind leaves files behind. Checkpoints do not go through Ray Train.
+            # Ray Train's own state, which is never read, goes to the controller's memory, so that
+            # no files are left behind. Checkpoints do not go through Ray Train.
             storage_path="pools",
             storage_filesystem=PyFileSystem(FSSpecHandler(fsspec.filesystem("memory"))),
             # Ray leaves a machine's GPUs visible to workers that did not ask for one.

@@ -1,7 +1,7 @@
-"""Control of a run: why to stop, checkpoints that were requested, its failure, and its status.
+"""Control of a run: why to stop, requested checkpoints, its failure, and its status.
 
-The state of one run, in the process that records it (`run_host.py`). It is made from the lines of
-the run's log alone, so a process that died and was started again has it back.
+The state of one run, in the process that records it (`run_host.py`). It is built only from the
+lines of the run's log, so a process that died and was restarted has the same state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from vit_ray.tracking.metrics_log import Record
 from vit_ray.worker.run_link import Orders, beats_between
 
 SILENT_BEATS: Final = 5
-"""Heartbeats that a worker has left out when it is called silent."""
+"""Missed heartbeats after which a worker is called silent."""
 ONE_HANG_S: Final = 120.0
-"""Reports within this time are of one hang."""
+"""Reports within this time belong to the same hang."""
 _MOST_NAMED: Final = 4
 
 
@@ -34,16 +34,16 @@ class Event:
 
 @dataclass
 class Stage:
-    """Runs of one kind under this one, such as trials of a sweep, as the display counts them."""
+    """Child runs of one kind, such as trials of a sweep, as the display counts them."""
 
     what: str
     count: int
     ended: int = 0
     best: tuple[float, str] | None = None
-    """The best score of those that ended, and whose it is."""
+    """The best score of those that ended, and the run that has it."""
 
     def end_one(self, label: str, score: float | None) -> None:
-        """One of them has ended; without a score if it failed."""
+        """A child run has ended; without a score if it failed."""
         self.ended += 1
         if score is not None and (self.best is None or score > self.best[0]):
             self.best = (score, label)
@@ -55,16 +55,16 @@ class Stage:
 
 @dataclass
 class RunStatus:
-    """Where the run is, as the display shows it."""
+    """The state of the run, as the display shows it."""
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Last value of each; of several attempts the first one's start-up time."""
+    """Last value of each metric; for several attempts the first attempt's start-up time."""
     events: list[Event] = field(default_factory=list)
     stage: str = ""
-    """The current one of the runs under this one; empty for a run without any."""
+    """The current child run; empty for a run without any."""
     checkpoints_s: list[float] = field(default_factory=list)
-    """Unix times at which the last two checkpoints of this driver were begun."""
+    """Unix times at which this driver's last two checkpoints were begun."""
 
 
 class _Heard(NamedTuple):
@@ -73,11 +73,11 @@ class _Heard(NamedTuple):
     step: int
     time_s: float
     introduction: tuple[str, ...]
-    """Host, node and detail, as in `WorkerPlace`; empty where they are not known."""
+    """Host, node and detail, as in `WorkerPlace`; empty if unknown."""
 
 
 class ControlState:
-    """Of one run; for several threads."""
+    """State of one run; safe for several threads."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -97,7 +97,7 @@ class ControlState:
         self._hung_at: set[str] = set()
 
     def note(self, record: Record) -> None:
-        """Take over a record of the log."""
+        """Apply a record of the log."""
         match record["kind"]:
             case "metrics":
                 known, values = self._now.metrics, record["values"]
@@ -112,7 +112,7 @@ class ControlState:
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
                 self._now.events.append(Event(kind, record["text"], record["step"], time_s))
                 if kind is EventKind.WORKER_FAILED:
-                    self._heard = {}  # others come in their place, on other nodes perhaps
+                    self._heard = {}  # other workers replace them, perhaps on other nodes
             case "stop":
                 self._stop = record["reason"]
             case "fail":
@@ -133,7 +133,7 @@ class ControlState:
         earlier = self._heard.get(rank)
         known = earlier.introduction if earlier else ()
         self._heard[rank] = _Heard(step, time.monotonic(), introduction or known)
-        if introduction:  # of a new attempt, whose hang would be another one
+        if introduction:  # in a new attempt, so that its hang would be a new one
             self._hung_at = set()
         if rank == 0:
             self._now.step = max(self._now.step, step)
@@ -142,7 +142,7 @@ class ControlState:
         return Orders(self.stop_reason(), self._saves)
 
     def hanging(self, rank: int, world_size: int, where: str) -> str:
-        """Which workers the others wait for, in answer to one that hangs.
+        """Which workers the others wait for, in answer to a worker that hangs.
 
         Args:
             rank: of the worker that asks.
@@ -150,7 +150,7 @@ class ControlState:
             where: the calls that it is in.
 
         Returns:
-            A sentence; empty where another worker has reported the same of this hang.
+            A sentence; empty if another worker has reported the same hang.
         """
         now_s = time.monotonic()
         if now_s - self._hang_s > ONE_HANG_S:
@@ -164,9 +164,11 @@ class ControlState:
         for one, of in heard:
             name = f"worker {one}" + (f" on {of.introduction[0]}" if of and of.introduction else "")
             if of is None:
-                named.append(f"{name} has never been heard of")
+                named.append(f"{name} has never been heard from")
             elif one != rank and now_s - of.time_s > SILENT_BEATS * beats_between(world_size):
-                named.append(f"{name} is silent for {now_s - of.time_s:.0f} s, at step {of.step}")
+                named.append(
+                    f"{name} has been silent for {now_s - of.time_s:.0f} s, at step {of.step}"
+                )
             elif of.step < newest:
                 named.append(f"{name} is behind, at step {of.step}")
         others = f"{world_size - len(named)} of {world_size} workers are at step {newest}"
@@ -174,13 +176,13 @@ class ControlState:
         return "; ".join([*named[:_MOST_NAMED], *more, others])
 
     def silent_ranks(self, silent_s: float) -> list[int]:
-        """Workers that have been heard of, and not for so long."""
+        """Workers that sent heartbeats before, but not for some time."""
         most_s = max(silent_s, SILENT_BEATS * beats_between(len(self._heard)))
         now_s = time.monotonic()
         return [rank for rank, of in self._heard.items() if now_s - of.time_s > most_s]
 
     def places(self) -> dict[int, WorkerPlace]:
-        """Of the workers that have introduced themselves since the last failure, by rank."""
+        """Places of the workers that have introduced themselves since the last failure, by rank."""
         return {
             rank: WorkerPlace(*of.introduction, of.step)
             for rank, of in self._heard.items()
@@ -188,11 +190,11 @@ class ControlState:
         }
 
     def stop_reason(self) -> str | None:
-        """Why this run, or the one that it is part of, was asked to stop."""
+        """Why this run, or its sweep or study, was asked to stop."""
         return self._stop or (self.parent.stop_reason() if self.parent else None)
 
     def failure(self) -> Failure | None:
-        """Why the run cannot be trained any further, and a restart would not help."""
+        """Why the run cannot be trained any further, so that a restart would not help."""
         return self._failure
 
     def status(self) -> RunStatus:
@@ -202,6 +204,8 @@ class ControlState:
         return RunStatus(now.step, metrics, events, stage, checkpoints)
 
     def child_step(self, name: str, step: int) -> None:
-        """A run under this one (a trial of a sweep) is at `step`; the display shows their sum."""
+        """A child run (a trial of a sweep) is at `step`; the display shows the sum of the
+        children.
+        """
         self._child_steps[name] = step
         self._now.step = sum(self._child_steps.values())

@@ -1,7 +1,7 @@
 """A training's result as a model of MLflow that refers to its checkpoint instead of copying it.
 
 `mlflow.pyfunc.load_model` gives a model whose `predict` takes images as `TrainedModel.predict`
-does, cuts them as the recipe's evaluation does, and returns float32 logits (N, K), or the classes.
+does, crops them as the recipe's evaluation does, and returns float32 logits (N, K), or the classes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
 
 EXAMPLE_SIDE: Final = 16
-"""Pixels; the example is text, and images of any size are taken."""
+"""Pixels of a side; the example is text, and images of any size are accepted."""
 _REFERENCE: Final = "reference.json"
 _EXAMPLE: Final = "input_example.json"
 _SERVING_EXAMPLE: Final = "serving_input_example.json"
@@ -38,7 +38,7 @@ _USE: Final = """import mlflow
 model = mlflow.pyfunc.load_model("models:/...")  # the id or name on the model's page
 table = model.predict(["image.jpg"], params={"output": "classes"})"""
 _OUTPUTS: Final = ("logits", "classes")
-"""What `predict` returns by its parameter `output`; the first is the default."""
+"""What `predict` returns for its parameter `output`; the first is the default."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def model_files(
 ) -> dict[str, str]:
     """Text by name of the files of the model's folder.
 
-    MLflow's own `save_model` would import pandas, and takes seconds.
+    MLflow's own `save_model` would import pandas, which takes seconds.
 
     Args:
         use: sections of a recipe, as `used_sections` gives them.
@@ -77,7 +77,7 @@ def model_files(
             "outputs": tensor("float32", [-1, len(classes)]),
             "params": json.dumps([output]),
         },
-        # MLflow would take nothing but arrays; the model itself says what it takes.
+        # MLflow would accept only arrays; the model itself documents its inputs.
         "is_signature_from_type_hint": True,
         "saved_input_example_info": {
             "artifact_path": _EXAMPLE,
@@ -85,7 +85,7 @@ def model_files(
             "type": "ndarray",
         },
     }
-    # An image that is brighter to the right, and redder to the bottom.
+    # An image that gets brighter to the right, and redder to the bottom.
     ramp = np.linspace(0, 127, EXAMPLE_SIDE, dtype=np.uint8)
     image = np.zeros((EXAMPLE_SIDE, EXAMPLE_SIDE, 3), np.uint8) + ramp[None, :, None]
     image[..., 0] += ramp[:, None]
@@ -96,7 +96,7 @@ def model_files(
         _REFERENCE: json.dumps(reference, indent=1),
         _EXAMPLE: json.dumps(example),
         _SERVING_EXAMPLE: json.dumps({"inputs": example}),
-        # Whoever writes the folder adds this package's wheel.
+        # The caller, who writes the folder, adds this package's wheel.
         REQUIREMENTS: f"mlflow=={version('mlflow')}\n",
         _ENVIRONMENT: yaml.safe_dump(
             {
@@ -110,10 +110,10 @@ def model_files(
 
 
 def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
-    """The card of a training's result, in Markdown; empty where its checkpoint cannot be read."""
-    from vit_ray.launch.record.model_card import model_card  # with torch, and the hub's library
+    """The card of a training's result, in Markdown; empty if its checkpoint cannot be read."""
+    from vit_ray.launch.record.model_card import model_card  # imports torch, and the hub's library
 
-    # Weights named as by an export without a folder of its own.
+    # Named like the weights of an export without a folder.
     config = ExportConfig(path=recipe.name, layout="vit_ray")
     try:
         found = open_checkpoint(locate(checkpoint))
@@ -121,13 +121,13 @@ def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
             return ""
         count = sum(math.prod(shape) for shape in found.position.shapes.values())
         return str(model_card(recipe, config, (count, len(classes)), classes, found.position, _USE))
-    except (OSError, ValueError) as error:  # the training has ended well all the same
+    except (OSError, ValueError) as error:  # the training has ended well in any case
         logger.warning("the logged model has no card: %s", error)
         return ""
 
 
 class PyfuncModel:
-    """What `mlflow.pyfunc.load_model` wraps."""
+    """The object that `mlflow.pyfunc.load_model` wraps."""
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
@@ -140,7 +140,7 @@ class PyfuncModel:
         """Logits, float32 (N, K), or a table of `class`, `probability` and `label`.
 
         Args:
-            images: as `TrainedModel.predict` takes them, or lists of lists, as JSON has them.
+            images: as for `TrainedModel.predict`, or lists of lists, as JSON has them.
             params: `output`: `logits` or `classes`.
 
         Raises:
@@ -166,17 +166,17 @@ def _load_pyfunc(path: str, model_config: dict[str, Any]) -> PyfuncModel:
 
     Args:
         path: of the file that describes the model.
-        model_config: `checkpoint`, its address; `load_model(..., model_config=...)` gives another
-            where it has been moved.
+        model_config: `checkpoint`, its address; give another one to `load_model(...,
+            model_config=...)` if the checkpoint was moved.
 
     Raises:
-        ValueError: there is no whole checkpoint, or it is of another model.
+        ValueError: there is no complete checkpoint, or it is of another model.
     """
     from vit_ray.checkpoints.init_weights import open_weights  # with torch, which takes seconds
     from vit_ray.launch.trained_model import TrainedModel
 
     reference = json.loads(Path(path).read_text())
-    if old := reference.pop("augmentation", None):  # as version 0.1.0 wrote it at first
+    if old := reference.pop("augmentation", None):  # as the first version 0.1.0 wrote it
         crop = {key: old[key] for key in ("kind", "resize", "border")}
         crop["crop"] = "exact" if old.get("is_exact") else "whole_pixels"
         reference |= {"data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
@@ -188,5 +188,5 @@ def _load_pyfunc(path: str, model_config: dict[str, Any]) -> PyfuncModel:
     except ValueError as error:
         raise ValueError(
             f"the model refers to the checkpoint {checkpoint}, which cannot be used here: {error}; "
-            "where it has been moved, give load_model(..., model_config={'checkpoint': ADDRESS})"
+            f"if it was moved, give load_model(..., model_config={{'checkpoint': ADDRESS}})"
         ) from error

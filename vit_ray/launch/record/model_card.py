@@ -1,7 +1,7 @@
-"""The card of an exported or logged model: what it was trained on, with what, and how good it is.
+"""The card of an exported or logged model: what it was trained on, with which settings, and its
+accuracy.
 
-Nothing is guessed: what a run did not record, or what cannot be opened any more, is said to be
-unknown.
+Nothing is guessed: what a run did not record, or what can no longer be opened, is given as unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vit_ray.own_parts import is_own
 from vit_ray.train.memory.memory_estimate import run_exaflops
 
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
-"""Of the recipe: what decides the result, and no folders or servers."""
+"""The recipe's keys that decide the result, without folders and servers."""
 _UNKNOWN: Final = "unknown"
 _LIBRARIES: Final = {"huggingface": "transformers", "timm": "timm"}
 _USE: Final = {
@@ -67,9 +67,9 @@ def model_card(
         recipe: of the export.
         config: its section.
         sizes: parameters and classes of the model as exported.
-        classes: their names, where they are known.
-        position: where the run stood whose checkpoint is exported; None for a published file.
-        use: Python that uses it; empty = by the library of the layout.
+        classes: their names, if known.
+        position: of the run whose checkpoint is exported; None for a published file.
+        use: Python code that uses it; empty = by the library of the layout.
     """
     count, num_classes = sizes
     shape = recipe.model
@@ -93,7 +93,7 @@ def model_card(
     names, trust = "build_model, load_weights", ""
     if is_own(shape.name):
         module = shape.name.rpartition(".")[0]
-        names, trust = f"{names}, trust_modules", f"trust_modules({module!r})  # its code is run\n"
+        names, trust = f"{names}, trust_modules", f"trust_modules({module!r})  # runs its code\n"
     use = use or _USE.get(config.layout, _USE_OURS).format(
         name=name,
         file=weights_file(config.layout),
@@ -118,12 +118,14 @@ def model_card(
 
 
 def _place(address: str) -> str:
-    """The last two parts of an address: folders of a machine, and buckets, are not for everyone."""
+    """The last two parts of an address: other parts name machines and buckets, which are not for
+    everyone.
+    """
     return "/".join(PurePosixPath(redact(address)).parts[-2:])
 
 
 def _public(value: Any) -> Any:
-    """A part of a recipe; of absolute paths and addresses in it the last two parts."""
+    """A section of a recipe; absolute paths and addresses are shortened to their last two parts."""
     if isinstance(value, dict):
         return {key: _public(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -151,7 +153,7 @@ def _training_facts(
     train = recipe.data.train
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
     progress, compute = position.progress, _UNKNOWN
-    with contextlib.suppress(ValueError):  # a model whose code may not be run
+    with contextlib.suppress(ValueError):  # a model whose code must not be run
         steps = recipe.optim.steps or position.step
         exaflops = run_exaflops(recipe, num_classes, position.samples_seen, steps)
         compute = f"{exaflops:.4g} exaFLOPs"
@@ -173,7 +175,7 @@ def _training_facts(
 
 
 def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] | None:
-    """Name of the test set, accuracy, and how many images it is of where that is known."""
+    """Name of the test set, accuracy, and the number of its images if known."""
     metrics, data = with_best(position.progress.metrics), recipe.data
     key = next((key for key in (EVAL_TOP1, DEV_TOP1) if key in metrics), None)
     if key is None:
@@ -216,18 +218,18 @@ def _evaluation(recipe: Recipe, position: Position) -> str:
     if images:
         low, high = wilson_interval(top1, images)
         line += f" (95 % interval of {images:,} images: {low:.2%} to {high:.2%}; one seed)"
-    label, note = "proxy", "the test set is not there any more, or is none of the paper's"
+    label, note = "proxy", "the test set is no longer there, or is not one of the paper's"
     if images and recipe.data.eval:
         table = evaluation_table(recipe, {EVAL_TOP1: top1})
         if table is not None:
             label, note = str(table.rows[0][-2]), str(table.rows[0][-1])
     if label == "data":
         return f"{line}. Test set, pre-training and model are those of the paper."
-    return f"{line}. A proxy, not a result of the paper's setting: {note}."
+    return f"{line}. A proxy, not a result in the paper's setting: {note}."
 
 
 def wilson_interval(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a share that was measured on so many images (Wilson, 1927)."""
+    """Wilson's interval of a share measured on this many images (Wilson, 1927)."""
     z = NormalDist().inv_cdf((1 + level) / 2)
     middle, scale = share + z**2 / (2 * count), 1 + z**2 / count
     half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
@@ -235,23 +237,24 @@ def wilson_interval(share: float, count: int, level: float = 0.95) -> tuple[floa
 
 
 def image_processor(augmentation: Augmentation) -> dict[str, Any]:
-    """`preprocessor_config.json`: transformers' image processor of the evaluation's crop.
+    """`preprocessor_config.json`: transformers' image processor for the evaluation crop.
 
     Args:
         augmentation: of an evaluation.
 
     Raises:
-        ValueError: no image processor cuts a border off.
+        ValueError: the crop has a border, which no image processor cuts off.
     """
     if augmentation.border:
         raise ValueError(
-            f"data.eval_augment.border={augmentation.border} cannot be expressed by an image "
-            "processor; set it to 0 to export"
+            f"data.eval_augment.border={augmentation.border}: an image processor cannot cut a "
+            "border off; set it to 0 to export"
         )
     size = {"height": augmentation.height, "width": augmentation.width}
     crops = augmentation.kind == "center_crop"
     processor: dict[str, Any] = {
-        # Of those in transformers, BiT's resizes the shorter side and crops, ViT's resizes both.
+        # Of the image processors in transformers, BiT's resizes the shorter side and crops, ViT's
+        # resizes both.
         "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,

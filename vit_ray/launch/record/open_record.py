@@ -1,4 +1,6 @@
-"""The record of a run from its opening to its end, which the next driver sets if this one dies."""
+"""The record of a run from its opening to its end; if this driver dies, the next one ends the
+record.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,16 @@ class OpenRun:
         return cls(opening, RunRecord(run), RunControl(run))
 
     def finish(self, status: Status) -> None:
-        """End its record, without which the result is valid; say how MLflow can have it later."""
+        """End the record; the result is valid even if this fails, and a message says how to send it
+        later.
+        """
         has_all = False
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             has_all = self.record.finish(status)
         if not has_all:
             logger.warning(
-                "MLflow at %s does not have all of run %s; when it answers: vit-ray replay %s URI",
+                "MLflow at %s does not have all of run %s; when MLflow answers again, run: vit-ray "
+                "replay %s URI",
                 redact(self.opening.config.uri),
                 self.opening.run_name,
                 self.opening.log_path,
@@ -94,10 +99,10 @@ def open_record(
     The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
 
     Args:
-        resolved: what the run is described by.
+        resolved: described in the run's metadata.
         run_id: the MLflow run to continue; None for a new one.
         tags: in addition to those that every run has.
-        node_id: the node that writes to MLflow; None for this one.
+        node_id: the node that writes to MLflow; None for this node.
         opening: other fields of `RunOpening`.
     """
     run = OpenRun.start(
@@ -134,7 +139,7 @@ def open_record(
 def tag_ended_run(
     recipe: Recipe, run_id: str | None, tags: Mapping[str, str], parent: RunOpening, node_id: str
 ) -> None:
-    """Tag the record of a run that was stopped and will not be continued; a failure is ignored."""
+    """Tag the record of a stopped run that will not be continued; a failure is ignored."""
     opening = _opening(recipe, run_id, params=trained_params(recipe), tags=tags, parent=parent)
     OpenRun.start(opening, node_id).finish("KILLED")
 
@@ -142,12 +147,13 @@ def tag_ended_run(
 def end_record(
     recipe: Recipe, run_id: str | None, step: int, metrics: Mapping[str, float]
 ) -> str | None:
-    """End the record of a run that has trained to its end, where its own driver died before it did.
+    """End the record of a run that trained to its end, but whose own driver died before recording
+    it.
 
     Args:
         run_id: the MLflow run, as the last checkpoint has it.
         step: the run's last.
-        metrics: what its driver would have recorded at its end.
+        metrics: those that its driver would have recorded at its end.
 
     Returns:
         The MLflow run; None if the checkpoint has none and MLflow is away.
@@ -155,11 +161,11 @@ def end_record(
     opening = _opening(recipe, run_id)
     if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
         return run_id
-    # Here and not above, for it is rare: they import MLflow, which takes seconds.
+    # Imported here because it is rare: they import MLflow, which takes seconds.
     from vit_ray.tracking.past_runs import is_finished
     from vit_ray.tracking.tracker import Tracker
 
-    # The log may lie on another machine: a run that has ended is not opened again.
+    # The log may be on another machine, so a run that has ended is not opened again.
     if run_id is not None and is_finished(recipe.tracking, run_id):
         return run_id
     try:

@@ -1,7 +1,7 @@
-"""The state of each run as metrics of Ray, for those who watch a cluster by Prometheus.
+"""The state of each run as metrics of Ray, for monitoring a cluster with Prometheus.
 
-Ray's nodes export them with the prefix `ray_`, from the port `--metrics-export-port` on, with or
-without a dashboard. Alerts and a dashboard of Grafana on them are in `cluster/`.
+Ray's nodes export them with the prefix `ray_`, on ports from `--metrics-export-port`, with or
+without a dashboard. Alerts and a Grafana dashboard for them are in `cluster/`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COPIED: Final = {
     "vit_ray_slowest_rank": (PERF_SLOWEST_RANK, "Worker with the longest step"),
     "vit_ray_goodput": (RUN_GOODPUT, "Share of the wall clock that trained something new"),
 }
-"""Names of gauges to those of recorded metrics, and what they are."""
+"""Names of gauges to names of recorded metrics, and their help."""
 _OWN: Final = {
     "vit_ray_running": "1 while the run works, 0 from its end on",
     "vit_ray_step": "Optimizer steps done",
@@ -53,7 +53,7 @@ class RunMetrics:
         self._gauges = {name: Gauge(name, text, _TAGS) for name, text in texts.items()}
 
     def show(self, run: str, status: RunStatus, log_path: Path, *, is_running: bool) -> None:
-        """Where a run is; what is not known of it yet is left out."""
+        """The state of a run; unknown values are left out."""
         values = {
             "vit_ray_running": float(is_running),
             "vit_ray_step": float(status.step),

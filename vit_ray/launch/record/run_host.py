@@ -1,9 +1,9 @@
-"""The one process that records and controls all runs of a driver, and how they are reached.
+"""The process that records and controls all runs of a driver, and how to reach it.
 
 Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
-one process. A run's opening is sent to it once. If it dies, Ray starts it again; it answers
-`NoRun.UNKNOWN`, and whoever gets that answer sends the opening again. What is to be recorded names
-the log of the run, which has the opening, and is written there at once, so nothing is lost.
+one process. A run's opening is sent to it once. If it dies, Ray restarts it; it then answers
+`NoRun.UNKNOWN`, and the caller sends the opening again. Each record names the log of the run, which
+has the opening, and is written there at once, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ T = TypeVar("T")
 CONCURRENT_CALLS: Final = 64
 HEARTBEAT_S: Final = 30.0
 ACCOUNT_EVERY_S: Final = 600.0
-"""How often a run's goodput is recorded while it works."""
+"""Seconds between records of a working run's goodput."""
 NAMESPACE: Final = "vit_ray"
 """Ray namespace of the hosts' names, by which they can be inspected from outside."""
 
 
 class NoRun(enum.Enum):
-    """Why a host has no answer of a run."""
+    """Why a host has no answer for a run."""
 
     UNKNOWN = enum.auto()
-    """It was not opened in this life of the host."""
+    """It was not opened since the host started."""
     ENDED = enum.auto()
 
 
 class RunEndedError(RuntimeError):
-    """The run was asked for something after its end."""
+    """Something was asked after the run's end."""
 
 
 class _Run:
-    """What the host has of a run from the first call that names it."""
+    """What the host keeps about a run from the first call that names it."""
 
     def __init__(self, key: str, log_path: Path) -> None:
         self.control = ControlState()
         self.log = MetricsLog(log_path, self.control.note)
         self.one_at_a_time = threading.Lock()
-        """Of opening and ending it."""
+        """Lock for opening and ending it."""
         self.tracker: Tracker | None = None
         self.is_sent: bool | None = None
         """Set at its end: whether MLflow has everything."""
@@ -71,10 +71,10 @@ class _Run:
         self._reading = threading.Lock()
         self._accounted_s = time.monotonic()
         self._held: list[Callable[[], None]] = []
-        """Ends what runs and is held until its end: the lock of the log, system metrics."""
+        """Ends what the run holds until its end: the lock of the log, system metrics."""
 
     def has_opening(self) -> bool:
-        """Whether it was opened, in this life of the host or before; the log is read once."""
+        """Whether it was opened, since the host started or before; the log is read once."""
         with self._reading:
             if not self._is_read:
                 for record in self.log.opened(self._key):
@@ -84,12 +84,12 @@ class _Run:
         return self._has_opening
 
     def open(self, opening: RunOpening) -> None:
-        """Record it, and send the record; system metrics are of a run that has not ended.
+        """Record it, and send the record; system metrics only for a run that has not ended.
 
         Raises:
             RuntimeError: the process of an earlier driver still writes its log.
         """
-        # Here and not above: the driver and the workers, which have this module, need no MLflow.
+        # Imported here: the driver and the workers also import this module and need no MLflow.
         from vit_ray.tracking.system_metrics import sample_nodes
         from vit_ray.tracking.tracker import Tracker
 
@@ -100,12 +100,12 @@ class _Run:
         self._has_opening = True
         if self.control.has_finished:  # before the process died
             self.close()
-        # Nodes are shared by what runs under a sweep or study, which samples them itself.
+        # The children of a sweep or study share nodes; the parent samples these itself.
         elif opening.config.system_metrics and opening.parent is None and self.tracker.run_id:
             self._held = [*sample_nodes(self.tracker.run_id, opening.config.uri), lock.close]
 
     def account(self) -> Account:
-        """Where the run's time went until now, over all openings in the log."""
+        """How the run's time was spent so far, over all openings in the log."""
         return account(list(marks_of(self.log.timeline())), time.time())
 
     def keep_work(self, **work: Any) -> None:
@@ -138,19 +138,19 @@ class RunHost:
         self._metrics = RunMetrics()
 
     def open(self, opening: RunOpening) -> None:
-        """Open a run, or do nothing where it is open or has ended; returns once MLflow has it.
+        """Open a run; does nothing if it is open or has ended; returns once MLflow has it.
 
         Raises:
             RuntimeError: as `_Run.open`.
         """
         run = self._run(opening.key, opening.log_path)
-        if opening.parent is not None:  # it may have been lost with the process, too
+        if opening.parent is not None:  # it may have been lost with the process
             self.open(opening.parent)
             run.control.parent = self._runs[opening.parent.key].control
         run.control.name = opening.run_name
         with run.one_at_a_time:
             if run.tracker is None and run.is_sent is None:
-                # The process of a trial may have died without ending what it had opened.
+                # A trial's process may have died without ending the run that it opened.
                 for key, other in list(self._runs.items()):
                     if other is not run and other.tracker and other.log.path == opening.log_path:
                         self.finish(key, "KILLED")
@@ -163,14 +163,16 @@ class RunHost:
         """Write a record; nothing after the run's end.
 
         Args:
-            opened: what `open` has returned where it may not have yet: Ray waits for it.
+            opened: the result of `open`, so that Ray waits for it.
 
         Raises:
-            RuntimeError: the run was never opened, and nothing was written.
+            RuntimeError: the run was never opened; nothing was written.
         """
         run = self._run(key, log_path)
         if not run.has_opening():
-            raise RuntimeError(f"nothing can be recorded in {log_path}, which has no such run")
+            raise RuntimeError(
+                f"nothing can be recorded in {log_path}, which does not exist or was never opened"
+            )
         if not run.control.has_finished:
             match kind:
                 case "content":
@@ -182,7 +184,7 @@ class RunHost:
                     self._export(run)
 
     def _export(self, run: _Run) -> None:
-        """Show where the run is to those who watch the cluster."""
+        """Export the state of the run as metrics."""
         if run.control.name:
             status, is_running = run.control.status(), run.tracker is not None
             self._metrics.show(run.control.name, status, run.log.path, is_running=is_running)
@@ -196,7 +198,7 @@ class RunHost:
         return found(*args) if callable(found) else found
 
     def finish(self, key: str, status: Status) -> bool | NoRun:
-        """End the run; False if MLflow has not taken all of its record."""
+        """End the run; False if MLflow has not received its whole record."""
         run = self._runs.get(key)
         if run is None:
             return NoRun.UNKNOWN
@@ -231,10 +233,11 @@ class HostedRun:
         return self.opened
 
     def send(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
-        """Record in the run's log, known or not; above 0 `wait_s` waits until it is written.
+        """Record in the run's log, whether or not the host knows the run; if `wait_s` is above 0,
+        wait until it is written.
 
         Raises:
-            RuntimeError, RayError: it was waited for in vain.
+            RuntimeError, RayError: the wait failed.
         """
         opening = self.opening
         call = self.host.record.remote(opening.key, opening.log_path, self.opened, kind, values)
@@ -242,15 +245,15 @@ class HostedRun:
             self.answer(call, wait_s)
 
     def ask(self, limit_s: float, method: str, *args: Any, opens: bool = True) -> Any:
-        """The answer of a method of the host.
+        """Calls a method of the host.
 
         Args:
-            opens: send the opening where the host does not know the run.
+            opens: send the opening if the host does not know the run.
 
         Raises:
             RunEndedError: the run has ended, or is not known.
             RuntimeError: the host has not answered in time, or the run cannot be opened.
-            RayError: the host has died for good.
+            RayError: the host has died and is not restarted.
         """
         until_s = time.monotonic() + limit_s
         if (opened := self.opened) is not None:
@@ -290,25 +293,25 @@ class RunControl:
         *args: P.args,
         **_: P.kwargs,
     ) -> T | None:
-        """As `HostedRun.ask`; None where the run has ended."""
+        """As `HostedRun.ask`; None if the run has ended."""
         with contextlib.suppress(RunEndedError):
             return self._run.ask(limit_s, "ask", f"control.{method.__name__}", *args, opens=opens)
         return None
 
     def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
-        """A worker is at `step`; None: no news. Of the ranks, 0 alone opens an unknown run."""
+        """A worker is at `step`; None: no news. Only rank 0 opens an unknown run."""
         return self._ask(HEARTBEAT_S, rank == 0, ControlState.heartbeat, rank, step, *introduction)
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
-        """As `ControlState.hanging`; None where nothing is known."""
+        """As `ControlState.hanging`; None if nothing is known."""
         return self._ask(wait_s, False, ControlState.hanging, rank, world_size, where)
 
     def silent_ranks(self, silent_s: float) -> list[int]:
-        """As `ControlState.silent_ranks`; none where nothing is known."""
+        """As `ControlState.silent_ranks`; empty if nothing is known."""
         return self._ask(HEARTBEAT_S, False, ControlState.silent_ranks, silent_s) or []
 
     def places(self) -> dict[int, WorkerPlace]:
-        """As `ControlState.places`; none where nothing is known."""
+        """As `ControlState.places`; empty if nothing is known."""
         return self._ask(HEARTBEAT_S, False, ControlState.places) or {}
 
     def stop_reason(self) -> str | None:
@@ -320,15 +323,15 @@ class RunControl:
         return self._ask(ANSWER_LIMIT_S, True, ControlState.failure)
 
     def status(self, wait_s: float = ANSWER_LIMIT_S) -> RunStatus:
-        """Where the run is."""
+        """The state of the run."""
         return self._run.ask(wait_s, "ask", "control.status")
 
     def account(self) -> Account:
-        """Where the run's time went until now."""
+        """How the run's time was spent so far."""
         return self._run.ask(ANSWER_LIMIT_S, "ask", "account")
 
     def request_stop(self, reason: str) -> None:
-        """Ask all workers, of the runs under this one too, to checkpoint and end."""
+        """Ask all workers, also of child runs, to checkpoint and end."""
         self._run.send("stop", reason=reason)
 
     def request_save(self) -> None:
@@ -336,19 +339,19 @@ class RunControl:
         self._run.send("save")
 
     def fail(self, failure: Failure) -> None:
-        """The workers end, and a restart would not help; returns once that is noted."""
+        """End the workers because a restart would not help; returns once that is noted."""
         self._run.send("fail", ANSWER_LIMIT_S, **vars(failure))
 
     def begin_stage(self, what: str, count: int) -> None:
-        """`count` runs of a kind come next under this one."""
+        """`count` child runs of a kind come next."""
         self._run.send("stage", what=what, count=count)
 
     def child_step(self, name: str, step: int) -> None:
-        """A run under this one is at `step`."""
+        """A child run is at `step`."""
         self._run.send("child step", name=name, step=step)
 
     def child_ended(self, label: str, score: float | None) -> None:
-        """One of the stage's runs has ended, with a score if it has one."""
+        """A child run has ended, with a score if it has one."""
         self._run.send("child ended", label=label, score=score)
 
 
@@ -363,11 +366,11 @@ class RunRecord(Recorder):
         self._run.send(kind, wait_s, **values)
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
-        """A file to keep with the run, from a worker that may be on another node."""
+        """Keep a file with the run, from a worker that may be on another node."""
         self.append("content", wait_s, name=name, content=content, folder=folder)
 
     def work(self, work: Work, wait_s: float = 0.0) -> None:
-        """What an attempt has completed so far, in the place of what it had before."""
+        """What an attempt has completed so far; replaces what it had before."""
         self.append("work", wait_s, **vars(work))
 
     def place_wait(self, begin_s: float, end_s: float) -> None:
@@ -383,19 +386,19 @@ class RunRecord(Recorder):
         return self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.hint")
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until MLflow has everything recorded so far; False when it does not in time."""
+        """Wait until MLflow has everything recorded so far; False if it does not in time."""
         return self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.flush", timeout_s)
 
     def finish(self, status: Status) -> bool:
-        """End the run; False if MLflow has not taken all of its record."""
+        """End the run; False if MLflow has not received its whole record."""
         return self._run.ask(ANSWER_LIMIT_S, "finish", status)
 
 
 def start_run(opening: RunOpening, node_id: str | None = None) -> HostedRun:
-    """Open a run in this driver's host, which may take seconds, without waiting for it.
+    """Open a run in this driver's host without waiting for it; it may take seconds.
 
     Args:
-        node_id: where, by default on this node: the node of the SQLite file and of the log.
+        node_id: the node of the SQLite file and of the log; by default this node.
     """
     run = HostedRun(host_on(node_id or ray.get_runtime_context().get_node_id()), opening)
     run.open()
@@ -407,7 +410,7 @@ _HOSTS: Final[dict[str, Any]] = {}
 
 
 def host_on(node_id: str) -> Any:
-    """Handle of this driver's host on a node, which is started where there is none."""
+    """Handle of this driver's host on a node; starts one if there is none."""
     context = ray.get_runtime_context()
     name = f"recorders of job {context.get_job_id()} on {node_id}"
     key = f"{context.gcs_address} {name}"

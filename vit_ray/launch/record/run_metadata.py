@@ -1,7 +1,7 @@
 """A run's metadata in MLflow: parameters, tags, data sets and the recipe.
 
-Parameters are what trains and nothing else, so that MLflow's compare view, which draws the
-parameters that differ, draws what a sweep or a study varies.
+Parameters are only those that train, so that MLflow's compare view, which draws the parameters that
+differ, draws what a sweep or a study varies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ONE_BATCH: Final = (
     "Trained on one batch again and again (train.overfit_one_batch): its accuracy is no result."
 )
 GIT_S: Final = 10.0
-"""Limit of a question to git, of a folder that may be slow."""
+"""Time limit of a git command, for a slow folder."""
 _CONTEXTS: Final = {
     "train": "training",
     "eval": "evaluation",
@@ -49,7 +49,7 @@ _CONTEXTS: Final = {
 
 
 def trained_params(recipe: Recipe) -> dict[str, str]:
-    """The keys that decide the training's result, and its sizes; those that are set."""
+    """The keys that decide the training's result, and its sizes; only those that are set."""
     flat = recipe.flat()
     left_out = {*TAGGED, *unused_keys(flat)}
     return {
@@ -67,10 +67,10 @@ def run_facts(
     cluster: ClusterShape,
     parent: RunOpening | None = None,
 ) -> dict[str, str]:
-    """Tags that say what ran, by whom, on which code, data and cluster.
+    """Tags that record what ran, by whom, on which code, data and cluster.
 
     Args:
-        parent: the sweep or study, whose command started this run in a process of Ray's.
+        parent: the sweep or study; its command started this run in a process of Ray's.
     """
     command = (parent.tags.get(SOURCE_NAME) if parent else None) or command_line()
     flat = recipe.flat()
@@ -79,7 +79,7 @@ def run_facts(
     if recipe.train.overfit_one_batch:
         about = f"{ONE_BATCH}\n\n{about}"
     try:
-        # In a container, and on a shared account, the log-in to MLflow says more.
+        # In a container, and on a shared account, the MLflow log-in says more.
         user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
@@ -103,7 +103,7 @@ def run_facts(
 
 
 def machine_facts(cluster: ClusterShape) -> str:
-    """Where a run is driven from, and what Ray has of the machines, as JSON."""
+    """The driver's machine, and what Ray knows about the machines, as JSON."""
     facts = {
         "driver": platform.node(),
         "cores_of_the_driver": os.cpu_count(),
@@ -140,13 +140,13 @@ def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """The whole recipe, ready to be run again by itself."""
+    """The whole recipe, which can be run by itself."""
     alone = recipe.with_changes(tracking={"parent_run_id": None})
     return yaml.safe_dump(alone.recorded(), sort_keys=False)
 
 
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
-    """Compute and data of so many steps: `study/...`."""
+    """Compute and data of this many steps: `study/...`."""
     from vit_ray.models.flops import forward_macs  # with torch: seconds
     from vit_ray.train.memory.memory_estimate import run_exaflops
 
@@ -171,9 +171,9 @@ def command_line() -> str:
 
 
 def git_commit() -> str:
-    """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout.
+    """Commit of the running code, with "+" if it was changed since; "unknown" outside a checkout.
 
-    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` gives it there.
+    The folder of a submitted job has no .git: `VIT_RAY_GIT_COMMIT` gives the commit there.
     """
     if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
         return commit

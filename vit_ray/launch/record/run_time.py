@@ -1,4 +1,4 @@
-"""A run's time by class, from the marks of its log."""
+"""A run's time by class, from the marks in its log."""
 
 from __future__ import annotations
 

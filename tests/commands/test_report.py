@@ -73,7 +73,7 @@ def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog
     away = recipe.with_changes(tracking={"uri": "http://user:hunter2@127.0.0.1:9"})
     open_client(away.tracking.uri)  # as the job has done: calls fail fast
     assert page_of(away, "0" * 32, record) is None
-    assert "jobs/report.py makes it" in caplog.text
+    assert "jobs/report.py can write it" in caplog.text
     assert "hunter2" not in caplog.text
     assert page_of(away, None, record) is None
 
@@ -237,7 +237,7 @@ def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(
         uri = f"http://127.0.0.1:{server.server_port}"
         report_keys = {"watch_s": 7 if is_watched else None}
         asking = recipe.with_changes(tracking={"uri": uri}, report=report_keys)
-        with pytest.raises(RuntimeError, match=r"asks for a log-in.*MLFLOW_TRACKING_USERNAME"):
+        with pytest.raises(RuntimeError, match=r"requires a log-in.*MLFLOW_TRACKING_USERNAME"):
             report_page(asking)
     finally:
         server.shutdown()

@@ -144,7 +144,7 @@ MISTAKES = [
     ),
     ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder; give a metrics.jsonl"),
-    ("replay note.txt mlflow.db", "URI 'mlflow.db' is no address; give sqlite:///mlflow.db"),
+    ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address; give sqlite:///mlflow.db"),
     (
         "pretrain digits optim.betas=0.9",
         r"optim.betas=0.9: a list is needed, such as \[0.9, 0.999\]",
@@ -262,11 +262,11 @@ TRANSFERS = [
     ),
     (
         "vtab tiny.yaml vtab.data=nosuch init_from=sets/fits.npz",
-        "vtab.data: no task has its data; the first would be .*nosuch/pets/train",
+        "vtab.data: no task has its data; the first would need .*nosuch/pets/train",
     ),
     (
         "vtab tiny.yaml sweep=null vtab.sweep_each=true init_from=sets/fits.npz",
-        "sweep is not set; give the points that vtab.sweep_each=true chooses from",
+        "sweep is not set; give the points for vtab.sweep_each=true to select from",
     ),
     (f"{SHOTS} evaluate.few_shot_test=nosuch", "no data set at .*nosuch': the folder does not"),
     (f"{SHOTS} evaluate.few_shot_train=null", "evaluate: few_shot_train and few_shot_test go toge"),

@@ -134,7 +134,7 @@ def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_p
     assert begin_branch(short, trunk, 80, told.append) == ""
     assert told == [  # it costs a whole training more
         f"{short.name} does not branch off {trunk.name} at step 80, and is trained from its start: "
-        f"{trunk.name} has no whole checkpoint of that step"
+        f"{trunk.name} has no complete checkpoint of that step"
     ]
     assert begin_branch(short, trunk, 0, told.append) == ""  # a cool-down from the first step on
     write_checkpoint(locate(short.recipe.run_folder), 5)  # it has begun so

@@ -130,7 +130,7 @@ def test_random_points_do_not_depend_on_a_librarys_generator() -> None:
         ({"space": {"data.held_out_fraction": [0.1]}}, r"data\.held_out_fraction cannot be varied"),
         ({"space": {"data": [{"eval": "a"}]}}, "data cannot be varied"),
         ({"space": {"tracking.uri": ["a"]}}, r"tracking\.uri cannot be varied"),
-        ({"space": {RATE: {"log_uniform": [0.1, 1.0]}}}, "is a range, of which a grid has no"),
+        ({"space": {RATE: {"log_uniform": [0.1, 1.0]}}}, "is a range, but a grid needs lists"),
         ({"space": {RATE: {"log_uniform": [0, 1]}}}, "above zero for log_uniform"),
         ({"space": {RATE: {"uniform": [1, 1]}}}, "from a smaller to a larger"),
         ({"space": {RATE: {"normal": [0, 1]}}}, r"is not \{log_uniform"),

@@ -100,7 +100,7 @@ def test_a_model_without_its_own_rate_takes_the_recipes():
 
 
 def test_cells_that_would_share_a_name_are_refused():
-    with pytest.raises(ValueError, match="a name twice, such as 'grid-a-b-data1-epochs1'"):
+    with pytest.raises(ValueError, match="two cells have the name 'grid-a-b-data1-epochs1'"):
         _cells(models=[study_row("a/b"), study_row("a-b")])
     with pytest.raises(ValueError, match="list fractions and lengths that differ more"):
         _cells(epochs=[1.0, 1.0000001])

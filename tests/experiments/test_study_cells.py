@@ -108,15 +108,15 @@ def test_rows_of_one_label_add_seeds_to_some_of_its_lengths() -> None:
         ("a", "4 epochs", 2),
     ]
     assert len({cell.name for cell in found}) == 4
-    assert "cells have a name twice" in refusal(row("a"), row("a", seeds=[0, 1]))
+    assert "two cells have the name" in refusal(row("a"), row("a", seeds=[0, 1]))
 
 
 def test_two_rows_that_make_one_cell_are_refused() -> None:
     text = refusal(row("one"), row("two"))
-    assert "rows 'one' and 'two' make one cell" in text
+    assert "rows 'one' and 'two' give the same cell" in text
     assert "'grid-one-data1-epochs1' and 'grid-two-data1-epochs1'" in text
     same = refusal(row("one"), changed("two", **{"optim.weight_decay": 0.0}))
-    assert "make one cell" in same  # the default, given once more
+    assert "give the same cell" in same  # the default, given once more
     assert len(cells(row("one"), changed("two", **{"optim.weight_decay": 0.1}))) == 2
     assert len(cells(row("one"), changed("two", **{"data.train": "/other"}))) == 2
 
@@ -138,7 +138,7 @@ def test_two_rows_that_make_one_cell_are_refused() -> None:
             r"model 'ViT-S/16' has no option depth, .* another model\.name must be reset",
         ),
         ({"model": 3}, r"model=3: model is a section of keys"),
-        ({"seed": 3}, r"changes.seed is no key of a single cell; give study.seeds"),
+        ({"seed": 3}, r"changes.seed cannot be set for a single cell; give study.seeds"),
         ({"data": {"fraction": 0.5}}, r"changes.data.fraction .* give data_fractions"),
         ({"optim.epochs": 3}, r"changes.optim.epochs .* give epochs"),
         ({"name": "x"}, r"changes.name .* give label"),

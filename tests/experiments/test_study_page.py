@@ -103,7 +103,7 @@ def test_the_end_goes_on_without_a_page_that_hangs_and_says_so(
     with begun(made, recipe):
         pass
     assert made.written == []
-    assert "a page of run id that was begun is not written after 0.05 s" in caplog.text
+    assert "a page of run id is still being written after 0.05 s" in caplog.text
     made.may_end.release()
     for thread in threading.enumerate():
         if thread.name == "page":

@@ -219,11 +219,11 @@ def test_the_largest_goes_first_wherever_two_cells_fit_together() -> None:
         ({"sweep": {"learning_rates": [0.1, 0.10000001]}}, "-small-.*have the name lr0.1"),
         (
             {"sweep": {"space": {"init_from": ["/a", "/b"]}}},
-            "-small-.*sweep.space: init_from=/a: init_from is the cell's; leave it out",
+            "-small-.*sweep.space: init_from=/a: init_from comes from the cell; leave it out",
         ),
         (
             {"sweep": {"space": {"model": [{"dropout": 0.1}, {"depth": 2}]}}},
-            "-small-.*sweep.space: model={.depth.: 2}: model.depth is the cell's; leave it out",
+            "-small-.*sweep.space: model={.depth.: 2}: model.depth comes from the cell; leave it out",
         ),
         (
             {"sweep": {"space": {"optim.layer_decay": [0.7], "optim.frozen": [["head"]]}}},

@@ -161,6 +161,8 @@ def test_a_space_that_it_cannot_search_is_refused(space: Any, told: str) -> None
 def test_a_searcher_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     whole = recipe_with("s", sweep=searching().model_dump(mode="json"))
-    told = r"sweep.search=optuna: Optuna is not installed; pip install 'vit_ray\[search\]', or set"
+    told = (
+        r"sweep.search=optuna: Optuna is not installed; run pip install 'vit_ray\[search\]', or set"
+    )
     with pytest.raises(ValueError, match=told):
         points_of(whole, searching())

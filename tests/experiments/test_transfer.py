@@ -87,11 +87,11 @@ def test_a_task_that_trains_something_else_has_another_run(base: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"init_from": "/y"}, r"changes.init_from is the cell's; leave it out"),
-        ({"workers": {"num_workers": 2}}, r"changes.workers.num_workers is the cell's"),
+        ({"init_from": "/y"}, r"changes.init_from comes from the cell; leave it out"),
+        ({"workers": {"num_workers": 2}}, r"changes.workers.num_workers comes from the cell"),
         ({"optim.stps": 3}, r"unknown key optim.stps; did you mean optim.steps"),
-        ({"model.patch_size": 5}, r"changes.model.patch_size is the cell's; leave it out"),
-        ({"model": {"name": "R50x1"}}, r"changes.model.name is the cell's"),
+        ({"model.patch_size": 5}, r"changes.model.patch_size comes from the cell; leave it out"),
+        ({"model": {"name": "R50x1"}}, r"changes.model.name comes from the cell"),
         ({"model.image_size": 15}, r"is not a multiple of patches of 4 pixels"),
     ],
 )

@@ -260,7 +260,7 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
     recipe = small_vtab(tmp_path, ("pets", "svhn"), images=30).with_changes(
         sweep={"learning_rates": [0.1, 0.2], "dev_fraction": 0.2, "seeds": 2}
     )
-    with pytest.raises(ValueError, match=r"sweep is not set; .*vtab.sweep_each=true chooses"):
+    with pytest.raises(ValueError, match=r"sweep is not set; .*vtab.sweep_each=true to select"):
         vtab_of(each(recipe).with_changes(sweep=None))
     result = run_vtab(each(recipe))
     assert result is not None

@@ -505,7 +505,7 @@ def test_a_log_that_is_deleted_while_it_is_written_loses_nothing_that_was_not_se
         tracker.log.metrics(step, {"train/loss": 2.0})
     assert tracker.finish(timeout_s=0.1 if cut == "deleted" else 30) == (cut == "emptied")
     if cut == "deleted":
-        assert [text for text in caplog.messages if "was deleted while it is in use" in text]
+        assert [text for text in caplog.messages if "was deleted while in use" in text]
         replay(log_path, config.uri)
     run = _only_run(config.uri)
     steps = [step for step, _ in _history(config.uri, run.info.run_id, "train/loss")]
@@ -711,12 +711,14 @@ def test_a_bad_address_for_replay_is_a_message(uri, config, log_path):
     done = run_cli("replay", str(log_path), uri)
     assert done.exit_code in (1, 2)
     told = done.stderr
-    assert re.match(r"error: (MLflow at .* cannot be used: |URI '.*' is no address; give )", told)
+    assert re.match(
+        r"error: (MLflow at .* cannot be used: |URI '.*' is not an address; give )", told
+    )
     assert "hunter2" not in told
 
 
 def test_replay_of_something_else_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no such file, or it does not begin with a run"):
+    with pytest.raises(ValueError, match="no such file, or it does not begin with a run's start"):
         replay(tmp_path / "none.jsonl", "sqlite:///x.db")
 
 

@@ -293,7 +293,7 @@ def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path
     worker.actor.stop = "Ctrl-C"
     run(worker)
     assert worker.actor.logged == []
-    assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no figures", 0)]
+    assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no results", 0)]
 
 
 def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_it(

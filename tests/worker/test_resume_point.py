@@ -179,7 +179,7 @@ def test_while_a_choice_takes_long_the_others_hear_of_it_and_it_has_an_end() -> 
     choice = ResumePointChoice(choose, clock=lambda: now_s[0])
     now_s[0] = 700.0
     assert choice.wait(note, timeout_s=0.01) is None
-    assert told == [("storage slow", "has been choosing the checkpoint to resume from for 700 s")]
+    assert told == [("storage slow", "has been selecting the checkpoint to resume from for 700 s")]
     now_s[0] = CHOICE_LIMIT_S + 1
     assert "storage does not answer" in str(choice.wait(note, timeout_s=0.01))
     is_read.set()

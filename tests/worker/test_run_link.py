@@ -129,7 +129,7 @@ def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_ca
     link_of(actor, 2).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
     assert [text for _, text, _ in actor.events] == [
         "worker 1: no step for 60 s. worker 7 on host-3 has been silent for 61 s, at step 4. "
-        "Threads of it:\n  MainThread: all_reduce"
+        "Threads of worker 1:\n  MainThread: all_reduce"
     ]
 
 

@@ -92,7 +92,7 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     worker = Worker(make_job(tmp_path))
     worker.saver._run_beside = lambda write: None
     worker.saver.save(Progress(step=1))
-    with pytest.raises(TimeoutError, match="waiting for the checkpoint before"):
+    with pytest.raises(TimeoutError, match="waiting for the previous checkpoint"):
         worker.saver.wait_until_written(timeout_s=0.03)
     assert set(worker.kinds()) == {"storage slow"}
 
@@ -154,7 +154,7 @@ def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
 
 
 def test_a_chosen_checkpoint_that_has_gone_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"checkpoint 7 of .* has gone"):
+    with pytest.raises(RuntimeError, match=r"checkpoint 7 of .* no longer exists"):
         open_chosen_checkpoint(locate(str(tmp_path)), 7)
 
 

@@ -286,7 +286,7 @@ def checked(rank: int) -> str:
 
 def test_ranks_add_up_what_is_known_before_they_train() -> None:
     for told in run_ranks(3, checked):
-        assert "all 3 workers is [6.0, 15.0], and [6.0, 14.0] is right" in told
+        assert "all 3 workers is [6.0, 15.0], but [6.0, 14.0] is correct" in told
 
 
 def test_a_gpu_that_computes_what_is_wrong_is_not_trained_with(

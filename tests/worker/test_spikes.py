@@ -44,7 +44,7 @@ def test_rank_0_keeps_the_losses_of_all_ranks_in_the_order_of_the_batch(tmp_path
     [
         (None, 4, ["spike"], "step 8: loss 4 (usual 1, z 9.0), gradient norm 50 (usual 2, z 12.0)"),
         ("skip", 4, ["spike"], "step 8: loss 4"),
-        ("rollback", 4, ["spike", "rolled back"], "weights of step 4, the data continue at step 9"),
+        ("rollback", 4, ["spike", "rolled back"], "weights of step 4; training continues with"),
         ("rollback", None, ["spike", "spike"], "there is no checkpoint to roll back to; training"),
     ],
 )

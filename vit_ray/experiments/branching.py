@@ -1,8 +1,8 @@
 """Several lengths from one run: the longest is trained, and the others branch off its checkpoints.
 
-With a rate that is constant until a cool-down at the end (Hagele et al., arXiv:2405.18392), a
-shorter run is the longer one up to the shorter one's cool-down, step for step. So only that
-cool-down is left to train of it, and its weights are those that a run of its own would have.
+With a learning rate that is constant until a cool-down at the end (Hagele et al.,
+arXiv:2405.18392), a shorter run equals the longer one, step for step, up to the shorter one's
+cool-down. So only that cool-down has to be trained, and its weights are those of a separate run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def branch_step(cell: Cell, total_steps: int) -> int:
-    """Step of the longest cell of its row after which a cell is trained by itself."""
+    """Step of its row's longest cell after which a cell is trained separately."""
     return cooldown_start(cell.recipe.optim, total_steps)
 
 
 def with_kept_steps(trunk: Cell, steps: list[int]) -> Cell:
-    """The longest cell with checkpoints for the others."""
+    """The longest cell, with checkpoints for the others."""
     kept = sorted({*trunk.recipe.checkpoint.keep_steps, *(step for step in steps if step > 0)})
     return replace(trunk, recipe=trunk.recipe.with_changes(checkpoint={"keep_steps": kept}))
 
@@ -40,15 +40,13 @@ def with_kept_steps(trunk: Cell, steps: list[int]) -> Cell:
 def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning) -> str:
     """Give a cell that has not begun the trunk's checkpoint of a step.
 
-    Where there is none that can be used the cell is trained from its own start, with the same
-    result.
+    If no checkpoint can be used, the cell is trained from its own start, with the same result.
 
     Args:
         warn: called with what is set aside, and with why the checkpoint cannot be used.
 
     Returns:
-        What the cell has branched from, now or at an earlier start, see `origin_of`; empty if it
-        has not.
+        Its origin, now or at an earlier start, see `origin_of`; empty if it has not branched off.
 
     Raises:
         ValueError: another process trains the cell.
@@ -60,15 +58,15 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
     source = locate(trunk.recipe.run_folder).child(folder_name(step))
     origin = origin_of(trunk.name, step)
     with lock_run(folder):
-        note.delete()  # of a copy that was cut short, which does not count
+        note.delete()  # of an interrupted copy, which does not count
         if step == 0:
             return ""
         alone = f"{cell.name} does not branch off {origin}, and is trained from its start"
         if not is_committed(source):
-            warn(f"{alone}: {trunk.name} has no whole checkpoint of that step")
+            warn(f"{alone}: {trunk.name} has no complete checkpoint of that step")
             return ""
         begin_without_checkpoint(folder, warn)
-        note.write(origin.encode())  # before the copy: one that is whole has its note
+        note.write(origin.encode())  # before the copy: a complete copy has its note
         try:
             copy_checkpoint(source, folder.child(folder_name(step)), lambda it: _of_cell(it, cell))
         except (DamagedCheckpointError, PartialCheckpointError) as error:
@@ -79,7 +77,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
 
 
 def _of_cell(position: Position, cell: Cell) -> Position:
-    """The trunk's position as the cell's own, which is recorded in a run of its own."""
+    """The trunk's position as the cell's own, which is recorded in a separate run."""
     optim = cell.recipe.optim
     lengths = {key: getattr(optim, key) for key in ("epochs", "steps", "images")}
     recipe = {

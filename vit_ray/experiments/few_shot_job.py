@@ -1,4 +1,6 @@
-"""Few-shot accuracy of weights as a job: features by all workers, then every draw from files."""
+"""Few-shot accuracy of weights as a command: features from all workers, then every draw from
+files.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         None if it was stopped on request; the same command continues.
 
     Raises:
-        ValueError: a set is missing, the two have other classes, a class has fewer images than
-            shots, or there are features of something else; nothing was started. Or a feature is
+        ValueError: a set is missing, the two have different classes, a class has fewer images than
+            shots, or there are features with other settings; nothing was started. Or a feature is
             not finite.
         RunFailedError: an extraction has failed.
     """
@@ -78,7 +80,7 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
     if pool.classes != test.classes:
         raise ValueError(
             f"evaluate.few_shot_test: {test.path} has other classes than {pool.path}; convert both "
-            "with one list of classes"
+            "with the same list of classes"
         )
     labels = all_first_labels(pool.path)
     examples = np.bincount(labels[labels >= 0], minlength=pool.num_classes)
@@ -143,7 +145,7 @@ def measure(
     """Linear and nearest-neighbour accuracy of every number of shots, from features in files.
 
     Args:
-        labels: of the pool, by sample number. An image that has no feature, since it could not be
+        labels: of the pool, by sample number. An image without a feature, because it could not be
             decoded, is not drawn.
     """
     drawable = np.full(len(labels), -1, np.int64)
@@ -178,7 +180,7 @@ def _neighbor_accuracies(
     drawable: NDArray[np.int64],
     num_classes: int,
 ) -> dict[int, list[float]]:
-    """By shots, of each seed; the features of one seed's examples are held at a time."""
+    """By shots, for each seed; only one seed's features are in memory at a time."""
     found: dict[int, list[float]] = {n: [] for n in config.shots}
     for seed in range(config.few_shot_seeds):
         ranks = ranks_in_class(drawable, num_classes, seed)
@@ -206,7 +208,7 @@ def _drawn(pool: Location, is_drawn: NDArray[np.bool_]) -> tuple[NDArray[np.int6
 
 
 def table_csv(rows: list[FewShotRow]) -> str:
-    """Every draw on a line."""
+    """Text with every draw on a line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("shots", "seed", "linear_top1", "knn_top1"))

@@ -23,7 +23,7 @@ def finished_cells(
     """Cells that are finished under the study's run in MLflow, by name.
 
     Raises:
-        ValueError: one was finished with another recipe.
+        ValueError: a cell was finished with another recipe.
     """
     if parent_id is None:
         return {}
@@ -45,7 +45,7 @@ def finished_cells(
 
 
 def missing_tasks(cell: Cell, tasks: tuple[StudyTask, ...], run: Run) -> tuple[StudyTask, ...]:
-    """Those whose accuracy the cell's run does not have, or has by another recipe."""
+    """Transfers whose accuracy the cell's run lacks, or has with another recipe."""
     return tuple(
         task
         for task in tasks
@@ -55,7 +55,7 @@ def missing_tasks(cell: Cell, tasks: tuple[StudyTask, ...], run: Run) -> tuple[S
 
 
 def check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
-    """Refuse a finished run of the cell's name that is not of its recipe and data.
+    """Refuse a finished run of the cell's name with another recipe or other data.
 
     Raises:
         ValueError: names what differs.
@@ -66,13 +66,13 @@ def check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
     moved = EVALUATED_SETS if _has_same_sets(resolved, run) else ()
     if changed := incompatible_changes(before, now, without=moved):
         raise ValueError(
-            f"cell {cell.name!r} was finished with another recipe: "
-            f"{'; '.join(map(str, changed))}. Put that back, or choose another name for the study"
+            f"cell {cell.name!r} was finished with another recipe: {'; '.join(map(str, changed))}; "
+            "restore the earlier value, or choose another name for the study"
         )
 
 
 def _has_same_sets(resolved: ResolvedRun, run: Run) -> bool:
-    """Whether the run used what the cell opens, by fingerprint and by what for."""
+    """Whether the run used the data sets and weights of the cell, by fingerprint and purpose."""
     used = {
         (tag.value, one.dataset.digest)
         for one in (run.inputs.dataset_inputs if run.inputs else ())

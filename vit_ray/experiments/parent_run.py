@@ -1,4 +1,4 @@
-"""The record of a study or a sweep, whose trainings are its children."""
+"""The record of a study or a sweep; its trainings are child runs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class OpenParent:
     recipe: Recipe
     run: OpenRun
     run_id: str | None
-    """In MLflow; None while its server could not be reached."""
+    """Run id in MLflow; None if its server could not be reached."""
     node_id: str
-    """Of this driver."""
+    """Id of the driver's node."""
     cluster: ClusterShape
 
     def training(self, recipe: Recipe, kind: Kind, **of_its_own: Any) -> Training:
@@ -57,7 +57,7 @@ class OpenParent:
         """Let workers start for the child that is trained first; None if all have ended.
 
         Args:
-            trains: and does not only use weights.
+            trains: not only uses weights.
         """
         if first is not None:
             use_gpu = check_cluster(first, self.cluster)
@@ -70,7 +70,7 @@ class OpenParent:
         """What a flow under it returns; None if the run was asked to stop.
 
         Args:
-            max_runs, max_gpus: at a time; None: what the cluster has and may become.
+            max_runs, max_gpus: in parallel; None: as many as the cluster has or may grow to.
         """
         return run_flow(
             flow,
@@ -85,8 +85,8 @@ class OpenParent:
 def earlier_run(recipe: Recipe, kind: str) -> str | None:
     """The MLflow run of a parent's earlier start; None if it is new, or while MLflow is away.
 
-    By the log in its folder, as a training's checkpoint has its run, even where the folder was
-    moved; without the log, which may be on another machine, by the folder.
+    From the log in its folder, even if the folder was moved; without the log, which may be on
+    another machine, by the folder's name.
     """
     return newest_run(
         recipe.tracking,
@@ -110,15 +110,16 @@ def open_parent(
     under: OpenParent | None = None,
     tags: dict[str, str] | None = None,
 ) -> Iterator[OpenParent]:
-    """Inside this block hold a parent run's folder, record it, and show how far its children are.
+    """Inside this block hold a parent run's folder, record it, and show its children's progress.
 
     Args:
-        resolved: what the run is described by: the recipe's own training, or the first of a grid.
+        resolved: describes the run: the recipe's own training, or the first of a grid.
         total_steps: of all its children.
-        run_id: the MLflow run to go on with; None for a new one.
-        trainings: all that may run under it; unset = as the recipe's own.
-        under: the study that this run is part of; it shows how far it is, and passes signals on.
-        tags: of the run, beside those that every run has.
+        run_id: the MLflow run to continue; None for a new one.
+        trainings: all that may run under it; unset = like the recipe's own.
+        under: the study that this run is part of; it shows this run's progress, and forwards
+            signals.
+        tags: of the run, in addition to those that every run has.
 
     Raises:
         ValueError: the cluster cannot hold the workers of a training, or another process holds the
@@ -148,7 +149,9 @@ def open_parent(
 
 
 def _check_trainings(recipe: Recipe, trainings: Sequence[Recipe], cluster: ClusterShape) -> None:
-    """Room for each, those that differ from the recipe named in the error."""
+    """Check that there is room for each training; the error names the keys that differ from the
+    recipe.
+    """
     for training in trainings or (recipe,):
         try:
             check_cluster(training, cluster)

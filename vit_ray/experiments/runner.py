@@ -1,8 +1,8 @@
-"""Runs the trainings of an experiment as trials of Ray Tune, as many at a time as there is room.
+"""Runs the trainings of an experiment as trials of Ray Tune, as many in parallel as fit.
 
-An experiment is a flow: a generator that yields work, gets the outcomes, and returns its result. Of
-a flow that is part of another one, and of a training, the other gets the result in the same way. So
-a study is a flow of cells, each a flow of a training and its transfers, each a sweep.
+An experiment is a flow: a generator that yields work, receives the outcomes, and returns its
+result. A flow receives the result of a flow inside it in the same way as that of a training. So a
+study is a flow of cells, each a flow of a training and its transfers, each a sweep.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from vit_ray.outcomes import TrialState
 T = TypeVar("T")
 
 LOOK_S: Final = 5.0
-"""How often it is asked what the cluster has."""
+"""Seconds between queries of the cluster's resources."""
 GATHER_SHARE: Final = 0.05
-"""How long a free place waits for another one, as a share of the time of the last training."""
+"""How long a free place waits for another one, as a share of the last training's time."""
 GATHER_S: Final = 20.0
-"""At most so long."""
+"""Longest such wait."""
 TOGETHER_S: Final = 5.0
 """Trainings that start within this time count as started together."""
 MOST_RESTARTS: Final = 3
-"""Of a trial whose process dies; each continues from the newest checkpoint."""
+"""Restarts of a trial whose process dies; each continues from the newest checkpoint."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,10 @@ class Room:
     gpus: float
     cpus: float
     runs: float = math.inf
-    """Of a cluster: trainings at a time."""
+    """Of a cluster: trainings in parallel."""
 
     def holds(self, need: Room, taken: Iterable[Room]) -> bool:
-        """Whether a training has room among those that run; one alone always has it."""
+        """Whether a training fits next to those that run; a single one always does."""
         whole = [need, *taken]
         return len(whole) == 1 or (
             sum(one.gpus for one in whole) <= self.gpus + 1e-6
@@ -76,7 +76,7 @@ class Room:
 
 
 def room_of(recipe: Recipe, cluster: Room) -> Room:
-    """What a training takes: its workers, at least, and one task that reads their data."""
+    """What a training takes: at least its workers, and one task that reads their data."""
     workers, size = recipe.workers, recipe.group_sizes[0]
     uses_gpus = cluster.gpus > 0 if workers.use_gpu == "auto" else workers.use_gpu
     cpus = size * workers.cpus_per_worker + recipe.data.cpus_per_task
@@ -84,13 +84,13 @@ def room_of(recipe: Recipe, cluster: Room) -> Room:
 
 
 def cluster_room(max_runs: int | None = None, max_gpus: int | None = None) -> Room:
-    """What trainings may take together, of the cluster as it is now or may become.
+    """What trainings may take together, of the cluster as it is now or may grow to.
 
-    Where it is not known what it may become, that is what is up, or as many GPUs as the recipe
-    allows: a limit of trainings alone does not say that there are places for them.
+    If its growth is unknown: what is up, or as many GPUs as the recipe allows. A limit on the
+    number of trainings alone does not show that they will fit.
 
     Args:
-        max_runs, max_gpus: the recipe's limits; None: there is none.
+        max_runs, max_gpus: the recipe's limits; None: no limit.
     """
     now = shape(time.time())
     gpus, cpus = now.most_gpus, now.most_cpus
@@ -106,14 +106,14 @@ class Work:
 
     training: Training
     draw: Callable[[], Training] | None = None
-    """Called when it starts, for what is trained in its place, of the same size."""
+    """Called when it starts; returns the training of the same size to train instead."""
     goes_on: Callable[[Training, Outcome], bool] = lambda *_: True
-    """Whether it is trained on after an outcome at a rung."""
+    """Whether it continues after an outcome at a rung."""
     on_end: Callable[[Training, Outcome], None] = lambda *_: None
     takes: Room | None = None
-    """Of the cluster, where it is only planned; None: by its recipe."""
+    """Resources it takes if it is only planned; None: by its recipe."""
     hours: float = 0.0
-    """Of its plan."""
+    """Hours by its plan."""
 
     def need(self, room: Room) -> Room:
         """What it takes of a cluster."""
@@ -125,17 +125,17 @@ Flow = Generator[Sequence["Work | Flow[Any]"], list[Any], T]
 
 @dataclass(eq=False)
 class _Node:
-    """A flow on its way."""
+    """A flow in progress."""
 
     flow: Flow[Any]
     place: tuple[int, ...]
-    """Of it among the parts of its flow, of that among those of its own, and so on."""
+    """Its index among the parts of its flow, that flow's index in its own flow, and so on."""
     results: list[Any] = field(default_factory=list)
     num_missing: int = 0
 
 
 class _Run(NamedTuple):
-    """Of a training that runs."""
+    """Handle of a running training."""
 
     place: tuple[int, ...]
     """As in `_Node`."""
@@ -144,10 +144,10 @@ class _Run(NamedTuple):
 
 
 class Runner:
-    """Decides what runs next: what waits starts in its order, each that finds room.
+    """Decides what runs next: waiting work starts in order, as it fits.
 
-    The same rule decides what runs and what `--dry-run` shows, apart from the seconds for which
-    trainings that read the same wait for each other.
+    The same rule decides what runs and what `--dry-run` shows, except for the seconds in which
+    trainings that read the same data wait for each other.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Runner:
     ) -> None:
         """
         Args:
-            room: what the cluster has now; asked while some wait, as nodes come and go.
-            is_stopped: nothing starts any more.
+            room: what the cluster has now; asked while work waits, because nodes come and go.
+            is_stopped: nothing new starts.
         """
         self._look, self._is_stopped = room, is_stopped
         self._room, self._looked_s = room(), time.monotonic()
@@ -183,7 +183,7 @@ class Runner:
             return None
         room, taken = self._room_now(), [one.need for one in self._running.values()]
         held: set[str] = set()
-        """Streams of works that wait for another place."""
+        """Streams of work that waits for another place."""
         for index, (place, work) in enumerate(self._waiting):
             need = work.need(room)
             if room.holds(need, taken):
@@ -209,7 +209,7 @@ class Runner:
         return None
 
     def _beside(self, work: Work, room: Room, taken: list[Room]) -> list[Work]:
-        """Waiting trainings that still have room if this one starts; empty for planned ones."""
+        """Waiting trainings that still fit if this one starts; empty for planned ones."""
         found: list[Work] = []
         for _, other in self._waiting if work.takes is None else ():
             if other is not work:
@@ -224,14 +224,16 @@ class Runner:
         return [work for work, one in self._running.items() if one.started_s > since_s]
 
     def _alike(self, work: Work, others: Iterable[Work]) -> list[Work]:
-        """Others with an equal stream; empty for planned ones."""
+        """Other trainings with an equal stream; empty for planned ones."""
         if work.takes is not None:
             return []
         reads = work.training.reads
         return [one for one in others if one is not work and one.training.reads == reads]
 
     def _gathers(self, work: Work, beside: list[Work]) -> bool:
-        """Whether it waits for another place, to start together with others of an equal stream."""
+        """Whether it waits for another place, to start together with others that have an equal
+        stream.
+        """
         if work.takes is not None:
             return False
         until_s = self._gathers_until_s.get(work.training.reads, -math.inf)
@@ -269,7 +271,7 @@ class Runner:
             self._deliver(run.place, outcome)
 
     def close(self) -> None:
-        """Let flows that have not come to their end know that they were stopped."""
+        """Tell unfinished flows that they were stopped."""
         for place in sorted(self._nodes, key=len, reverse=True):
             with contextlib.suppress(RunStoppedError, StopIteration):
                 self._nodes.pop(place).flow.throw(RunStoppedError("stopped on request"))
@@ -282,7 +284,7 @@ class Runner:
             try:
                 self._room, self._looked_s = self._look(), time.monotonic()
             except Exception as error:  # of a cluster that does not answer for now
-                text = "what the cluster has is not known, trainings start as before: %s"
+                text = "the resources of the cluster are not known, trainings start as before: %s"
                 logger.warning(text, error)
         return self._room
 
@@ -320,7 +322,7 @@ class Runner:
 
 
 def makespan(flow: Flow[Any], room: Room) -> float:
-    """Hours until a flow of planned work has come to its end, if all of it succeeds."""
+    """Hours until a flow of planned work ends, if all of it succeeds."""
     runner, now, number = Runner(flow, lambda: room), 0.0, itertools.count()
     ends: list[tuple[float, int, Work]] = []
     while not runner.is_over:
@@ -344,11 +346,11 @@ def run_flow(
 
     Args:
         room, is_stopped: as for `Runner`.
-        name, storage_path: where Ray Tune keeps its own state, from which nothing is resumed.
-        is_private: the cluster is this driver's alone.
+        name, storage_path: where Ray Tune keeps its own state, which is not used to resume.
+        is_private: only this driver uses the cluster.
 
     Raises:
-        Exception: what the flow raised, after the trainings that run have ended.
+        Exception: raised by the flow, after the running trainings have ended.
     """
     runner = Runner(flow, room, is_stopped)
     try:
@@ -371,11 +373,11 @@ class _Searcher(Searcher):
         self._runner, self._works = runner, works
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Ray Tune keeps its configuration on disk, from which nothing is restored."""
+        """Ray Tune keeps its configuration on disk, but nothing is restored from it."""
         return BasicVariantGenerator, ()
 
     def suggest(self, trial_id: str) -> Any:
-        """The configuration of the trial that starts now: what varies of its recipe."""
+        """The configuration of the trial that starts now: what varies in its recipe."""
         work = self._runner.next()
         if work is None:
             return Searcher.FINISHED if self._runner.is_over else None
@@ -392,7 +394,7 @@ class _Searcher(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
-        """The last outcome is the training's."""
+        """The last outcome belongs to the training."""
         lost = f"the process of the trial has died {MOST_RESTARTS + 1} times"
         found = (result or {}).get(OUTCOME) or Outcome(TrialState.FAILED, error=lost)
         self._runner.end(self._works[trial_id], found)
@@ -406,11 +408,11 @@ class _Scheduler(FIFOScheduler):
         self._runner, self._works = runner, works
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """As of `_Searcher`."""
+        """As for `_Searcher`."""
         return FIFOScheduler, ()
 
     def on_trial_result(self, _: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Whether the trial goes on."""
+        """Whether the trial continues."""
         goes_on = self._runner.goes_on(self._works[trial.trial_id], result[OUTCOME])
         return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
 
@@ -419,7 +421,7 @@ def _tuner(runner: Runner, name: str, storage_path: str, *, is_private: bool) ->
     # The driver handles Ctrl-C: Tune's own handler would end the trials without checkpoints.
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     works: dict[str, Work] = {}
-    # On the driver's node, whose files trials write; workers have placement groups of their own.
+    # On the driver's node, because trials write its files; workers have their own placement groups.
     place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
     return tune.Tuner(
         tune.with_resources(trial_of(keeper(), is_private=is_private), {"CPU": 0, place: 0.001}),

@@ -1,4 +1,6 @@
-"""What a sweep tries: points of a grid or drawn at random, each some keys of the recipe."""
+"""What a sweep tries: points of a grid or random ones, each with values for some keys of the
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,18 @@ _FIXED: Final = (
 """Set by the sweep itself, for each trial and retraining."""
 _DIGITS: Final = 4
 _MISSES: Final = 100
-"""Draws in a row for each trial that find no new point, after which there is none: of the points
-of lists, at least one in `num_trials` is new, so that a chance of exp(-100) remains."""
+"""Draws in a row for each trial without a new point before giving up: of the points of lists, at
+least one in `num_trials` is new, so a chance of exp(-100) remains."""
 
 
 def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
-    """Every point of the grid, or as many random ones as the recipe says: the same each time.
+    """Every point of the grid, or as many random ones as the recipe says; the same each time.
 
-    For `search=optuna` they stand for those that it will propose.
+    For `search=optuna` they stand for the points that it will propose.
 
     Raises:
-        ValueError: a key cannot be varied, a value is not allowed, there is no such model, or two
-            points are the same.
+        ValueError: a key cannot be varied, a value is not allowed, the model does not exist, or two
+            points are equal.
     """
     space = config.space or {RATE: list(config.learning_rates)}
     for key, fixed in itertools.product(space, _FIXED):
@@ -67,7 +69,7 @@ def _check(recipe: Recipe, point: Point, space: Mapping[str, Any]) -> None:
     except InvalidValueError as error:
         is_fraction = "int_type" in error.types
         if is_fraction and any(isinstance(values, dict) for values in space.values()):
-            told = "a range is of numbers with a fraction: list the values of a whole number"
+            told = "a range has numbers with a fraction; list the values of a whole number"
             raise ValueError(f"{error}; {told}") from None
         raise
     with errors_of_point(recipe, point):
@@ -76,7 +78,7 @@ def _check(recipe: Recipe, point: Point, space: Mapping[str, Any]) -> None:
 
 @contextmanager
 def errors_of_point(recipe: Recipe, point: Point) -> Iterator[None]:
-    """Errors in the block name the point, where points are of more than rates."""
+    """Errors in the block name the point if points have more than rates."""
     try:
         yield
     except ValueError as error:
@@ -93,8 +95,8 @@ def check_optuna(space: Mapping[str, Any]) -> None:
     """
     if importlib.util.find_spec("optuna") is None:
         raise ValueError(
-            "sweep.search=optuna: Optuna is not installed; pip install 'vit_ray[search]', or set "
-            "sweep.search=random"
+            "sweep.search=optuna: Optuna is not installed; run pip install 'vit_ray[search]', or "
+            "set sweep.search=random"
         )
     for key, values in space.items():
         if key.startswith("workers."):
@@ -102,7 +104,7 @@ def check_optuna(space: Mapping[str, Any]) -> None:
         for value in values if isinstance(values, list) else ():
             if isinstance(value, (dict, list)):
                 raise ValueError(
-                    f"sweep.space: {key}={value_text(value)}: search=optuna varies numbers, words "
+                    f"sweep.space: {key}={value_text(value)}: search=optuna varies numbers, texts "
                     "and ranges; list such values, or set sweep.search=random"
                 )
 
@@ -111,14 +113,14 @@ def _grid(space: Mapping[str, Any]) -> list[Point]:
     ranges = [key for key, values in space.items() if isinstance(values, dict)]
     if ranges:
         raise ValueError(
-            f"sweep.space: {ranges[0]} is a range, of which a grid has no values; set "
+            f"sweep.space: {ranges[0]} is a range, but a grid needs lists of values; set "
             "sweep.search=random and sweep.num_trials, or list values"
         )
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
 
 def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
-    """Different points, of which fewer trials are the first ones."""
+    """Different points; a smaller number of trials takes the first of them."""
     assert config.num_trials is not None
     found: dict[str, Point] = {}
     missed = 0
@@ -134,7 +136,8 @@ def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
         if missed == _MISSES * config.num_trials:
             raise ValueError(
                 f"sweep.space has {len(found)} different points and sweep.num_trials is "
-                f"{config.num_trials}; list more values, widen the ranges, or lower the number"
+                f"{config.num_trials}; list more values, widen the ranges, or lower "
+                "sweep.num_trials"
             )
     raise AssertionError
 
@@ -149,15 +152,15 @@ def _draw(values: Any, uniform: KeyedUniform) -> Any:
 
 
 def rounded(value: float) -> float:
-    """A number that is drawn, so that it can be read and repeated."""
+    """A drawn number, rounded so that it can be read and repeated."""
     return float(f"{value:.{_DIGITS}g}")
 
 
 def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) -> Recipe:
     """The recipe with the values of a point, and other changes as in `Recipe.with_changes`.
 
-    A point may have a section's name, whose values change the keys that they name; the others
-    stay, beside another `model.name`, too.
+    A point may give a section, whose values change only the keys that they name; the others stay,
+    even with another `model.name`.
 
     Args:
         where: what an error names; unset = the sweep's point.
@@ -178,12 +181,12 @@ def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) ->
 
 
 def point_text(point: Point) -> str:
-    """For people: `learning_rate=0.01, steps=500`."""
+    """As text: `learning_rate=0.01, steps=500`."""
     return ", ".join(f"{key.rpartition('.')[2]}={_shown(value)}" for key, value in point.items())
 
 
 def point_name(point: Point) -> str:
-    """Part of a run's name: `lr0.01-steps500`."""
+    """As part of a run's name: `lr0.01-steps500`."""
     parts = (f"{_SHORT.get(key, key.rpartition('.')[2])}{_shown(v)}" for key, v in point.items())
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join(parts)).strip("-")
 

@@ -1,8 +1,8 @@
-"""A scaling study: every cell pre-trained, evaluated and transferred, as many at a time as fit.
+"""A scaling study: every cell pre-trained, evaluated and transferred, as many in parallel as fit.
 
-Sections 4.3 and 4.4 of the paper, on whatever data the recipe names. Cells have stable names, so a
-study that is started again skips what is finished and continues the cells that were cut short. A
-cell that fails is started again from its newest checkpoint, and then is a row like the others.
+Sections 4.3 and 4.4 of the paper, on any data that the recipe names. Cells have stable names, so a
+restarted study skips finished cells and continues interrupted ones. A failed cell is restarted from
+its newest checkpoint, and if it fails again is a row like the others.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class StudyResult:
 
     cells: list[CellResult]
     num_cells: int
-    """Of the whole grid; more than `cells` if the study was stopped on request."""
+    """Cells of the whole grid; more than `cells` if the study was stopped on request."""
     parent_run_id: str | None
     page: Path | None
-    """None while MLflow is away: `jobs/report.py` makes it later."""
+    """None while MLflow is away: `jobs/report.py` can write it later."""
     hint: str
 
     @property
@@ -69,7 +69,7 @@ def run_study(recipe: Recipe) -> StudyResult:
         ValueError: a cell cannot work, or is finished with another recipe; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    # Those that a row gives, too: a trial's process runs in a folder of its own.
+    # Also those given by a row: a trial's process runs in a separate folder.
     cells = [replace(c, recipe=c.recipe.with_absolute_paths()) for c in study_cells(recipe)]
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
@@ -77,7 +77,9 @@ def run_study(recipe: Recipe) -> StudyResult:
     finished = finished_cells(recipe, cells, resolved_runs, parent_id)
     total_steps = sum(one.total_steps for one in resolved_runs) + steps_of_tasks
     resolved = resolved_runs[0]
-    tags = {"vit_ray.num_cells": str(len(cells))}  # so that a report knows what has not begun
+    tags = {
+        "vit_ray.num_cells": str(len(cells))
+    }  # so that a report knows which cells have not started
     open_cells = [cell.recipe for cell in cells if cell.name not in finished]
     with open_parent(
         recipe, "study", resolved, total_steps, parent_id, trainings=open_cells, tags=tags
@@ -96,13 +98,13 @@ def run_study(recipe: Recipe) -> StudyResult:
 
 
 def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
-    """Of each cell the recipe and its sweep; of the first the data, too: the same for all.
+    """Check each cell's recipe and sweep, and the first cell's data, which all cells share.
 
     Returns:
         Steps of all fine-tunings, trials and retrainings included.
 
     Raises:
-        ValueError: one cannot work.
+        ValueError: a fine-tuning cannot work.
     """
     total_steps = 0
     for task in tasks:
@@ -127,21 +129,22 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
 
 
 def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:
-    """Without its dev split, which is written first, and its weights, which are not there yet.
+    """Checked without its dev split, which is written first, and its weights, which do not exist
+    yet.
 
     Returns:
         Steps of its trials.
 
     Raises:
-        ValueError: as `points_of` and `grace_steps`, or a point is of other weights or workers than
-            the cell's, or its batch does not divide.
+        ValueError: as `points_of` and `grace_steps`, or a point has other weights or workers than
+            the cell, or its batch does not divide.
     """
     trials, kept = [], round(num_images * (1 - sweep.dev_fraction))
     for point in points_of(recipe, sweep):
         trials.append(with_point(recipe, point))
         with errors_of_point(recipe, point):
             if taken := key_of_the_cell(point):
-                raise ValueError(f"{taken} is the cell's; leave it out")
+                raise ValueError(f"{taken} comes from the cell; leave it out")
             check_head_is_trained(trials[-1], "sweep_trial")
             check_batch(trials[-1], kept)
     steps = [one.optim.total_steps(kept, one.train.global_batch_size) for one in trials]
@@ -152,20 +155,22 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:
 
 @dataclass
 class StudyRun:
-    """The cells of a study on their way."""
+    """The cells of a study in progress."""
 
     study: StudyConfig
     cells: list[Cell]
     resolved_runs: list[ResolvedRun]
     finished: dict[str, CellResult]
-    """By an earlier start, but for their missing transfers."""
+    """Cells finished by an earlier start, except for missing transfers."""
     parent: OpenParent
     renew_page: Callable[[], None] = lambda: None
     """Called when a cell has ended and others have not."""
     ended: dict[str, CellResult] = field(default_factory=dict)
 
     def run(self) -> list[CellResult]:
-        """Of all that have ended, in the order of the grid; of none that was stopped on request."""
+        """Of all that have ended, in the order of the grid; without those that were stopped on
+        request.
+        """
         study, parent = self.study, self.parent
         parent.run.control.begin_stage("cell", len(self.cells))
         pairs = list(zip(self.cells, self.resolved_runs, strict=True))
@@ -186,7 +191,7 @@ class StudyRun:
         return [self.ended[cell.name] for cell in self.cells if cell.name in self.ended]
 
     def _is_over(self, group: Sequence[Planned]) -> bool:
-        """Whether nothing is left to do of the group; notes the end of what is finished."""
+        """Whether nothing is left to do in the group; notes the end of what is finished."""
         for cell, resolved in group:
             before = self.finished.get(cell.name)
             if before is not None and not before.missing:
@@ -202,10 +207,10 @@ class StudyRun:
     def _train(
         self, planned: Planned, trunk: Planned | None, branches: Sequence[Planned]
     ) -> Flow[CellResult]:
-        """A cell that fails does not end the study.
+        """A failed cell does not end the study.
 
         Args:
-            trunk: whose checkpoint a branch begins with.
+            trunk: its checkpoint is the start of a branch.
             branches: of the trunk.
         """
         cell, resolved = planned
@@ -236,7 +241,7 @@ class StudyRun:
         )
 
     def _transfers(self, planned: Planned, result: CellResult) -> Flow[None]:
-        """Add accuracies on the tasks to the cell's run. One that fails ends no other."""
+        """Add accuracies on the tasks to the cell's run. A failed task does not end the others."""
         cell, resolved = planned
         if cell.name in self.ended:
             return
@@ -287,7 +292,7 @@ def _totals(results: list[CellResult]) -> dict[str, float]:
 
 
 def _exaflops_computed(result: CellResult) -> float:
-    """Of a branch those of its cool-down alone: its trunk has computed the rest."""
+    """For a branch only those of its cool-down: its trunk has computed the rest."""
     found, batch = result.metrics, result.cell.recipe.train.global_batch_size
     share = own_share(result.branched_from, batch, found.get(STUDY_IMAGES_SEEN))
     return found.get(STUDY_EXAFLOPS, 0.0) * share

@@ -1,7 +1,7 @@
-"""The cells of a scaling study: rows by data sizes by lengths by seeds, each a recipe of its own.
+"""The cells of a scaling study: rows x data sizes x lengths x seeds, each with its own recipe.
 
-Pure in the recipe: no data set is opened. A cell's name is derived from what it is, so that a study
-that is started again finds what it has trained before.
+Depends only on the recipe: no data set is opened. A cell's name is derived from its settings, so
+that a restarted study finds the cells it has trained.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from vit_ray.launch.model_checks import check_model
 from vit_ray.launch.record.run_metadata import trained_params
 
 PAPER_EPOCHS: Final = 7.0
-"""Of most rows of the paper's Table 3, on JFT-300M."""
+"""Epochs of most rows of the paper's Table 3, on JFT-300M."""
 _GIVEN_ELSEWHERE: Final = {
     "name": "label",
     "seed": "study.seeds",
     "data.fraction": "data_fractions",
     **{f"optim.{key}": key for key in ("epochs", "steps", "images")},
 }
-"""Keys that a row gives in another way."""
+"""Keys that a row sets through its other fields."""
 _COMMON: Final = ("output", "resume", "tracking", "study", "sweep", "vtab", "plan")
-"""Keys and sections that all cells have in common, but for what is told of their data."""
+"""Keys and sections that are the same for all cells, except for descriptions of their data."""
 _TOLD: Final = ("plan.num_images", "plan.num_classes")
 
 
@@ -39,15 +39,17 @@ class Cell:
     """One training of the study."""
 
     label: str
-    """Of its row."""
+    """Label of its row."""
     fraction: float
     length: str
-    """For people: `7 epochs`."""
+    """Length as text: `7 epochs`."""
     recipe: Recipe
 
     @property
     def name(self) -> str:
-        """Run name: the study's, the row's label, the share of data, the length, another seed."""
+        """Run name: the study's, the row's label, the share of data, the length, and a seed other
+        than the first.
+        """
         return self.recipe.name
 
 
@@ -61,9 +63,10 @@ class CellResult:
     was_finished: bool = False
     """It was complete before; nothing was trained."""
     branched_from: str = ""
-    """Cell and step whose checkpoint it went on from; empty if it was trained from its start."""
+    """Cell and step of the checkpoint that it started from; empty if it was trained from its
+    start."""
     error: str = ""
-    """Why it failed, or a transfer of it; empty if none did."""
+    """Why it or one of its transfers failed; empty if none did."""
     missing: tuple[StudyTask, ...] = ()
     """Transfers that are not finished."""
 
@@ -72,8 +75,9 @@ def study_cells(recipe: Recipe) -> list[Cell]:
     """Every row with every data size, length and seed, in the order of the recipe.
 
     Raises:
-        ValueError: the recipe has no study, a row changes what is no row's, has an unknown key, an
-            impossible value or a model that there is not, or two rows would make one cell.
+        ValueError: the recipe has no study, a row changes a key that rows cannot change, has an
+            unknown key, an impossible value or a model that does not exist, or two rows give the
+            same cell.
     """
     study = study_of(recipe)
     cells = [
@@ -89,7 +93,7 @@ def study_of(recipe: Recipe) -> StudyConfig:
     """The recipe's section.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there is no such section.
     """
     hint = "study.models, a list of {label: ..., model: {name: ...}}"
     return require(recipe.study, "study", hint)
@@ -136,11 +140,13 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
         point["optim.learning_rate"] = row.learning_rate
     for key, value in leaves(row.changes):
         if instead := _GIVEN_ELSEWHERE.get(key):
-            raise ValueError(f"{where}: changes.{key} is no key of a single cell; give {instead}")
+            raise ValueError(
+                f"{where}: changes.{key} cannot be set for a single cell; give {instead}"
+            )
         if (section := key.partition(".")[0]) in _COMMON and key not in _TOLD:
             raise ValueError(
-                f"{where}: changes.{key}: all cells of a study have one {section}; give it outside "
-                "of the rows"
+                f"{where}: changes.{key}: all cells of a study share {section}; set it outside the "
+                "rows"
             )
         if key in point and (row.model is None or not key.startswith("model.")):
             raise ValueError(f"{where}: {key} is given twice; keep one of them")
@@ -149,7 +155,7 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of keys that are dotted or nested; a sweep's space is one value."""
+    """Dotted keys and values from dotted or nested keys; a sweep's space is one value."""
     for key, value in tree.items():
         if isinstance(value, dict) and f"{prefix}{key}" != "sweep.space":
             yield from leaves(value, f"{prefix}{key}.")
@@ -161,45 +167,47 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
     names = [cell.name for cell in cells]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"study: cells have a name twice, such as {twice[0]!r}; give each of "
-            "study.models its own label, and list fractions and lengths that differ more"
+            f"study: two cells have the name {twice[0]!r}; give each of study.models its own "
+            "label, and list fractions and lengths that differ more"
         )
     known: dict[str, Cell] = {}
     for cell in cells:
         other = known.setdefault(training_of(cell.recipe), cell)
         if other is not cell:
             raise ValueError(
-                f"study: rows {other.label!r} and {cell.label!r} make one cell: {other.name!r} and "
-                f"{cell.name!r} would train the same; leave one of them out, or change it"
+                f"study: rows {other.label!r} and {cell.label!r} give the same cell: "
+                f"{other.name!r} and {cell.name!r} would train the same; remove one of them, or "
+                "change it"
             )
     for cell in cells:
         least, schedule = cell.recipe.group_sizes[0], cell.recipe.optim.schedule
         if study.max_gpus is not None and least > study.max_gpus:
             raise ValueError(
-                f"study.max_gpus={study.max_gpus}: cell {cell.name!r} has {least} workers "
-                f"(workers.num_workers={cell.recipe.workers.num_workers}); raise the one or lower "
-                "the other"
+                f"study.max_gpus={study.max_gpus}: cell {cell.name!r} needs {least} workers "
+                f"(workers.num_workers={cell.recipe.workers.num_workers}); raise study.max_gpus, "
+                "or lower workers.num_workers"
             )
         if study.branch and schedule not in ("cooldown", "rsqrt"):
             raise ValueError(
-                f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, under which "
-                "a shorter run is no part of a longer one; set optim.schedule=cooldown "
-                "or rsqrt"
+                f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, with which "
+                "a shorter run does not equal the start of a longer one; set "
+                "optim.schedule=cooldown or rsqrt"
             )
         if study.branch and cell.recipe.data.augment.sizes:
             raise ValueError(
-                f"study.branch=true: cell {cell.name!r} has data.augment.sizes, which follow its "
-                "own length, so a shorter run is no part of a longer one; unset one of the two"
+                f"study.branch=true: cell {cell.name!r} has data.augment.sizes, which depend on "
+                "its length, so that a shorter run does not equal the start of a longer one; unset "
+                "one of the two"
             )
         if study.branch and cell.recipe.keeps_best:
             raise ValueError(
-                f"study.branch=true: cell {cell.name!r} keeps its best evaluation, which may lie "
-                "before the branch; turn checkpoint.keep_best and train.early_stopping off"
+                f"study.branch=true: cell {cell.name!r} keeps its best evaluation, which may be "
+                "before the branch; turn off checkpoint.keep_best and train.early_stopping"
             )
 
 
 def training_of(recipe: Recipe) -> str:
-    """What decides a training and what is measured of it, as one text."""
+    """What decides a training and its evaluation, as one text."""
     flat = recipe.flat()
     measured = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
     return json.dumps({**trained_params(recipe), **measured}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""In what order a study does its work: the rule for the study itself and for its `--dry-run`."""
+"""The order of a study's work: the rule for the study itself and for its `--dry-run`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_order(
     need: Callable[[C], Room],
     exaflops: Callable[[C], float],
 ) -> list[Sequence[C]]:
-    """Largest first where some run side by side; one after another as the recipe has them.
+    """Largest first if several run in parallel; otherwise in the recipe's order.
 
     Args:
         need, exaflops: of a cell.
@@ -50,11 +50,12 @@ def group_flow(
     train: Callable[[C, C | None], Flow[R]],
     transfer: Callable[[C, R], Flow[None]],
 ) -> Flow[None]:
-    """A cell and its transfers; or the longest of a branching row, and then the others beside them.
+    """A cell and its transfers; or the longest cell of a branching row, and then the others in
+    parallel.
 
     Args:
-        train: called with a cell, and with the longest where that is another one.
-        transfer: called with a cell and what its training came to.
+        train: called with a cell, and with the longest if that is another one.
+        transfer: called with a cell and the outcome of its training.
     """
     longest, *branches = group
     result = yield from train(longest, None)

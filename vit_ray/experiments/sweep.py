@@ -1,12 +1,12 @@
 """A Ray Tune sweep of fine-tuning, as the paper's section 4.1 prescribes.
 
-Each point (a learning rate, or what `sweep.space` says) is tried on the training set less a dev
-split; the best on the dev split is trained on all of the training set, with several seeds, and
-tested. Runs have stable names, so that a sweep started again does not repeat what is finished and
-continues what is not.
+Each point (a learning rate, or a combination from `sweep.space`) is tried on the training set
+without a dev split; the best on the dev split is trained on the whole training set, with several
+seeds, and tested. Runs have stable names, so that a restarted sweep skips finished runs and
+continues the others.
 
-Where a recipe averages its weights, the accuracy of the averaged ones decides and is the result,
-as in the paper's Table 2; that of the last weights is reported beside it.
+If a recipe averages its weights, the accuracy of the averaged weights decides and is the result, as
+in the paper's Table 2; that of the last weights is reported next to it.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What was tried, what was chosen, and the test accuracy of the retrained models."""
+    """What was tried, what was selected, and the test accuracy of the retrained models."""
 
     rows: list[Outcome]
-    """Of the trials, in the order of their points."""
+    """Rows of the trials, in the order of their points."""
     best: Point
     test_top1: list[float]
-    """One for each seed; of the averaged weights where the recipe averages."""
+    """One for each seed; with averaged weights if the recipe averages."""
     parent_run_id: str | None
     hint: str
     last_test_top1: list[float] = field(default_factory=list)
-    """Of the last weights, where `test_top1` is of the averaged ones."""
+    """With the last weights, if `test_top1` is with averaged ones."""
     beside_paper: Table | None = None
     """The test accuracy, its spread and label, and the paper's."""
     page: Path | None = None
-    """None while MLflow is away: `jobs/report.py` makes it later."""
+    """None while MLflow is away: `jobs/report.py` can write it later."""
 
     @property
     def learning_rate(self) -> float | None:
-        """The chosen rate; None where it was not varied."""
+        """The selected rate; None if it was not varied."""
         rate = self.best.get(RATE)
         return None if rate is None else float(rate)
 
@@ -102,20 +102,20 @@ def sweep_of(recipe: Recipe) -> SweepConfig:
     """The recipe's sweep section.
 
     Raises:
-        ValueError: it has none, or nothing to test on.
+        ValueError: there is no such section, or nothing to test on.
     """
     rates = "sweep.learning_rates, such as [0.003, 0.01, 0.03]"
     sweep = require(recipe.sweep, "sweep", rates)
-    require(recipe.data.eval, "data.eval", "the test set for the chosen learning rate")
+    require(recipe.data.eval, "data.eval", "the test set for the selected learning rate")
     return sweep
 
 
 def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = None) -> Recipe:
-    """Fine-tune at one point on the training set less the dev split, measured on that split.
+    """Fine-tune at one point on the training set without the dev split, and evaluate on that split.
 
     Args:
         split: addresses of the training set without the dev split, and of the split; None for row
-            groups of `data.train` without regard to classes.
+            groups of `data.train`, regardless of classes.
     """
     data: dict[str, Any] = {"eval": None, "held_out_fraction": sweep_of(recipe).dev_fraction}
     if split is not None:
@@ -125,7 +125,7 @@ def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = N
 
 
 def final_recipe(recipe: Recipe, point: Point, seed: int) -> Recipe:
-    """Fine-tune at the chosen point on all of the training set, measured on the test set."""
+    """Fine-tune at the selected point on the whole training set, and evaluate on the test set."""
     name = f"{recipe.name}-final-{point_name(point)}-seed{seed}"
     return with_point(recipe, point, name=name, seed=seed, sweep=None).with_absolute_paths()
 
@@ -136,18 +136,18 @@ class SweepPlan:
 
     recipe: Recipe
     resolved: ResolvedRun
-    """Of the recipe itself, on all of the training set."""
+    """The recipe's own training, on the whole training set."""
     points: list[Point]
     trials: list[Recipe]
     """One for each point."""
     steps: list[int]
-    """Of each trial."""
+    """Steps of each trial."""
     split: tuple[str, str] | None = None
     """As for `trial_recipe`."""
 
     @property
     def total_steps(self) -> int:
-        """Of all trials and retrainings."""
+        """Steps of all trials and retrainings."""
         return sum(self.steps) + sweep_of(self.recipe).seeds * self.resolved.total_steps
 
 
@@ -155,8 +155,8 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     """Check a sweep and split its training set; starts nothing.
 
     Args:
-        needs_every_class: refuse a dev split that leaves a class empty; else such a set is split
-            without regard to classes.
+        needs_every_class: refuse a dev split that leaves a class empty; otherwise such a set is
+            split regardless of classes.
 
     Raises:
         ValueError: the recipe cannot work.
@@ -164,7 +164,7 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     config = sweep_of(recipe)
     points = points_of(recipe, config)
     if any(trial_recipe(recipe, point).init_from is None for point in points):
-        logger.warning("init_from is not set: the models of this sweep begin with random weights")
+        logger.warning("init_from is not set: the models of this sweep start from random weights")
     resolved = resolve_run(recipe)
     _check_points(recipe, points)
     split = _dev_split(recipe, points, needs_every_class=needs_every_class)
@@ -179,10 +179,11 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
 
 
 def _check_points(recipe: Recipe, points: list[Point]) -> None:
-    """Each on all of the training set, before that is split; in a new sweep its weights, too.
+    """Check each training on the whole training set, before that is split; in a new sweep also its
+    weights.
 
     Raises:
-        ValueError: one cannot be trained; it is named.
+        ValueError: a training cannot work; it is named.
     """
     is_new = not _has_begun(recipe, points)
     for point in points:
@@ -191,19 +192,19 @@ def _check_points(recipe: Recipe, points: list[Point]) -> None:
             check_head_is_trained(resolved.recipe, "sweep_trial")
             if resolved.recipe.train.loss == "masked_patch":
                 raise ValueError(
-                    "train.loss=masked_patch: its trials report no accuracy, by which a sweep "
-                    "chooses; use a loss on labels"
+                    "train.loss=masked_patch: its trials report no accuracy for a sweep to select "
+                    "by; use a loss on labels"
                 )
             if is_new:
                 check_weights(PreparedRun("sweep_trial", resolved))
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:
-    """Try every point, choose on the dev split, retrain, test; None if it was asked to stop.
+    """Try every point, select on the dev split, retrain, test; None if it was asked to stop.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
-        RunFailedError: no trial, or not every retraining, came to its end.
+        RunFailedError: no trial finished, or not every retraining did.
     """
     plan = plan_sweep(recipe.with_absolute_paths())
     with open_sweep(plan) as parent:
@@ -218,7 +219,7 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
 def open_sweep(
     plan: SweepPlan, under: OpenParent | None = None, tags: dict[str, str] | None = None
 ) -> AbstractContextManager[OpenParent]:
-    """The sweep's own run, and that of an earlier start, under which its finished trials are.
+    """The sweep's own run, and that of an earlier start with its finished trials.
 
     Args:
         under: the study that the sweep is part of.
@@ -237,14 +238,15 @@ def open_sweep(
 
 
 def first_to_train(recipes: Iterable[Recipe]) -> Recipe | None:
-    """The first of which no checkpoint says that it has begun."""
+    """The first training without a checkpoint, which starts now."""
     return next((one for one in recipes if newest_checkpoint(locate(one.run_folder)) is None), None)
 
 
 def _dev_split(
     recipe: Recipe, points: list[Point], *, needs_every_class: bool
 ) -> tuple[str, str] | None:
-    """By class where one data set is trained on; None for several, and for a sweep that began so.
+    """By class if one data set is trained on; None for several, and for a sweep that started
+    without it.
 
     Raises:
         ValueError: a class would have no image in one of the parts.
@@ -260,7 +262,7 @@ def _dev_split(
     except ValueError as error:
         if needs_every_class:
             raise
-        logger.warning("%s is split without regard to classes: %s", recipe.name, error)
+        logger.warning("%s is split regardless of classes: %s", recipe.name, error)
         return split(by_class=False)
 
 
@@ -275,7 +277,7 @@ def _has_begun(recipe: Recipe, points: list[Point]) -> bool:
 def recorded_sweep(
     plan: SweepPlan, parent: OpenParent, tags: Mapping[str, str] | None = None
 ) -> Flow[SweepResult]:
-    """A sweep whose parent is its own run, where its choice and its results are recorded."""
+    """A sweep that is its own parent run, which records its selection and its results."""
     recipe, record = plan.recipe, parent.run.record
 
     def record_choice(rows: list[Outcome], chosen: Outcome) -> None:
@@ -302,7 +304,7 @@ def recorded_sweep(
 
 @dataclass(frozen=True)
 class Swept:
-    """What a planned sweep came to."""
+    """The result of a planned sweep."""
 
     rows: list[Outcome]
     chosen: Outcome
@@ -311,7 +313,7 @@ class Swept:
 
     @property
     def test_top1(self) -> list[float]:
-        """Of the retrainings; of the averaged weights where the recipe averages."""
+        """Of the retrainings; with averaged weights if the recipe averages."""
         return [one.top1 for one in self.finals if one.top1 is not None]
 
 
@@ -326,9 +328,9 @@ def sweep(
     """Try and retrain under a parent run that is open.
 
     Args:
-        on_choice: called with all outcomes and the chosen one before the retrainings.
+        on_choice: called with all outcomes and the selected one before the retrainings.
         tags: of each training.
-        is_shown: the display counts trials and retrainings, and not something around them.
+        is_shown: the display counts trials and retrainings, not something around them.
 
     Raises:
         RunFailedError: as `run_sweep`.
@@ -364,7 +366,7 @@ def sweep(
 
 
 class Trials:
-    """The trials of a sweep: what is known of them, and what becomes of them at their rungs."""
+    """The trials of a sweep: what is known about them, and what happens at their rungs."""
 
     def __init__(self, plan: SweepPlan, parent: OpenParent, tags: Mapping[str, str]) -> None:
         config, folder = sweep_of(plan.recipe), locate(plan.recipe.run_folder)
@@ -384,7 +386,7 @@ class Trials:
     def tried(self) -> Flow[list[Outcome]]:
         """The outcome of each trial, in the order of the points.
 
-        Where rungs have stopped some and no other came to its end, the one that got furthest does.
+        If rungs have stopped some and no other finished, the trial that got furthest counts.
         """
         parts = [self._part(self._training(point)) for point in self._known]
         for point in self._plan.points[len(parts) :]:  # they stand for what is drawn
@@ -392,7 +394,7 @@ class Trials:
             parts.append(Work(training, self._draw, self._goes_on, self._note_end))
         rows = yield parts
         rows = [
-            replace(row, state=TrialState.FAILED, error="it was not measured")
+            replace(row, state=TrialState.FAILED, error="it was not evaluated")
             if row.state is TrialState.FINISHED and row.top1 is None
             else row
             for row in rows
@@ -416,7 +418,7 @@ class Trials:
         return rows
 
     def _trial(self, point: Point) -> tuple[Recipe, int]:
-        """Its recipe and its steps."""
+        """Recipe and steps of a trial."""
         plan = self._plan
         if point in plan.points:
             place = plan.points.index(point)
@@ -444,7 +446,7 @@ class Trials:
         return self._training(self._search.draw())
 
     def _part(self, training: Training) -> Work | Flow[Outcome]:
-        """What trains it, unless it is known to diverge."""
+        """The work that trains it, unless it is known to diverge."""
         reason = self._diverged.value.get(trial_key(training.recipe), "")
         if not reason:
             return Work(training, goes_on=self._goes_on, on_end=self._note_end)
@@ -481,7 +483,7 @@ def known_outcome(outcome: Outcome) -> Flow[Outcome]:
 
 
 def _best_stopped(rows: list[Outcome]) -> int | None:
-    """The trial that got furthest, where rungs stopped some and no other came to its end."""
+    """The trial that got furthest, if rungs stopped some and no other finished."""
     stopped = [k for k, row in enumerate(rows) if row.state is TrialState.STOPPED_EARLY]
     if not stopped or any(row.state is TrialState.FINISHED for row in rows):
         return None
@@ -492,7 +494,7 @@ def best_row(rows: list[Outcome]) -> Outcome:
     """The finished trial with the highest accuracy; of equal ones the first.
 
     Raises:
-        RunFailedError: no trial was measured at its end.
+        RunFailedError: no trial was evaluated at its end.
     """
     measured = [row for row in rows if row.state is TrialState.FINISHED]
     if not measured:
@@ -502,7 +504,7 @@ def best_row(rows: list[Outcome]) -> Outcome:
 
 
 def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
-    """What the sweep's own run records, each accuracy under the name that it has in its runs."""
+    """What the sweep's own run records, each accuracy under its name in the child runs."""
     mine = EVAL_AVERAGED_TOP1 if outcome.last_test_top1 else EVAL_TOP1
     chosen = {
         f"{SWEEP_GROUP}{key.rpartition('.')[2]}": float(value)

@@ -1,9 +1,8 @@
-"""What a sweep keeps in its folder of its trials, from which the next driver continues.
+"""What a sweep's folder keeps about its trials, from which the next driver continues.
 
-Ray Tune keeps no scheduler's state (`TuneController.__getstate__` leaves it out, Ray 2.60), and a
-new Tuner is made each time. So the next driver fills ASHA's rungs with what is kept, and what was
-decided stands; trials that have diverged are not tried again; and a search gets its finished
-points.
+Ray Tune does not keep a scheduler's state (`TuneController.__getstate__` leaves it out, Ray 2.60),
+and a new Tuner is made each time. So the next driver fills ASHA's rungs from the folder, so that
+decisions are final; diverged trials are not tried again; and a search gets its finished points.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ _MOST_DRAWS: Final = 100
 
 
 class Kept:
-    """A value in a JSON file, which the one driver that holds the sweep's lock writes."""
+    """A value in a JSON file, written by the one driver that holds the sweep's lock."""
 
     def __init__(self, folder: Location, name: str, empty: Any) -> None:
-        """`empty`: where there is no file."""
+        """`empty`: value if there is no file."""
         self._file = folder.child(name)
         self.value = json.loads(self._file.read()) if self._file.exists() else empty
 
     def write(self) -> None:
-        """Keep the value as it is now."""
+        """Keep the present value."""
         self._file.write(json.dumps(self.value, indent=1).encode())
 
 
 def trial_key(recipe: Recipe) -> str:
-    """Of exactly this recipe: its name, and a digest of all that decides what it results in."""
+    """A key for exactly this recipe: its name, and a digest of all that decides its result."""
     flat = {key: value for key, value in recipe.flat().items() if is_trained(key)}
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
     return f"{recipe.name} {digest}"
@@ -56,7 +55,7 @@ def trial_key(recipe: Recipe) -> str:
 
 @dataclass(frozen=True)
 class RungResult:
-    """What one trial reached at one rung, and whether it went on."""
+    """What one trial reached at one rung, and whether it continued."""
 
     trial: str
     step: int
@@ -65,7 +64,8 @@ class RungResult:
 
 
 def grace_steps(config: SweepConfig, max_steps: int) -> int:
-    """Steps up to the first rung: of the recipe, or two reductions before the longest trial's end.
+    """Steps up to the first rung: as in the recipe, or two reductions before the longest trial's
+    end.
 
     Raises:
         ValueError: the first rung is not before the end.
@@ -73,14 +73,14 @@ def grace_steps(config: SweepConfig, max_steps: int) -> int:
     steps = config.grace_steps or max(1, math.ceil(max_steps / config.reduction_factor**2))
     if steps >= max_steps:
         raise ValueError(
-            f"sweep.grace_steps={steps} is no rung of trials of {max_steps} steps: nothing would "
-            "be stopped; use less, or sweep.scheduler=none"
+            f"sweep.grace_steps={steps} must be smaller than the trial length ({max_steps} steps), "
+            "or no trial would be stopped; use less, or sweep.scheduler=none"
         )
     return steps
 
 
 def rung_steps(config: SweepConfig, total_steps: int, max_steps: int) -> tuple[int, ...]:
-    """Where a trial is measured before its end.
+    """Steps before its end at which a trial is evaluated.
 
     Args:
         total_steps: of the trial.
@@ -98,7 +98,7 @@ def rung_steps(config: SweepConfig, total_steps: int, max_steps: int) -> tuple[i
 class RememberedSearch:
     """Points that a searcher of Ray Tune proposes one after another.
 
-    What earlier drivers have got from it is tried first; it knows what that has reached.
+    Points proposed to earlier drivers are tried first; the searcher gets their results.
     """
 
     def __init__(self, config: SweepConfig, folder: Location) -> None:
@@ -107,13 +107,13 @@ class RememberedSearch:
         self._kept = Kept(folder, POINTS, [])
         of_space = [one for one in self._kept.value if self._has(one["point"])]
         self.points: list[Point] = [one["point"] for one in of_space]
-        """Of earlier drivers; those of another space are left out."""
+        """Points of earlier drivers; points outside this space are left out."""
         known = [one for one in of_space if one[_METRIC] is not None]
         self._searcher: Any = create_searcher(
             config.search,
             points_to_evaluate=[one["point"] for one in known],
             evaluated_rewards=[one[_METRIC] for one in known],
-            # Not the draws again that have led to what is known.
+            # Do not repeat the draws that have led to known points.
             seed=config.seed + len(self._kept.value),
         )
         logging.getLogger(config.search).setLevel(logging.WARNING)
@@ -126,7 +126,7 @@ class RememberedSearch:
         """The next point, different from those before it.
 
         Raises:
-            ValueError: it proposes nothing new.
+            ValueError: the searcher proposes nothing new.
         """
         names = {point_name(point) for point in self.points}
         for number in map(str, range(_MOST_DRAWS)):
@@ -146,7 +146,7 @@ class RememberedSearch:
         )
 
     def note(self, point: Point, top1: float | None) -> None:
-        """What a point has reached; None if its trial failed."""
+        """Report a point's result; None if its trial failed."""
         (kept,) = (one for one in self._kept.value if one["point"] == point)
         trial = self._drawn.pop(point_name(point), None)
         if trial is not None:
@@ -177,7 +177,7 @@ def _domain(values: Any) -> Any:
 
 
 def _rounded(value: Any, values: Any) -> Any:
-    """A number of a range so that it can be read and repeated."""
+    """A number in a range, rounded so that it can be read and repeated."""
     if isinstance(values, list):
         return value
     ((low, high),) = values.values()
@@ -185,9 +185,9 @@ def _rounded(value: Any, values: Any) -> Any:
 
 
 class RememberedAsha:
-    """Decisions of Ray Tune's `AsyncHyperBandScheduler`, which outlive the driver.
+    """Decisions of Ray Tune's `AsyncHyperBandScheduler` that outlive the driver.
 
-    The last outcome of a trial fills a rung, too, and stops nothing.
+    The last outcome of a trial also fills a rung, and stops nothing.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class RememberedAsha:
         """
         Args:
             folder: of the sweep.
-            trials: keys of its trials; what is kept of others fills no rung.
+            trials: keys of its trials; those of others fill no rung.
             max_steps: of the longest trial.
         """
         self._kept = Kept(folder, RUNGS, [])
@@ -215,12 +215,12 @@ class RememberedAsha:
                 self._asha_goes_on(known.trial, known.step, known.top1)
 
     def find(self, trial: str, step: int) -> RungResult | None:
-        """What the trial reached there; None if it has not been there."""
+        """What the trial reached at a rung; None if it has not reached it."""
         found = (one for one in self.results if (one.trial, one.step) == (trial, step))
         return next(found, None)
 
     def goes_on(self, trial: str, step: int, top1: float, *, is_over: bool) -> bool:
-        """Whether the trial goes on, as it was decided, or as is decided now."""
+        """Whether the trial continues, as decided before, or as decided now."""
         known = self.find(trial, step)
         if known is None:
             goes_on = self._asha_goes_on(trial, step, top1) or is_over
@@ -231,7 +231,7 @@ class RememberedAsha:
         return known.goes_on
 
     def _asha_goes_on(self, trial: str, step: int, top1: float) -> bool:
-        its: Any = SimpleNamespace(trial_id=trial)  # all that ASHA asks of a trial
+        its: Any = SimpleNamespace(trial_id=trial)  # all that ASHA needs of a trial
         none: Any = None
         if trial not in self._added:
             self._added.add(trial)

@@ -1,4 +1,4 @@
-"""A sweep's trials, and what its own run keeps of them: a table, and accuracy against the rate."""
+"""A sweep's trials as its own run keeps them: a table, and accuracy against the rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vit_ray.report.tables import Column, Table, Value
 
 
 def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
-    """Texts by name: `sweep/trials.csv`, and `sweep/dev_accuracy.svg` where rates were varied."""
+    """Texts by name: `sweep/trials.csv`, and `sweep/dev_accuracy.svg` if rates were varied."""
     files = {"sweep/trials.csv": trials_table(rows, chosen).csv()}
     series = [_series(rows, TrialState.FINISHED), _series(rows, TrialState.STOPPED_EARLY)]
     if series := [one for one in series if one.points]:

@@ -2,7 +2,7 @@
 
 An extraction of features counts as one; it has no rungs and no accuracy.
 
-A trial is a thin driver: it borrows a pool of workers, trains from rung to rung, and reports each
+A trial is a small driver: it borrows a pool of workers, trains from rung to rung, and reports each
 outcome. Everything that starts slowly (workers, streams, MLflow) outlives it.
 """
 
@@ -48,60 +48,62 @@ class Training:
     recipe: Recipe
     kind: Kind
     parent: RunOpening
-    """Of the run that it is part of."""
+    """Opening of the parent run."""
     node_id: str
-    """Of the driver, where that run is recorded."""
+    """Node of the driver, where the parent run is recorded."""
     point: Point = field(default_factory=dict)
     """Keys of the recipe that vary: what Ray Tune's tables, callbacks and searchers see."""
     tags: Mapping[str, str] = field(default_factory=dict)
     retries: int = 0
-    """How often it is started again, from what it has saved, after a failure."""
+    """How often it is restarted, from what it has saved, after a failure."""
     rungs: tuple[int, ...] = ()
     """Steps before its end at which it reports, and may be stopped."""
     num_sharing: int = 0
-    """How many trainings, this one included, start together with equal streams; 0: not shared."""
+    """How many trainings, including this one, start together with equal streams; 0: not shared."""
     begin: Callable[[Callable[[str], None]], str] | None = None
-    """Called before the first step with what notes an event; returns what it has branched from."""
+    """Called before the first step with a function that notes events; returns the origin of a
+    branch."""
 
     def __repr__(self) -> str:
         return self.recipe.name
 
     @cached_property
     def reads(self) -> str:
-        """Trainings with an equal text can share a stream."""
+        """Trainings with equal text can share a stream."""
         return self.recipe.name if self.kind == "extract" else reads_of(self.recipe)
 
     @property
     def label(self) -> str:
-        """What is its own of its name."""
+        """The part of its name that differs from its parent's."""
         return self.recipe.name.removeprefix(f"{self.parent.run_name}-")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training has come to, at a rung or at its end."""
+    """The outcome of a training, at a rung or at its end."""
 
     state: TrialState
-    """At a rung that of a trial that is stopped there."""
+    """At a rung, the result of a trial that is stopped there."""
     result: RunResult | None = None
-    """None where it failed."""
+    """None if it failed."""
     error: str = ""
     top1: float | None = None
-    """The accuracy that decides: of the averaged weights where the recipe averages."""
+    """The accuracy that decides: with averaged weights if the recipe averages."""
     last_top1: float | None = None
-    """Of the last weights, where `top1` is of the averaged ones."""
+    """With the last weights, if `top1` is with averaged ones."""
     is_cut: bool = False
     """It was stopped on request before its end; the same command continues it."""
     branched_from: str = ""
-    """Cell and step whose checkpoint it began with; empty if it began at its start."""
+    """Cell and step of the checkpoint that it started with; empty if it was trained from its
+    start."""
     point: Point = field(default_factory=dict)
-    """Of its training."""
+    """GPU-hours of its training."""
     warnings: tuple[str, ...] = ()
     """What the driver would have logged."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to train, or it cannot be."""
+        """Whether nothing is left to train, or it cannot be trained."""
         return self.state is not TrialState.STOPPED_EARLY
 
     @property
@@ -121,14 +123,14 @@ class Outcome:
 
 
 def deciding_metric(recipe: Recipe) -> str:
-    """The accuracy that chooses a point and is the result."""
+    """The accuracy that selects a point and is the result."""
     return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
 
 
 def outcomes(training: Training) -> Iterator[Outcome]:
-    """Train from rung to rung; each is measured when it is asked for.
+    """Train from rung to rung, with an evaluation at each.
 
-    Errors become outcomes: one training that fails must not end the others.
+    Errors become outcomes: one failed training must not end the others.
     """
     parent = ParentRun(OpenRun.joined(training.parent, training.node_id), training.node_id)
     if parent.run.control.stop_reason():  # since it was handed out
@@ -175,9 +177,9 @@ def with_retries(training: Training, parent: ParentRun, run: Callable[[], T]) ->
     """What `run` returns; after a failure it is called again, unless the training has diverged.
 
     Raises:
-        RunDivergedError: it has diverged, which it would do again.
-        RunFailedError: it has failed once more than `retries`.
-        Exception: what else it raises.
+        RunDivergedError: it has diverged, and would again.
+        RunFailedError: it has failed more than `retries` times.
+        Exception: any other error of `run`.
     """
     for left in range(training.retries, -1, -1):
         try:
@@ -185,7 +187,7 @@ def with_retries(training: Training, parent: ParentRun, run: Callable[[], T]) ->
         except RunFailedError as error:
             if left == 0 or isinstance(error, RunDivergedError):
                 raise
-            text = f"{training.recipe.name}: {error}; it continues from what it has written"
+            text = f"{training.recipe.name}: {error}; it continues from its newest checkpoint"
             parent.run.record.event(EventKind.RETRIED, text, 0)
     raise AssertionError
 
@@ -208,18 +210,18 @@ def trial_of(keeper: Any, *, is_private: bool) -> Callable[[dict[str, Any]], Non
 
     Args:
         keeper: handle of the keeper of worker pools.
-        is_private: the cluster is this driver's alone.
+        is_private: only this driver uses the cluster.
     """
 
     def trial(config: dict[str, Any]) -> None:
         if is_private:
             mark_private()
-        # no limit: it lies in the object store of the driver's node, where trials run
+        # no limit: it is in the object store of the driver's node, where trials run
         training: Training = ray.get(config[TRIAL].reference)
         with borrowing(keeper, training.num_sharing), kept_warnings() as warnings:
             for outcome in outcomes(training):
                 step = {"step": outcome.steps, "top1": outcome.top1}
-                # Does not return where the scheduler stops the trial.
+                # Does not return if the scheduler stops the trial.
                 tune.report({**step, OUTCOME: replace(outcome, warnings=tuple(warnings))})
 
     return trial
@@ -227,7 +229,7 @@ def trial_of(keeper: Any, *, is_private: bool) -> Callable[[dict[str, Any]], Non
 
 @contextlib.contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """What is logged as a warning in this block: nobody reads a trial's own output."""
+    """Collects warnings logged in this block, because a trial's own output is not shown."""
     kept: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """A study's transfers: every cell's weights fine-tuned on other data, at one rate or over a sweep.
 
 Section 4.1 of the paper and Table 6. They run after the pre-training of their cell; accuracies are
-metrics of the cell's own run: `transfer/TASK_top1`, over seeds where there are any.
+metrics of the cell's own run: `transfer/TASK_top1`, over seeds if there are several.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from vit_ray.launch.record.run_metadata import SIZES
 from vit_ray.metric_names import TRANSFER_GROUP
 
 _OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
-"""Sections and keys of a task's recipe that are as the cell has them."""
+"""Sections and keys of a task's recipe that come from the cell."""
 _SIZES: Final = (
     "name", "depth", "width", "mlp_dim", "num_heads", "patch_size", "stages", "width_factor",
 )  # fmt: skip
-"""Of a model, without which its weights fit no more."""
+"""Keys of the model that its weights need."""
 _OF_PRETRAINING: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
-"""Options of a model that its fine-tuning has as the task's recipe has them."""
+"""Options of the model that come from the task's recipe."""
 
 
 def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     """The fine-tuning of a cell's weights on a task; starts nothing and opens no data.
 
-    A part of its name stands for what is trained: a run that is over is not gone on with under
-    another recipe, so that a task that was changed is trained anew beside it.
+    A part of its name stands for its settings: a finished run is not continued with another recipe,
+    so a changed task is trained as a new run.
 
     Raises:
-        ValueError: there is no such recipe, or a change of it that cannot be.
+        ValueError: there is no such recipe, or it cannot have such a change.
     """
     where = f"study.transfer {task.name!r}"
     point = dict(leaves(task.changes))
     if taken := key_of_the_cell(point):
-        raise ValueError(f"{where}: changes.{taken} is the cell's; leave it out")
+        raise ValueError(f"{where}: changes.{taken} comes from the cell; leave it out")
     base, own = load_recipe(task.recipe), cell.recipe
-    # Off and unset are one: a model that has no such option can be fine-tuned by the recipe, too.
+    # Off and unset are equal: a model without the option can be fine-tuned with the recipe, too.
     of_task = {key: getattr(base.model, key) or None for key in _OF_PRETRAINING}
     model = own.model.model_dump(mode="json") | of_task
     changes: dict[str, Any] = {
@@ -60,14 +60,16 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "study": None,
     }
     recipe = with_point(base, point, where, **changes)
-    # What is trained, on however many workers: a run of another training needs another name.
+    # What is trained, on any number of workers: another training needs another name.
     flat = json.loads(training_of(recipe))
     text = json.dumps({key: flat[key] for key in flat if key not in SIZES})
     return recipe.with_changes(name=f"{recipe.name}-{_digest(text)[:8]}")
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
-    """A key of what a task changes or varies that is as the cell has it; None if there is none."""
+    """A key that a task changes or varies although it comes from the cell; None if there is
+    none.
+    """
     of_model = [f"model.{key}" for key in _SIZES]
     taken = (k for k, _ in leaves(point) if k.partition(".")[0] in _OF_THE_CELL or k in of_model)
     return next(taken, None)
@@ -78,12 +80,12 @@ def _digest(text: str) -> str:
 
 
 def top1_key(task: StudyTask) -> str:
-    """Metric of the cell's run."""
+    """Metric in the cell's run."""
     return f"{TRANSFER_GROUP}{task.name}_top1"
 
 
 def task_tags(cell: Cell, task: StudyTask) -> dict[str, str]:
-    """Tags of the cell's run that say by what recipe its accuracy was reached."""
+    """Tags of the cell's run that identify the recipe behind its accuracy."""
     recipe = task_recipe(cell, task)
     sweep = recipe.sweep.model_dump(mode="json") if recipe.sweep else None
     text = f"{training_of(recipe)} {json.dumps(sweep, sort_keys=True)}"
@@ -97,7 +99,7 @@ def transfer(
 
     Raises:
         RunFailedError: the fine-tuning, or each trial of it, failed.
-        ValueError: the recipe cannot work, or the weights are not there.
+        ValueError: the recipe cannot work, or the weights do not exist.
     """
     recipe = task_recipe(cell, task).with_changes(tracking={"parent_run_id": parent.run_id})
     recipe = recipe.with_absolute_paths()
@@ -111,6 +113,6 @@ def transfer(
         return {key: swept.mean, f"{key}_std": swept.deviation}
     (outcome,) = yield [Work(parent.training(recipe, "finetune", tags=tags, retries=retries))]
     if outcome.top1 is None:
-        told = "it has no accuracy; give data.eval in the task's changes"
+        told = "it has no accuracy; set data.eval in the task's changes"
         raise RunFailedError(outcome.error or told)
     return {key: outcome.top1}

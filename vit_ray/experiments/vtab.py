@@ -1,9 +1,9 @@
-"""VTAB-1k: every task fine-tuned with one recipe, group means, and the paper's row beside ours.
+"""VTAB-1k: every task fine-tuned with one recipe, group means, and the paper's row next to ours.
 
 Section 4.1, Table 4 and Table 9 of the paper. Tasks run under one parent run and have stable names,
-so that a command given again continues. A task whose data are not there, or that
-failed, is a row like the others; a mean over a group is given only where all of its tasks are, and
-the paper's is taken over the same tasks.
+so that repeating a command continues. A task without data, or that failed, is a row like the
+others; a group has a mean only if all of its tasks have an accuracy, and the paper's mean is taken
+over the same tasks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vit_ray.report.tables import Column, Table, Value, percent
 from vit_ray.storage import locate
 
 NUM_IMAGES: Final = 1000
-"""Of each task's training set in VTAB-1k: 800 and 200."""
+"""Images of each task's training set in VTAB-1k: 800 and 200."""
 GROUPS = ("natural", "specialized", "structured")
 PAPER_MODELS: Final = (
     ("ViT-H/14", "jft300m"), ("ViT-L/16", "jft300m"), ("ViT-L/16", "imagenet21k"),
@@ -54,16 +54,16 @@ class TaskResult:
 
     task: VtabTask
     top1: float | None = None
-    """On the task's test set, of the averaged weights where the recipe averages."""
+    """On the task's test set, with averaged weights if the recipe averages."""
     num_images: int | None = None
-    """Of its training set, 1,000 in VTAB-1k; None where there are no data."""
+    """Images of its training set, 1,000 in VTAB-1k; None if there are no data."""
     run_id: str | None = None
     error: str = ""
     """Why there is no accuracy; empty if there is one."""
     deviation: float | None = None
     """Over seeds; None for a single run."""
     chosen: str = ""
-    """The point that a sweep of the task has chosen."""
+    """The point that a sweep of the task has selected."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ def vtab_of(recipe: Recipe) -> VtabConfig:
     """The recipe's section.
 
     Raises:
-        ValueError: it has none, or nothing to fine-tune.
+        ValueError: there is no such section, or nothing to fine-tune.
     """
     config = require(recipe.vtab, "vtab", "vtab.data and vtab.tasks, as in the recipe `vtab_1k`")
     if config.sweep_each:
-        require(recipe.sweep, "sweep", "the points that vtab.sweep_each=true chooses from")
+        require(recipe.sweep, "sweep", "the points for vtab.sweep_each=true to select from")
     require(recipe.init_from, "init_from", "the run, checkpoint or file to fine-tune")
     return config
 
 
 def task_recipe(recipe: Recipe, task: VtabTask) -> Recipe:
-    """Fine-tune on one task, measured on its test set."""
+    """Fine-tune on one task, and evaluate on its test set."""
     folder = f"{vtab_of(recipe).data.rstrip('/')}/{task.name}"
     augment = {"flip": recipe.data.augment.flip and task.flip}
     if not task.crop:
@@ -124,13 +124,13 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     if not plans:
         first = next(iter(recipes.values())).data
         raise ValueError(
-            f"vtab.data: no task has its data; the first would be {first.train} and {first.eval}, "
-            "converted sets both"
+            "vtab.data: no task has its data; the first would need the converted sets "
+            f"{first.train} and {first.eval}"
         )
     total = sum(plan.total_steps for plan in plans.values())
     shown = next(iter(plans.values()))
     resolved = shown.resolved if isinstance(shown, SweepPlan) else shown
-    # Its own run goes on, under which the finished tasks are.
+    # Its own parent run continues, with the finished tasks under it.
     earlier = earlier_run(recipe, "vtab") if has_begun else None
     trainings = [
         one
@@ -171,7 +171,7 @@ def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
         if newest_checkpoint(locate(recipe.run_folder)) is None:
             check_weights(PreparedRun("finetune", resolved))
         return resolved
-    # 200 images cannot have all of Sun397's classes.
+    # 200 images cannot include all of Sun397's classes.
     return plan_sweep(recipe, needs_every_class=False)
 
 
@@ -182,7 +182,7 @@ def _task(
     parent: OpenParent,
     retries: int,
 ) -> Flow[TaskResult]:
-    """A task that fails does not end the others."""
+    """A failed task does not end the others."""
     if plan is None:
         return TaskResult(task, error="absent: no converted data")
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
@@ -223,7 +223,7 @@ def _sweep_task(
 
 
 def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
-    """Mean of each group and of all tasks; None where a task of it has no value.
+    """Mean of each group and of all tasks; None if one of its tasks has no value.
 
     Args:
         values: group and accuracy of each task.
@@ -237,7 +237,7 @@ def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float |
 
 
 def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """What the parent run records: accuracy of each task, and the means that are whole."""
+    """What the parent run records: accuracy of each task, and the complete means."""
     metrics = {f"{VTAB_GROUP}{row.task.name}_top1": row.top1 for row in rows}
     means = group_means([(row.task.group, row.top1) for row in rows])
     metrics |= {f"{VTAB_GROUP}{_key(group, rows)}_top1": value for group, value in means.items()}
@@ -248,7 +248,7 @@ def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
 def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
     """Tasks and means, ours and those of the paper's Table 9.
 
-    A row is labelled `data` where every accuracy is of a task of VTAB-1k, by its name and its 1,000
+    A row is labelled `data` if every accuracy is of a task of VTAB-1k, by its name and its 1,000
     images, and of a model and a pre-training that the paper has; all others are `proxy`.
     """
     columns = [
@@ -271,7 +271,7 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
         values = (of[group] for of in means)
         label = _label(_members(group, rows), is_papers_model)
         title = "mean" if group == "mean" else f"mean of {group}"
-        # Over which the paper's mean is taken, too.
+        # The paper's mean is taken over the same tasks.
         title += "" if _is_whole(group, rows) else ", these tasks only"
         lines.append([title, "", None, *values, None, "", label, note])
     return Table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", columns, lines)
@@ -298,7 +298,7 @@ def _is_whole(group: str, rows: Sequence[TaskResult]) -> bool:
 
 
 def _key(group: str, rows: Sequence[TaskResult]) -> str:
-    """Of a metric: a mean over other tasks than the paper's has another name."""
+    """Suffix of a metric: a mean over other tasks than the paper's has another name."""
     count = f"_{len(_members(group, rows))}_of_{len(PAPER_GROUPS[group])}"
     return group if _is_whole(group, rows) else group + count
 

@@ -1,4 +1,4 @@
-"""The report page of a run and of what is recorded under it, beside its checkpoints."""
+"""The report page of a run and its child runs, next to its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
 FLUSH_S: Final = 20.0
 """Longest wait until MLflow has the metrics that the page shows."""
 FIRST_PAGE_S: Final = 60.0
-"""What ends sooner has its page at the end alone."""
+"""A job that ends sooner gets its page only at the end."""
 TIMES_ITS_COST: Final = 20
-"""Time between two pages, in times what the one before has taken: a twentieth of one core."""
+"""Time between two pages, as a multiple of what the last page took: 5 % of one core."""
 END_S: Final = 300.0
-"""Longest wait at the end of a job for the page that is just being written."""
+"""Longest wait at the end of a job for a page that is being written."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ def _place_of_page(recipe: Recipe) -> Path:
 def page_of(recipe: Recipe, run_id: str | None, record: RunRecord) -> Path | None:
     """As `write_page` at the end of a long job, which must not fail because MLflow is away.
 
-    The page, its table and its figures are kept with the run of `record`. It is the
-    last one, and does not reload itself, although that run has not ended.
+    The page, its table and its figures are kept with the run of `record`. It is final, and does not
+    reload itself, although that run has not ended.
     """
     if run_id is None:
         return None
@@ -74,16 +74,17 @@ def page_of(recipe: Recipe, run_id: str | None, record: RunRecord) -> Path | Non
 
 def _tell_of_none(recipe: Recipe, run_id: str, error: Exception) -> None:
     reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
-    logger.warning("no report of run %s for now; jobs/report.py makes it: %s", run_id, reason)
+    logger.warning("no report of run %s for now; jobs/report.py can write it: %s", run_id, reason)
 
 
 @contextmanager
 def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], None]]:
-    """Inside this block the page of a long job is written anew after each call of what it gives.
+    """Inside this block the page of a long job is rewritten after each call of the yielded
+    function.
 
-    A thread writes it, which nobody waits for but the end of the block, and whose failures are
-    told alone. What is called while a page is written, or sooner after it than `TIMES_ITS_COST`,
-    has the next one in common. A page that reloads itself, as `report.watch_s` has it, goes on to.
+    A thread writes it; only the end of the block waits for it, and its failures are only reported.
+    Calls that come while a page is written, or within `TIMES_ITS_COST` after it, share the next
+    page. A page that reloads itself (`report.watch_s`) continues to do so.
     """
     is_due, is_over = threading.Event(), threading.Event()
 
@@ -109,11 +110,11 @@ def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], 
     finally:
         is_over.set()
         is_due.set()
-        writing.join(END_S)  # or an older page would take the place of the last one
+        writing.join(END_S)  # or an older page would replace the last one
         if writing.is_alive():
             logger.warning(
-                "a page of run %s that was begun is not written after %g s, and not waited for any "
-                "longer; where it takes the last one's place, jobs/report.py makes that anew",
+                "a page of run %s is still being written after %g s and is not waited for any "
+                "longer; if it replaces the last page, rewrite that with jobs/report.py",
                 run_id,
                 END_S,
             )

@@ -1,7 +1,7 @@
 """The record of a run on disk: an append-only JSONL file, the queue between training and MLflow.
 
-What is recorded is first a line on disk, so it survives an outage of MLflow and the end of the
-process. A second file, `<name>.sent`, notes how far MLflow has it, and in which run.
+Each record is first a line on disk, so it survives an outage of MLflow and the end of the process.
+A second file, `<name>.sent`, notes how far MLflow has the log, and in which run.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Record = dict[str, Any]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_FOLDER: Final = "vit_ray.run_folder"
-"""Tag of the folder that has the run's checkpoints: two outputs may have runs of one name."""
+"""Tag with the folder of the run's checkpoints: two outputs may have runs of one name."""
 STARTED_OVER: Final = "vit_ray.started_over_from"
-"""Tag of a run that began at step 0 in the place of an earlier one, whose id it is."""
+"""Tag of a run that started at step 0 and replaces an earlier one: the earlier run's id."""
 FILES: Final = ("text", "artifact", "model", "event")
-"""Kinds of records that become files of the run; its events are one together."""
+"""Kinds of records that become files of the run; its events share one file."""
 FAILURE: Final = "vit_ray.failure"
-"""Tag of the reason why a run has failed."""
+"""Tag with the reason why a run has failed."""
 CARD: Final = "README.md"
 """File of a logged model that describes it."""
 REQUIREMENTS: Final = "requirements.txt"
 MEASURED: Final = (EVAL_GROUP, DEV_GROUP, FEW_SHOT_GROUP)
-"""Beginnings of the metrics of an evaluation."""
+"""Prefixes of an evaluation's metrics."""
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "run_name": str,
@@ -65,7 +65,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "finish": {"status": str},
 }
 SENT_KINDS: Final = frozenset(_FIELDS)
-"""What MLflow gets; other kinds are for the process that opens the log again."""
+"""Kinds that MLflow gets; others are for the process that reopens the log."""
 _FIELDS |= {
     "place wait": {"begin_s": (int, float), "end_s": (int, float)},
     "work": {"attempt": str, "begin_s": (int, float), "until_s": (int, float), "seconds": dict},
@@ -80,12 +80,12 @@ _TIMELINE: Final = tuple(
         f'event", "event": "{EventKind.WORKER_FAILED}',
     )
 )
-"""How lines begin by which a run's time is accounted for."""
+"""Beginnings of the lines from which a run's time is computed."""
 _START: Final = b'{"kind": "start"'
 RELEASE_S = 20.0
-"""How long the process of a driver that was killed may take to release its logs."""
+"""How long the process of a killed driver may take to release its logs."""
 ARRIVAL_S: Final = 300.0
-"""Longest wait for what must be on disk before the caller continues."""
+"""Longest wait for a record that must be on disk before the caller continues."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class RunOpening:
     config: TrackingConfig
     run_name: str
     log_path: Path
-    """Local file; the log of an earlier attempt is continued, with its run. It is of one run."""
+    """Local file of a single run; the log of an earlier attempt is continued, with its run."""
     run_id: str | None = None
     """MLflow run to continue, such as one kept in a checkpoint."""
     params: Mapping[str, str] = field(default_factory=dict)
@@ -107,27 +107,29 @@ class RunOpening:
     resume_step: int | None = None
     """Step of the checkpoint that training resumes from."""
     parent: RunOpening | None = None
-    """Of the sweep or study that the run is part of."""
+    """Parent run id: of the sweep or study."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Inputs: name, digest, source, context and profile of each."""
     measured_on: str = "eval"
-    """Group of what workers call `eval/...`: `dev` where it is a split to choose on."""
+    """Group for what workers call `eval/...`: `dev` if it is a split for selection."""
     awaited_metric: str | None = None
     """Listed first among the run's metrics: MLflow's compare view draws the first one."""
     began_s: float | None = None
-    """Unix time at which the driver has begun to work on it."""
+    """Unix time at which the driver started to work on it."""
     training_id: str | None = None
-    """Of a training that begins at step 0; the log of another one is set aside."""
+    """For a training that starts at step 0: the log of an earlier one is set aside."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
-    """Identifies this opening of the log, also after its process has died and was restarted."""
+    """Identifies this opening of the log, also after its process died and was restarted."""
 
 
 class Recorder(ABC):
-    """What can be recorded of a run; each call is one record of its log."""
+    """What can be recorded for a run; each call is one record of its log."""
 
     @abstractmethod
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> object:
-        """Write a record; from another process above 0 `wait_s` waits until it is on disk."""
+        """Write a record; from another process, if `wait_s` is above 0, wait until it is on
+        disk.
+        """
 
     def metrics(
         self, step: int, values: Mapping[str, float], wait_s: float = 0.0, **options: bool
@@ -138,7 +140,7 @@ class Recorder(ABC):
             self.append("metrics", wait_s, step=int(step), values=plain, **options)
 
     def results(self, step: int, values: Mapping[str, float]) -> None:
-        """Results of the runs under this one, which replace those of an earlier start."""
+        """Results of child runs, which replace those of an earlier start."""
         self.metrics(step, values, ARRIVAL_S, again=True)
 
     def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
@@ -154,7 +156,7 @@ class Recorder(ABC):
         self.append("text", wait_s, name=name, text=text)
 
     def artifact(self, path: str | Path, folder: str = "") -> None:
-        """A file or folder of the run's folder, which must stay where it is until it is sent."""
+        """A file or folder in the run's folder, which must stay there until it is sent."""
         self.append("artifact", ARRIVAL_S, path=str(Path(path).resolve()), folder=folder)
 
     def model(
@@ -166,13 +168,13 @@ class Recorder(ABC):
         register_as: str | None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """A model of MLflow by the texts of its files.
+        """A model of MLflow, given as the texts of its files.
 
         Args:
             step: at which the run had the model.
             params: shown with it.
             register_as: registered model that gets it as a version.
-            metrics: of the run; those of its evaluation are the model's, too.
+            metrics: of the run; those of its evaluation are also given to the model.
         """
         self.append(
             "model",
@@ -187,7 +189,7 @@ class Recorder(ABC):
 
 
 class Sent(NamedTuple):
-    """What MLflow has of a log."""
+    """How much of a log MLflow has."""
 
     offset: int = 0
     """Bytes up to which it has everything but files."""
@@ -201,10 +203,10 @@ class MetricsLog(Recorder):
     """The file; writing a record is safe from any thread and never raises."""
 
     def __init__(self, path: Path, on_record: Callable[[Record], None] | None = None) -> None:
-        """`on_record`: called with each record that is written, also where the disk is full."""
+        """`on_record`: called with each written record, even if the disk is full."""
         self.path, self._on_record = path, on_record
         self.num_cuts = 0
-        """How often the file was found shorter than it had been."""
+        """How often the file was found shorter than before."""
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._end = 0
@@ -217,7 +219,7 @@ class MetricsLog(Recorder):
             self._work = json.loads(self._work_path.read_text())
 
     def open(self, opening: RunOpening) -> Record:
-        """The start record of an opening, written unless it is there.
+        """Write the start record of an opening, unless it is there.
 
         A new opening of another run or training sets the log aside, named by its run id; it can be
         replayed.
@@ -254,7 +256,7 @@ class MetricsLog(Recorder):
                 self._file = None
 
     def content(self, name: str, content: bytes, folder: str) -> None:
-        """A file to keep with the run by its content, from a worker on any node.
+        """A file to keep with the run, given by its content, from a worker on any node.
 
         Raises:
             OSError: it cannot be written next to the log.
@@ -273,10 +275,10 @@ class MetricsLog(Recorder):
                 end = file.seek(0, os.SEEK_END)
                 if end < self._end:
                     self.num_cuts += 1
-                    logger.warning("%s has been cut: what was not sent of it is lost", self.path)
+                    logger.warning("%s was truncated: unsent records in it are lost", self.path)
                 if end:
                     file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # half a line that a killed process has left
+                    if file.read(1) != b"\n":  # half a line left by a killed process
                         line = b"\n" + line
                 file.write(line)
                 file.flush()
@@ -290,7 +292,7 @@ class MetricsLog(Recorder):
         return record
 
     def _opened_file(self) -> IO[bytes]:
-        """The file, which is written again from what is open of it where it has been deleted."""
+        """The file; if it was deleted, it is written again from the open file."""
         earlier, is_there = self._file, self.path.exists()
         if (
             earlier is not None
@@ -300,7 +302,7 @@ class MetricsLog(Recorder):
             return earlier
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if earlier is not None and not is_there:
-            logger.warning("%s was deleted while it is in use; written again", self.path)
+            logger.warning("%s was deleted while in use; written again", self.path)
             half = self.path.with_name(self.path.name + ".half")
             earlier.seek(0)
             with open(half, "wb") as copy:
@@ -312,7 +314,7 @@ class MetricsLog(Recorder):
         return self._file
 
     def read(self, offset: int, max_bytes: int = 2**20) -> list[tuple[Record, int]]:
-        """Whole records from a byte offset on, each with the offset behind it."""
+        """Complete records from a byte offset on, each with the offset after it."""
         if self.size <= offset:
             return []
         with open(self.path, "rb") as file:
@@ -349,20 +351,21 @@ class MetricsLog(Recorder):
         return found
 
     def keep_work(self, **work: Any) -> None:
-        """Keep what an attempt has completed, which comes each second, in a small file of its own.
+        """Keep what an attempt has completed in a small separate file, because it comes each
+        second.
 
-        What the attempt before it had becomes a record of the log.
+        What the previous attempt had becomes a record of the log.
         """
         before = self._work
         if before is not None and before["attempt"] != work["attempt"]:
             self.append("work", **before)
         elif before is not None and before["until_s"] > work["until_s"]:
-            return  # threads take calls in any order
+            return  # threads make calls in any order
         self._work = work
         self._replace(self._work_path, work)
 
     def timeline(self) -> list[Record]:
-        """Records by which the run's time is accounted for, of all openings."""
+        """Records from which the run's time is computed, of all openings."""
         found: list[Record] = []
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             found = [_parsed(line) for line in file if line.startswith(_TIMELINE)]
@@ -386,7 +389,7 @@ class MetricsLog(Recorder):
         return self.path.stat().st_size if self.path.exists() else 0
 
     def read_sent(self) -> Sent:
-        """How far MLflow has the file, as noted by `mark_sent`; of a file that is gone, nothing."""
+        """How far MLflow has the file, as noted by `mark_sent`; for a missing file, nothing."""
         try:
             noted = json.loads(self._sent_path.read_text())
             sent = Sent(int(noted["offset"]), int(noted["files_offset"]), noted["run_id"])
@@ -395,7 +398,7 @@ class MetricsLog(Recorder):
         return sent if sent.offset <= self.size else Sent(run_id=sent.run_id)
 
     def mark_sent(self, **changes: Any) -> None:
-        """Note fields of `Sent` on disk; never raises, as sending twice does no harm."""
+        """Note fields of `Sent` on disk; never raises, since sending twice does no harm."""
         with self._lock:
             self._sent = self._sent._replace(**changes)
             self._replace(self._sent_path, self._sent._asdict())
@@ -419,17 +422,21 @@ def metrics_log_path(run_folder: str) -> Path:
 def check_replay(log_path: Path, uri: str) -> None:
     """
     Raises:
-        ValueError: the log is a folder, or the address is none to replay to.
+        ValueError: the log is a folder, or the address cannot be replayed to.
     """
     is_none = "://" not in uri and uri not in ("databricks", "uc")
-    if is_none or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # of memory, which ends with replay
-        raise ValueError(f"URI {uri!r} is no address; give sqlite:///mlflow.db or http://HOST:PORT")
+    if is_none or re.fullmatch(
+        r"sqlite:/*(:memory:)?", uri
+    ):  # in memory, which ends with the replay
+        raise ValueError(
+            f"URI {uri!r} is not an address; give sqlite:///mlflow.db or http://HOST:PORT"
+        )
     if log_path.is_dir():
         raise ValueError(f"log {str(log_path)!r} is a folder; give a metrics.jsonl file in it")
 
 
 def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:
-    """The run's log for this process alone, until this is closed or the process ends.
+    """Lock the run's log for this process, until this is closed or the process ends.
 
     Raises:
         RuntimeError: the process of an earlier driver still writes it.

@@ -1,7 +1,6 @@
-"""The names of MLflow that this room uses, imported without what they do not need.
+"""The parts of MLflow that this folder uses, imported without what they do not need.
 
-As in mlflow-skinny, which has neither pandas nor SciPy: together they take longer to import than
-the rest.
+As in mlflow-skinny, without pandas and SciPy, which take longer to import than everything else.
 """
 
 from vit_ray.optional_imports import hide_modules

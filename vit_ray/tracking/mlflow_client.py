@@ -27,9 +27,9 @@ _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
     "mlflow.note.content": (
         "Trainings of vit_ray. A sweep, study or VTAB is a run with its trainings below it; its "
-        "artifacts hold `report.html`, and each run has `recipe.yaml`, which can be run "
-        "unchanged. Metrics are `group/name_unit`: `dev/` is of images held out of the training "
-        "set, `eval/` of the test set."
+        "artifacts hold `report.html`, and each run has `recipe.yaml`, which can be run unchanged. "
+        "Metrics are `group/name_unit`: `dev/` is of images held out of the training set, `eval/` "
+        "of the test set."
     ),
 }
 VIEW: Final = "vit_ray"
@@ -44,12 +44,13 @@ _VIEW_STATE: Final = view_state(
     f"metrics.{EVAL_TOP1}",
 )  # fmt: skip
 SHORTEST_PASSWORD = 8
-"""Of those that are taken out of errors where they stand alone."""
+"""Shortest secret that is also removed from errors where it appears by itself."""
 LOCK_S = 60.0
-"""Longest wait for other processes that open the same SQLite file; making its schema takes 10 s."""
+"""Longest wait for other processes that open the same SQLite file; creating its schema takes 10
+s."""
 
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
-"""What MLflow makes of 401 and 403."""
+"""How MLflow reports 401 and 403."""
 
 _SETTINGS = {
     # MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
@@ -61,18 +62,18 @@ _SETTINGS = {
 
 
 def absolute_uri(uri: str, folder: Path | None = None) -> str:
-    """The address with a relative SQLite file made absolute, so that it holds in any process.
+    """The address with a relative SQLite file made absolute, so that it is valid in any process.
 
     Args:
         uri: `TrackingConfig.uri`.
-        folder: what a relative file is relative to; the current folder when not given.
+        folder: what a relative file is relative to; by default the current folder.
     """
     path = _sqlite_path(uri)
     return uri if path is None else f"{SQLITE}{(folder or Path.cwd()) / path}"
 
 
 def safe_uri(uri: str) -> str:
-    """The address without user, password and query, fit for logs and tags."""
+    """The address without user, password and query, for logs and tags."""
     safe = redact(uri)
     parts = _parts(safe)
     if parts is None or not parts.netloc:
@@ -81,9 +82,10 @@ def safe_uri(uri: str) -> str:
 
 
 def redact_uri(text: str, uri: str) -> str:
-    """The text of an error with the address's secrets taken out, wherever they are quoted.
+    """The text of an error without the address's secrets, however they are quoted.
 
-    A password is looked for by itself, too; a short one is not, which may be part of any number.
+    A password is also removed where it appears by itself, unless it is short and could be part of
+    any number.
     """
     text = redact(text.replace(uri, safe_uri(uri)))
     parts, user = _parts(uri), userinfo(uri)
@@ -105,12 +107,12 @@ def _parts(uri: str) -> SplitResult | None:
 def open_client(uri: str) -> MlflowClient:
     """A client that fails fast and logs nothing; creates or upgrades a SQLite file.
 
-    Jobs call it on the driver before any worker starts: several processes that create the schema
-    of one database at the same time make each other fail.
+    Commands call it on the driver before any worker starts: processes that create the schema of the
+    same database at the same time make each other fail.
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
-        Exception: whatever MLflow raises when the store cannot be used.
+        Exception: any error of MLflow's if the store cannot be used.
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.ERROR)
@@ -129,12 +131,12 @@ def open_client(uri: str) -> MlflowClient:
         )
     with held:
         client = MlflowClient(absolute_uri(uri))
-        client.search_experiments(max_results=1)  # the first query makes the schema
+        client.search_experiments(max_results=1)  # the first query creates the schema
     return client
 
 
 def reached_client(uri: str) -> MlflowClient:
-    """`open_client` of a store that has answered once.
+    """`open_client` for a store, with one query to see that it answers.
 
     Raises:
         RuntimeError: it does not, or there is no such kind of store; says which in one line.
@@ -150,14 +152,14 @@ def reached_client(uri: str) -> MlflowClient:
 
 
 def recorded_values(uri: str, run_id: str, key: str) -> dict[int, float]:
-    """A metric of a run by step; a file of runs that is not there is not made.
+    """A metric of a run by step; a missing SQLite file is not created.
 
     Raises:
         RuntimeError, TimeoutError: as `reached_client`, or the store does not have the run.
     """
     path = _sqlite_path(uri)
     if path is not None and not path.exists():
-        raise RuntimeError(f"there is no file of runs {path} here; give its place as tracking.uri=")
+        raise RuntimeError(f"there is no file of runs {path} here; give its path as tracking.uri=")
     client = reached_client(uri)
     with asking(uri):
         client.get_run(run_id)
@@ -165,18 +167,17 @@ def recorded_values(uri: str, run_id: str, key: str) -> dict[int, float]:
 
 
 def unusable(uri: str, error: Exception) -> RuntimeError:
-    """The error of a store with which nothing can be done, without the address's secrets."""
+    """The error for a store that cannot be used, without the address's secrets."""
     reason = redact_uri(str(error).strip(), uri).partition("\n")[0].rstrip(".")
     if getattr(error, "error_code", "") in _REFUSALS:
         return RuntimeError(
-            f"MLflow at {safe_uri(uri)} asks for a log-in, or refuses the one that it got: "
-            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, "
-            f"in the environment of the command ({reason})"
+            f"MLflow at {safe_uri(uri)} requires a log-in, or refuses the given one: set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, in "
+            f"the environment of the command ({reason})"
         )
     return RuntimeError(
-        f"MLflow at {safe_uri(uri)} cannot be used: {reason}; if this is not the right one, "
-        "give the file of its runs, such as sqlite:///mlflow.db, or the address of a server that "
-        "runs"
+        f"MLflow at {safe_uri(uri)} cannot be used: {reason}; check the address, and give the file "
+        "of its runs, such as sqlite:///mlflow.db, or the address of a running server"
     )
 
 
@@ -190,9 +191,9 @@ def asking(uri: str) -> Iterator[None]:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """Id of the experiment, which is created when there is none.
+    """Id of the experiment, which is created if there is none.
 
-    Runs of a SQLite file keep their artifacts in `mlruns/` next to it; a server decides itself.
+    Runs in a SQLite file keep their artifacts in `mlruns/` next to it; a server decides itself.
 
     Raises:
         ValueError: the experiment has been deleted.
@@ -217,21 +218,21 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def share_view(client: MlflowClient, experiment: str) -> bool:
-    """Keep the view that links open with an experiment; False where MLflow refuses it."""
+    """Keep the view that links open with an experiment; False if MLflow refuses it."""
     tag = f"{VIEW_TAG}{VIEW}"
     try:
         if client.get_experiment(experiment).tags.get(tag) != _VIEW_STATE:
             client.set_experiment_tag(experiment, tag, _VIEW_STATE)
-    except MlflowException:  # of who may write runs and nothing else
+    except MlflowException:  # of a user who may only write runs
         return False
     return True
 
 
 def page_hint(uri: str, experiment: str | None = None, *, has_view: bool = False) -> str:
-    """How to see the runs: a link, for a SQLite file with the command that serves it.
+    """How to see the runs: a link, or for a SQLite file the command that serves it and the link.
 
     Args:
-        experiment: its id. MLflow's own start page is about traces, and there are none here.
+        experiment: its id. MLflow's own start page is about traces, which are not used here.
         has_view: the experiment has the view of `share_view`.
     """
     is_file = _sqlite_path(uri) is not None

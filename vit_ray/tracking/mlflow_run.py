@@ -1,8 +1,8 @@
 """Writes the records of a metrics log into one MLflow run, each point once.
 
-Everything here may raise what MLflow raises; `tracker` decides what that means. A step that a key
-already has is dropped, so neither restarted workers that repeat steps, nor a restarted job, nor a
-replay logs a step twice. The exception is a metric that is recorded again: the newest value counts.
+Everything here may raise MLflow's errors; `tracker` handles them. A step that a key already has is
+dropped, so no step is logged twice, whether workers repeat steps after a restart, or a job or a
+replay does. The exception is a metric that is recorded again: the newest value counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_TAG_CHARS: Final = 5000
 _OLD_ORIGIN: Final = "vit_ray.spool"  # of earlier versions
 ORIGIN: Final = stored_tag(_OLD_ORIGIN)  # finds the run of a log again
 STEP_TAG: Final = "vit_ray.step"
-"""Tag that finds the model of a run's step again, which a cut-off attempt has begun to log."""
+"""Tag that finds a run's model at a step, which an interrupted attempt has begun to log."""
 NONFINITE: Final = "_nonfinite"
 _NOTE: Final = "mlflow.note.content"
 _CONTEXTS: Final = {
@@ -53,14 +53,14 @@ _CONTEXTS: Final = {
     "dev": "held-out evaluation",
     "few_shot": "few-shot evaluation",
 }
-"""Group of metrics -> use of the data set that they are of."""
+"""Group of metrics -> use of the data set that they are measured on."""
 _NOT_IN_MODEL_NAMES: Final = re.compile(r"[/:.%\"']")
 
 logger = logging.getLogger(__name__)
 
 
 class ForeignFileError(ValueError):
-    """A record names a file that is not the run's."""
+    """A record names a file outside the run's folder."""
 
 
 class RunWriter:
@@ -74,10 +74,9 @@ class RunWriter:
         Args:
             uri: tracking server or absolute SQLite address.
             first: the record that opened the log: run name, experiment, parent.
-            folder: the run's own; what a record names outside of it is never sent.
-            run_id: the run to continue, if one is known.
-            opening: the start record of what is sent next: which group `eval/` is of, and since
-                when.
+            folder: the run's own; files outside of it are never sent.
+            run_id: the run to continue, if known.
+            opening: the start record of what is sent next: which group `eval/` is, and since when.
         """
         self.opening = opening
         self._folder = folder.resolve()
@@ -106,7 +105,7 @@ class RunWriter:
             if run is not None and run.info.lifecycle_stage == "active":
                 return run
         except MlflowException as error:
-            # A server with log-ins refuses what it does not have.
+            # A server with log-ins refuses requests for runs that it does not have.
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED"):
                 raise
         experiment = self.client.get_experiment_by_name(first["experiment"])
@@ -122,7 +121,7 @@ class RunWriter:
         return None
 
     def log_history(self, events: Sequence[Record]) -> None:
-        """Write the events of an opening, or of a part of it, as a file, and count them by tags."""
+        """Write the events of an opening, or of a part of it, as a file, and count them in tags."""
         seconds, ms = divmod(events[0]["time_ms"], 1000)
         found = [
             {
@@ -142,7 +141,9 @@ class RunWriter:
         self.client.log_batch(self.run_id, tags=tags)
 
     def takes_writes(self) -> bool:
-        """Whether MLflow takes tags, and a point that it has; what is written changes nothing."""
+        """Whether MLflow accepts tags, and a point that it already has; writing them changes
+        nothing.
+        """
         try:
             run = self.client.get_run(self.run_id)
             points = itertools.islice(latest_points(run), 1)
@@ -157,7 +158,7 @@ class RunWriter:
         """Record them in order: metrics in one batch, or a single record of another kind.
 
         Returns:
-            Metric points that were new.
+            Returns the number of new metric points.
         """
         if records and records[0]["kind"] == "metrics":
             return self._send_metrics(records)
@@ -185,7 +186,7 @@ class RunWriter:
             self.client.update_run(self.run_id, status="RUNNING")
         if FAILURE in run.data.tags:  # of an attempt that this one continues
             self.client.delete_tag(self.run_id, FAILURE)
-        # MLflow never changes a parameter, so what a restart changed becomes a tag.
+        # MLflow never changes a parameter, so a value that a restart changed becomes a tag.
         known = run.data.params
         params = {key: str(value)[:MAX_PARAM_CHARS] for key, value in record["params"].items()}
         new = [Param(key, value) for key, value in params.items() if key not in known]
@@ -260,7 +261,7 @@ class RunWriter:
             for key, value in record["values"].items():
                 if key.startswith(EVAL_GROUP):
                     key = group + key.removeprefix(EVAL_GROUP)
-                # MLflow would store inf as 1.8e308, which ruins every chart; a count is honest.
+                # MLflow would store inf as 1.8e308, which ruins every chart; a count is correct.
                 is_finite = math.isfinite(value)
                 key = key if is_finite else key + NONFINITE
                 latest_ms = self._latest_ms.get(key, 0)
@@ -285,15 +286,17 @@ class RunWriter:
         return len(points)
 
     def _send_artifact(self, record: Record) -> None:
-        """Log a file or folder that is still there.
+        """Log a file or folder that still exists.
 
         Raises:
-            ForeignFileError: some of it, links followed, is not in the run's folder; a log that was
+            ForeignFileError: some of it, links resolved, is not in the run's folder; a log that was
                 tampered with could name any file.
         """
         path = Path(record["path"])
         if not path.exists():
-            return logger.warning("run %s: %s is gone and is not recorded", self.run_id, path)
+            return logger.warning(
+                "run %s: %s no longer exists and is not recorded", self.run_id, path
+            )
         for file in (path, *(path.rglob("*") if path.is_dir() else ())):
             if not file.resolve().is_relative_to(self._folder):
                 raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")
@@ -301,7 +304,7 @@ class RunWriter:
         send(self.run_id, str(path), record["folder"] or None)
 
     def _send_model(self, record: Record) -> None:
-        """Log files in MLflow's model format; what an earlier attempt did is not repeated."""
+        """Log files in MLflow's model format; does not repeat what an earlier attempt did."""
         client, run, step = self.client, self.client.get_run(self.run_id), record["step"]
         card = record["files"].get(CARD, "")[:MAX_TAG_CHARS]
         found = client.search_logged_models(
@@ -346,7 +349,7 @@ class RunWriter:
                 client.create_model_version(name, source, self.run_id, model_id=model.model_id)
 
     def _log_model_metrics(self, model_id: str, run: Run, record: Record) -> None:
-        """Give a model what its run measured, with the data sets that it was measured on."""
+        """Give a model its run's measurements, with the data sets that they were measured on."""
         group = f"{self.opening.get('measured_on', 'eval')}/"
         points = {point.key: point for point in latest_points(run)}
         contexts = {one["context"]: one for one in self.opening.get("datasets", ())}
@@ -355,7 +358,7 @@ class RunWriter:
                 continue
             if key.startswith(EVAL_GROUP):
                 key = group + key.removeprefix(EVAL_GROUP)
-            # The run's own point, which is not logged again; of the best evaluation, perhaps.
+            # The run's own point, which is not logged again; possibly of the best evaluation.
             point = points.get(key)
             if point is not None and point.value != value:
                 history = self.client.get_metric_history(self.run_id, key)
@@ -382,7 +385,7 @@ class RunWriter:
 class SeenSteps:
     """Steps that a key has, in little memory: all up to `low`, and some above it.
 
-    Points may arrive a little out of order, since they come from several threads.
+    Points may arrive slightly out of order, since they come from several threads.
     """
 
     NUM_KEPT = 256
@@ -394,7 +397,7 @@ class SeenSteps:
         return step <= self._low or step in self._above
 
     def add(self, steps: Iterable[int]) -> None:
-        """Remember these; the lowest of too many move the bound up."""
+        """Remember these steps; if there are too many, the lowest move the bound up."""
         self._above.update(steps)
         if (num_over := len(self._above) - self.NUM_KEPT) > 0:
             lowest = sorted(self._above)[:num_over]

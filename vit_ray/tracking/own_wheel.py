@@ -1,4 +1,4 @@
-"""This package as a wheel beside a logged model: no index has one to install it from."""
+"""This package as a wheel next to a logged model: no package index has it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vit_ray.config.shipped_recipes import recipes_folder
 _PACKAGE: Final = Path(__file__).parents[1]
 _WHEEL: Final = "Wheel-Version: 1.0\nGenerator: vit_ray\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _SUFFIXES: Final = (".py", ".yaml", ".html", ".js", ".css", ".txt", ".typed")
-"""Of the package's own files: nothing else that lies beside them leaves the machine."""
+"""Suffixes of the package's own files: other files next to them are not sent."""
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
-"""Of all files, so that equal code is an equal wheel."""
+"""Date of all files, so that equal code gives an equal wheel."""
 
 
 def write_wheel(folder: Path) -> Path | None:
-    """Write the code that runs as a wheel, with the dependencies that it was installed with.
+    """Write the running code as a wheel, with the dependencies that it was installed with.
 
     Returns:
-        The file; None where the code is on the path without having been installed.
+        The file; None if the code is on the path without having been installed.
     """
     try:
         installed = distribution("vit-ray")

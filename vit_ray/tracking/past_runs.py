@@ -1,6 +1,6 @@
-"""What MLflow knows of earlier attempts: the parent run of a name, and its finished children.
+"""What MLflow knows about earlier attempts: the parent run of a name, and its finished children.
 
-While MLflow is away the answer is "nothing", with a warning, and jobs fall back on their
+While MLflow is away the answer is "nothing", with a warning, and commands fall back on their
 checkpoints.
 """
 
@@ -34,9 +34,9 @@ def newest_run(
     """Id of the newest run of this name and `vit_ray.kind`, if given, under a parent.
 
     Args:
-        parent_id: the parent's run; None for a run that has none.
-        folder: where the job's runs lie, as their tag `RUN_FOLDER` has it: only these are taken.
-        noted_id: a run that counts before any other, if there is such a one.
+        parent_id: the parent's run; None for a run without one.
+        folder: of the command's runs, as in their tag `RUN_FOLDER`: only these are taken.
+        noted_id: a run that is preferred to any other, if it exists.
     """
 
     def ask(client: MlflowClient) -> str | None:
@@ -75,12 +75,12 @@ def runs_of_name(
 
 
 def is_finished(tracking: TrackingConfig, run_id: str) -> bool:
-    """Whether the run has ended well; False while MLflow is away."""
+    """Whether the run has finished successfully; False while MLflow is away."""
     return _asked(tracking, lambda client: client.get_run(run_id).info.status == "FINISHED", False)
 
 
 def finished_children(tracking: TrackingConfig, parent_run_id: str) -> dict[str, Run]:
-    """Runs under a parent that ended well, by run name; of several the newest."""
+    """Finished runs under a parent, by run name; the newest of several."""
 
     def ask(client: MlflowClient) -> dict[str, Run]:
         parent = client.get_run(parent_run_id)
@@ -105,7 +105,7 @@ def finished_children(tracking: TrackingConfig, parent_run_id: str) -> dict[str,
 def add_to_finished(
     tracking: TrackingConfig, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str]
 ) -> None:
-    """Record of a run that has ended what was measured of it later."""
+    """Add later measurements to the record of a run that has ended."""
 
     def ask(client: MlflowClient) -> None:
         now_ms = int(time.time() * 1000)

@@ -1,6 +1,6 @@
-"""CPU, memory, GPU, disk and network of a node, by MLflow's own monitor.
+"""CPU, memory, GPU, disk and network of a node, from MLflow's own monitor.
 
-Keys are `system/<node>/...`, which MLflow's page shows on a tab of their own.
+Keys are `system/<node>/...`, which MLflow's page shows on a separate tab.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class SystemMetrics:
     """Samples this node into a run until stopped; one for each node, on other nodes as an actor.
 
-    MLflow's monitor ends for good at the first request that fails, so it is started again. A
-    sample that MLflow cannot take is dropped: the next one comes soon.
+    MLflow's monitor ends at the first request that fails, so it is restarted. A sample that MLflow
+    does not accept is dropped: the next one comes soon.
     """
 
     def __init__(self, run_id: str, uri: str, node_id: str, interval_s: float = INTERVAL_S) -> None:
@@ -35,7 +35,7 @@ class SystemMetrics:
         Args:
             run_id: MLflow run.
             uri: tracking server; a SQLite file only on the machine that holds it.
-            node_id: what the keys call this node, such as `node-0`.
+            node_id: the node's name in the keys, such as `node-0`.
             interval_s: seconds between samples.
         """
         self._run_id, self._uri, self._node_id = run_id, absolute_uri(uri), node_id
@@ -45,7 +45,7 @@ class SystemMetrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop sampling; waits at most 5 s for a request to MLflow that is under way."""
+        """Stop sampling; waits at most 5 s for a request to MLflow in progress."""
         self._ends.set()
         self._thread.join(5.0)
 
@@ -57,7 +57,7 @@ class SystemMetrics:
                     self._run_id,
                     sampling_interval=self._interval_s,
                     samples_before_logging=1,
-                    resume_logging=True,  # steps continue where they were
+                    resume_logging=True,  # steps continue from the last one
                     node_id=self._node_id,
                     tracking_uri=self._uri,
                 )
@@ -72,9 +72,9 @@ class SystemMetrics:
 
 
 def sample_nodes(run_id: str, uri: str) -> list[Callable[[], None]]:
-    """Sample every node until the functions that are returned are called.
+    """Sample every node until the returned functions are called.
 
-    Of a SQLite file's run only this node is sampled, which alone has the file.
+    For a run in a SQLite file only this node is sampled, because only it has the file.
     """
     own = SystemMetrics(run_id, uri, "node-0")
     if not uri.startswith(("http://", "https://")):

@@ -1,9 +1,9 @@
-"""Sends a run's log to MLflow: training never waits for MLflow, nor dies with it.
+"""Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
 
-What is recorded goes to the log. One thread sends the points, tags and the end in their order, and
-another one the files, so that a file that cannot be stored delays neither the points, nor the end,
-nor other files. Both keep trying while MLflow is away, and send what they missed when it is back,
-with the original times. Nothing here knows Ray.
+Every record goes to the log. One thread sends the points, tags and the end in order, and another
+one the files, so that a file that cannot be stored delays neither the points, nor the end, nor
+other files. Both keep trying while MLflow is away, and send what is missing when it is back, with
+the original times. Nothing here uses Ray.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, 
 from vit_ray.tracking.mlflow_run import MAX_METRICS, ForeignFileError, RunWriter
 
 BATCH_INTERVAL_S: Final = 1.0
-"""Metrics are gathered this long before they are sent."""
+"""Metrics are collected this long before they are sent."""
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 60.0
 MAX_TRIES = 4
-"""Of a record that MLflow does not take although it takes others of its kind."""
+"""Failures of a record, while MLflow accepts others of its kind, after which it is left out."""
 FILE_TRIES_AT_END: Final = 3
 NEVER_REACHED_S: Final = 5.0
-"""Longest wait at a run's end for an MLflow that has not answered once in all of it."""
+"""Longest wait at a run's end for an MLflow that has never answered."""
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 """The request itself is wrong, so trying again does not help."""
 _DATABASE: Final = "BAD_REQUEST"
-"""MLflow's word for nearly every error of its database: a wrong value, a full pool, a failover."""
+"""MLflow's code for nearly every error of its database: a wrong value, a full pool, a failover."""
 
 _finding: Final = threading.Lock()
-"""Held by whoever finds or creates a run: of one log there is never a second one."""
+"""Held while a run is found or created: a log never gets a second run."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Repeater(threading.Thread):
     """A thread that repeats a step until it is ended, with growing pauses after failures."""
 
     def __init__(self, name: str, step: Callable[[], bool]) -> None:
-        """`step`: returns False if some of it failed and is to be tried later."""
+        """`step`: returns False if some of it failed and must be tried again later."""
         super().__init__(name=name, daemon=True)
         self._step, self._num_tries, self.ends = step, 0, False
         self._wake = threading.Event()
@@ -74,7 +74,7 @@ class Repeater(threading.Thread):
             self._wake.clear()
 
     def end(self, join_s: float) -> None:
-        """Repeat no more, and wait up to `join_s` for the step under way."""
+        """Stop repeating, and wait up to `join_s` for the step in progress."""
         self.ends = True
         self._wake.set()
         self.join(join_s)
@@ -82,7 +82,7 @@ class Repeater(threading.Thread):
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float, max_tries: float = inf
     ) -> bool:
-        """Whether it is done by the deadline of `time.monotonic`, or after so many steps."""
+        """Whether it is done by the deadline of `time.monotonic`, or after this many steps."""
         last_try = self._num_tries + max_tries
         with self._progress:
             while not is_done() and self._num_tries < last_try:
@@ -94,7 +94,7 @@ class Repeater(threading.Thread):
         return is_done()
 
     def wait_for_try(self, wait_s: float) -> None:
-        """Wait until the first step has been made."""
+        """Wait until the first step is done."""
         with self._progress:
             self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
 
@@ -107,26 +107,27 @@ class Tracker:
         Args:
             uri: as `absolute_uri` gives it.
             first: the record that opened the log.
-            start: that of the opening that is recorded now.
+            start: of the present opening.
         """
         self.log, self._uri = log, uri
         self._first, self._start = first, start
         self._wanted: str | None = None
-        """The MLflow run to continue, if one is known."""
+        """The MLflow run to continue, if known."""
         self._writer: RunWriter | None = None
         sent = log.read_sent()
         self._points_at, self._files_at = (0, sent.offset), (0, sent.files_offset)
-        """Cuts of the log, and bytes of it up to which MLflow has all but files, and the files."""
+        """Truncations of the log, and bytes of it up to which MLflow has everything but files, and
+        the files."""
         self._read_to = sent.files_offset
         self._is_away, self._failed_tries = False, 0
         self._num_refused = 0
-        """Records that MLflow does not take although it takes others; they are left out."""
+        """Records that MLflow rejects although it accepts others; they are left out."""
         self._doubtful: tuple[Record | None, int] = None, 0
         """A record that the database refuses, and how often it did."""
         self._events = [
             one for one in log.opened(start["opening"], sent.files_offset) if one["kind"] == "event"
         ]
-        """Of this opening, and what the one before could not send."""
+        """Records of this opening, and those that the previous one could not send."""
         self._waiting: dict[int, Record] = {}
         """Files and events that MLflow does not have, by the offset before them."""
         self._warned: set[int] = set()
@@ -138,10 +139,10 @@ class Tracker:
     def start(
         cls, opening: RunOpening, log: MetricsLog | None = None, wait_s: float = 10.0
     ) -> Tracker:
-        """Open the run and start sending; recording continues where the log has this opening.
+        """Open the run and start sending; recording continues if the log has this opening.
 
         Args:
-            log: of the opening's path, if there is one in this process.
+            log: of the opening's path, if this process has one.
             wait_s: longest wait for the run to exist, so that `run_id` is known.
         """
         log = log or MetricsLog(opening.log_path)
@@ -156,7 +157,7 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run; None until MLflow could be reached for the first time."""
+        """The MLflow run; None until MLflow has answered for the first time."""
         return self._writer.run_id if self._writer else None
 
     @property
@@ -167,9 +168,9 @@ class Tracker:
         return page_hint(self._uri, writer.experiment_id, has_view=writer.has_view)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until MLflow has everything recorded so far; False when it does not in time.
+        """Wait until MLflow has everything recorded so far; False if it does not in time.
 
-        A file that cannot be stored is waited for only while it is tried a few times more.
+        A file that cannot be stored is waited for only during a few more attempts.
         """
         size, deadline = self.log.size, time.monotonic() + timeout_s
         return self._points.wait_until(
@@ -184,7 +185,7 @@ class Tracker:
         return self.close(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Send what is recorded, and no more; says how to send what MLflow did not take.
+        """Send what is recorded, then stop; logs how to send what MLflow did not accept.
 
         Returns:
             Whether MLflow has everything.
@@ -199,8 +200,8 @@ class Tracker:
             missing = [f"{refused} refused record{'s' if refused > 1 else ''}", *missing]
         if not is_sent or missing:
             logger.warning(
-                "MLflow at %s does not have %s of run %s; when that is mended: "
-                "python jobs/replay.py %s URI",
+                "MLflow at %s does not have %s of run %s; when that is fixed, run: python "
+                "jobs/replay.py %s URI",
                 safe_uri(self._uri),
                 ", ".join(missing) if missing else "all",
                 self.run_id,
@@ -212,7 +213,8 @@ class Tracker:
         """Find or create the run, and send all but files; after any error MLflow counts as away."""
         try:
             if self._writer is None:
-                # One that was ended before a slow MLflow answered may still be creating the run.
+                # A tracker that was ended before a slow MLflow answered may still be creating the
+                # run.
                 with _finding:
                     self._writer = RunWriter(
                         self._uri, self._first, self.log.path.parent, self._wanted, self._start
@@ -226,7 +228,7 @@ class Tracker:
                     break
                 send_each(self._writer, found[0], self._refuses)
                 self._failed_tries = 0
-                self._is_away = False  # before whoever waits for this offset looks at the files
+                self._is_away = False  # before callers that wait for this offset look at the files
                 self._points_at = cuts, (offset := found[1])
                 self.log.mark_sent(offset=offset)
             self._points_at, self._is_away = (cuts, offset), False
@@ -241,12 +243,12 @@ class Tracker:
         return True
 
     def _refuses(self, error: Exception, records: list[Record]) -> bool:
-        """Whether MLflow rejects the record, or keeps failing on it while it takes similar ones.
+        """Whether MLflow rejects the record, or keeps failing on it while it accepts similar ones.
 
-        Points, and the end, wait for as long as MLflow or the way to it fails: writing them may
-        be slow where a tag is written at once. An error of its database may be of the database or
-        of a point: the point that remains of the batch is left out when it has failed again and
-        again, each time while MLflow took a point that it has.
+        Points, and the end, wait while MLflow or the connection fails: writing them may be slow
+        even if a tag is written at once. An error of its database may come from the database or
+        from a point: the last remaining point of a batch is left out after repeated failures, each
+        while MLflow accepted a point that it has.
         """
         assert self._writer is not None
         if isinstance(error, MlflowException) and error.error_code == _DATABASE:
@@ -271,7 +273,7 @@ class Tracker:
         return True
 
     def _send_files(self) -> bool:
-        """Send texts, artifacts and the history, each by itself."""
+        """Send texts, artifacts and the history, each separately."""
         if self._writer is None or self._is_away:
             return True
         cuts = self.log.num_cuts
@@ -320,14 +322,14 @@ def _is_rejection(error: Exception) -> bool:
 def send_each(
     writer: RunWriter, records: list[Record], leaves_out: Callable[[Exception, list[Record]], bool]
 ) -> int:
-    """Send a batch; where it fails, each record by itself, so that one costs only itself.
+    """Send a batch; if it fails, each record separately, so that a bad record loses only itself.
 
     Args:
-        leaves_out: called with an error and what was sent: whether to continue without it. An
-            error after which it is not left out is raised.
+        leaves_out: called with an error and what was sent; returns whether to continue without it,
+            or else the error is raised.
 
     Returns:
-        Metric points that were new.
+        Returns the number of new metric points.
     """
     try:
         return writer.send(records) if records else 0
@@ -341,10 +343,11 @@ def send_each(
 def next_batch(
     log: MetricsLog, offset: int, *, files: bool | None = None
 ) -> tuple[list[Record], int]:
-    """Metrics up to the size of one request, or one record of another kind, and the offset behind.
+    """Metrics up to the size of one request, or one record of another kind, and the offset after
+    them.
 
     Args:
-        files: files alone, or the rest alone; what is left out is passed over. None: all.
+        files: only files, or only the rest; other records are skipped. None: all.
     """
     batch: list[Record] = []
     num_points = 0
@@ -373,25 +376,29 @@ class Replayed:
     """The result of a replay."""
 
     num_points: int = 0
-    """Metric points that were new."""
+    """New metric points."""
     refused: list[str] = field(default_factory=list)
-    """Records that MLflow did not take, or that are not the run's to send, each with the reason."""
+    """Records that MLflow rejected, or that name files outside the run's folder, each with the
+    reason."""
 
 
 def replay(log_path: Path, uri: str) -> Replayed:
-    """Send a log to MLflow, to its own run or, where that is unknown, to a new one.
+    """Send a log to MLflow, to its own run or, if that is unknown, to a new one.
 
     Running it again adds nothing. Only files in the log's own folder are sent.
 
     Raises:
-        ValueError: no such log, or the file is none.
+        ValueError: there is no such log, or the file is not a log.
         RuntimeError: MLflow cannot be used at this address.
     """
     check_replay(log_path, uri)
     log = MetricsLog(log_path)
     first = log.first_start()
     if first is None:
-        raise ValueError(f"log {str(log_path)!r}: no such file, or it does not begin with a run")
+        raise ValueError(
+            f"log {str(log_path)!r}: no such file, or it does not begin with a run's start; give a "
+            "run's metrics.jsonl"
+        )
     try:
         writer = RunWriter(absolute_uri(uri), first, log_path.parent, log.read_sent().run_id, first)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""One attempt of a run on one worker: it trains or evaluates, and reports how that ended."""
+"""One attempt of a run on one worker: it trains or evaluates, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from vit_ray.worker.watchdog import Watchdog
 
 
 def run_attempt(link: RunLink, set_up: Callable[[], Attempt | None]) -> None:
-    """Run to the end, and report an error that a restart would meet.
+    """Run to the end, and report an error that would happen again after a restart.
 
     Args:
         set_up: builds the attempt; None if there is nothing left to do.
@@ -70,7 +70,7 @@ def run_attempt(link: RunLink, set_up: Callable[[], Attempt | None]) -> None:
 
 @dataclass
 class Attempt:
-    """The parts of a worker, put together; what the loop asks of it, each part answers."""
+    """The parts of a worker, combined; each part answers some of the loop's calls."""
 
     job: TrainJob
     context: RankContext
@@ -92,22 +92,23 @@ class Attempt:
     """Unix time at which a node of this run leaves, for the next checkpoint."""
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
     _digest: int = field(default=0, init=False)
-    """Of this rank's samples of this attempt."""
+    """Digest of this rank's samples in this attempt."""
     _digest_before: int = field(default=0, init=False)
-    """Of all ranks' samples of earlier attempts."""
+    """Digest of all ranks' samples in earlier attempts."""
 
     def run(self) -> None:
         """Train to the end, or evaluate once.
 
         Raises:
-            UnrecoverableError: the recipe says to stop here, or the data are wrong.
-            SmallerMicroBatchError: a pass did not fit into memory; the next attempt's may.
+            UnrecoverableError: the recipe says to stop here, or the data are invalid.
+            SmallerMicroBatchError: a pass did not fit into memory; a smaller one in the next
+                attempt may.
         """
         if self.job.kind == "evaluate":
             try:
                 self.link.log(0, self.evaluator.evaluate(0, self.is_stopping))
             except EvaluationCutError:
-                text = f"{self._stop_reason()}; the evaluation has no figures"
+                text = f"{self._stop_reason()}; the evaluation has no results"
                 self.link.note_last(EventKind.STOPPED, text, 0)
             return
         try:
@@ -127,7 +128,7 @@ class Attempt:
             raise smaller from error
 
     def close(self) -> None:
-        """Stop the watchdog and leave the process group as Ray expects it."""
+        """Stop the watchdog and leave the process group in the way Ray expects."""
         self.watchdog.stop()
         self.saver.abandon()
         self.engine.close()
@@ -160,7 +161,7 @@ class Attempt:
         ending = run_training(
             self.engine, batches, self.job.recipe, self.context, hooks, progress, compute
         )
-        self.watchdog.pause()  # the steps are over, and waiting has limits of its own
+        self.watchdog.pause()  # the steps are over, and waiting has its own limits
         with clock.within(TimeClass.CHECKPOINT):
             self.saver.wait_until_written()
         clock.enter(TimeClass.ENDING)
@@ -174,7 +175,7 @@ class Attempt:
             self.link.note_last(EventKind.STOPPED, text, step)
 
     def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same; crops of the first batch are kept with the run."""
+        """The same batches; crops of the first batch are kept with the run."""
         first = next(batches, None)
         if first is None:
             return
@@ -188,7 +189,7 @@ class Attempt:
         yield from batches
 
     def _digested(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same; their samples are in the digest of the checkpoints to come."""
+        """The same batches; their samples are included in the digest of later checkpoints."""
         size = self.job.recipe.train.global_batch_size
         for step, batch in enumerate(batches, self.progress.step):
             samples = np.asarray(batch["sample"], np.int64)
@@ -197,7 +198,7 @@ class Attempt:
             yield batch
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """For MLflow, and on rank 0 to the recipe's callbacks, which get a copy.
+        """Metrics for MLflow, and on rank 0 a copy for the recipe's callbacks.
 
         A callback that raises is not called again.
         """
@@ -224,7 +225,7 @@ class Attempt:
         return self.link.current_stop_reason() or "another worker was asked to stop"
 
     def note_step(self, step: int) -> None:
-        """For the watchdog, and through its heartbeat for the display.
+        """Progress for the watchdog, and through its heartbeat for the display.
 
         Raises:
             UnrecoverableError: checkpoints can no longer be written.
@@ -262,17 +263,17 @@ class Attempt:
                 figures = self.evaluator.evaluate(step, self.is_stopping, wants_save)
         except EvaluationCutError as cut:
             reason = "a stop" if cut.is_stopping else "a checkpoint at once"
-            text = f"for {reason}; there are no figures of it"
+            text = f"for {reason}; it has no results"
             self.link.note(EventKind.EVALUATION_CUT, text, step)
             raise
         if figures:
-            self._note_start(step)  # of an attempt without steps, which only evaluates
+            self._note_start(step)  # in an attempt without steps, which only evaluates
             if step == self.job.last_step and not self.job.recipe.keeps_best:
                 self.evaluator.show_files()
         return figures
 
     def save(self, progress: Progress) -> None:
-        """Start writing a checkpoint, and log for how long training stood still."""
+        """Start writing a checkpoint, and log how long training stood still."""
         whole = of_floats(self.context.all_sum(to_floats(self._digest)))
         progress.samples_digest = f"{add_digests(self._digest_before, whole):016x}"
         with self.link.clock.within(TimeClass.CHECKPOINT):

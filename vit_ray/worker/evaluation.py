@@ -1,4 +1,4 @@
-"""Evaluation inside a run: all ranks work, each image counts once, every rank gets the figures.
+"""Evaluation inside a run: all ranks work, each image counts once, every rank gets the results.
 
 Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 """
@@ -52,7 +52,7 @@ SHOWN_EVERY_S: Final = 5.0
 
 
 def has_accuracy(recipe: Recipe) -> bool:
-    """Whether there are images to measure accuracy on, and a head that was trained."""
+    """Whether there are images to measure accuracy on, and a trained head."""
     has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
     return has_images and recipe.train.loss != "masked_patch"
 
@@ -70,8 +70,8 @@ class Evaluator:
     ) -> None:
         """
         Args:
-            open_batches: this rank's evaluation batches of the stream of a name, without the first
-                images of a number.
+            open_batches: opens this rank's evaluation batches of a named stream, without a number
+                of first images.
         """
         self._job, self._engine, self._open_batches = job, engine, open_batches
         self._link, self._watchdog = link, watchdog
@@ -87,15 +87,15 @@ class Evaluator:
     ) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
 
-        Metrics that cannot be computed fail an evaluation's own run; in a training run they
-        become an event, and there are no metrics.
+        Metrics that cannot be computed fail an evaluation's own run; in a training run they become
+        an event, and there are no metrics.
 
         Args:
-            is_stopping, is_save_wanted: asked between two batches, on every rank.
+            is_stopping, is_save_wanted: called between two batches, on every rank.
 
         Raises:
             EvaluationCutError: one of them was true on some rank.
-            UnrecoverableError: as said, or a batch does not fit into memory.
+            UnrecoverableError: as above, or a batch does not fit into memory.
         """
         self._watchdog.expect_long_steps()
         self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
@@ -107,7 +107,7 @@ class Evaluator:
                 if self._engine.average is not None and metrics:
                     metrics |= self._measure_averaged()
         except ValueError as error:
-            # All ranks have the same figures and so the same error; training is not at fault.
+            # All ranks have the same results and so the same error; training is not the cause.
             if self._job.kind == "evaluate":
                 raise UnrecoverableError(str(error)) from None
             self._link.note(EventKind.EVALUATION_FAILED, str(error), step)
@@ -117,7 +117,8 @@ class Evaluator:
                 raise
             size = self._job.recipe.evaluate.batch_size
             raise UnrecoverableError(
-                f"evaluate.batch_size={size} images do not fit into device memory; lower it",
+                f"evaluate.batch_size={size}: so many images do not fit into device memory; lower "
+                "it",
                 is_agreed=False,
             ) from error
         self._watchdog.resume()
@@ -176,7 +177,7 @@ class Evaluator:
         batch_size = self._job.recipe.evaluate.batch_size
 
         def batches() -> Iterator[Batch]:
-            """The stream; says every few seconds at which image it is, for the display."""
+            """The stream; reports every few seconds the number of images, for the display."""
             began_s = shown_s = time.monotonic()
             for number, batch in enumerate(self._watched("eval", start)):
                 seen, now_s = number * batch_size * engine.world_size, time.monotonic()
@@ -197,7 +198,9 @@ class Evaluator:
         return all_sum([float(count)], engine.device)[0]
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
-        """And what is kept of it: images, and tables of how often each class was taken for each."""
+        """Also returns what is kept: images, and tables of how often each class was taken for
+        each.
+        """
         answers, recipe, device = self._job.answers, self._job.recipe, self._engine.device
         rank = self._link.rank
         confusion, images, batches = Confusion(), ExampleImages(), self._watched("eval")
@@ -205,7 +208,7 @@ class Evaluator:
         classes = answers.classes if answers else self._job.classes
         rows = images.chosen(all_rows(images.candidates(rank), device), rank)
         all_sum_array(rows, device)
-        # Of a training those of the averaged weights are the result.
+        # For a training, the results with averaged weights count.
         of_weights = prefix if self._job.kind == "evaluate" else ""
         files = {**confusion.files(classes), **example_files(rows, classes)}
         self._files = {f"{of_weights}{name}": content for name, content in files.items()}
@@ -232,7 +235,7 @@ class Evaluator:
     def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
         """Batches of a stream; on a GPU, images are copied while it computes."""
         batches, device = self._open_batches(name, start), self._engine.device
-        if device.type == "cuda":  # all but the images is used on the host
+        if device.type == "cuda":  # everything but the images is used on the host
             batches = device_batches(batches, device, pinned=("image",))
         for batch in batches:
             self._watchdog.note_move()
@@ -252,12 +255,12 @@ def measure_accuracy(
 ) -> dict[str, float]:
     """`top1`, `top5`, `loss` and `evaluate.metrics` over all images of an evaluation stream.
 
-    And `mean_average_precision`, where images have several labels and the scores fit into memory.
+    Also `mean_average_precision`, if images have several labels and the scores fit into memory.
 
     Args:
         answers: the ground truth; None for the labels of the stream.
-        confusion: gets the counts of all ranks' images.
-        images: gets candidates among this rank's.
+        confusion: collects the counts over all ranks' images.
+        images: collects candidates among this rank's images.
     """
     sums, train, keys = AccuracySums(), recipe.train, recipe.evaluate.metrics
     own = [own_part(key, "evaluate.metrics", Metric) for key in keys]
@@ -279,7 +282,7 @@ def measure_accuracy(
         for i, (key, metric) in enumerate(zip(keys, own, strict=True)):
             values = per_image(metric(logits, labels), labels, f"evaluate.metrics: {key}")
             own_sums[i] += float((torch.where(counted, values.double(), 0.0) * weights).sum())
-        # ReaL's answers, and ObjectNet's, are alternatives, and not all of an image's classes.
+        # ReaL's and ObjectNet's answers are alternatives, not all classes of an image.
         if batch["labels"].shape[1] > 1 and (answers is None or answers.by_sample is None):
             scores.add_batch(logits, labels, weights)
         if confusion is not None:
@@ -310,10 +313,10 @@ def measure_few_shot(
     config: EvalConfig,
     few_shot: FewShot,
 ) -> dict[str, float]:
-    """`few_shot/N_shot_top1` for each number of shots, of the mean over the seeds.
+    """`few_shot/N_shot_top1` for each number of shots: the mean over the seeds.
 
-    Ranks add up sums over the examples that are drawn; features are held for a batch at a time. A
-    drawn image that cannot be decoded leaves its class with an example less.
+    Ranks add up sums over the drawn examples; features are in memory for one batch at a time. If a
+    drawn image cannot be decoded, its class has one example less.
     """
     for batch, features, _ in _predictions(engine, train_batches):
         real = batch["weight"] > 0

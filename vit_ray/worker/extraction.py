@@ -1,4 +1,4 @@
-"""Features of a data set by all workers, each writing what it computes."""
+"""Features of a data set from all workers, each writing what it computes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Prediction = tuple[Mapping[str, Any], Tensor, Tensor]
 
 
 def begin_extraction(folder: str) -> int:
-    """The position to continue from; files of positions that are not whole are removed.
+    """The position to continue from; removes files of positions that are incomplete.
 
-    These were written by an extraction of the same features into the same folder, and the images in
-    them are computed again, perhaps by another number of workers.
+    An extraction of the same features into the same folder wrote them; their images are computed
+    again, perhaps by another number of workers.
     """
     _, others, end = whole_parts(locate(folder))
     for name in others:

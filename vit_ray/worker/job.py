@@ -1,4 +1,4 @@
-"""What a training worker is given, and the errors by which it ends an attempt."""
+"""What a training worker is given, and the errors with which it ends an attempt."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
 
 @dataclass(frozen=True)
 class Extraction:
-    """What is written of the stream `eval`, and where."""
+    """Which features of the stream `eval` are written, and where."""
 
     folder: str
     with_logits: bool
     rows_per_file: int
-    """Of each worker, about: whole batches are taken."""
+    """Approximate images per file of each worker: whole batches are taken."""
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Everything that a worker needs to know; the driver makes it, Ray carries it."""
+    """Everything that a worker needs to know; the driver makes it, Ray sends it."""
 
     recipe: Recipe
     kind: Literal["train", "evaluate"]
@@ -37,37 +37,37 @@ class TrainJob:
     num_images: int
     """Training images of one epoch."""
     total_steps: int
-    """Of the whole run, by which the rate is scheduled."""
+    """Steps of the whole run, for the learning rate schedule."""
     data_fingerprint: str
     run_folder: str
     new_head: NewHead
-    """What `init_from` does about the head: as in `initialize_weights`."""
+    """How `init_from` treats the head: as in `initialize_weights`."""
     few_shot_classes: int
     ray_ready_s: float
     """Unix time at which Ray was up, for the time to the first step."""
     record: RecordsRun
-    """Workers use it, and `control`, through `run_link.RunLink` only."""
+    """Workers use it, and `control`, only through `run_link.RunLink`."""
     control: ControlsRun
     lock_number: int | None
-    """Of the driver's lock of the run's folder; None where nothing is written there."""
+    """Token of the driver's lock of the run's folder; None if nothing is written there."""
     note_bad_images: Callable[[dict[int, str]], None]
-    """Counts images that cannot be decoded here: sample number to description; may raise."""
+    """Counts images that this worker cannot decode: sample number to description; may raise."""
     few_shot_labels: Callable[[], NDArray[np.int32]] | None = None
     """Reads the first label of every image that few-shot examples are drawn from."""
     extraction: Extraction | None = None
-    """Features to write in the place of an evaluation."""
+    """Features to write instead of an evaluation."""
     answers: Answers | None = None
-    """Of an evaluation: what is right for its images."""
+    """Of an evaluation: the correct answers for its images."""
     classes: tuple[str, ...] = ()
-    """Names of the data set's classes, for people."""
+    """Names of the data set's classes, for display."""
     data_terms: tuple[dict[str, str], ...] = ()
-    """Licence and address of the source of each training set, where its maker gave them."""
+    """Licence and source address of each training set, if its maker gave them."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
 
     @property
     def last_step(self) -> int:
-        """After which the workers are done."""
+        """Steps after which the workers are done."""
         return self.until_step or self.total_steps
 
 
@@ -85,7 +85,7 @@ class DivergedError(UnrecoverableError):
 
 
 class DefectiveDeviceError(RuntimeError):
-    """The device, or its link to others, computes what is wrong."""
+    """The device, or its link to others, computes wrong results."""
 
 
 class SmallerMicroBatchError(RuntimeError):

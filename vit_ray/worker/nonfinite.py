@@ -1,4 +1,5 @@
-"""A step whose loss or gradient is not finite: reported, then stopped at, skipped or rolled back.
+"""A step whose loss or gradient is not finite: reported, then the run stops, skips it or rolls
+back.
 
 The engine has refused such a step, so weights and optimizer are as before it.
 """
@@ -28,14 +29,14 @@ from vit_ray.worker.saving import CheckpointSaver, open_chosen_checkpoint
 from vit_ray.worker.watchdog import Watchdog
 
 MOST_IN_A_ROW: Final = 3
-"""Refused steps at which a run stops whatever the recipe says: the weights no longer train."""
+"""Refused steps in a row at which a run stops with any setting: the weights no longer train."""
 MOST_SAMPLES: Final = 64
 MOST_NORMS: Final = 8
-"""Of a report."""
+"""Length of the lists in a report."""
 
 
 class NonfinitePolicy:
-    """What `train.nonfinite` says."""
+    """Carries out `train.nonfinite`."""
 
     def __init__(
         self,
@@ -46,7 +47,8 @@ class NonfinitePolicy:
     ) -> None:
         """
         Args:
-            describe: names the batch's samples and where it stops being finite; all ranks call it.
+            describe: names the batch's samples and the first layer that is not finite; all ranks
+                call it.
             roll_back: restores the newest checkpoint and returns its step, or None if there is
                 none; all ranks call it.
         """
@@ -76,17 +78,17 @@ class NonfinitePolicy:
             restored = self._roll_back(progress)
             if restored is None:
                 raise UnrecoverableError("there is no checkpoint to roll back to; the run stops")
-            text = f"weights of step {restored}, the data continue at step {step}"
+            text = f"weights of step {restored}; training continues with the data of step {step}"
             self._link.note(EventKind.ROLLED_BACK, text, step)
 
 
 def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
-    """Samples of the global batch, and sizes by layer of activations and weights."""
+    """Samples of the global batch, and sizes of activations and weights by layer."""
     numbers = np.asarray(batch["sample"], np.int64) % COPY
     samples = np.unique(all_rows(numbers, engine.device)).tolist()
     shown = ", ".join(map(str, samples[:MOST_SAMPLES]))
     if len(samples) > MOST_SAMPLES:
-        shown += f", ... ({len(samples)} in all)"
+        shown += f", ... ({len(samples)} in total)"
     pieces = [
         engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
         for piece in torch.split(as_tensor(batch["image"]), micro_batch_size)
@@ -115,19 +117,20 @@ def roll_back(
     progress: Progress,
     but_not: int | None = None,
 ) -> int | None:
-    """Restore weights and optimizer of the newest checkpoint; the data order continues where it is.
+    """Restore weights and optimizer of the newest checkpoint; the data continue at the present
+    step.
 
-    The losses and gradient norms that later ones are compared with are restored, too: older weights
-    compared with those of newer ones would be a spike.
+    The losses and gradient norms that later ones are compared with are restored, too: compared with
+    those of newer weights, older weights would look like a spike.
 
     Args:
         but_not: a step whose checkpoint is not restored.
 
     Returns:
-        The checkpoint's step; None if there is none.
+        Returns the checkpoint's step; None if there is none.
     """
     watchdog.pause()
-    # Until every rank has written, ranks could see another one as the newest.
+    # Until every rank has written, ranks could find different newest checkpoints.
     saver.wait_until_written()
     all_sum([0.0], engine.device)
 

@@ -1,4 +1,4 @@
-"""What Ray Train runs on every worker; to name it, a driver need not import torch."""
+"""What Ray Train runs on every worker; a driver can name it without importing torch."""
 
 from typing import Any
 

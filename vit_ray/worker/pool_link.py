@@ -1,4 +1,4 @@
-"""A worker's link to its pool: which training is next, who takes part, and that it has ended."""
+"""A worker's link to its pool: the next training, its ranks, and whether the pool has ended."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import ray
 from vit_ray.worker.job import TrainJob
 
 ANSWER_LIMIT_S: Final = 120.0
-"""The server answers within seconds, also when there is no new training."""
+"""The server answers within seconds, even if there is no new training."""
 REASSIGNED_S: Final = 10.0
-"""How long a worker whose group has failed waits for the death of another to be known."""
+"""How long a worker whose group has failed waits until the death of another is known."""
 
 
 class Streams(Protocol):
-    """One rank's streams; `batches` of the data room has the batch contract."""
+    """One rank's streams; `batches` in `data/` describes the batches."""
 
     def training_blocks(self, share: int, start: int, stop: int) -> Iterator[Any]:
-        """Positions [start, stop) of the run as they travel, `share` rows of a global batch."""
+        """Positions [start, stop) of the run as they are sent, `share` rows of a global batch."""
 
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Any]:
         """The same in batches of `share` rows."""
@@ -35,7 +35,7 @@ class OpensStreams(Protocol):
 
     @property
     def sharing(self) -> Any:
-        """With other trainings, or None."""
+        """Stream shared with other trainings, or None."""
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> Streams:
         """`group` names the start of the worker group and the training; `ranks`: of this host."""
@@ -46,7 +46,8 @@ class Assignment:
     """A training for all workers of a pool."""
 
     number: int
-    """Counted from 0 in the pool; a training that is assigned again after a failure has another."""
+    """Counted from 0 in the pool; a training that is assigned again after a failure gets a new
+    number."""
     job: TrainJob
     use_gpu: bool
     streams: OpensStreams
@@ -54,7 +55,7 @@ class Assignment:
 
 
 class Member(NamedTuple):
-    """A rank's process, as the others and the pool's server know it."""
+    """A rank's process, as the other ranks and the pool's server know it."""
 
     host: str
     """The address of its node."""
@@ -62,7 +63,7 @@ class Member(NamedTuple):
     """Ray's id of its node."""
     pid: int
     store: str
-    """Of rank 0: address of the store by which the ranks find each other; else empty."""
+    """On rank 0: address of the store by which the ranks find each other; else empty."""
 
 
 class Meeting(NamedTuple):
@@ -75,20 +76,21 @@ class Meeting(NamedTuple):
 
 
 class GroupBrokenError(RuntimeError):
-    """Another rank has died before all had met."""
+    """Another rank has died before all ranks were there."""
 
 
 class PoolLink:
-    """One worker's side."""
+    """One worker's side of the link."""
 
     def __init__(self, server: Any, rank: int, world_size: int) -> None:
         """`server`: handle of the pool's actor."""
         self._server, self._rank, self._world_size = server, rank, world_size
 
     def assignments(self) -> Iterator[Assignment]:
-        """The training under way when this group was started, if there is one, and all later ones.
+        """The training in progress when this group was started, if there is one, and all later
+        ones.
 
-        Waits for each as long as the pool is open: the driver owns it, and ends it with itself.
+        Waits for each as long as the pool is open: the driver owns the pool, which ends with it.
         """
         last = -1
         while True:
@@ -118,12 +120,12 @@ class PoolLink:
     def is_reassigned(self, assignment: Assignment, wait_s: float = 0.0) -> bool:
         """Whether the training is assigned again, now or within the time.
 
-        That is so where another worker's process has died, and is replaced.
+        This is the case if another worker's process has died, and is replaced.
         """
         return bool(self._ask("is_reassigned", assignment.number, wait_s))
 
     def end_silent(self, assignment: Assignment, ranks: list[int]) -> bool:
-        """Have the processes of ranks ended that hang; False if that cannot help."""
+        """Have the processes of hanging ranks ended; False if that cannot help."""
         return bool(self._ask("end_silent", assignment.number, ranks))
 
     def end(self, assignment: Assignment) -> None:

@@ -16,11 +16,11 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 Made = tuple[Batch, Any]
-"""A batch, and the event after which its image is whole; None without a GPU."""
+"""A batch, and the event after which its image is complete; None without a GPU."""
 
 
 class SideStream:
-    """A CUDA stream of the device's own for what one thread makes and another uses."""
+    """A separate CUDA stream for batches that one thread makes and another uses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,12 +37,13 @@ class SideStream:
             return batch, self._stream.record_event()
 
     def hand_over(self, made: Made) -> Batch:
-        """The batch, which the stream that computes waits for; the host does not."""
+        """The batch; the computing stream waits for it, the host does not."""
         batch, event = made
         if event is not None:
             user = torch.cuda.current_stream(self._device)
             user.wait_event(event)
-            # Its memory is this stream's, and must not be given out again while the other reads it.
+            # Its memory belongs to this stream, and must not be reused while the other stream reads
+            # it.
             batch["image"].record_stream(user)
         return batch
 
@@ -55,11 +56,11 @@ def device_batches(
 ) -> Iterator[Batch]:
     """The same batches, their images on the device; read ahead as `Prefetched` does.
 
-    Without a GPU they are handed on as they are.
+    Without a GPU they are passed on unchanged.
 
     Args:
-        pinned: columns that become tensors in page-locked memory: from other memory the host waits
-            for the copy.
+        pinned: columns that become tensors in page-locked memory: a copy from other memory makes
+            the host wait.
     """
     if device.type != "cuda":
         return Prefetched(batches, lambda batch: batch, ahead)
@@ -77,14 +78,15 @@ def device_batches(
 class Prefetched(Iterator[T]):
     """What `prepare` makes of each item; while one is used, `ahead` and one more are made.
 
-    In a thread, which begins at once, and ends when this is collected, as where a training stops
-    early. An error of `items` or `prepare` is raised where its item was due, and ends it.
+    Runs in a thread, which starts at once, and ends when this object is collected, for example if a
+    training stops early. An error of `items` or `prepare` is raised at the position of its item,
+    and ends it.
     """
 
     def __init__(self, items: Iterable[Item], prepare: Callable[[Item], T], ahead: int = 1) -> None:
         self._ready: Queue[T | BaseException | None] = Queue(maxsize=max(1, ahead))
         self._closed = threading.Event()
-        # A daemon, and no reference to this object: the thread must not keep either alive.
+        # A daemon without a reference to this object: the thread must not keep either alive.
         threading.Thread(
             target=_read,
             args=(items, prepare, self._ready, self._closed),
@@ -95,14 +97,14 @@ class Prefetched(Iterator[T]):
     def __next__(self) -> T:
         item = self._ready.get()  # no limit: train.step_timeout_s ends a step that waits for images
         if item is None or isinstance(item, BaseException):
-            self._ready.put(None)  # the thread has ended: who asks again must not wait for it
+            self._ready.put(None)  # the thread has ended: later calls must not wait for it
             raise item or StopIteration
         return item
 
     def __del__(self) -> None:
         self._closed.set()
         with contextlib.suppress(Empty):
-            while True:  # unblocks a thread that waits for a place, so that it sees the end
+            while True:  # unblocks a thread that waits for a free slot, so that it sees the end
                 self._ready.get_nowait()
 
 

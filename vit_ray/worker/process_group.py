@@ -1,4 +1,4 @@
-"""The process group of one attempt: joined before it, left and forgotten after it."""
+"""The process group of one attempt: joined before it, left and cleaned up after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINEAR: Final = torch.nn.functional.linear
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands in its group."""
+    """The position of a rank in its group."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ class RankPlace:
 
     @property
     def host_ranks(self) -> range:
-        """The ranks on this rank's host, which Ray Train numbers one after the other."""
+        """The ranks on this rank's host, which Ray Train numbers consecutively."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
 
@@ -48,9 +48,9 @@ class RankPlace:
 def open_store(host: str, timeout_s: float) -> TCPStore:
     """Rank 0's store, by which the ranks find each other.
 
-    The system chooses a port and holds it: one that was only found free can be lost. The store has
-    no password, and torch's own socket listens on every network of the node; this one only on
-    `host`'s.
+    The system chooses and holds a port: a port that was only found free could be taken before use.
+    The store has no password, and torch's own socket would listen on every network of the node;
+    this one listens only on `host`'s.
 
     Args:
         host: the address of this rank's node, as the other nodes reach it.
@@ -77,22 +77,22 @@ def joined_process_group(
     backend: str,
     timeout_s: float,
 ) -> Iterator[None]:
-    """A process group of its own inside the block, and nothing of it in this process afterwards.
+    """A process group inside the block, without traces in this process afterwards.
 
     After an error in the block nothing is cleaned up: the process ends, or leaves the group.
 
     Args:
         device: where this rank computes.
         address: host and port of rank 0's store.
-        store: the same on rank 0.
+        store: rank 0's store on rank 0.
         backend: `nccl` or `gloo`.
         timeout_s: a collective operation that takes longer fails.
     """
     timeout = timedelta(seconds=timeout_s)
     host, _, port = address.rpartition(":")
     store = store or TCPStore(host, int(port), timeout=timeout)
-    # DeepSpeed computes on the GPU of this number. Ray sorts the GPUs of its workers as text, by
-    # which the worker of local rank 2 has GPU 10 where there are more than ten.
+    # DeepSpeed computes on the GPU with this number. Ray sorts the GPUs of its workers as text, so
+    # with more than ten GPUs the worker of local rank 2 has GPU 10.
     local_rank = place.local_rank if device.index is None else device.index
     # As torchrun sets them; DeepSpeed reads some.
     os.environ |= {
@@ -118,15 +118,15 @@ def joined_process_group(
 def leave_process_group(*, keeps_compiled: bool = False) -> None:
     """Destroy the group, and what libraries keep of it and of the models that it trained.
 
-    After a failure too: Gloo's connections close, which ends what other ranks wait for.
+    Also after a failure: Gloo's connections close, which ends the waiting of other ranks.
 
     Args:
-        keeps_compiled: compiled code stays, for another model that is built alike.
+        keeps_compiled: keep compiled code for another model with the same structure.
     """
     destroy_process_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # ZeRO 3 puts its own in place (0.19.8), whose sums are taken in another order.
+    # ZeRO 3 replaces it with its own (0.19.8), which sums in another order.
     torch.nn.functional.linear = _LINEAR
     if "torch._dynamo" in sys.modules and not keeps_compiled:
         torch.compiler.reset()

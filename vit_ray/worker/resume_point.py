@@ -1,4 +1,4 @@
-"""The checkpoint that a starting worker group resumes from: chosen by rank 0, for all ranks."""
+"""The checkpoint that a starting worker group resumes from: selected by rank 0, for all ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from vit_ray.storage import Location
 RETRIES: Final = RetryPolicy(
     attempts=20, denied_attempts=10, max_delay_s=30.0, budget_s=300.0, tries_every_error=True
 )
-"""For each request while the choice is made: an error would end the run."""
+"""Time limit of each request during the selection: an error would end the run."""
 
 ASK_S: Final = 30.0
-"""Interval at which rank 0 sends the others whether the choice has been made."""
+"""Interval at which rank 0 tells the others whether the selection is done."""
 CHOICE_LIMIT_S: Final = 4 * 3600.0
 """For reading the newest checkpoint back, and older ones if it is damaged."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that all workers of a group open, and the stream's place that goes with it."""
+    """The checkpoint that all workers of a group open, and the matching position in the stream."""
 
     step: int | None
-    """Of the checkpoint; None = there is none."""
+    """Step of the checkpoint; None = there is none."""
     samples_seen: int
     is_over: bool = False
     """There is nothing left to do."""
@@ -52,22 +52,22 @@ def choose_resume_point(
     total_steps: int,
     note: Callable[[EventKind, str], None],
 ) -> ResumePoint:
-    """The point after the newest checkpoint whose every byte is as written.
+    """The point after the newest checkpoint that is intact in every byte.
 
-    What is newer than the chosen one is set aside: training is about to write the same folders
-    again. A storage that is away for some minutes is waited for, which is noted once.
+    Newer ones are set aside: training is about to write the same folders again. If the storage is
+    away for some minutes it waits, and notes that once.
 
     Args:
         note: called with kind and text of an event for the run's history.
 
     Raises:
-        NoUsableCheckpointError: there are checkpoints, and none of them is good.
+        NoUsableCheckpointError: there are checkpoints, but none of them is valid.
         OSError: the storage was away for too long.
     """
     calls = itertools.count()
 
     def note_once(text: str) -> None:
-        if next(calls) == 0:  # of several reading threads, too
+        if next(calls) == 0:  # from several reading threads, too
             note(EventKind.STORAGE_AWAY, f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
 
     with retry_policy(replace(RETRIES, tell=note_once)):
@@ -78,7 +78,7 @@ def choose_resume_point(
 
 
 class ResumePointChoice:
-    """A choice that is made in a thread, while the waiting ranks keep exchanging messages."""
+    """A selection that runs in a thread, while the waiting ranks keep exchanging messages."""
 
     def __init__(
         self, choose: Callable[[], ResumePoint], clock: Callable[[], float] = time.monotonic
@@ -98,10 +98,12 @@ class ResumePointChoice:
         except queue.Empty:
             waited_s = self._clock() - self._since_s
             if waited_s > CHOICE_LIMIT_S:
-                return f"no checkpoint could be chosen in {waited_s:.0f} s: storage does not answer"
+                return (
+                    f"no checkpoint could be selected in {waited_s:.0f} s: storage does not answer"
+                )
             note(
                 EventKind.STORAGE_SLOW,
-                f"has been choosing the checkpoint to resume from for {waited_s:.0f} s",
+                f"has been selecting the checkpoint to resume from for {waited_s:.0f} s",
             )
             return None
 

@@ -1,7 +1,7 @@
 """A worker's link to the run's record and to its control, which live with the driver.
 
-Metrics and events are sent without waiting for an answer. If the driver is gone, Ray ends this
-worker too, so calls that may fail then are not errors of the training.
+Metrics and events are sent without waiting for an answer. If the driver has ended, Ray ends this
+worker too, so failures of such calls are not errors of the training.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ RUN_ID_S: Final = 20.0
 DELIVERY_S: Final = 120.0
 SHOW_S: Final = 10.0
 """Of a file that training does not depend on."""
-"""For what must have arrived: a worker that gets no answer ends, and its group starts again."""
+"""For records that must arrive: a worker that gets no answer ends, and its group restarts."""
 _BEATS_AT_A_TIME: Final = 128
-"""Of a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
+"""In a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
 
 
 def beats_between(world_size: int) -> int:
-    """After so many beats of its watchdog, one a second, a rank above 0 sends a heartbeat.
+    """A rank above 0 sends a heartbeat once in this many beats (one a second) of its watchdog.
 
-    Some rank of a large group still hears of a request within a second, and the ranks agree on it.
+    Some rank of a large group still learns of a request within a second, and the ranks agree on it.
     """
     return math.ceil(world_size / _BEATS_AT_A_TIME)
 
@@ -46,7 +46,7 @@ class Orders(NamedTuple):
 class RecordsRun(Protocol):
     """The record of a run, as workers use it.
 
-    A `wait_s` above 0 waits for so long until it has arrived; RayError or RuntimeError if it has
+    If `wait_s` is above 0, wait that long until it has arrived; RayError or RuntimeError if it has
     not.
     """
 
@@ -63,7 +63,7 @@ class RecordsRun(Protocol):
         """MLflow's id of the run; None while MLflow is away."""
 
     def work(self, work: Work, wait_s: float = 0.0) -> None:
-        """What an attempt has completed so far, in the place of what it had before."""
+        """What an attempt has completed so far; replaces what it had before."""
 
     def place_wait(self, begin_s: float, end_s: float) -> None:
         """The worker group has waited for its place; Unix times."""
@@ -79,17 +79,17 @@ class ControlsRun(Protocol):
         """A worker is at `step`; None: no news, as after the end.
 
         Args:
-            introduction: host, Ray's id of the node, and a text, of an attempt that begins.
+            introduction: host, Ray's id of the node, and a text, when an attempt begins.
         """
 
     def places(self) -> dict[int, WorkerPlace]:
-        """Of the workers that have introduced themselves since the last failure, by rank."""
+        """Places of the workers that have introduced themselves since the last failure, by rank."""
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         """Which workers the others wait for; empty if that was reported before, None: not known."""
 
     def silent_ranks(self, silent_s: float) -> list[int]:
-        """Workers that have been heard of, and not for so long."""
+        """Workers that sent heartbeats before, but not for some time."""
 
     def stop_reason(self) -> str | None:
         """Why the run was asked to stop, asked now."""
@@ -98,10 +98,10 @@ class ControlsRun(Protocol):
         """Ask the workers for a checkpoint at once."""
 
     def fail(self, failure: Failure) -> None:
-        """The workers end, and a restart would not help."""
+        """End the workers because a restart would not help."""
 
     def failure(self) -> Failure | None:
-        """What was given to `fail`, if anything was."""
+        """The argument of `fail`, if it was called."""
 
 
 class RunLink:
@@ -115,11 +115,13 @@ class RunLink:
         world_size: int = 1,
         *introduction: str,
     ) -> None:
-        """`introduction`: host, Ray's id of the node, and what else errors say of this worker."""
+        """`introduction`: host, Ray's id of the node, and the text by which errors name this
+        worker.
+        """
         self._record, self._control, self.rank = record, control, rank
         self._world_size, self._num_beats = world_size, rank
         self.clock = WorkClock(world_size)
-        """Of this attempt."""
+        """Id of this attempt."""
         self._sent = self.clock.work
         self._introduction = introduction
         """Sent until it has arrived: a heartbeat is small."""
@@ -128,7 +130,7 @@ class RunLink:
         self.stop_reason: str | None = None
         """Why the workers were asked to stop, by the last answer to a heartbeat."""
         self._saves_requested = 0
-        # Until the first answer it is not known how many were requested of earlier attempts.
+        # Before the first answer it is not known how many were requested in earlier attempts.
         self._saves_seen: int | None = None
 
     def fail(self, failure: Failure) -> None:
@@ -136,7 +138,7 @@ class RunLink:
         self._control.fail(failure)
 
     def beat(self, step: int) -> None:
-        """Send a heartbeat, if it is this rank's turn, and store the requests of the answer."""
+        """Send a heartbeat, if it is this rank's turn, and store the requests in the answer."""
         self._num_beats += 1
         is_due = self.rank == 0 or self._num_beats % beats_between(self._world_size) == 0
         if not (is_due or self._introduction):
@@ -154,7 +156,7 @@ class RunLink:
             self.send_work()
 
     def send_work(self, wait_s: float = 0.0) -> None:
-        """Send what this attempt has completed, where that is news."""
+        """Send what this attempt has completed, if that has changed."""
         if self.clock.work is not self._sent:
             self._sent = self.clock.work
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
@@ -177,7 +179,7 @@ class RunLink:
             self.note_own(kind, text, step)
 
     def note_own(self, kind: EventKind, text: str, step: int) -> None:
-        """Send an event of this rank alone."""
+        """Send an event of only this rank."""
         self._record.event(kind, text, step)
 
     def note_last(self, kind: EventKind, text: str, step: int) -> None:
@@ -190,8 +192,8 @@ class RunLink:
 
         Args:
             reason: how long it has not moved.
-            where: the calls that its training is in; ranks that are in the same report once.
-            threads: where all its threads are.
+            where: the calls that its training is in; ranks in the same calls are reported once.
+            threads: the calls that all its threads are in.
             step: steps completed.
         """
         waited_for: str | None = None
@@ -201,11 +203,11 @@ class RunLink:
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             cause = f" {waited_for}." if waited_for else ""
-            text = f"worker {self.rank}: {reason}.{cause} Threads of it:\n{threads}"
+            text = f"worker {self.rank}: {reason}.{cause} Threads of worker {self.rank}:\n{threads}"
             self._record.event(EventKind.HUNG, text, step, HANG_REPORT_S)
 
     def silent_ranks(self, silent_s: float) -> list[int]:
-        """Others as `ControlsRun.silent_ranks`; none where there is no answer."""
+        """As `ControlsRun.silent_ranks`; empty if there is no answer."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             return [rank for rank in self._control.silent_ranks(silent_s) if rank != self.rank]
         return []
@@ -217,13 +219,15 @@ class RunLink:
         self._record.content(name, content, folder, limit_s)
 
     def show_files(self, files: Mapping[str, bytes], folder: str) -> None:
-        """As `keep_file`, of files that training does not depend on: lost without an answer."""
+        """As `keep_file`, for files that training does not depend on: ignored if there is no
+        answer.
+        """
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             for name, content in files.items():
                 self.keep_file(name, content, folder, SHOW_S)
 
     def tracking_run_id(self) -> str | None:
-        """MLflow's id of the run on rank 0; None where it is not known in time."""
+        """MLflow's id of the run on rank 0; None if it is not known in time."""
         if self.rank > 0:
             return None  # only rank 0's position is kept
         try:

@@ -1,4 +1,4 @@
-"""A worker's checkpoints: when training may go on, what they hold, and how one is restored."""
+"""A worker's checkpoints: when training may continue, what they hold, and how one is restored."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
 
 WRITE_TIMEOUT_S: Final = 1800.0
-"""Longest wait for the checkpoint before, with all retries of a storage that is away."""
+"""Longest wait for the previous checkpoint, with all retries for a storage that is away."""
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
 ABANDONED_S: Final = 60.0
-"""Longest time for a rank's part of a checkpoint to end whose attempt has failed."""
+"""Longest time for a rank's part of a checkpoint to end after its attempt has failed."""
 _WRITER: Final = "checkpoint-writer"
 
 RunBeside = Callable[[Callable[[], None]], object]
@@ -43,7 +43,7 @@ RunBeside = Callable[[Callable[[], None]], object]
 
 
 def start_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a thread that does not hold up the end of the process."""
+    """Run `work` in a thread that does not delay the end of the process."""
     threading.Thread(target=work, daemon=True, name=_WRITER).start()
 
 
@@ -69,7 +69,7 @@ class CheckpointSaver:
         run_beside: RunBeside = start_thread,
         is_broken: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_broken`: whether another rank has died, asked while there is a wait."""
+        """`is_broken`: whether another rank has died, called while waiting."""
         self._job, self._state, self._link = job, state, link
         self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
         self._is_broken = is_broken
@@ -77,24 +77,24 @@ class CheckpointSaver:
         self._written.set()
         self._error: BaseException | None = None
         self.teacher_digest = ""
-        """Of the weights that this run learns from."""
+        """Digest of the weights that this run learns from."""
 
     def save(self, progress: Progress, leaves_at_s: float | None = None) -> float:
         """Copy the state now and write it while training continues.
 
         Args:
-            leaves_at_s: Unix time at which a node is taken away; an event says by how much the
+            leaves_at_s: Unix time at which a node is taken away; an event reports whether the
                 checkpoint was in time.
 
         Returns:
-            Seconds for which training stood still.
+            Returns the seconds that training stood still.
 
         Raises:
-            UnrecoverableError: as `wait_until_written`, of the checkpoint before.
+            UnrecoverableError: as `wait_until_written`, for the previous checkpoint.
         """
         start_s, asked_s = time.perf_counter(), time.time()
-        self._watchdog.pause()  # waiting has limits of its own
-        self.wait_until_written()  # storage slower than the cadence must not pile up copies
+        self._watchdog.pause()  # waiting has its own limits
+        self.wait_until_written()  # storage slower than the cadence must not accumulate copies
         position = make_position(self._job, self._state, progress, self._link.tracking_run_id())
         position = replace(position, teacher_digest=self.teacher_digest)
         snapshot = self._state.snapshot(position)
@@ -104,15 +104,15 @@ class CheckpointSaver:
         return time.perf_counter() - start_s
 
     def abandon(self) -> None:
-        """The attempt has ended: what is being written no longer waits for other ranks."""
+        """The attempt has ended: a checkpoint in progress no longer waits for other ranks."""
         self._writer.is_abandoned.set()
 
     def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
-        """Until this rank's part of the last checkpoint is written, or has failed.
+        """Wait until this rank's part of the last checkpoint is written, or has failed.
 
         Raises:
             UnrecoverableError: too many in a row could not be written.
-            GroupBrokenError: another rank has died, whose part is waited for perhaps.
+            GroupBrokenError: another rank has died, whose part may be waited for.
             TimeoutError: the storage does not answer.
         """
         start_s = reminded_s = time.monotonic()
@@ -124,7 +124,7 @@ class CheckpointSaver:
                 continue
             reminded_s, waited_s = now_s, now_s - start_s
             text = (
-                f"{self._job.run_folder}: waiting for the checkpoint before since {waited_s:.0f} s"
+                f"{self._job.run_folder}: waiting for the previous checkpoint for {waited_s:.0f} s"
             )
             self._link.note_own(EventKind.STORAGE_SLOW, text, 0)
             if waited_s > timeout_s:
@@ -141,13 +141,14 @@ class CheckpointSaver:
             raise UnrecoverableError(str(self._error), is_agreed=False) from self._error
 
     def note_evaluation(self, progress: Progress) -> bool:
-        """Record an evaluation after the checkpoint of its step; for when all ranks have written.
+        """Record an evaluation after the checkpoint of its step; called when all ranks have
+        written.
 
         Returns:
-            Whether there is one that is whole.
+            Whether there is a complete checkpoint.
 
         Raises:
-            UnrecoverableError: another driver has taken the run over.
+            UnrecoverableError: another driver has taken over the run.
         """
         try:
             return self._writer.note_evaluation(progress)
@@ -155,7 +156,7 @@ class CheckpointSaver:
             raise UnrecoverableError(str(error), is_agreed=False) from error
 
     def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint of a step is committed; for when all ranks have written."""
+        """Whether the checkpoint of a step is committed; called when all ranks have written."""
         return self._writer.is_whole(step)
 
     def _write(self, snapshot: Snapshot, asked_s: float, leaves_at_s: float | None) -> None:
@@ -175,16 +176,17 @@ def _time_taken(asked_s: float, ended_s: float, leaves_at_s: float) -> str:
     if ended_s <= leaves_at_s:
         return f"{text} until a node leaves"
     return (
-        f"{text} until a node leaves, which is too long; raise RAY_GRACEFUL_SHUTDOWN_DRAIN_"
-        "TIMEOUT_S, and on Kubernetes terminationGracePeriodSeconds of its pod above it"
+        f"{text} until a node leaves, which is too long; raise "
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, and on Kubernetes terminationGracePeriodSeconds of "
+        "its pod above it"
     )
 
 
 def check_folder_is_shared(job: TrainJob, node: str) -> None:
-    """This worker sees the folder in which the driver's lock is.
+    """Check that this worker sees the folder with the driver's lock.
 
     Raises:
-        UnrecoverableError: it does not; no checkpoint would ever become whole.
+        UnrecoverableError: it does not; no checkpoint could ever be complete.
     """
     folder = locate(job.run_folder)
     if job.lock_number is not None and not sees_lock(folder, job.lock_number):
@@ -198,7 +200,7 @@ def check_folder_is_shared(job: TrainJob, node: str) -> None:
 def make_position(
     job: TrainJob, state: TrainingState, progress: Progress, tracking_run_id: str | None
 ) -> Position:
-    """Where the run stands now; the loop may advance `progress` afterwards."""
+    """The run's present position; the loop may advance `progress` afterwards."""
     batch = job.recipe.train.global_batch_size
     return Position(
         progress=deepcopy(progress),
@@ -215,12 +217,12 @@ def make_position(
 
 
 def open_chosen_checkpoint(run_folder: Location, step: int) -> Checkpoint:
-    """The checkpoint that all ranks agreed on, whatever has come to storage since.
+    """The checkpoint that all ranks agreed on, even if newer ones have come to storage since.
 
     Raises:
         RuntimeError: it is no longer there.
     """
     checkpoint = open_checkpoint(run_folder.child(folder_name(step)))
     if checkpoint is None:
-        raise RuntimeError(f"checkpoint {step} of {run_folder.path} has gone")
+        raise RuntimeError(f"checkpoint {step} of {run_folder.path} no longer exists")
     return checkpoint

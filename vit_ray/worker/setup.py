@@ -43,19 +43,20 @@ from vit_ray.worker.job import (
 from vit_ray.worker.prefetch import device_batches
 
 BATCHES_AHEAD: Final = 2
-"""Batches that a worker has fetched beyond the one in hand."""
+"""Batches that a worker has fetched beyond the one in use."""
 
 
 def choose_micro_batch(
     job: TrainJob, run_folder: Location, world_size: int, agree: Callable[[int], int], rank: int = 0
 ) -> int:
-    """Images per pass: as the recipe says, within what was found to fit, now or by an attempt.
+    """Images per pass: as in the recipe, or at most what was found to fit, now or by an earlier
+    attempt.
 
-    Rank 0 has later attempts do without a trial, and take the same.
+    Rank 0 lets later attempts take the same size without a trial.
 
     Args:
-        agree: the fewest of any rank's images. Ranks with different GPUs, or that read the limit at
-            different times, must do as many passes.
+        agree: the fewest images over all ranks. Ranks with different GPUs, or that read the limit
+            at different times, must do the same number of passes.
     """
     train = job.recipe.train
     if job.kind == "evaluate":
@@ -82,10 +83,10 @@ def choose_micro_batch(
 
 
 def check_device(device: torch.device, rank: int, world_size: int) -> list[str]:
-    """Check what this rank computes, and what all ranks add up; milliseconds.
+    """Check what this rank computes, and the sum over all ranks; returns milliseconds.
 
     Returns:
-        What the driver reports of the GPU, which may work nevertheless.
+        Errors that the driver reports for the GPU; it may work nevertheless.
 
     Raises:
         DefectiveDeviceError: a result is wrong.
@@ -102,8 +103,8 @@ def check_device(device: torch.device, rank: int, world_size: int) -> list[str]:
     added = all_sum([rank + 1, (rank + 1) ** 2], device)
     if added != expected:
         raise DefectiveDeviceError(
-            f"the sum over all {world_size} workers is {added}, and {expected} is right; look at "
-            "the links between the hosts, and at each GPU"
+            f"the sum over all {world_size} workers is {added}, but {expected} is correct; check "
+            "the links between the hosts, and each GPU"
         )
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if has_gpu else None
     return [f"{name}: {fault}" for fault in driver_faults(f"GPU-{uuid}")] if uuid else []
@@ -140,14 +141,14 @@ def build_engine(
     note_losses: NotesLosses | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[DeepSpeedEngine, LoadReport | None]:
-    """The engine with its first weights, and what became of those in `init_from`.
+    """The engine with its initial weights, and the report on those in `init_from`.
 
     Args:
-        loads_weights: start from `init_from`; False where a checkpoint is restored afterwards.
+        loads_weights: start from `init_from`; False if a checkpoint is restored afterwards.
         note_losses, teacher: as `make_loss`.
 
     Raises:
-        UnrecoverableError: the weights do not fit the model, or there are none.
+        UnrecoverableError: the weights do not fit the model, or do not exist.
     """
     recipe, report = job.recipe, None
     torch.manual_seed(recipe.seed)
@@ -164,10 +165,10 @@ def build_engine(
             raise UnrecoverableError(f"init_from: {error}", is_agreed=False) from None
         new = {part_of(name) for name in report.new} & {*HEADS} & {*recipe.optim.frozen}
         if job.kind == "train" and new:
-            # A kernel of zeros gives the same logits for every image, and would stay so.
+            # A kernel of zeros gives the same logits for every image, and would stay zero.
             raise UnrecoverableError(
-                f"optim.frozen has {min(new)}, and {report.source} has none that fits: the new one "
-                f"of zeros would never learn; leave {min(new)} out of optim.frozen"
+                f"optim.frozen has {min(new)}, but {report.source} has no matching {min(new)}: the "
+                f"new one of zeros would never learn; remove {min(new)} from optim.frozen"
             )
     batch = recipe.train.global_batch_size
     passes = (
@@ -187,13 +188,14 @@ def build_engine(
 def open_batches(
     job: TrainJob, read: Iterator[Any], batch_size_per_rank: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The training batches on their way to the device; the first is read while others work.
+    """The training batches on their way to the device; the first is read during the rest of the
+    set-up.
 
     Args:
-        read: batches of pixels, or blocks of encoded images where the device decodes.
+        read: batches of pixels, or blocks of encoded images if the device decodes.
     """
     if job.recipe.data.decode == "device":
-        return _decoded(job, read, batch_size_per_rank, device)  # it looks ahead by itself
+        return _decoded(job, read, batch_size_per_rank, device)  # it reads ahead by itself
     return device_batches(read, device, BATCHES_AHEAD)
 
 

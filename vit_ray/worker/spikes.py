@@ -1,4 +1,4 @@
-"""A finite spike of loss or gradient norm: noted, with the losses of its images, and acted on."""
+"""A finite spike of loss or gradient norm: noted, with the losses of its images, then handled."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vit_ray.train.spikes import Spike, losses_file
 from vit_ray.worker.run_link import RunLink
 
 MOST_FILES: Final = 100
-"""Spikes of a run whose losses per image are kept."""
+"""Number of spikes in a run for which losses per image are kept."""
 
 
 class SpikePolicy:
-    """What `train.on_spike` says."""
+    """Carries out `train.on_spike`."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class SpikePolicy:
     def handle(self, progress: Progress, spike: Spike) -> None:
         """Report the spike of the step before `progress.step`, and roll back if the recipe says so.
 
-        It rolls back to each checkpoint once: else spikes between two checkpoints would undo all
-        training, while the schedule and the data advance.
+        It rolls back to each checkpoint only once: otherwise spikes between two checkpoints would
+        undo all training, while the schedule and the data advance.
         """
         policy, step = self._recipe.train.on_spike, progress.step
         if progress.spikes <= MOST_FILES:
@@ -75,7 +75,9 @@ class SpikePolicy:
             elif restored == self._restored:
                 text = f"not rolled back to step {restored} a second time; training continues"
             else:
-                text = f"weights of step {restored}, the data continue at step {step}"
+                text = (
+                    f"weights of step {restored}; training continues with the data of step {step}"
+                )
                 kind = EventKind.ROLLED_BACK
             self._restored = restored
             self._link.note(kind, text, step)

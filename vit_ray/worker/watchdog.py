@@ -1,4 +1,4 @@
-"""A worker's watchdog: a thread that reports where the worker is, and ends a step that hangs."""
+"""A worker's watchdog: a thread that reports the worker's progress, and ends a step that hangs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from types import FrameType
 
 BEAT_S = 1.0
 FIRST_STEP_S = 600.0
-"""Least time for the first step of an attempt, which compiles and waits for the first batch."""
+"""Minimum limit for the first step of an attempt, which compiles and waits for the first batch."""
 SETUP_S = 3600.0
-"""Least time for what comes before: the model is built, and a checkpoint read and restored."""
+"""Minimum limit for what comes before: the model is built, and a checkpoint read and restored."""
 OTHERS_S = 5.0
-"""Time for the other ranks, which hang too, to report where, before the group ends."""
+"""Time for the other ranks, which hang too, to report their calls, before the group ends."""
 
 
 def end_process() -> None:
@@ -29,7 +29,7 @@ def end_process() -> None:
 
 
 def describe_threads(most_frames: int = 12) -> str:
-    """Where each thread of this process is, a line each, the innermost call first."""
+    """The calls of each thread of this process, one line each, the innermost call first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"  {names.get(ident, ident)}: {describe_calls(frame, most_frames)}"
@@ -39,7 +39,7 @@ def describe_threads(most_frames: int = 12) -> str:
 
 
 def describe_calls(frame: FrameType | None, most_frames: int) -> str:
-    """The calls that a thread is in, the innermost first; empty where it has ended."""
+    """The calls that a thread is in, the innermost first; empty if it has ended."""
     if frame is None:
         return ""
     return " < ".join(
@@ -66,9 +66,9 @@ class Watchdog(threading.Thread):
             step: steps completed so far.
             timeout_s: longest time that a step may take.
             beat: called about once a second with the steps completed.
-            report_hang: called before the process is ended with the reason, the calls that the
-                training is in, where all threads are, and the step.
-            end: ends the process, or that of a rank which this one waits for.
+            report_hang: called before the process is ended, with the reason, the calls that the
+                training is in, the calls of all threads, and the step.
+            end: ends the process, or that of a rank that this one waits for.
         """
         super().__init__(daemon=True, name="watchdog")
         self._step, self._timeout_s = step, timeout_s
@@ -97,7 +97,7 @@ class Watchdog(threading.Thread):
         self._moved_s = self._clock()
 
     def pause(self) -> None:
-        """Pause: what follows has time limits of its own."""
+        """Pause: what follows has its own time limits."""
         self._is_paused = True
 
     def expect_long_steps(self) -> None:
@@ -119,7 +119,7 @@ class Watchdog(threading.Thread):
         self._stopped.set()
 
     def check(self) -> None:
-        """End what hangs if the step in progress has taken too long."""
+        """End a hanging process if the step in progress has taken too long."""
         limit_s = self._timeout_s
         if not self._is_set_up:
             limit_s = max(limit_s, SETUP_S)

@@ -1,8 +1,8 @@
-"""One Ray Train worker, composed of its parts; nothing else in this room knows Ray Train.
+"""One Ray Train worker, composed of its parts; no other module in this folder uses Ray Train.
 
-A worker belongs to a pool: its group is placed once and takes one training after another, each in a
-process group, an engine and streams of its own. A training is taken again after the death of
-another worker, which is replaced: imports and compiled code stay.
+A worker belongs to a pool: its group is placed once and takes one training after another, each with
+its own process group, engine and streams. After the death of another worker, which is replaced, the
+training is repeated from its checkpoint: imports and compiled code stay.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def serve_pool(config: dict[str, Any]) -> None:
 
     Args:
         config: `server`, the handle of the pool's `PoolServer`; `replaces`: a worker whose process
-            has died is replaced alone, and the others meet with the new one.
+            has died is replaced alone, and the others join the new one.
     """
     quiet_libraries()
     warm_up_process()  # while the driver plans, and the streams' process starts
@@ -104,7 +104,7 @@ def _may_be_of_others(error: RuntimeError) -> bool:
 
 
 def quiet_libraries() -> None:
-    """Warnings of libraries that a user can do nothing about."""
+    """Library warnings that a user cannot act on."""
     for module in ("deepspeed", "torch", "ray"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -147,7 +147,7 @@ def _train(assignment: Assignment, pool: PoolLink, rank: int, *, replaces: bool)
 
 
 def own_place() -> str:
-    """GPU, process and log file of this worker: Ray sends standard error to a file of its own."""
+    """GPU, process and log file of this worker: Ray sends standard error to a separate file."""
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else ""
     parts = [f"GPU {', '.join(gpus)}"] if gpus else []
@@ -156,7 +156,7 @@ def own_place() -> str:
 
 
 def training_device(use_gpu: bool) -> torch.device:
-    """The GPU that Ray gave this worker, made torch's current one; or the CPU."""
+    """The GPU that Ray gave this worker, made torch's current device; or the CPU."""
     if not use_gpu:
         return torch.device("cpu")
     from ray.train.torch import get_device
@@ -178,7 +178,7 @@ def set_up_attempt(
     """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
     recipe, run_folder = job.recipe, locate(job.run_folder)
     watchdog = Watchdog(0, recipe.train.step_timeout_s, link.beat, link.note_hang, end=end_hang)
-    link.beat(0)  # an error of what follows names this worker's place
+    link.beat(0)  # later errors name this worker's place
     watchdog.start()
     unless_set_up: contextlib.ExitStack[None] = contextlib.ExitStack()
     with unless_set_up:
@@ -188,7 +188,7 @@ def set_up_attempt(
             link.note_own(EventKind.DEVICE_SUSPECT, f"worker {place.rank}, {fault}", 0)
         point = ResumePoint(None, 0)
         if job.kind == "train":
-            watchdog.pause()  # the choice has a limit of its own
+            watchdog.pause()  # the selection has its own limit
             with link.clock.within(TimeClass.RESTORING):
                 point = _agreed_point(job, link, run_folder, place.rank)
             watchdog.resume()
@@ -234,7 +234,7 @@ def set_up_attempt(
                 with link.clock.within(TimeClass.RESTORING):
                     engine.restore(checkpoint)
             except DamagedCheckpointError:
-                raise  # the next attempt chooses an older one
+                raise  # the next attempt selects an older one
             except ValueError as error:
                 raise UnrecoverableError(str(error)) from None
             position = checkpoint.position
@@ -275,14 +275,14 @@ def set_up_attempt(
 
 
 def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int) -> ResumePoint:
-    """The checkpoint that rank 0 chooses to continue from, broadcast to all ranks."""
+    """The checkpoint that rank 0 selects to continue from, broadcast to all ranks."""
     note = partial(link.note, step=0)
     choosing: ResumePointChoice | None = None
     if rank == 0:
         choosing = ResumePointChoice(lambda: choose_resume_point(run_folder, job.last_step, note))
     chosen: list[ResumePoint | str | None] = [None]
     while chosen[0] is None:
-        # Reading a checkpoint back may take longer than a collective operation may.
+        # Reading a checkpoint back may take longer than a collective operation is allowed to.
         chosen = [choosing.wait(note) if choosing else None]
         dist.broadcast_object_list(chosen, src=0)
     point = chosen[0]
@@ -296,7 +296,7 @@ def _training_batches(
 ) -> Iterator[Batch]:
     batch = job.recipe.train.global_batch_size
     if job.kind != "train" or samples_seen >= job.last_step * batch:
-        return iter(())  # nothing, or its last evaluation only, is left of a run
+        return iter(())  # nothing of the run is left, or only its last evaluation
     share = batch // world_size
     is_encoded = job.recipe.data.decode == "device"
     read = streams.training_blocks if is_encoded else streams.training_batches
@@ -310,8 +310,8 @@ def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
     """The same batches.
 
     Raises:
-        UnrecoverableError: what the stream refuses (too many bad images, say), which it would
-            refuse again.
+        UnrecoverableError: an error of the stream (such as too many bad images) that would happen
+            again.
     """
     try:
         yield from batches

@@ -362,7 +362,7 @@ def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPoo
         except PROCESS_DIED as error:
             raise PoolLostError("the process of the pools' keeper has died") from error
         except RuntimeError:
-            keeper.take_back.remote(loan, "close")  # no limit: it answers at once
+            keeper.take_back.remote(loan, "close")  # no limit: it did not answer the call before
             raise
     try:
         yield BorrowedPool(shape, server, keeper, loan, num_sharing)

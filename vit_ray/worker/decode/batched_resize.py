@@ -1,12 +1,11 @@
-"""Regions of many sizes to images of one size, together.
+"""Resizes regions of many sizes to images of one size in a few operations.
 
-The resize is bilinear and antialiased, as Pillow's and torch's `interpolate`: each side is a matrix
-of triangles, as wide as the region is reduced. Weights and what is between the two sides are whole
-numbers, small enough that every sum is exact: an image is the same to the last bit in any company,
-on any device. Matrix products must be those of float32, not TF32 (torch's default).
+The resize is bilinear and antialiased, like Pillow's and torch's `interpolate`: each side is a
+matrix of triangles, as wide as the region is reduced. Weights, and values between the two sides,
+are whole numbers small enough that every sum is exact: an image is the same bit by bit next to any
+other images, on any device. Matrix products must be in float32, not TF32 (torch's default).
 
-The arithmetic is a few operations for all regions. To put them side by side costs a GPU one
-copy for each.
+All regions share a few operations. Stacking them costs a GPU one copy each.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# Pixels that are resized together, of the regions, each padded to the largest, or of the images
-# that they become if those are larger: 100 MB as floats, and a few exist at a time.
+# Limit of pixels that are resized together: of the regions, each padded to the largest, or of the
+# output images if those are larger. 100 MB as floats, and a few copies exist at a time.
 MOST_PIXELS: Final = 1 << 23
 
 # float32 is exact up to 2^24: pixels below 2^8 and weights that add up to 2^16. Between the sides a
-# value has 8 more bits, which are summed apart.
+# value has 8 more bits, which are summed separately.
 _WEIGHT: Final = 1 << 16
 _FRACTION: Final = 1 << 8
 
@@ -31,9 +30,9 @@ def resize_regions(regions: Mapping[int, Tensor], flips: Sequence[bool], images:
     """Make an image of each region.
 
     Args:
-        regions: uint8 (h, w, 3) each, on one device, by the rows of `images` that they become.
+        regions: uint8 (h, w, 3) each, on one device, by the row of `images` that each one fills.
         flips: for each row, whether it is mirrored left to right.
-        images: uint8 (B, height, width, 3); other rows stay as they are.
+        images: uint8 (B, height, width, 3); other rows stay unchanged.
     """
     size = images.shape[1], images.shape[2]
     for rows in _groups(regions, size):
@@ -42,7 +41,7 @@ def resize_regions(regions: Mapping[int, Tensor], flips: Sequence[bool], images:
 
 
 def _groups(regions: Mapping[int, Tensor], size: tuple[int, int]) -> Iterator[list[int]]:
-    """Rows of regions of like sizes, of at most `MOST_PIXELS` together, or one alone."""
+    """Rows of regions with similar sizes, of at most `MOST_PIXELS` together, or one alone."""
     group: list[int] = []
     height = width = 0
     for row in sorted(regions, key=lambda i: regions[i].shape[:2]):
@@ -80,9 +79,11 @@ def _resized(regions: list[Tensor], size: tuple[int, int], flips: Tensor) -> Ten
 
 
 def _triangles(lengths: Tensor, out: int, most: int) -> Tensor:
-    """(B, out, most): the share of each of `lengths` (B,) pixels in each that is made of them.
+    """(B, out, most): how much each of `lengths` (B,) input pixels contributes to each output
+    pixel.
 
-    In whole numbers of `1 / _WEIGHT`, from fp64, whose own order of sums is far below them.
+    In whole numbers of `1 / _WEIGHT`, computed in fp64, whose rounding by order of sums is far
+    smaller.
     """
     scale = lengths.double()[:, None, None] / out
     centers = scale * (torch.arange(out, device=lengths.device)[:, None] + 0.5)

@@ -1,11 +1,11 @@
-"""Images that arrive encoded, decoded and cropped on the device while the step before computes.
+"""Encoded images, decoded and cropped on the device while the previous step computes.
 
-The crop's place was drawn with the sample's own random numbers before the image travelled, so it is
-the one that the host would have cut; the resize is bilinear and antialiased, as Pillow's.
+The crop's position was drawn with the sample's own random numbers before the image was sent, so it
+equals the host's crop; the resize is bilinear and antialiased, like Pillow's.
 
-JPEG files go through nvImageCodec (`pip install 'vit-ray[device-decode]'`), in hardware where the
-GPU has it, or by its CPU backend where there is no GPU. Without a GPU and without nvImageCodec, and
-for a file that it refuses, Pillow decodes.
+JPEG files go through nvImageCodec (`pip install 'vit-ray[device-decode]'`), in hardware if the GPU
+has it, or by its CPU backend without a GPU. Pillow decodes if there is neither a GPU nor
+nvImageCodec, and files that nvImageCodec refuses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels of the file; the last two exclusive."""
 
-# Of whole images that a GPU decodes together: 400 MB.
+# Pixels of whole images that a GPU decodes together: 400 MB.
 MOST_PIXELS: Final = 1 << 27
 
 _LOG: Final = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class RegionDecoder(Protocol):
     """Decodes a region of each of many JPEG files."""
 
     def __call__(self, files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:
-        """uint8 (height, width, 3) of each box; None where a file cannot be decoded."""
+        """uint8 (height, width, 3) of each box; None if a file cannot be decoded."""
 
 
 def region_decoder(device: torch.device) -> RegionDecoder:
     """The best decoder for a device.
 
     Raises:
-        ValueError: on a GPU without nvImageCodec: Pillow is too slow for any GPU.
+        ValueError: on a GPU without nvImageCodec, because Pillow is too slow for a GPU.
     """
     if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec"):
         return NvImageCodec(device)
@@ -66,12 +66,13 @@ def region_decoder(device: torch.device) -> RegionDecoder:
 class NvImageCodec:
     """nvImageCodec on a GPU, or its CPU backend.
 
-    A GPU decodes whole images, and cuts the regions out: its JPEG units take no regions, and nvJPEG
-    below 13.2 leaves regions with smooth chroma to the CPU. A CPU decodes the regions alone.
+    A GPU decodes whole images, and then cuts the regions out: its JPEG units cannot decode regions,
+    and nvJPEG below 13.2 leaves regions with smooth chroma to the CPU. A CPU decodes only the
+    regions.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Here and not above: it is an optional package.
+        # Imported here because the package is optional.
         from nvidia import nvimgcodec
 
         self._codec = nvimgcodec
@@ -81,7 +82,7 @@ class NvImageCodec:
         index = device.index if device.index is not None else nvimgcodec.NVIMGCODEC_DEVICE_CURRENT
         self._decoder = nvimgcodec.Decoder(
             device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY if on_cpu else index,
-            max_num_cpu_threads=torch.get_num_threads(),  # what this worker was given
+            max_num_cpu_threads=torch.get_num_threads(),  # the CPUs given to this worker
             backends=backends,
             options=":fancy_upsampling=1",  # smooth chroma, as libjpeg's
         )
@@ -104,7 +105,7 @@ class NvImageCodec:
             for i, image in zip(some, self._decoded([streams[i] for i in some]), strict=True):
                 if image is not None:
                     top, left, bottom, right = boxes[i]
-                    # A copy, so that the rest of the image is free again.
+                    # A copy, so that the rest of the image is freed.
                     found[i] = from_dlpack(image)[top:bottom, left:right].clone()
         return found
 
@@ -141,7 +142,7 @@ def _parts(numbers: list[int], pixels: list[int]) -> Iterator[list[int]]:
 
 
 def decode_with_pillow(files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:
-    """As `RegionDecoder`, one whole file after the other."""
+    """As `RegionDecoder`, one whole file after another."""
     return [_pillow_region(file, box) for file, box in zip(files, boxes, strict=True)]
 
 
@@ -161,10 +162,10 @@ class DeviceDecoder:
 
     Args:
         size: height and width of the model's input in pixels.
-        batch_size: images per batch; blocks may hold any number.
-        note_bad: called with images that no decoder takes, sample number to description; raises
-            when there are too many. Another image of the batch takes their place.
-        decode: decodes regions; None for the best that there is.
+        batch_size: images per batch; blocks may have any number of images.
+        note_bad: called with the images that cannot be decoded, sample number to description;
+            raises if there are too many. Another image of the batch replaces each of them.
+        decode: decodes regions; None for the best decoder.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class DeviceDecoder:
         self._decode = decode or region_decoder(device)
 
     def batches(self, blocks: Iterable[pa.Table]) -> Iterator[Batch]:
-        """Batches of exactly `batch_size`, in order, each decoded while the one before is used.
+        """Batches of exactly `batch_size`, in order, each decoded while the previous one is used.
 
         Args:
             blocks: `iter_batches(batch_size=None, batch_format="pyarrow")` of the stream.
@@ -196,7 +197,7 @@ class DeviceDecoder:
         """One batch.
 
         Raises:
-            ValueError: if none of its images can be decoded, or `note_bad` finds too many bad.
+            ValueError: none of its images can be decoded, or `note_bad` finds too many bad ones.
         """
         images, bad = self._images(table)
         batch = {
@@ -208,7 +209,7 @@ class DeviceDecoder:
             return batch
         samples = batch["sample"]
         self._note_bad({int(samples[i]) % COPY: table["where"][i].as_py() for i in bad})
-        # Bad rows are overwritten by the next good ones, labels and all.
+        # The next good row replaces a bad one, labels included.
         rows = np.arange(len(samples))
         good = np.setdiff1d(rows, bad)
         if not len(good):
@@ -224,7 +225,7 @@ class DeviceDecoder:
         }
 
     def _images(self, table: pa.Table) -> tuple[Tensor, list[int]]:
-        """Crops of all rows, uint8 (B, H, W, 3), and which of them could not be made."""
+        """Crops of all rows, uint8 (B, H, W, 3), and which of them failed."""
         # Without a copy: uint8 (length,).
         files = [np.frombuffer(value.as_buffer(), np.uint8) for value in table["encoded"]]
         boxes: list[Box] = [tuple(box) for box in _matrix(table["box"]).tolist()]

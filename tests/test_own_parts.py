@@ -90,7 +90,7 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
          r"\[8, 8, 3\] uint8"),
         ({"optim": {"name": "tests.parts.no_optimizer"}}, "made a NoneType; make a torch.optim"),
         ({"optim": {"name": "tests.parts.RowNorm"}}, "treats each element alike"),
-        ({"optim": {"name": "tests.parts.Anchored"}}, "begins with zeros"),
+        ({"optim": {"name": "tests.parts.Anchored"}}, "starts with zeros"),
         ({"optim": {"name": "tests.parts.Noted"}}, "keeps rows in its state"),
         ({"train": {"callbacks": ["tests.parts.missing"]}}, "train.callbacks=tests.parts.missing"),
     ],

@@ -224,8 +224,8 @@ def test_a_rank_between_checkpoints_of_different_ranks_is_asked_for(recipe: Reci
     shards = {f"weight|{n}|0": p.detach().flatten() for n, p in model.named_parameters()}
     write_snapshot(Snapshot(0, 1, shards, position), locate(str(earlier)))
     code, text = said(folder, "step=5", "rank=1")
-    assert (code, "step 4 is of 1, and that of step 7 of 2" in text) == (2, True), text
-    assert "rank=1/8 of 8 workers" in text
+    assert (code, "step 4 has 1, and that of step 7 has 2" in text) == (2, True), text
+    assert "rank=1/8 for 8 workers" in text
     code, text = said(folder, "step=3", "rank=0", "--out", f"{folder}-3")
     assert (code, "rank 0 of 1, by the checkpoint of step 4\n" in text) == (0, True), text
 

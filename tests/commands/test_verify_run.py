@@ -64,7 +64,10 @@ def said(run: str, *words: str) -> tuple[int, str]:
 
 def test_a_run_that_had_the_samples_of_its_order_is_whole(recipe: Recipe) -> None:
     code, text = said(begin(recipe, received(recipe, 4, 7)))
-    assert (code, text) == (0, "step 7: files whole; samples of steps 4 to 6 in order\n")
+    assert (code, text) == (
+        0,
+        "step 7: files whole; samples of steps 4 to 6 in the planned order\n",
+    )
 
 
 def test_other_samples_are_named_by_their_steps(recipe: Recipe) -> None:

@@ -223,7 +223,7 @@ def test_the_largest_goes_first_wherever_two_cells_fit_together() -> None:
         ),
         (
             {"sweep": {"space": {"model": [{"dropout": 0.1}, {"depth": 2}]}}},
-            "-small-.*sweep.space: model={.depth.: 2}: model.depth comes from the cell; leave it out",
+            "-small-.*sweep.space: model={.depth.: 2}: model.depth comes from the cell; leave",
         ),
         (
             {"sweep": {"space": {"optim.layer_decay": [0.7], "optim.frozen": [["head"]]}}},

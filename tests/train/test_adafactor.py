@@ -384,4 +384,4 @@ def refused_of_an_older_version(rank: int) -> str:
 
 def test_sums_of_a_version_that_had_other_matrices_are_refused() -> None:
     (text,) = run_ranks(1, refused_of_an_older_version)
-    assert "takes queries, keys and values as one matrix" in text
+    assert "treats queries, keys and values as one matrix" in text

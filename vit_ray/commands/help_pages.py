@@ -78,9 +78,7 @@ def keys_set(command: Command, recipe: Recipe) -> str:
 
 
 def sections_below(prefixes: list[str], recipe: Recipe | None = None) -> list[SectionHelp]:
-    """Sections reduced to the keys that are, or are below, one of the prefixes; without empty
-    ones.
-    """
+    """Non-empty sections with only the keys that are, or are below, one of the prefixes."""
     found = []
     for section in describe_sections(recipe):
         keys = tuple(k for k in section.keys if any(_is_below(k.name, p) for p in prefixes))

@@ -1,6 +1,4 @@
-"""The main command in small: digits to parquet, pre-training, a sweep, and training from
-scratch.
-"""
+"""The main command in small: digits to parquet, pre-training, a sweep, and from scratch."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def run_quickstart(recipe: Recipe) -> int:
 
 
 def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
-    """Train everything; one page of all runs, kept with the run of the sweep. Returns the first
-    exit code that is not 0.
-    """
+    """Train everything and write one page of all runs; returns the first non-zero exit code."""
     pretrained = train(recipe)
     if code := print_result(pretrained):
         return code

@@ -27,9 +27,7 @@ class CropSizes:
         return [[round(first / total_steps, 8), size] for first, size in self.pieces]
 
     def lengths(self, steps: float) -> list[tuple[ImageSize, float]]:
-        """How many of a run's first steps have each size, in order; sizes with 0 steps are left
-        out.
-        """
+        """How many of a run's first steps have each size, in order; only sizes that occur."""
         firsts = [min(first, steps) for first, _ in self.pieces]
         ends = itertools.pairwise([*firsts, steps])
         found = [(size, b - a) for (_, size), (a, b) in zip(self.pieces, ends, strict=True)]
@@ -39,7 +37,7 @@ class CropSizes:
 def crop_sizes(
     sizes: tuple[tuple[float, int], ...], image_size: ImageSize, total_steps: int
 ) -> CropSizes:
-    """total_steps: of the run.
+    """The crop sizes of a run.
 
     Args:
         sizes: `data.augment.sizes`; none = all crops have the model's size.

@@ -128,9 +128,7 @@ class Recipe(Section):
 
     @property
     def chooses_on_dev(self) -> bool:
-        """Whether held-out images select the best evaluation, while `data.eval` is evaluated as
-        well.
-        """
+        """Whether held-out images select the best evaluation, next to those of `data.eval`."""
         has_both = self.data.eval is not None and self.data.held_out_fraction > 0
         return self.keeps_best and has_both
 

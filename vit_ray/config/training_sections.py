@@ -127,9 +127,7 @@ class ModelConfig(Section):
         return self.model_dump(exclude={"name", "image_size"}, exclude_none=True)
 
     def side_in_whole_patches(self, side: int) -> int:
-        """The nearest side in pixels that is a multiple of the patch size; any side if there are no
-        patches.
-        """
+        """The nearest side in pixels that whole patches fill; any side without patches."""
         patch = self.patch or 1
         return max(1, round(side / patch)) * patch
 
@@ -213,9 +211,7 @@ class AugmentConfig(Section):
     `data.decode=host`."""
 
     def problems(self) -> dict[str, object]:
-        """An empty range of areas; strengths that timm's operations do not have; sizes that do not
-        start at 0.
-        """
+        """An empty range of areas; strengths above timm's maximum; sizes that do not start at 0."""
         shares = [share for share, _ in self.sizes]
         return {
             f"sizes={[list(one) for one in self.sizes]} must begin at 0 and go up in progress; "

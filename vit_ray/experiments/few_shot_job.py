@@ -1,6 +1,4 @@
-"""Few-shot accuracy of weights as a command: features from all workers, then every draw from
-files.
-"""
+"""Few-shot accuracy of weights: features from all workers, then every draw from files."""
 
 from __future__ import annotations
 

@@ -149,9 +149,7 @@ def open_parent(
 
 
 def _check_trainings(recipe: Recipe, trainings: Sequence[Recipe], cluster: ClusterShape) -> None:
-    """Check that there is room for each training; the error names the keys that differ from the
-    recipe.
-    """
+    """Check that there is room for each training; errors name the keys that it changes."""
     for training in trainings or (recipe,):
         try:
             check_cluster(training, cluster)

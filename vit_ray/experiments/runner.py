@@ -135,7 +135,7 @@ class _Node:
 
 
 class _Run(NamedTuple):
-    """Handle of a running training."""
+    """A running training."""
 
     place: tuple[int, ...]
     """As in `_Node`."""
@@ -231,9 +231,7 @@ class Runner:
         return [one for one in others if one is not work and one.training.reads == reads]
 
     def _gathers(self, work: Work, beside: list[Work]) -> bool:
-        """Whether it waits for another place, to start together with others that have an equal
-        stream.
-        """
+        """Whether it waits for another place, to start together with equal streams."""
         if work.takes is not None:
             return False
         until_s = self._gathers_until_s.get(work.training.reads, -math.inf)

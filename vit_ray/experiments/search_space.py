@@ -1,6 +1,4 @@
-"""What a sweep tries: points of a grid or random ones, each with values for some keys of the
-recipe.
-"""
+"""What a sweep tries: points of a grid or random ones, with values for some keys."""
 
 from __future__ import annotations
 

@@ -168,9 +168,7 @@ class StudyRun:
     ended: dict[str, CellResult] = field(default_factory=dict)
 
     def run(self) -> list[CellResult]:
-        """Of all that have ended, in the order of the grid; without those that were stopped on
-        request.
-        """
+        """Of all cells that have ended and were not stopped, in the order of the grid."""
         study, parent = self.study, self.parent
         parent.run.control.begin_stage("cell", len(self.cells))
         pairs = list(zip(self.cells, self.resolved_runs, strict=True))

@@ -47,9 +47,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Run name: the study's, the row's label, the share of data, the length, and a seed other
-        than the first.
-        """
+        """Run name: the study's, the row's label, the share of data, the length, later seeds."""
         return self.recipe.name
 
 

@@ -68,7 +68,7 @@ class SweepResult:
     """What was tried, what was selected, and the test accuracy of the retrained models."""
 
     rows: list[Outcome]
-    """Rows of the trials, in the order of their points."""
+    """Outcomes of the trials, in the order of their points."""
     best: Point
     test_top1: list[float]
     """One for each seed; with averaged weights if the recipe averages."""

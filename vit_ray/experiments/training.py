@@ -83,7 +83,7 @@ class Outcome:
     """The outcome of a training, at a rung or at its end."""
 
     state: TrialState
-    """At a rung, the result of a trial that is stopped there."""
+    """At a rung, the state that a trial has if it is stopped there."""
     result: RunResult | None = None
     """None if it failed."""
     error: str = ""
@@ -97,7 +97,7 @@ class Outcome:
     """Cell and step of the checkpoint that it started with; empty if it was trained from its
     start."""
     point: Point = field(default_factory=dict)
-    """GPU-hours of its training."""
+    """The point of its training."""
     warnings: tuple[str, ...] = ()
     """What the driver would have logged."""
 

@@ -67,9 +67,7 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
-    """A key that a task changes or varies although it comes from the cell; None if there is
-    none.
-    """
+    """A key that a task changes or varies although the cell sets it; None if there is none."""
     of_model = [f"model.{key}" for key in _SIZES]
     taken = (k for k, _ in leaves(point) if k.partition(".")[0] in _OF_THE_CELL or k in of_model)
     return next(taken, None)

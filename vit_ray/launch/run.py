@@ -301,9 +301,7 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
 
 
 def _finished_before(prepared: PreparedRun) -> RunResult:
-    """Record the end by its last checkpoint; its driver may have died between that and the run's
-    end.
-    """
+    """Record the end by its last checkpoint, if its driver died before recording it."""
     checkpoint, total_steps = prepared.resume_from, prepared.resolved.total_steps
     assert checkpoint is not None
     position = checkpoint.position

@@ -107,7 +107,7 @@ class RunOpening:
     resume_step: int | None = None
     """Step of the checkpoint that training resumes from."""
     parent: RunOpening | None = None
-    """Parent run id: of the sweep or study."""
+    """Opening of the sweep or study that the run is part of."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Inputs: name, digest, source, context and profile of each."""
     measured_on: str = "eval"
@@ -127,9 +127,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> object:
-        """Write a record; from another process, if `wait_s` is above 0, wait until it is on
-        disk.
-        """
+        """Write a record; from another process, wait up to `wait_s` until it is on disk."""
 
     def metrics(
         self, step: int, values: Mapping[str, float], wait_s: float = 0.0, **options: bool

@@ -141,9 +141,7 @@ class RunWriter:
         self.client.log_batch(self.run_id, tags=tags)
 
     def takes_writes(self) -> bool:
-        """Whether MLflow accepts tags, and a point that it already has; writing them changes
-        nothing.
-        """
+        """Whether MLflow accepts tags, and a point that it has; writing them changes nothing."""
         try:
             run = self.client.get_run(self.run_id)
             points = itertools.islice(latest_points(run), 1)

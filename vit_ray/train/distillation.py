@@ -19,14 +19,14 @@ from vit_ray.own_parts import is_own
 
 
 class Teacher:
-    """A whole model in evaluation mode, without gradients; and sums of a run's two losses."""
+    """The teacher model in evaluation mode, without gradients; and sums of a run's two losses."""
 
     def __init__(
         self, model: nn.Module, precision: str, device: torch.device, digest: str = ""
     ) -> None:
-        """Take the model over, on the device and in the precision of the training."""
+        """Take over the model, on the device and in the precision of the training."""
         self.digest = digest
-        """As `digest_of` its weights."""
+        """Its weights' `digest_of`."""
         self.model = model.to(device).eval().requires_grad_(False)
         if precision == "bf16":
             heads = [module for module in model.modules() if isinstance(module, Head)]
@@ -45,7 +45,7 @@ class Teacher:
         return found.float()
 
     def note(self, label_losses: Tensor, teacher_losses: Tensor, step: int) -> None:
-        """Keep the two losses (B,) of a micro-batch, with the others of its step."""
+        """Keep the two losses (B,) of a micro-batch, next to the others of its step."""
         if step != self._step:
             self._step = step
             self.take_losses()
@@ -54,7 +54,7 @@ class Teacher:
         self._count += 1
 
     def take_losses(self) -> tuple[Tensor, int]:
-        """Sums of the two losses over the last step's micro-batches, and how many there were."""
+        """Sums of the two losses over the last step's micro-batches, and their number."""
         taken = self._sums.clone(), self._count
         self._sums.zero_()
         self._count = 0
@@ -62,11 +62,11 @@ class Teacher:
 
 
 def teacher_losses(config: DistillConfig, answers: Tensor, taught: Tensor) -> Tensor:
-    """Loss of each image, float32 (B,), of the student's answers against the teacher's.
+    """Loss of each image, float32 (B,), between the student's and the teacher's answers.
 
     Args:
         answers: logits (B, K), or projected features (B, T).
-        taught: of `Teacher.outputs`.
+        taught: from `Teacher.outputs`.
     """
     answers = answers.float()
     if config.kind == "features":
@@ -89,8 +89,8 @@ def check_teacher(recipe: Recipe, num_classes: int) -> _Saved | None:
     """Check the teacher's weights by names and shapes; None without a teacher.
 
     Raises:
-        ValueError: they are not there, are not those of `distill.model` at the student's image
-            size, or have no logits of the data set's classes where these are learned.
+        ValueError: they do not exist, do not fit `distill.model` at the student's image size, or
+            lack logits of the data set's classes that the student is to learn.
     """
     config = recipe.distill
     if config is None:
@@ -138,7 +138,7 @@ def load_teacher(recipe: Recipe, num_classes: int, device: torch.device) -> Teac
 
 
 def unread_teacher(recipe: Recipe, num_classes: int, device: torch.device) -> Teacher | None:
-    """The same with random weights, to measure memory and time with."""
+    """The same with random weights, for measuring memory and time."""
     if recipe.distill is None:
         return None
     with device:
@@ -150,7 +150,7 @@ def teacher_macs(recipe: Recipe, num_classes: int, *, is_pruned: bool) -> int:
     """Multiply-adds of the teacher's forward pass of one image; 0 without a teacher.
 
     Args:
-        is_pruned: as computed, or else by the paper's count (`models/flops.py`).
+        is_pruned: as computed; otherwise by the paper's count (`models/flops.py`).
     """
     if recipe.distill is None:
         return 0
@@ -162,7 +162,7 @@ def teacher_macs(recipe: Recipe, num_classes: int, *, is_pruned: bool) -> int:
 
 
 def teacher_width(config: DistillConfig) -> int:
-    """Features that its head sees."""
+    """The features that its head gets."""
     with torch.device("meta"):
         return int(_built(config, 1).head.in_features)  # type: ignore[union-attr,arg-type]
 
@@ -171,14 +171,14 @@ def changed_teacher(recipe: Recipe, teacher: Teacher | None, before: str) -> str
     """Why a checkpoint's run cannot be resumed with this teacher; None if it can.
 
     Args:
-        before: digest of the teacher that it was trained with; empty without one.
+        before: digest of the teacher that the run was trained with; empty without one.
     """
     if teacher is None or before in ("", teacher.digest) or recipe.resume == "changed":
         return None
     assert recipe.distill is not None
     return (
-        f"distill.teacher={recipe.distill.teacher} has other weights than the run was trained with "
-        f"(digest {teacher.digest}, and {before} before); restore the file, or set resume=changed "
+        f"distill.teacher={recipe.distill.teacher} has other weights (digest {teacher.digest}) "
+        f"than the run was trained with (digest {before}); restore the file, or set resume=changed "
         "to learn from the new ones"
     )
 

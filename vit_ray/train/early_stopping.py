@@ -13,15 +13,16 @@ from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP, best_key
 def judge_evaluation(
     progress: Progress, metrics: Mapping[str, float], *, keeps_best: bool, patience: int | None
 ) -> tuple[bool, dict[str, float]]:
-    """Compare an evaluation with the best so far; moves `progress`, and ends it without patience.
+    """Compare an evaluation with the best so far; updates `progress`, and ends it when patience is
+    used up.
 
     Args:
         metrics: of the evaluation, with `progress.loss_key`.
         patience: `train.early_stopping`.
 
     Returns:
-        Whether its validation loss is the best so far, and the metrics of the best evaluation
-        where the run keeps its best.
+        Whether its validation loss is the best so far, and the metrics of the best evaluation if
+        the run keeps its best.
     """
     loss = metrics[progress.loss_key]
     if progress.best_loss_key != progress.loss_key:  # losses of other weights are not compared

@@ -1,9 +1,9 @@
-"""Whose gradient a step's gradient is: the share of each image, and which images make a spike.
+"""Which images cause a step's gradient: the share of each image, and the images that make a spike.
 
 With g_i of image i and the step's g = mean of g_i, the share of image i is <g_i, g> / (B |g|^2).
-Shares sum to 1; an average image has 1 / B, and one that pulls against the others less than 0,
-so that those of large size, of either sign, are the unusual ones. The
-products <g_i, g> are the derivative of the losses along g, so that one forward-mode pass gives all.
+Shares sum to 1; an average image has 1 / B, and one that pulls against the others less than 0, so
+that the images with large shares, of either sign, are the unusual ones. The products <g_i, g> are
+the derivative of the losses along g, so that one forward-mode pass gives all.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from vit_ray.models.encoder import Attention, AttentionPool
 from vit_ray.train.objective import LossFunction
 
 MOST_ROUNDS: Final = 8
-"""In which images are left out; each costs a gradient of nearly the whole batch."""
+"""Rounds of leaving images out; each costs a gradient of nearly the whole batch."""
 SPIKE_FACTOR: Final = 3.0
-"""Of the gradient norm over that of the steps before and after, from which on it is a spike. Of 20
-ordinary batches of 128 the largest factor was 2.2, with culprits the smallest was 9.4
+"""Ratio of the gradient norm to that of the steps before and after, from which on it is a spike. In
+20 ordinary batches of 128 the largest ratio was 2.2, with culprits the smallest was 9.4
 (`benchmarks/results/explained_spikes_cpu_2026-11-26.md`)."""
 NEAR: Final = 1.5
-"""Of the usual norm: what is left after a round is no larger than that. Two controls do not say it
-more exactly, and to go below would take image after image that is like all others."""
+"""Multiple of the usual norm: the norm left after a round must not exceed it. Two neighbouring
+steps do not determine it more precisely, and a lower limit would remove one ordinary image after
+another."""
 MOST_CULPRITS: Final = 0.25
-"""Of a batch; if more images have to be left out, it is not the fault of single ones."""
+"""Share of a batch; if more images would have to be left out, single ones are not the cause."""
 
 Columns = tuple[Tensor, Tensor, Tensor]
 """Images uint8 (B, H, W, 3), labels int64 (B, L), samples int64 (B,)."""
 
 
 class StepGradient(NamedTuple):
-    """The gradient of a step's global batch by given weights."""
+    """The gradient of a step's global batch with given weights."""
 
     losses: Tensor
     """float64 (B,)."""
@@ -50,10 +51,10 @@ class StepGradient(NamedTuple):
     by_name: dict[str, Tensor]
     """The gradient of each trained parameter, fp32."""
     largest_logit: float | None
-    """Of attention, before its softmax; None for a model without it, with attention along rows and
-    columns, or with pooling by attention."""
+    """Largest logit of attention before its softmax; None for a model without it, with attention
+    along rows and columns, or with pooling by attention."""
     logit_layer: str
-    """Where that is; empty if there is none."""
+    """The layer with it; empty if there is none."""
 
 
 def step_gradient(
@@ -67,9 +68,9 @@ def step_gradient(
 
     Args:
         model: with fp32 weights, in training mode.
-        losses_of: as `make_image_losses`, of a recipe in fp32.
+        losses_of: as from `make_image_losses`, for a recipe in fp32.
         step: 0-based.
-        images_per_pass: even where images are mixed, so that partners are together.
+        images_per_pass: even if images are mixed, so that partners are together.
     """
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     parts = list(zip(*(torch.split(column, images_per_pass) for column in columns), strict=True))
@@ -110,7 +111,7 @@ def step_gradient(
 
 @contextlib.contextmanager
 def _noted_logits(model: nn.Module, logits: dict[str, float]) -> Iterator[None]:
-    """While it lasts, the largest attention logit of each layer is kept in `logits`."""
+    """Inside the block, the largest attention logit of each layer is kept in `logits`."""
 
     @torch.no_grad()
     def note(name: str, of: Attention, _: nn.Module, __: Any, output: Sequence[Tensor]) -> None:
@@ -135,20 +136,20 @@ def find_culprits(
     usual: float,
     unit: int = 1,
 ) -> list[int] | None:
-    """The images without which the gradient of a step is no larger than usual.
+    """The images without which the gradient of a step is not larger than usual.
 
-    In rounds: the fewest images by their shares, without which the gradient would be small enough
-    along its own direction, are left out, and what is left is measured again. A gradient that one
-    image dominates says little of the others'.
+    Works in rounds: each leaves out the fewest images, by their shares, without which the gradient
+    would be small enough along its own direction, and measures the rest again. While one image
+    dominates a gradient, the others cannot be judged.
 
     Args:
-        measure: gives the gradient of the images at some places of the batch alone.
-        usual: norm of the gradient of the steps before and after, by the same weights.
-        unit: images that belong together: 2 where they are mixed in pairs.
+        measure: gives the gradient of the images at only some places of the batch.
+        usual: norm of the gradient of the steps before and after, with the same weights.
+        unit: images that belong together: 2 if they are mixed in pairs.
 
     Returns:
-        Places in the batch, as they were found; none if the step's norm is below `SPIKE_FACTOR`
-        times the usual one; None if it is not, and more than a quarter of the batch, or more than
+        Places in the batch, in the order found; empty if the step's norm is below `SPIKE_FACTOR`
+        times the usual one; None if it is above, but more than a quarter of the batch, or more than
         `MOST_ROUNDS` rounds, would be needed.
     """
     found: list[int] = []
@@ -178,12 +179,12 @@ def second_moment_rms(
 ) -> dict[str, float]:
     """Root mean square of g / sqrt(v) of each parameter, the largest first.
 
-    About 1 where the second moment v of Adam is as large as the squares of gradients are now; far
-    above 1, v is out of date, and the update too large (Wortsman et al., arXiv:2304.13013, saw loss
-    spikes follow values above 2.3 at the patch embedding).
+    About 1 if Adam's second moment v is as large as the present squared gradients; far above 1, v
+    is out of date, and the update too large (Wortsman et al., arXiv:2304.13013, saw loss spikes
+    follow values above 2.3 at the patch embedding).
 
     Args:
-        second: with its bias corrected.
+        second: with bias correction.
         scale: of clipping.
     """
     found = {

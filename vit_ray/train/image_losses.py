@@ -1,6 +1,6 @@
-"""The losses of single images, kept on the device until a spike asks for them.
+"""The losses of single images, kept on the device until a spike needs them.
 
-Of the step at hand, of the one before, and of a few ordinary steps for comparison.
+Kept for the current step, the previous one, and a few ordinary steps for comparison.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 NUM_ORDINARY: Final = 8
-"""Earlier steps of this attempt, each with the same chance to be among them (reservoir sampling);
-the same ones on all ranks. A step of 4,096 images takes 48 KiB, of all ranks together."""
+"""Earlier steps of this attempt, each with the same chance to be kept (reservoir sampling); the
+same ones on all ranks. A step of 4,096 images takes 48 KiB over all ranks together."""
 
 
 class ImageLosses:
-    """This rank's losses per image, by 0-based step; no call but `take` waits for the device."""
+    """This rank's losses per image, by 0-based step; only `take` waits for the device."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random, self._num_noted = np.random.default_rng(seed), 0
@@ -27,7 +27,7 @@ class ImageLosses:
         self._now: tuple[int, list[Tensor]] = (-1, [])
 
     def note(self, samples: Tensor, losses: Tensor, step: int) -> None:
-        """Of one pass, in the order of the global batch: int64 (b,) and (b,)."""
+        """Samples and losses of one pass, in the order of the global batch: int64 (b,) and (b,)."""
         if step != self._now[0]:
             self._keep(self._before)
             self._before, self._now = self._now, (step, [])
@@ -46,7 +46,7 @@ class ImageLosses:
     def take(self) -> dict[int, NDArray[np.float64]]:
         """Sample number and loss of each image, float64 (b, 2), by step; the newest is the last.
 
-        The newest step is not among the ordinary ones afterwards.
+        The newest step is not one of the ordinary ones afterwards.
         """
         kept = sorted([*self._ordinary, self._before, self._now], key=lambda item: item[0])
         self._now = (-1, [])

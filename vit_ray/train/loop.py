@@ -1,9 +1,9 @@
 """The training loop: an optimizer step per batch, with logs, evaluations and checkpoints at set
 intervals.
 
-It knows no Ray and no DeepSpeed: engine, batches and everything that leaves the process are
-arguments, so it runs in a unit test on a list and two fakes, and under plain torch as the
-baseline that the overhead of everything else is measured against.
+It uses neither Ray nor DeepSpeed: engine, batches and everything that leaves the process are
+arguments, so it runs in a unit test on a list and two fakes, and under plain torch as the baseline
+for measuring the overhead of everything else.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ Batch = Mapping[str, Any]
 FIRST_STALL_S: Final = 1.0
 """Assumed until a checkpoint was measured."""
 LEAST_STALL_S: Final = 0.01
-"""Of a stall too short to be measured, for which no interval would be best."""
+"""Used for a stall too short to be measured, for which no interval would be best."""
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did: numbers, or scalars on the device; the same on all ranks."""
+    """The result of one optimizer step: numbers, or scalars on the device; equal on all ranks."""
 
     refused: float | Tensor
-    """1 if the weights stayed as they were, else 0: the loss or the gradient was not finite, or the
-    norm was above its limit."""
+    """1 if the weights are unchanged, else 0: the loss or the gradient was not finite, or the norm
+    was above its limit."""
     grad_norm: float | Tensor
     """Global norm before clipping."""
 
@@ -76,7 +76,7 @@ class Engine(Protocol):
         """Apply the gradient, unless it is not finite or its norm is above the limit."""
 
     def take_forward_s(self) -> float:
-        """Of the forward passes since the last call; asked when the host has waited for them."""
+        """Time of the forward passes since the last call, which the host has waited for."""
 
 
 class Ending(Enum):
@@ -84,7 +84,7 @@ class Ending(Enum):
 
     FINISHED = auto()
     EARLY = auto()
-    """The validation loss gets no better; `Progress.ended` has the text."""
+    """The validation loss no longer improves; `Progress.ended` has the text."""
     STOPPED = auto()
     """Some rank was asked to stop."""
 
@@ -93,35 +93,37 @@ class EvaluationCutError(Exception):
     """An evaluation was stopped between two batches, on all ranks, so that the run can be saved."""
 
     def __init__(self, *, is_stopping: bool) -> None:
-        """`is_stopping`: a rank was asked to stop; else one wants a checkpoint at once."""
-        super().__init__("the evaluation was cut short")
+        """`is_stopping`: a rank was asked to stop; otherwise one wants a checkpoint at once."""
+        super().__init__("the evaluation was interrupted")
         self.is_stopping = is_stopping
 
 
 @dataclass(frozen=True)
 class LoopHooks:
-    """What the loop calls at set moments; on all ranks, apart from `note_evaluation`: on rank 0."""
+    """What the loop calls at certain moments; on all ranks, except `note_evaluation`: on rank 0."""
 
     note_step: Callable[[int], None]
-    """So many steps are completed."""
+    """`step` steps are completed."""
     log: Callable[[int, dict[str, float]], None]
     """Takes metrics of a step; must not block."""
     evaluate: Callable[[int], dict[str, float]]
     """Evaluates the model after a step; the same metrics on every rank.
 
-    Raises EvaluationCutError where a stop or a save is wanted."""
+    Raises EvaluationCutError if a stop or a save is wanted."""
     save: Callable[[Progress], None]
-    """Starts to write a checkpoint."""
+    """Starts writing a checkpoint."""
     wait_until_saved: Callable[[], None]
-    """Until this rank's part of the last checkpoint is written, or has failed."""
+    """Waits until this rank's part of the last checkpoint is written, or has failed."""
     note_evaluation: Callable[[Progress], bool]
     """Records what an evaluation has changed since the checkpoint of the same step.
 
-    False if that checkpoint is not whole, and nothing was recorded."""
+    False if that checkpoint is incomplete, and nothing was recorded."""
     handle_nonfinite: Callable[[Progress, Batch], None]
-    """The step of this batch was refused: report it; raise, roll back or return, by recipe."""
+    """The step of this batch was refused: report it; raise, roll back or return, as the recipe
+    says."""
     handle_spike: Callable[[Progress, spikes.Spike], None]
-    """Loss or gradient norm was finite, and far above those before; roll back, by recipe."""
+    """Loss or gradient norm was finite, but far above those before; roll back, if the recipe says
+    so."""
     save_is_wanted: Callable[[int], bool]
     """Whether this rank wants a checkpoint at once (notice that its node will leave)."""
     is_stopping: Callable[[], bool]
@@ -130,20 +132,20 @@ class LoopHooks:
 
 @dataclass(frozen=True)
 class RankContext:
-    """This rank's place in the worker group, and its part of a step."""
+    """This rank's position in the worker group, and its part of a step."""
 
     total_steps: int
     rank: int
     world_size: int
     micro_batch_size: int
     all_sum: Callable[[Sequence[float | Tensor]], list[float]]
-    """Element-wise sum over ranks, which all call together; numbers, or scalars on the device."""
+    """Element-wise sum over ranks, called by all together; numbers, or scalars on the device."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
 
     @property
     def last_step(self) -> int:
-        """After which `run_training` is done."""
+        """Steps after which `run_training` is done."""
         return self.until_step or self.total_steps
 
 
@@ -171,7 +173,7 @@ def run_training(
 ) -> Ending:
     """Train from `progress.step` to `context.last_step`.
 
-    Every rank runs this with its share of the same global batches. `progress` is moved in place.
+    Every rank runs this with its share of the same global batches. `progress` is updated in place.
     """
     run = _Training(engine, batches, recipe, context, hooks, progress, compute, clock)
     permanent = Cadence(recipe.checkpoint.keep_every_steps, at_steps=recipe.checkpoint.keep_steps)
@@ -228,7 +230,7 @@ class _Training:
 
     @property
     def saving(self) -> Cadence:
-        """When checkpoints are due; minutes count on rank 0, whose last stall decides `auto`."""
+        """When checkpoints are due; rank 0 measures minutes, and its last stall decides `auto`."""
         config, minutes = self._recipe.checkpoint, self._recipe.checkpoint.every_minutes
         if minutes == "auto":
             stall_s = max(
@@ -260,7 +262,7 @@ class _Training:
         usual = spikes.Usual.of(progress)  # while the device works
         limit = usual.grad_norm_limit if self._recipe.train.on_spike == "skip" else None
         result = engine.step(rate, limit)
-        # Rank 0's clock decides for all: ranks would disagree on what minute it is.
+        # Rank 0's clock decides for all: clocks of ranks differ.
         since_save_s = self._clock() - self._saved_s
         is_time = context.rank == 0 and self.saving.is_due_after(since_save_s)
         flags = [is_time, self._hooks.save_is_wanted(progress.step), self._hooks.is_stopping()]
@@ -271,7 +273,7 @@ class _Training:
         sums = context.all_sum([loss, result.refused, result.grad_norm, *flags])
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
         step_s = self._clock() - start_s
-        if not progress.worker_seconds:  # a checkpoint that has only the seconds
+        if not progress.worker_seconds:  # a checkpoint that has only seconds left
             progress.worker_seconds = progress.train_seconds * context.world_size
         progress.step += 1
         progress.train_seconds += step_s
@@ -292,7 +294,7 @@ class _Training:
         return _Step(mean_loss, grad_norm, rate, spike is not None, *agreed)
 
     def log_if_due(self, step: _Step) -> None:
-        """Log by cadence, spikes, the last step and the first: a wrong start shows soon."""
+        """Log at the cadence, at spikes, and at the first step (for early errors) and the last."""
         progress, context, times = self._progress, self._context, self._times
         is_due = Cadence(self._recipe.train.log_every_steps).is_due_at(progress.step)
         is_end = progress.step in (self._first_step, context.last_step)
@@ -304,7 +306,7 @@ class _Training:
         everyone[:, context.rank] = mine
         summed = context.all_sum(everyone.ravel().tolist())
         seconds, waits, own_s, memory_gib = np.reshape(summed, everyone.shape).tolist()
-        # Whole steps take equally long on all ranks, who wait for the slowest in each.
+        # Whole steps take equally long on all ranks, because all wait for the slowest in each.
         images_per_s = self._recipe.train.global_batch_size / statistics.fmean(seconds)
         metrics = {
             TRAIN_LOSS: step.loss,
@@ -326,7 +328,7 @@ class _Training:
         self._times = StepTimes()
 
     def evaluate_if_due(self) -> bool:
-        """Evaluate by cadence and at the end; whether the validation loss is the best so far."""
+        """Evaluate at the cadence and the end; whether the validation loss is the best so far."""
         progress, context = self._progress, self._context
         is_due = Cadence(self._recipe.evaluate.every_steps).is_due_at(progress.step)
         if not is_due and progress.step < context.last_step:
@@ -342,7 +344,8 @@ class _Training:
         }
         progress.metrics = others | metrics
         self._hooks.log(progress.step, metrics)
-        # An evaluation only because a part of the run ends does not count: a whole run has none.
+        # An evaluation that is due only because a part of the run ends does not count: a run
+        # without parts has none.
         counts = is_due or progress.step == context.total_steps
         if not counts or progress.loss_key not in metrics:
             return False
@@ -355,11 +358,11 @@ class _Training:
         return is_best
 
     def save(self, *, is_evaluated: bool = False) -> None:
-        """Start writing a checkpoint, unless there is one of this step.
+        """Start writing a checkpoint, unless this step has one.
 
         Args:
-            is_evaluated: record what an evaluation has changed since with the checkpoint of this
-                step. All ranks wait until that is written; if it has failed, write it again.
+            is_evaluated: record what an evaluation has changed since then with the checkpoint of
+                this step. All ranks wait until that is written; if it has failed, write it again.
         """
         hooks, context, progress = self._hooks, self._context, self._progress
         if progress.step == self._saved_step:

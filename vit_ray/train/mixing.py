@@ -1,9 +1,9 @@
-"""MixUp and CutMix of neighbours in the global batch, so that the order alone decides the pairs.
+"""MixUp and CutMix of neighbours in the global batch, so that only the order decides the pairs.
 
-Images 2i and 2i + 1 of a global batch are a pair. A worker has a run of consecutive images and a
-pass has an even number of them, so that the two are together on any number of workers. Which way
-and how far they are mixed is a function of the seed, the step and the first one's sample number.
-The order of samples is shuffled again in each epoch, so that a partner is a random image.
+Images 2i and 2i + 1 of a global batch are a pair. A worker has consecutive images and a pass has an
+even number of them, so that the two are together on any number of workers. How they are mixed
+depends only on the seed, the step and the first one's sample number. The order of samples is
+shuffled again in each epoch, so that a partner is a random image.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models.counter_random import random_words, sample_keys
 
-# Among the words of a key: dropout has keys of (seed, step) without any.
+# Among the words of a key: dropout has keys of (seed, step) without it.
 _MIXING = 5
 
 
@@ -25,9 +25,9 @@ class Mixing(NamedTuple):
     """How the pairs of a pass are mixed."""
 
     weight: Tensor
-    """float32 (P, H, W): of an image's own pixels; the rest is its partner's."""
+    """float32 (P, H, W): share of an image's own pixels; the rest is its partner's."""
     own_share: Tensor
-    """float32 (2 P,): of an image's own label."""
+    """float32 (2 P,): share of an image's own label."""
 
 
 def draw_mixing(
@@ -36,13 +36,13 @@ def draw_mixing(
     """The mixing of each pair: MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899).
 
     Both images of a pair have the same share of their own, from Beta(alpha, alpha); CutMix
-    exchanges a box of the rest's area around a uniform pixel, and what lies outside is cut off and
-    given back to the share, as in its authors' code.
+    exchanges a box with the rest's area around a uniform pixel; its part outside the image is cut
+    off and given back to the share, as in its authors' code.
 
     Args:
         samples: int64 (2 P,), in the order of the global batch.
         size: height and width of the images.
-        config: `mixup` and `cutmix` are the alphas, 0 where it is off.
+        config: `mixup` and `cutmix` are the alphas, 0 = off.
         seed: of the run.
         step: 0-based.
     """
@@ -70,7 +70,7 @@ def mix_images(images: Tensor, weight: Tensor) -> Tensor:
 
 
 def partners(items: Tensor) -> Tensor:
-    """Of each of (2 P, ...) the other one of its pair."""
+    """For (2 P, ...) the other one of each pair."""
     return items.view(-1, 2, *items.shape[1:]).flip(1).flatten(0, 1)
 
 

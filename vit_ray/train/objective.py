@@ -25,19 +25,21 @@ from vit_ray.train.distillation import Teacher, teacher_losses, teacher_width
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 HEAD_STD: Final = 0.02
-"""Of a head that LAMB trains, as in DeiT III (facebookresearch/deit, models_v2.py)."""
+"""Standard deviation of a head that LAMB trains, as in DeiT III (facebookresearch/deit,
+models_v2.py)."""
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
-"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch, or of
+"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch, or for
 `make_image_losses` the loss of each image."""
 NotesLosses = Callable[[Tensor, Tensor, int], None]
 """Takes the samples, the losses per image and the step of each micro-batch."""
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The recipe's model, inside `MaskedPatchObjective` or `ProjectedFeatures` where these train.
+    """The recipe's model, inside `MaskedPatchObjective` or `ProjectedFeatures` if these are
+    trained.
 
     Raises:
-        ValueError: as `build_model`; a part is not the model's, or it cannot recompute.
+        ValueError: as `build_model`; a part is not the model's, or the model cannot recompute.
     """
     model: nn.Module = build_model(
         recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
@@ -55,16 +57,16 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     if every and not hasattr(model, "set_activation_checkpointing"):
         raise ValueError(
             f"train.activation_checkpointing={every}: model.name={recipe.model.name} has no method "
-            "set_activation_checkpointing(every); add it, or set the key to 0"
+            "set_activation_checkpointing(every); add the method, or set the key to 0"
         )
     return model
 
 
 def _start_heads(model: nn.Module) -> None:
-    """Heads of zeros get DeiT's initial values: LAMB's steps are in proportion to what they change.
+    """Heads of zeros get DeiT's initial values: LAMB's steps are proportional to what they change.
 
-    A kernel that is near zero after its first step would stay so for thousands. So for the layer
-    that predicts masked patches.
+    A kernel that is near zero after its first step would stay so for thousands. The layer that
+    predicts masked patches gets them, too.
     """
     for name, parameter in model.named_parameters():
         is_kernel = part_of(name) in (*HEADS, "prediction") and parameter.ndim == 2
@@ -73,10 +75,10 @@ def _start_heads(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Have parts of a model (or of the model in an objective) keep their weights.
+    """Keep the weights of some parts of a model (or of the model in an objective) fixed.
 
     Raises:
-        ValueError: a name is of no part.
+        ValueError: a name does not belong to any part.
     """
     parts = list(dict.fromkeys(part_of(name) for name, _ in model.named_parameters()))
     frozen = chosen_parts(names, parts)
@@ -90,19 +92,19 @@ def make_loss(
 ) -> LossFunction:
     """The recipe's loss as the engine calls it.
 
-    What is random in it (dropout, mixing, the choice of patches) is a function of the seed, the
-    step and the sample, and of nothing that depends on how a batch is cut into workers and passes.
+    Random parts (dropout, mixing, the choice of patches) depend only on the seed, the step and the
+    sample, not on how a batch is cut into workers and passes.
 
     Args:
         note: gets the losses per image, which `loss=masked_patch` does not have in training.
-        teacher: where the recipe has one; its losses and the labels' are noted there.
+        teacher: if the recipe has one; its losses and the labels' are noted there.
     """
     if recipe.train.loss == "masked_patch":
 
         def predict_patches(
             module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
         ) -> Tensor:
-            # What is predicted is the pixels themselves; the model rounds its own input.
+            # Pixels are also the targets; the model rounds its own input.
             loss: Tensor = module(normalize(images, torch.float32), samples, step)
             return loss
 
@@ -124,10 +126,10 @@ def make_loss(
 def make_image_losses(
     recipe: Recipe, teacher: Teacher | None = None, *, notes_parts: bool = False
 ) -> LossFunction:
-    """As `make_loss`, with the loss of each image, float32 (b,), in the place of their mean.
+    """As `make_loss`, with the loss of each image, float32 (b,), instead of their mean.
 
-    Where images are mixed, an image's loss is that of its mixture with its partner, to which both
-    contribute. A teacher sees the mixture, too.
+    If images are mixed, an image's loss is that of its mixture with its partner, to which both
+    contribute. A teacher also sees the mixture.
     """
     train, distill = recipe.train, recipe.distill
     asked = {}
@@ -176,17 +178,17 @@ def make_image_losses(
 
 
 def _labels_of_both(labels: Tensor, own_share: Tensor) -> Tensor:
-    """Label lists (2 P, L) and those of the partners, without an image that has no share: 2 L."""
+    """Label lists (2 P, L) and those of the partners, without labels with no share: 2 L."""
     share = own_share[:, None]
     own, other = labels.where(share > 0.0, -1), partners(labels).where(share < 1.0, -1)
     return torch.cat([own, other], dim=1)
 
 
 def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:
-    """The values that a part of the user's own gives a batch.
+    """The values that a user's own part gives a batch.
 
     Raises:
-        ValueError: they are not one for each image.
+        ValueError: there is not one value for each image.
     """
     if isinstance(values, Tensor) and values.shape == labels.shape[:1]:
         return values
@@ -216,7 +218,7 @@ def classification_loss(logits: Tensor, labels: Tensor, config: TrainConfig) -> 
     smoothing. Sigmoid: binary cross-entropies summed over classes (big_vision `sigmoid_xent`).
 
     Raises:
-        ValueError: a loss of the user's own is not there, or returns something else.
+        ValueError: a user's own loss does not exist, or returns something else.
     """
     logits = logits.float()
     if is_own(config.loss):

@@ -1,8 +1,8 @@
-"""Spikes: steps whose loss or gradient norm is finite, and far above those just before them.
+"""Spikes: steps whose loss or gradient norm is finite, but far above those just before them.
 
-Judged is the logarithm. Both numbers vary in proportion to their size, and a gradient norm that
-rises tenfold in the first hundred steps, as it does in ViTs, is no spike at any step: on the linear
-scale such runs had a z of 22, on this one of 5 at most
+The logarithm is judged. Both numbers vary in proportion to their size, and a gradient norm that
+rises tenfold over the first hundred steps, as it does in ViTs, is not a spike at any step: on the
+linear scale such runs had a z of up to 22, on the logarithmic scale of 5 at most
 (`benchmarks/results/spikes_cpu_2026-11-26.md`).
 """
 
@@ -19,22 +19,23 @@ from vit_ray.checkpoints.checkpoint import Progress
 WINDOW: Final = 128
 """Steps that the next one is compared with; 5 KiB of a checkpoint."""
 LEAST_STEPS: Final = 32
-"""Of the window before the first judgement."""
+"""Steps in the window before the first judgement."""
 THRESHOLD: Final = 6.0
 """Robust standard deviations above the median. The largest z of 4,700 ordinary steps was 4.9."""
 LEAST_DEVIATION: Final = 0.05
-"""Of the logarithm: what rises by less than exp(6 x 0.05) = 1.35 is no spike of a steady curve."""
+"""Least deviation of the logarithm: a rise of less than exp(6 x 0.05) = 1.35 on a steady curve is
+not a spike."""
 MOST_NEAR: Final = 3
 NEAR_STEPS: Final = 16
-"""Of so many steps, so many may be spikes. A further one is a new level, which is no fault of a
-batch: it is not counted, and the window begins again with it."""
+"""Of this many steps, this many may be spikes. A further one is a new level, which is not caused by
+a batch: it is not counted, and the window starts again with it."""
 
 _LARGEST_LOG: Final = 88.0
-"""Of fp32."""
+"""Largest logarithm of an fp32 number."""
 
 
 class Judged(NamedTuple):
-    """A number of a step, and how it compares with those before."""
+    """A number of a step, compared with those before."""
 
     value: float
     usual: float
@@ -49,7 +50,7 @@ class Judged(NamedTuple):
 
 
 class Spike(NamedTuple):
-    """A step of which one of the two is above its limit."""
+    """A step with at least one of the two above its limit."""
 
     loss: Judged
     grad_norm: Judged
@@ -76,7 +77,7 @@ class _Level(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Rounded to fp32, so that the device and the host judge alike."""
+        """Rounded to fp32, so that the device and the host judge the same."""
         log = min(self.median + THRESHOLD * self.deviation, _LARGEST_LOG)
         return float(np.float32(math.exp(log)))
 
@@ -87,7 +88,7 @@ class Usual(NamedTuple):
     loss: _Level | None
     grad_norm: _Level | None
     is_near_others: bool
-    """A spike would be one too many, and a new level."""
+    """Whether another spike would be one too many, and so a new level."""
 
     @classmethod
     def of(cls, progress: Progress) -> Usual:
@@ -107,9 +108,9 @@ class Usual(NamedTuple):
 def note_step(
     progress: Progress, usual: Usual, loss: float, grad_norm: float, *, is_refused: bool = False
 ) -> Spike | None:
-    """Take the last completed step, of finite numbers, into the window; a spike is returned.
+    """Add the last completed step, of finite numbers, to the window; returns a spike.
 
-    Losses that are not positive, such as a loss of the user's own may have, are not judged.
+    Losses that are not positive, such as a user's own loss may have, are not judged.
     """
     found, is_spike = [], False
     for value, level in ((loss, usual.loss), (grad_norm, usual.grad_norm)):

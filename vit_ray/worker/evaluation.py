@@ -198,9 +198,7 @@ class Evaluator:
         return all_sum([float(count)], engine.device)[0]
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
-        """Also returns what is kept: images, and tables of how often each class was taken for
-        each.
-        """
+        """Also returns what is kept: images, and tables of which class was taken for which."""
         answers, recipe, device = self._job.answers, self._job.recipe, self._engine.device
         rank = self._link.rank
         confusion, images, batches = Confusion(), ExampleImages(), self._watched("eval")

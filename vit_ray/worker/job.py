@@ -49,7 +49,7 @@ class TrainJob:
     """Workers use it, and `control`, only through `run_link.RunLink`."""
     control: ControlsRun
     lock_number: int | None
-    """Token of the driver's lock of the run's folder; None if nothing is written there."""
+    """Number of the driver's lock of the run's folder; None if nothing is written there."""
     note_bad_images: Callable[[dict[int, str]], None]
     """Counts images that this worker cannot decode: sample number to description; may raise."""
     few_shot_labels: Callable[[], NDArray[np.int32]] | None = None

@@ -33,7 +33,7 @@ class RankPlace:
 
     @classmethod
     def of(cls, rank: int, hosts: Sequence[str]) -> RankPlace:
-        """By the host of every rank."""
+        """The place of `rank`, from the host of every rank."""
         mine = hosts[rank]
         nodes = list(dict.fromkeys(hosts))
         return cls(rank, len(hosts), hosts[:rank].count(mine), hosts.count(mine), nodes.index(mine))

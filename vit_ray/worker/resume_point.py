@@ -24,7 +24,7 @@ RETRIES: Final = RetryPolicy(
 ASK_S: Final = 30.0
 """Interval at which rank 0 tells the others whether the selection is done."""
 CHOICE_LIMIT_S: Final = 4 * 3600.0
-"""For reading the newest checkpoint back, and older ones if it is damaged."""
+"""Time limit for reading the newest checkpoint back, and older ones if it is damaged."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 HANG_REPORT_S: Final = 10.0
 RUN_ID_S: Final = 20.0
 DELIVERY_S: Final = 120.0
+"""Limit for what must arrive: a worker that gets no answer ends, and its group restarts."""
 SHOW_S: Final = 10.0
-"""Of a file that training does not depend on."""
-"""For records that must arrive: a worker that gets no answer ends, and its group restarts."""
+"""Limit for a file that training does not depend on."""
 _BEATS_AT_A_TIME: Final = 128
 """In a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
 
@@ -115,13 +115,11 @@ class RunLink:
         world_size: int = 1,
         *introduction: str,
     ) -> None:
-        """`introduction`: host, Ray's id of the node, and the text by which errors name this
-        worker.
-        """
+        """`introduction`: host, Ray's id of the node, and this worker's name in errors."""
         self._record, self._control, self.rank = record, control, rank
         self._world_size, self._num_beats = world_size, rank
         self.clock = WorkClock(world_size)
-        """Id of this attempt."""
+        """The clock of this attempt."""
         self._sent = self.clock.work
         self._introduction = introduction
         """Sent until it has arrived: a heartbeat is small."""
@@ -219,9 +217,7 @@ class RunLink:
         self._record.content(name, content, folder, limit_s)
 
     def show_files(self, files: Mapping[str, bytes], folder: str) -> None:
-        """As `keep_file`, for files that training does not depend on: ignored if there is no
-        answer.
-        """
+        """As `keep_file`, for files that training does not depend on: failures are ignored."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             for name, content in files.items():
                 self.keep_file(name, content, folder, SHOW_S)

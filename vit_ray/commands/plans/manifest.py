@@ -299,9 +299,7 @@ def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[st
 
 
 def _apply_patch(document: Any, operations: list[dict[str, Any]]) -> None:
-    """JSON Patch (RFC 6902), limited to what the files use: `test`, and `add` at the end of a
-    list.
-    """
+    """JSON Patch (RFC 6902) as far as the files use it: `test`, and `add` at a list's end."""
     for operation in operations:
         *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
         node = document

@@ -260,9 +260,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
 
 
 def _network_text(network: Network, num_gpus: int) -> str:
-    """Servers and their links; what a GPU reaches in large collectives, and which link limits
-    it.
-    """
+    """Servers and their links; what a GPU reaches in large collectives; the limiting link."""
     servers, text = network.servers(num_gpus), f"{network.link_gb_per_s:g} GB/s in a server"
     if servers == 1:
         return text

@@ -103,9 +103,7 @@ class ScalePoint:
         return [name for name in self.loads if name not in BESIDE]
 
     def paced_s(self, step_s: float) -> float:
-        """Time of a step that takes `step_s` of computing, or longer if the slowest source needs
-        longer.
-        """
+        """Time of a step that computes for `step_s`, with the slowest source's delay."""
         return max(step_s, self.step.most_s * self.loads[self.slowest])
 
     @property
@@ -162,9 +160,7 @@ class ScalePoint:
 
 
 def gpu_counts(recipe: Recipe) -> list[int]:
-    """For each of `POWERS` the largest count up to it that divides the batch (pairs, if images are
-    mixed).
-    """
+    """For each of `POWERS` the largest count up to it that divides the batch, or its pairs."""
     batch, least = recipe.train.global_batch_size, recipe.train.least_pass
     fitting = divisors(batch // least)
     return sorted({max(one for one in fitting if one <= power) for power in POWERS})
@@ -297,9 +293,7 @@ def _printed(table: Table) -> list[str]:
 
 
 def scale_figure(recipe: Recipe, points: Sequence[ScalePoint]) -> Chart:
-    """Images per second against GPUs: in training, after failures, and the capacity of each
-    source.
-    """
+    """Images/s against GPUs: in training, after failures, and the capacity of each source."""
     lines: dict[str, list[float | None]] = {
         "no communication": [p.batch / p.step.compute_s for p in points],
         "with communication": [p.batch / p.step.most_s for p in points],
@@ -371,9 +365,7 @@ def describe_scale(recipe: Recipe, facts: TrainingFacts, points: Sequence[ScaleP
 
 
 def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
-    """Print `describe_scale`; unless it is a dry run, also keep table and figure in an MLflow
-    run.
-    """
+    """Print `describe_scale`; except in a dry run, also record table and figure in MLflow."""
     facts = told_facts(recipe)
     points = scale_points(recipe, facts)
     text = describe_scale(recipe, facts, points)

@@ -118,9 +118,7 @@ class StudyPlan:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the cluster: `plan.num_gpus`, or else those of the widest cell; at most
-        `study.max_gpus`.
-        """
+        """GPUs of the cluster: as planned, or of the widest cell; at most `study.max_gpus`."""
         widest = max(one.num_gpus for one in self.cells)
         told = self.recipe.plan.num_gpus or widest
         return min(told, study_of(self.recipe).max_gpus or told)
@@ -134,9 +132,7 @@ class StudyPlan:
 
     @cached_property
     def hours(self) -> float:
-        """Hours from the start of the first cell to the end of the last, in parallel on the
-        cluster.
-        """
+        """Hours from the start of the first cell to the end of the last, on the cluster."""
         room = Room(self.num_gpus, 0.0, study_of(self.recipe).max_concurrent or math.inf)
         groups = in_order(
             self._groups(),

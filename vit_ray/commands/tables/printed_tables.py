@@ -73,9 +73,7 @@ def print_link(hint: str, run_id: str | None) -> None:
 
 
 def print_sweep(result: SweepResult | None) -> int:
-    """The grid, the selected point and the test accuracy; exit code 3 if it was stopped on
-    request.
-    """
+    """The grid, the selected point, the test accuracy; exit code 3 if stopped on request."""
     if result is None:
         print("stopped on request; the same command resumes its runs from their checkpoints")
         return 3

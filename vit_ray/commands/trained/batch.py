@@ -107,9 +107,7 @@ def _steps(text: str) -> range:
 
 
 def _places(rank: str | None, run: NamedRun, steps: range) -> range:
-    """Positions in the global batch, or those of a rank `r/n`, or of `r` if the number of workers
-    is known.
-    """
+    """Positions in the global batch: all, or those of rank `r/n`, or `r` if n is known."""
     batch = run.recipe.train.global_batch_size
     if rank is None:
         return range(batch)

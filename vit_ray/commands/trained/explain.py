@@ -57,7 +57,7 @@ class _Weights(NamedTuple):
 
     model: nn.Module
     exact: Recipe
-    """The weights in fp32."""
+    """The recipe in fp32."""
     second: dict[str, Tensor]
     """Adam's second moment with bias correction; empty for other optimizers."""
 

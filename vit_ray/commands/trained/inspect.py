@@ -1,6 +1,4 @@
-"""The inspection command: figures of a trained model for a folder of images, in files and
-MLflow.
-"""
+"""The inspection command: figures of a trained model for a folder of images."""
 
 from __future__ import annotations
 

@@ -117,9 +117,7 @@ def _limit_wait(are_placed: threading.Event) -> None:
 
 
 class WatchPreemption(PreemptionCallback, ReplicaGroupCallback):
-    """Ray's own method, which Ray skips when single workers are replaced: it would keep the old
-    ones.
-    """
+    """Ray's method, which it skips when single workers are replaced: it would keep the old."""
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """All workers are new."""

@@ -204,8 +204,6 @@ class ControlState:
         return RunStatus(now.step, metrics, events, stage, checkpoints)
 
     def child_step(self, name: str, step: int) -> None:
-        """A child run (a trial of a sweep) is at `step`; the display shows the sum of the
-        children.
-        """
+        """A child run (a trial of a sweep) is at `step`; the display shows the children's sum."""
         self._child_steps[name] = step
         self._now.step = sum(self._child_steps.values())

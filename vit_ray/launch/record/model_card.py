@@ -118,9 +118,7 @@ def model_card(
 
 
 def _place(address: str) -> str:
-    """The last two parts of an address: other parts name machines and buckets, which are not for
-    everyone.
-    """
+    """The last two parts of an address: the others name private machines and buckets."""
     return "/".join(PurePosixPath(redact(address)).parts[-2:])
 
 

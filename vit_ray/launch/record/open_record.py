@@ -1,6 +1,4 @@
-"""The record of a run from its opening to its end; if this driver dies, the next one ends the
-record.
-"""
+"""The record of a run from its opening to its end, which may be set by a later driver."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class OpenRun:
         return cls(opening, RunRecord(run), RunControl(run))
 
     def finish(self, status: Status) -> None:
-        """End the record; the result is valid even if this fails, and a message says how to send it
-        later.
-        """
+        """End the record; if that fails the result is still valid, and a message says so."""
         has_all = False
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             has_all = self.record.finish(status)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 GATHERED_BYTES: Final = 64 << 20
-"""Large enough for the links' full speed, and little of the memory that training leaves free."""
+"""Large enough for the links' full speed, and small compared with the memory that training leaves
+free."""
 
 
 def all_sum(
@@ -20,7 +21,7 @@ def all_sum(
 ) -> list[float]:
     """Element-wise sum over ranks, computed in float64; numbers, or scalars on the device.
 
-    Scalars on the device are put together there, so that the host synchronizes once.
+    Scalars on the device are combined there, so that the host synchronizes once.
     """
     known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
     tensor = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
@@ -45,13 +46,13 @@ def all_rows(
 ) -> np.ndarray:
     """Every rank's (n, ...) rows in one host array, on every rank.
 
-    n may differ between ranks; dtype and the other sides may not.
+    n may differ between ranks; dtype and the other sizes may not.
 
     Args:
-        places: index in the result of each of all ranks' rows, counted in rank order; unset = as
-            they are counted.
-        most_bytes: what a device holds of them at a time, all ranks' together; at least a row of
-            each.
+        places: index in the result of each row of all ranks, counted in rank order; unset = in rank
+            order.
+        most_bytes: most that a device holds of them at a time, from all ranks together; at least a
+            row of each.
     """
     mine = torch.tensor([len(rows)], dtype=torch.int64, device=device)
     counts = [int(count) for count in _gathered(mine)]
@@ -61,7 +62,7 @@ def all_rows(
     row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
     step = max(1, most_bytes // (row_bytes * len(counts)))
     for first in range(0, max(counts), step):
-        # All ranks take part in every turn with equally many rows, the last of them padded.
+        # All ranks take part in every turn with the same number of rows, the last turn padded.
         piece = np.zeros((min(step, max(counts) - first), *rows.shape[1:]), rows.dtype)
         own = rows[first : first + step]
         piece[: len(own)] = own
@@ -83,10 +84,10 @@ def all_sum_array(array: NDArray[np.float64], device: torch.device) -> None:
 
 
 def read_by_first(read: Callable[[], Any], device: torch.device) -> Any:
-    """What `read` returns on rank 0, on every rank.
+    """What `read` returns on rank 0, sent to every rank.
 
     Raises:
-        ValueError: on every rank, where `read` raises one, or storage does not answer.
+        ValueError: on every rank, if `read` raises one, or storage does not answer.
     """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

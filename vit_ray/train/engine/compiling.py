@@ -1,7 +1,7 @@
 """torch.compile by region: the code of one block serves all blocks of a Transformer.
 
-Compiling a model as one graph takes time that grows with its depth, for code that repeats. What
-stands between the blocks is little and stays eager.
+Compiling a model as one graph takes time that grows with its depth, for code that repeats. The
+operations between the blocks are few and stay eager.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from torch import nn
 from vit_ray.models.resnet import ResNetEmbedding
 from vit_ray.models.vit import VisionTransformer
 
-# Kinds of call of one block: train and evaluate, all tokens and the first alone, two batch sizes.
+# Kinds of call of one block: train and evaluate, all tokens and only the first, two batch sizes.
 _MOST_VARIANTS: Final = 32
 
 
 def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
-    """Have a model's calls compiled, at the first of each kind.
+    """Have a model's calls compiled, each kind at its first call.
 
-    A ViT's blocks share their code; the ResNet under a hybrid, and a ResNet alone, are compiled
-    whole, as hardly two of their units have the same shapes.
+    A ViT's blocks share their code; the ResNet of a hybrid, and a plain ResNet, are compiled whole,
+    because hardly two of their units have the same shapes.
 
     Args:
         model: or an objective around it.
-        backend: as of `torch.compile`.
-        may_fail: fall back to eager, with a warning, where a part cannot be compiled.
+        backend: as for `torch.compile`.
+        may_fail: fall back to eager, with a warning, if a part cannot be compiled.
     """
     import torch._dynamo
 
-    logging.getLogger("torch._dynamo.convert_frame").addHandler(_FAILURES)  # once, however often
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(
+        _FAILURES
+    )  # once, however often it is called
     torch._dynamo.config.suppress_errors = may_fail
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     inner = getattr(model, "model", model)
@@ -47,18 +49,18 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
 
 
 class _Failures(logging.Handler):
-    """Why parts run eagerly that were to be compiled; torch 2.13 says it in its log alone."""
+    """Why parts that should be compiled run eagerly; torch 2.13 reports it only in its log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.reasons: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep how the error begins of a part that will not be converted."""
+        """Keep the beginning of the error of a part that cannot be converted."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # The backend stands in the first line, and what it raised in the second.
+            # The backend is in the first line, and its error in the second.
             self.reasons.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
 
 

@@ -1,7 +1,7 @@
 """The engine that the loop drives: DeepSpeed under any ZeRO stage, on GPU or CPU.
 
-The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per
-global batch, and `predict`. What depends on the stage is in `state.py`, `deepspeed_setup.py`,
+The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per global
+batch, and `predict`. Code that depends on the stage is in `state.py`, `deepspeed_setup.py`,
 `train/engine/fragments.py` and `deepspeed_internals.py`.
 """
 
@@ -44,16 +44,17 @@ class DeepSpeedEngine:
     ) -> None:
         """Wrap `model`, whose weights must already be those to start from.
 
-        The process group must exist; every rank builds its engine together.
+        The process group must exist; all ranks build their engines together.
         """
         self._loss_function = loss_function
         self._compile_s_before = compile_s()
         self._num_failures_before = len(compile_failures())
-        # What an objective does not train itself is no part of a checkpoint, unlike frozen parts.
+        # Modules that an objective does not train are left out of a checkpoint, unlike frozen
+        # parts.
         named = [(p, name) for name, p in model.named_parameters()]
         self._names = {p: name for p, name in named if p.requires_grad}
         frozen = {p: name for p, name in named if optim.frozen and not p.requires_grad}
-        # DeepSpeed's bf16 modes round the module in place; these keep what it was rounded from.
+        # DeepSpeed's bf16 modes round the module in place; these keep the values before rounding.
         exact = {n: p.detach() for p, n in (self._names | frozen).items()}
         if train.activation_checkpointing:
             model.set_activation_checkpointing(train.activation_checkpointing)  # type: ignore[operator]
@@ -88,11 +89,12 @@ class DeepSpeedEngine:
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int = 0) -> Tensor:
         """Forward and backward pass of one micro-batch; returns its mean loss, detached.
 
-        `step`: 0-based, for losses that change from step to step.
+        `step`: 0-based, for losses that change over the steps.
         """
         with self.forward_times.measured():
             loss = self._loss_function(self._engine, images, labels, samples, step)
-        # A loss that is not finite must poison the gradients, so that all ranks skip together.
+        # A loss that is not finite must make the gradients not finite, so that all ranks skip
+        # together.
         factor = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
         self._engine.backward(loss * factor)
         if not self._engine.is_gradient_accumulation_boundary():
@@ -104,14 +106,15 @@ class DeepSpeedEngine:
         return compile_s() - self._compile_s_before
 
     def compile_failure(self) -> str | None:
-        """Why a part of the model that was to be compiled runs eagerly; None if none does."""
+        """Why a part of the model that should be compiled runs eagerly; None if none does."""
         failures = compile_failures()[self._num_failures_before :]
         return failures[0] if failures else None
 
     def take_forward_s(self) -> float:
-        """Time of this rank's forward passes since the last call, which the device has ended.
+        """Time of this rank's forward passes since the last call; the device must have finished
+        them.
 
-        They wait for no other rank, but for weights under ZeRO 3.
+        They wait for no other rank, except for weights under ZeRO 3.
         """
         return self.forward_times.take_s()
 
@@ -131,7 +134,7 @@ class DeepSpeedEngine:
         """Head inputs (B, D) and logits (B, K) in fp32, in evaluation mode; all ranks call it."""
         self._engine.eval()
         module: Any = self._engine.module
-        # An objective around a model (masked patches) is not what predicts; its model is.
+        # An objective around a model (masked patches) does not predict; its model does.
         predicts = getattr(module, "model", self._engine)
         captured: list[Tensor] = []
         hook = module.head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
@@ -144,7 +147,7 @@ class DeepSpeedEngine:
 
     @property
     def whole_model(self) -> nn.Module | None:
-        """The model that predicts; None under ZeRO-3, where no rank has all of its weights."""
+        """The model that predicts; None under ZeRO 3, where no rank has all of its weights."""
         module: nn.Module = self._engine.module
         return None if self._is_parted else getattr(module, "model", module)
 
@@ -158,16 +161,16 @@ class DeepSpeedEngine:
         self._biases.show()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue exactly from a checkpoint, whatever the module has; all ranks call it."""
+        """Continue exactly from a checkpoint, whatever the module holds; all ranks call it."""
         self.state.restore(checkpoint)
         self._biases.show()
 
     @torch.no_grad()
     def activation_sizes(self, images: Tensor) -> dict[str, float]:
-        """Root mean square of each layer's output, the largest of the images; all ranks call it.
+        """Root mean square of each layer's output, the largest over the images; all ranks call it.
 
-        They show where a value stops being finite: infinite where an output is not. The layers are
-        the model's blocks and its modules outside of them, in the order of the forward pass.
+        They show where a value stops being finite: infinite if an output is not. The layers are the
+        model's blocks and its modules outside of them, in the order of the forward pass.
         """
         sizes: dict[str, float] = {}
         module: Any = self._engine.module
@@ -186,7 +189,7 @@ class DeepSpeedEngine:
                 is_outside = parent is model or isinstance(parent, lists)
                 if name and is_outside and not isinstance(layer, lists):
                     hooks.callback(layer.register_forward_hook(partial(watch, name)).remove)
-            # Hooks are not called by code that torch.compile has made.
+            # Code made by torch.compile does not call hooks.
             with torch.compiler.set_stance("force_eager"):
                 self.predict(images)
         return sizes

@@ -1,6 +1,4 @@
-"""DeepSpeed's engine: its configuration, what is changed of it, and its import ahead of the first
-step.
-"""
+"""DeepSpeed's engine: its configuration, our changes, and its import before the first step."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def initialize(
         )
 
     config = deepspeed_config(train, clip_norm, settings, micro_batch_size, accumulation_steps)
-    # Some of its stages print memory reports past its logger.
+    # Some of its stages print memory reports without its logger.
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -122,10 +120,10 @@ def deepspeed_config(
 
 
 def warm_up_process() -> None:
-    """Import what the first steps would import in their time; for a process that only trains.
+    """Import what the first steps would otherwise import; for a process that only trains.
 
-    What is there by then is no garbage: DeepSpeed collects it at every start of an engine, which
-    took half a second each time.
+    Objects that exist by then are excluded from garbage collection: DeepSpeed collects at every
+    start of an engine, which took half a second each time.
     """
     import_deepspeed()
     importlib.import_module("torch._dynamo")  # by the first step of any optimizer

@@ -1,4 +1,4 @@
-"""The training state of one rank: fragments of it, their averages, checkpoints, and norms.
+"""The training state of one rank: its fragments, their averages, checkpoints, and norms.
 
 Everything works on fragments, and so under any ZeRO stage and on any number of workers.
 """
@@ -72,7 +72,7 @@ class TrainingState:
             fragment.weight.copy_(values[fragment.start : fragment.start + len(fragment.weight)])
         rank, world_size, stage = engine.global_rank, engine.world_size, train.zero_stage
         self.owned = owned_fragments(self._local, rank, world_size, stage)
-        """Fragments that this rank alone saves and averages."""
+        """Fragments that only this rank saves and averages."""
         self._frozen = frozen_fragments(engine, self._frozen_names, exact)
         types = state_types(optim)
         self._kinds = tuple(types)
@@ -106,7 +106,8 @@ class TrainingState:
         return take_snapshot(self._owned_entries(), position, rank, world_size)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue exactly from a checkpoint, whatever the module has; all ranks call it.
+        """Continue exactly from a checkpoint, whatever the module's present weights; all ranks call
+        it.
 
         Raises:
             ValueError: its second moments are Adafactor's of an older version.
@@ -114,9 +115,9 @@ class TrainingState:
         if isinstance(self._optimizer, Adafactor) and OLD_ROWS in checkpoint.kinds():
             raise ValueError(
                 f"checkpoint {checkpoint.folder.path} was written by a version whose Adafactor "
-                "takes queries, keys and values as one matrix; this version has a matrix for each "
-                "head, as big_vision; continue the run with that version, or start another from "
-                "its weights by init_from"
+                "treats queries, keys and values as one matrix; this version has a matrix for each "
+                "head, as big_vision does; continue the run with that version, or start another "
+                "from its weights by init_from"
             )
         has_average = checkpoint.has_average()
         entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
@@ -168,7 +169,7 @@ class TrainingState:
             yield from self._second_moments()
 
     def _second_moments(self) -> list[Entry]:
-        """Those that are not kept for each element; every rank has all of them."""
+        """Second moments that are not kept for each element; every rank has all of them."""
         if not isinstance(self._optimizer, Adafactor):
             return []
         found = self._optimizer.second_moments()

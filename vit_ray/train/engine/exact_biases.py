@@ -49,4 +49,4 @@ class ExactBiases:
             if head.exact_bias is None:
                 head.exact_bias = exact
             else:
-                head.exact_bias.copy_(exact)  # where compiled code has it
+                head.exact_bias.copy_(exact)  # where compiled code reads it

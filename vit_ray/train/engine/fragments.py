@@ -1,8 +1,8 @@
-"""Which rank holds which part of the training state: one view of it for every ZeRO stage.
+"""Which rank holds which part of the training state, in the same form for every ZeRO stage.
 
-A `Fragment` is a run of consecutive elements of one parameter, with the fp32 master weights and
-the optimizer state of those elements as views into the engine's own memory. Checkpoints,
-averaging and weight exchange work on fragments, and so on any stage and any number of workers.
+A `Fragment` is a range of consecutive elements of one parameter, with the fp32 master weights and
+the optimizer state of those elements as views into the engine's own memory. Checkpoints, averaging
+and weight exchange work on fragments, and so on any stage and any number of workers.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def owned_fragments(
 ) -> list[Fragment]:
     """The part of the state that this rank owns; ranks own disjoint parts of everything.
 
-    A rank owns its ZeRO shards as they are cut. What stage 0 replicates is cut into `world_size`
-    equal runs, so that saving and averaging cost each rank only its share there too.
+    A rank owns its ZeRO shards as they are. What stage 0 replicates is cut into `world_size` equal
+    ranges, so that saving and averaging cost each rank only its share there too.
     """
     if stage > 0:
         return local
@@ -91,13 +91,13 @@ def owned_fragments(
 def frozen_fragments(
     engine: Any, names: dict[nn.Parameter, str], exact: dict[str, Tensor]
 ) -> list[Fragment]:
-    """This rank's share of what is not trained, in host memory, cut as ZeRO 3 cuts parameters.
+    """This rank's share of untrained parameters, in host memory, cut as ZeRO 3 cuts parameters.
 
-    The module may have rounded it, so that these are the values to keep.
+    The module may have rounded them, so these are the values to keep.
 
     Args:
         names: parameters of the module, and their names.
-        exact: their first values, whole, by name.
+        exact: their first values, unsharded, by name.
     """
     found = []
     for name in names.values():
@@ -129,12 +129,12 @@ def names_of_tensors(fragments: list[Fragment], tensors: list[Tensor]) -> list[l
 def create_state(
     state: State, owners: list[Tensor], types: dict[str, torch.dtype], *, counts: bool
 ) -> None:
-    """Zero optimizer state where there is none, as it would be at the first step.
+    """Create zero optimizer state if there is none, as it would be at the first step.
 
     Args:
         owners: what the optimizer steps.
         types: keys of the state, and the precision of each.
-        counts: there is a number of steps, too.
+        counts: whether there is also a number of steps.
     """
     for owner in owners:
         entry = state.setdefault(owner, {})
@@ -150,7 +150,7 @@ Parts = dict[str, list[tuple[int, Tensor]]]
 
 
 def weights_by_name(fragments: list[Fragment], values: list[Tensor]) -> Parts:
-    """Values of fragments, grouped by the parameter that they are part of."""
+    """Values of fragments, grouped by their parameter."""
     grouped: Parts = {}
     for fragment, value in zip(fragments, values, strict=True):
         grouped.setdefault(fragment.name, []).append((fragment.start, value))
@@ -160,7 +160,7 @@ def weights_by_name(fragments: list[Fragment], values: list[Tensor]) -> Parts:
 def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) -> None:
     """Give the module's own (possibly bf16) weights the values held as fragments.
 
-    Every rank calls this. Masters are not touched where they are kept apart from the module.
+    Every rank calls this. Masters that are separate from the module are not changed.
 
     Args:
         new: fp32 values of the fragments that this rank owns.

@@ -8,10 +8,10 @@ from torch import Tensor
 
 @torch.no_grad()
 def clip_gradients(gradients: list[Tensor], norm: Tensor, clip_norm: float) -> None:
-    """Scale gradients, in place, so that their global norm is at most `clip_norm`; 0 = as they are.
+    """Scale gradients, in place, so that their global norm is at most `clip_norm`; 0 = no change.
 
     Args:
-        norm: of all of them together.
+        norm: of all gradients together.
     """
     if clip_norm:
         torch._foreach_mul_(gradients, torch.clamp(clip_norm / (norm + 1e-6), max=1.0))

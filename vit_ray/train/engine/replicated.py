@@ -1,7 +1,7 @@
 """ZeRO stage 0: every rank steps the whole state; gradients are summed during the backward pass.
 
 DeepSpeed 0.19.8 would all-reduce after the backward pass; in bf16 it would also sum passes in bf16
-and step each tensor by itself, with several waits of the host for each.
+and step each tensor by itself, with several host-device syncs each.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from vit_ray.train.optim.guarded import GuardedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
 
 ALIGNED: Final = 64
-"""Elements: a weight in a flat tensor starts where kernels read fastest, at whole 256 bytes."""
+"""Elements: weights in a flat tensor start at multiples of 256 bytes, where kernels read
+fastest."""
 
 
 class ReplicatedOptimizer:
-    """Steps fp32 masters of all weights by torch's optimizer; what DeepSpeed takes for one.
+    """Steps fp32 masters of all weights by torch's optimizer; DeepSpeed uses it as its optimizer.
 
-    The masters of fp32 weights are they themselves. Masters collect the gradients of the passes.
-    Masters of a group that is stepped tensor by tensor are views of one tensor, as their gradients.
+    fp32 weights are their own masters. Masters collect the gradients of the passes. If a group is
+    stepped tensor by tensor, its masters are views of one tensor, and so are their gradients.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class ReplicatedOptimizer:
         bucket_elements: int,
         is_last_pass: Callable[[], bool],
     ) -> None:
-        """Take over the groups of `optimizer`, which have not been stepped.
+        """Take over the groups of `optimizer`, which has made no step yet.
 
         Args:
             weights: those of the groups, in the order of the forward pass.
@@ -49,7 +50,7 @@ class ReplicatedOptimizer:
             w: w if w.dtype == torch.float32 else w.detach().float() for w in weights
         }
         self.places = {weight: (master, 0) for weight, master in self.masters.items()}
-        """The tensor that is stepped of each weight, and where its master starts in it."""
+        """For each weight the tensor that is stepped, and where its master starts in it."""
         self._flats: list[Tensor] = []
         self._guard, self._clip_norm, self._is_last_pass = guard, clip_norm, is_last_pass
         for group in optimizer.param_groups:
@@ -65,14 +66,14 @@ class ReplicatedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of torch's optimizer."""
+        """The groups of torch's optimizer."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a step leaves no gradients."""
+        """Does nothing: a step leaves no gradients."""
 
     def destroy(self) -> None:
-        """Let go of the module."""
+        """Release the module."""
         for hook in self._hooks:
             hook.remove()
 
@@ -96,7 +97,7 @@ class ReplicatedOptimizer:
             torch._foreach_copy_([weight for weight, _ in rounded], [m for _, m in rounded])
 
     def _flattened(self, weights: list[nn.Parameter]) -> Tensor:
-        """One tensor of the weights' masters, with one of their gradients, all of zeros."""
+        """One tensor of the weights' masters, with one tensor of their gradients, all zeros."""
         sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in weights]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].device)
         flat.grad = torch.zeros_like(flat)
@@ -132,7 +133,7 @@ class ReplicatedOptimizer:
             self._send(due)
 
     def _send(self, count: int) -> None:
-        """Begin to sum the first `count` buckets over all ranks, in the weights' precision."""
+        """Start summing the first `count` buckets over all ranks, in the weights' precision."""
         world_size = dist.get_world_size()
         if world_size == 1:
             return
@@ -144,7 +145,7 @@ class ReplicatedOptimizer:
     def _receive(self) -> None:
         for bucket, whole, work in self._sent:
             # no limit: the process group's timeout
-            work.wait()  # on a GPU its stream waits, and not the host
+            work.wait()  # on a GPU its stream waits, not the host
             whole.div_(dist.get_world_size())
             parts = torch.split(whole, [weight.numel() for weight in bucket])
             for weight, part in zip(bucket, parts, strict=True):
@@ -153,7 +154,7 @@ class ReplicatedOptimizer:
         self._ready.clear()
 
     def _gradient(self, weight: nn.Parameter) -> Tensor:
-        """Zeros where no pass reached the weight on this rank, as ZeRO's other stages have it."""
+        """Zeros if no pass reached the weight on this rank, as in ZeRO's other stages."""
         master = self.masters[weight]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
@@ -161,7 +162,7 @@ class ReplicatedOptimizer:
 
 
 def _buckets(weights: Iterable[nn.Parameter], elements: int) -> Iterable[list[nn.Parameter]]:
-    """Runs of weights with at most so many elements together, or one that has more."""
+    """Consecutive weights with at most this many elements together, or a single larger one."""
     bucket: list[nn.Parameter] = []
     for weight in weights:
         if bucket and sum(w.numel() for w in bucket) + weight.numel() > elements:

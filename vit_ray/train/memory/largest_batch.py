@@ -1,8 +1,8 @@
-"""The largest batch that fits: by the estimate, by passes on the device, and when memory runs out.
+"""The largest batch that fits: by the estimate, by passes on the device, and by past failures.
 
-Each rank tries passes by itself before the training begins, with the bare model and no collective
-operation, so that a rank that runs out of memory keeps no other waiting. The memory of ZeRO's state
-and of the batches is added by the plan's arithmetic.
+Each rank tries passes by itself before the training starts, with only the model and no collective
+operation, so that a rank that runs out of memory does not make others wait. The memory of ZeRO's
+state and of the batches is added by the plan's arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def largest_micro_batch(
     """The largest divisor of a worker's share of the global batch whose estimate fits.
 
     Args:
-        memory_gib: of the device; 5 % of it stay free.
+        memory_gib: of the device; 5 % of it are kept free.
         stage: ZeRO stage; None = the recipe's.
 
     Returns:
@@ -47,7 +47,7 @@ def largest_micro_batch(
     shape = state_shape(recipe, num_classes, world_size, stage)
     limit_gib = memory_gib * (1 - RESERVED_FRACTION)
     if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
-        return None  # whatever the activations, which take seconds to measure
+        return None  # for any activations, which take seconds to measure
     sizes = pass_sizes(recipe, world_size)
 
     def is_too_large(size: int) -> bool:
@@ -60,10 +60,10 @@ def largest_micro_batch(
 def try_micro_batches(
     recipe: Recipe, num_classes: int, world_size: int, device: torch.device, start: int
 ) -> int | None:
-    """The largest of the sizes that a pass may have whose training fits the GPU.
+    """The largest pass size whose training fits into the GPU's memory.
 
     Args:
-        start: where to begin, an estimate.
+        start: the size to try first, an estimate.
 
     Returns:
         Images per pass, or None if not even the fewest fit.
@@ -80,7 +80,7 @@ def try_micro_batches(
 
 
 def free_gib(device: torch.device) -> float:
-    """Of the GPU's memory, without the part that stays free."""
+    """GiB of the GPU's memory, without the part that is kept free."""
     return torch.cuda.mem_get_info(device)[0] / GIB * (1 - RESERVED_FRACTION)
 
 
@@ -103,7 +103,7 @@ def fits_training(
 def pass_bytes(
     recipe: Recipe, num_classes: int, batch_size: int, device: torch.device
 ) -> int | None:
-    """Most bytes that a forward and backward pass takes, weights and gradients not counted.
+    """Most bytes that a forward and backward pass takes, without weights and gradients.
 
     The pass is eager; that a compiled one takes no more is assumed, not measured. On a CPU, which
     does not count, 0.

@@ -47,7 +47,7 @@ class _Sizes(NamedTuple):
     trained: list[int]
     frozen: list[int]
     gathers: tuple[int, ...]
-    """Of what Muon makes orthogonal, by which are gathered together."""
+    """Elements of the matrices that Muon makes orthogonal, one entry per gather."""
     gathered_macs: int
     """Multiply-adds of making them orthogonal."""
 
@@ -74,7 +74,7 @@ def optimizer_macs(recipe: Recipe, num_classes: int, world_size: int, stage: int
 
 
 def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
-    """The recipe with crops of one size, for counts."""
+    """The recipe with crops of one size, for counting."""
     augment = recipe.data.augment.model_dump(mode="json") | {"sizes": []}
     return recipe.with_changes(model={"image_size": size}, data={"augment": augment})
 
@@ -83,7 +83,7 @@ def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_ste
     """10^18 operations of training by the paper's count, with a teacher's forward pass.
 
     Args:
-        total_steps: of the whole run, in which the size of its crops may change.
+        total_steps: of the whole run, during which the crop size may change.
     """
     model, batch = recipe.model, recipe.train.global_batch_size
     sizes = crop_sizes(recipe.data.augment.sizes, model.image_size, total_steps)
@@ -97,10 +97,10 @@ def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_ste
 def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
     """Multiply-adds of one image of the model's size in a step, as the engine computes them.
 
-    A teacher's forward pass is a part of the forward pass, and so of MFU.
+    A teacher's forward pass counts as a part of the forward pass, and so in MFU.
 
     Args:
-        has_gpu: decides whether blocks are compiled where the recipe leaves it open.
+        has_gpu: decides whether blocks are compiled if the recipe does not.
     """
     if recipe.distill is not None:
         alone = step_macs(recipe.with_changes(distill=None), num_classes, has_gpu)
@@ -124,16 +124,16 @@ def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> Trainin
     if not recipe.optim.frozen:
         return whole
     counted = _counted_macs(recipe, num_classes)
-    # Compiled blocks are recomputed whole; which ones, the count says of eager ones.
+    # Compiled blocks are recomputed whole; the count for eager ones says which.
     recomputed = counted.recomputed * whole.recomputed // max(1, early.recomputed)
     return TrainingMacs(counted.forward, counted.backward, recomputed)
 
 
 @functools.lru_cache(maxsize=256)
 def _counted_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
-    """By torch's counter, where frozen parts need no gradients, and what lies below them none.
+    """By torch's counter; frozen parts need no gradients, and the layers below them none at all.
 
-    It counts convolutions on their padding, too, which the count by sizes leaves out.
+    It also counts convolutions on their padding, which the count by sizes leaves out.
     """
     plain = recipe.with_changes(train={"activation_checkpointing": 0})
     forward, needed = _count_step(plain, num_classes)
@@ -142,9 +142,9 @@ def _counted_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
 
 
 def _count_step(recipe: Recipe, num_classes: int) -> tuple[int, int]:
-    """Multiply-adds of an image's forward pass, and of it and its backward pass together."""
+    """Multiply-adds of an image's forward pass, and of its forward and backward pass together."""
     model, batch_size = prepared_model(recipe, num_classes), recipe.train.least_pass
-    # The fused kernel's count has the weights of attention twice.
+    # The count of the fused kernel includes the attention weights twice.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss = forward_pass(model, recipe, batch_size)()
         forward = counter.get_total_flops()
@@ -158,7 +158,7 @@ def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Ac
     """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment.
 
     Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
-    head and token, and no N x N matrix. A recomputed block keeps its input. The loss counts.
+    head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
     """
     model, teacher = prepared_model(recipe, num_classes), unread_teacher(recipe, num_classes, META)
     forward = forward_pass(model, recipe, batch_size, teacher=teacher)
@@ -181,7 +181,7 @@ def inference_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
 def state_shape(
     recipe: Recipe, num_classes: int, world_size: int, stage: int | None = None
 ) -> StateShape:
-    """What decides the memory of the training state, under the recipe's ZeRO stage or another."""
+    """The sizes behind the memory of the training state, under some ZeRO stage."""
     stage = recipe.train.zero_stage if stage is None else stage
     trained, frozen, gathers, _ = _parameter_sizes(recipe, num_classes)
     height, width = recipe.model.sides

@@ -1,8 +1,8 @@
 """How many images a worker takes per pass: by the recipe, the memory estimate, and past failures.
 
-A pass that runs out of memory lowers the limit, which is kept in the run's folder together with
-what it was found under; the worker group is then restarted from its checkpoint, with the same
-global batches and more accumulation. What a trial found is kept there too, so that later attempts
+A pass that runs out of memory lowers the limit, which is kept in the run's folder together with the
+conditions it holds for; the worker group is then restarted from its checkpoint, with the same
+global batches and more accumulation. A trial's result is kept there too, so that later attempts
 take passes of the same size.
 """
 
@@ -32,11 +32,11 @@ CPU_MOST = 64  # images; larger passes are no faster on a CPU and only take memo
 def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) -> int:
     """Images per worker and pass for this many workers.
 
-    A number in the recipe holds for a fixed group. In an elastic group, under a limit, and for
-    `auto`, it is the most, and the largest divisor of the worker's share is taken.
+    A number in the recipe is exact for a group of fixed size. In an elastic group, under a limit,
+    and for `auto`, it is the maximum, and the largest divisor of the worker's share is taken.
 
     Args:
-        limit: what is known to fit at most.
+        limit: the most that is known to fit.
 
     Raises:
         ValueError: the recipe's number does not divide the batch of a fixed group.
@@ -61,15 +61,15 @@ def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
     share, least = train.global_batch_size // world_size, train.least_pass
     if share % least:
         raise ValueError(
-            f"train.mixup and train.cutmix mix images in pairs, and {share} of "
+            f"train.mixup and train.cutmix mix images in pairs, and the {share} of "
             f"train.global_batch_size={train.global_batch_size} images for each of {world_size} "
-            f"workers are no pairs; use a multiple of {least * world_size}"
+            f"workers are not an even number; use a multiple of {least * world_size}"
         )
     return [size for size in range(least, share + 1, least) if share % size == 0]
 
 
 def limit_key(recipe: Recipe, world_size: int, device: str) -> str:
-    """What a limit depends on, as text; under anything else the run's memory is another."""
+    """What a limit depends on, as text; under other conditions the run's memory differs."""
     sections = recipe.model_dump(mode="json")
     facts = {f"{part}.{key}": sections[part][key] for part, key in _DECIDES_MEMORY}
     facts |= {"model": sections["model"], "world_size": world_size, "device": device}
@@ -83,7 +83,7 @@ def trial_key(key: str, share: int) -> str:
 
 
 Kind = Literal["limits", "trials"]
-"""Limits: what fits at most. Trials: what ranks agreed on after their trials, which is no limit of
+"""Limits: the most that fits. Trials: what ranks agreed on after their trials, which does not limit
 what a recipe may ask for."""
 
 
@@ -100,16 +100,16 @@ def note_images(run_folder: Location, kind: Kind, key: str, images: int) -> None
 
 
 def lower_limit(run_folder: Location, key: str, failed: int, least: int = 1) -> int:
-    """Remember that `failed` images did not fit; returns the new limit, 3/4 of them.
+    """Note that `failed` images did not fit; returns the new limit, 3/4 of them.
 
-    With it no divisor of the share is passed over that is as much as 3/4 of what failed, and 96
-    images come down to one in 11 tries (96, 48, 32, 24, 16, ...).
+    With this no divisor of the share that is at least 3/4 of what failed is skipped, and 96 images
+    come down to one in 11 tries (96, 48, 32, 24, 16, ...).
 
     Args:
-        least: images that a pass has at least.
+        least: the fewest images per pass.
 
     Raises:
-        ValueError: so few did not fit.
+        ValueError: the fewest did not fit.
     """
     if failed <= least:
         few = "one image per pass does" if least == 1 else "a pair of images per pass does"
@@ -123,7 +123,7 @@ def lower_limit(run_folder: Location, key: str, failed: int, least: int = 1) -> 
 
 
 def _noted(run_folder: Location) -> dict[str, dict[str, int]]:
-    """Images by key; none of a file that is damaged, or does not say what they depend on.
+    """Images by key; empty if the file is damaged, or lacks the conditions.
 
     A lost limit costs one more pass that runs out of memory, or one more trial.
     """

@@ -1,8 +1,8 @@
 """Images per second and the largest batch of a model on one device, by input size.
 
-The paper's appendix D.5 and Figure 12: the batch is doubled until it no longer fits, then made
-finer between the last two. Speed is that of the fastest batch, images lying ready on the device.
-Eager: compiled passes take minutes for each of the many shapes, and no more memory.
+The paper's appendix D.5 and Figure 12: the batch is doubled until it no longer fits, then refined
+between the last two. Speed is that of the fastest batch, with images already on the device. Eager:
+compiled passes take minutes for each of the many shapes, and no more memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EndedBy = Literal["memory", "max_batch_size", "pass time"]
 
 CPU_GIB: Final = 2.0
 NUM_CLASSES: Final = 1000
-"""Of the head."""
+"""Classes of the head."""
 MAX_PASS_S: Final = 10.0
-"""The search stops when a pass is predicted to take longer, by the speed of the one before."""
+"""Stop the search when a pass is predicted to take longer than this, from the last pass's speed."""
 WARM_UP_PASSES: Final = 2
 MIN_PASSES: Final = 3
 _STEPS_BETWEEN: Final = 8
@@ -55,7 +55,7 @@ class ModelSpeed:
     mode: Mode
     image_size: int
     batches: tuple[BatchSpeed, ...]
-    """Ascending; none where not even one image fits."""
+    """Ascending; empty if not even one image fits."""
     ended_by: EndedBy
     """What kept the batch from growing."""
 
@@ -70,7 +70,7 @@ class ModelSpeed:
         return self.batches[-1].batch_size if self.batches else 0
 
     def metrics(self) -> dict[str, float]:
-        """As MLflow keeps them: the largest batch only where memory was what ended the search."""
+        """For MLflow: the largest batch only if memory ended the search."""
         prefix = f"benchmark/{self.mode}_{self.image_size}px"
         found = {}
         if self.fastest is not None:
@@ -106,7 +106,7 @@ def _searched(
     ended_by: EndedBy = "max_batch_size"
 
     def fits(batch_size: int) -> bool:
-        """Its speed is kept."""
+        """Whether the batch fits; its speed is kept."""
         nonlocal ended_by
         if batch_size in speeds:
             return True
@@ -144,7 +144,7 @@ def _searched(
 def _has_memory(
     recipe: Recipe, mode: Mode, batch_size: int, device: torch.device, memory_gib: float | None
 ) -> bool:
-    """By a trial on a GPU, whose inference itself shows it, and on a CPU by the estimate."""
+    """By a trial on a GPU, for inference by the run itself, and on a CPU by the estimate."""
     # A step of one pass; its batch is on the device too.
     step = recipe.with_changes(train={"global_batch_size": batch_size})
     if device.type == "cuda":
@@ -161,7 +161,7 @@ def _has_memory(
 def _prepared(
     recipe: Recipe, mode: Mode, batch_size: int, device: torch.device
 ) -> Callable[[], None]:
-    """A pass over images of random pixels that lie on the device."""
+    """A pass over images of random pixels that are on the device."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
     model = prepared_model(recipe, NUM_CLASSES, device)
@@ -206,7 +206,7 @@ def _median_s(run_pass: Callable[[], None], device: torch.device, timed_s: float
 
 @contextmanager
 def _memory_cap(device: torch.device, memory_gib: float | None) -> Iterator[None]:
-    """Inside, torch takes no more of the GPU's memory."""
+    """Inside the block, torch takes no more than this of the GPU's memory."""
     if device.type != "cuda" or memory_gib is None:
         yield
         return

@@ -1,6 +1,6 @@
-"""Memory that ran out: known by any library's words, and looked for by passes.
+"""Running out of memory: recognized from any library's message, and searched for by passes.
 
-It needs torch alone, so that benchmarks run on a machine that has nothing else.
+It imports only torch, so that benchmarks run on a machine without anything else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 T = TypeVar("T")
 
-# Of torch 2's allocators, and of the CUDA libraries that take memory past them: `RuntimeError`s.
+# Messages of torch 2's allocators, and of the CUDA libraries that take memory without them:
+# `RuntimeError`s.
 _EXHAUSTED = (
     "out of memory",
     "can't allocate memory",
@@ -26,7 +27,7 @@ _EXHAUSTED = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a pass ran out of memory on this worker, whichever library raised the error.
 
-    Errors of data tasks, which arrive through Ray, are not of the pass.
+    Errors of data tasks, which arrive through Ray, do not belong to the pass.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -41,7 +42,7 @@ def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not is_out_of_memory(error):
             raise
-        # The error's frames hold the tensors of the pass; nothing keeps it after this block.
+        # The error's frames hold the tensors of the pass; nothing must keep it after this block.
     finally:
         gc.collect()
         if device.type == "cuda":
@@ -53,8 +54,8 @@ def largest_that_fits(sizes: Sequence[int], start: int, fits: Callable[[int], bo
     """The largest of `sizes` that `fits`, tried one by one up or down from `start`.
 
     Args:
-        sizes: ascending; what fits is assumed to be a beginning of them.
-        start: the most that is thought to fit.
+        sizes: ascending; if a size fits, smaller ones are assumed to fit.
+        start: the largest that is expected to fit.
     """
     first = max((i for i, size in enumerate(sizes) if size <= start), default=0)
     if fits(sizes[first]):

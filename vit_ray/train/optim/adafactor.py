@@ -25,21 +25,22 @@ from vit_ray.train.optim.guarded import (
 FULL, ROWS, COLUMNS = "exp_avg_sq", "exp_avg_sq_by_row", "exp_avg_sq_by_column"
 """Kinds of second moment, as checkpoints name them."""
 OLD_ROWS: Final = "exp_avg_sq_rows"
-"""Of versions that took a kernel as one matrix (outputs, everything else)."""
-# Of big_vision's `scale_by_adafactor`, with which "Scaling ViT" was trained.
+"""Key in versions that treated a kernel as one matrix (outputs, everything else)."""
+# From big_vision's `scale_by_adafactor`, with which "Scaling ViT" was trained.
 LEAST_SIDE: Final = 32
 DECAY_EXPONENT: Final = 0.8
 TINY_SQUARE: Final = 1e-30
 
 
 class Adafactor(GuardedOptimizer):
-    """A second moment of rows and columns for each matrix, and momentum over what it scales.
+    """A second moment of rows and columns for each matrix, and momentum over the scaled gradient.
 
-    As big_vision's `scale_by_adafactor` on optax: no update clipping, no rate by the weights' size,
-    and the second moment's decay grows as 1 - t^-0.8 up to `betas[1]`. The two largest axes of a
-    parameter are rows and columns where the second largest has 32 elements or more; over other axes
-    (heads, places of a kernel) there is a matrix for each index. Other parameters keep their whole
-    second moment. Row and column sums of what ZeRO has cut are added over ranks.
+    Like big_vision's `scale_by_adafactor` on optax: no update clipping, no rate by the weights'
+    size, and the second moment's decay grows as 1 - t^-0.8 up to `betas[1]`. The two largest axes
+    of a parameter are rows and columns if the second largest has 32 elements or more; over other
+    axes (heads, positions of a kernel) there is a matrix for each index. Other parameters keep
+    their whole second moment. Row and column sums of parameters that ZeRO has cut are added over
+    ranks.
     """
 
     def __init__(self, groups: Groups, betas: tuple[float, float]) -> None:
@@ -53,7 +54,7 @@ class Adafactor(GuardedOptimizer):
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
     ) -> None:
-        """As of every optimizer here; until then steps do nothing."""
+        """As for every optimizer here; until this is called, steps do nothing."""
         parts = by_owner(fragments)
         for owner, its_names in names:
             its_shapes = {name: shapes[name] for name in its_names}
@@ -93,7 +94,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Layout | None:
-        """Rows and columns are the two largest axes; None where the moment is kept whole."""
+        """Rows and columns are the two largest axes; None if the moment is kept whole."""
         order = sorted(range(len(shape)), key=lambda axis: shape[axis])
         if len(shape) < 2 or shape[order[-2]] < LEAST_SIDE:
             return None
@@ -109,12 +110,12 @@ class Layout(NamedTuple):
 
 
 class _Region(NamedTuple):
-    """Whole rows, or whole groups where there are several, around a run of elements."""
+    """Whole rows, or whole groups if there are several, around a range of elements."""
 
     groups: slice
     rows: slice
     before: int
-    """Elements of the region before the run."""
+    """Elements of the region before the range."""
     after: int
 
     @classmethod
@@ -129,7 +130,7 @@ class _Region(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of the parameters of one layout: squares, or their means."""
+    """Squares, or their means, of the parameters of one layout."""
 
     of_rows: Tensor
     """(parameters, groups, rows, between, within)."""
@@ -138,7 +139,7 @@ class _Sums(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Parts of parameters of one layout that are computed with together."""
+    """Parts of parameters of one layout that are computed together."""
 
     layout: Layout
     slots: slice
@@ -163,7 +164,7 @@ class _SecondMoments:
         whole = {name: math.prod(shapes[name]) for name in by_layout.pop(None, [])}
         layouts = {layout: names for layout, names in by_layout.items() if layout is not None}
         num_sums = [len(names) * sum(layout.num_sums) for layout, names in layouts.items()]
-        # The first step that is applied replaces them; one that is refused divides by them.
+        # The first step that is applied replaces them; a step that is refused divides by them.
         self._values = torch.full((sum(whole.values(), sum(num_sums)),), TINY_SQUARE, device=device)
         self._sums = torch.zeros_like(self._values)
         self._counts = torch.ones_like(self._values)
@@ -223,7 +224,7 @@ class _SecondMoments:
 def _laid_out(
     vector: Tensor, layouts: Mapping[Layout, Sequence[str]], whole: Mapping[str, int]
 ) -> tuple[dict[Layout, _Sums], dict[str, Tensor]]:
-    """Views of a vector: by layout, and of parameters that are kept whole by name."""
+    """Views of a vector: by layout, and by name for parameters that are kept whole."""
     sizes = [len(names) * size for layout, names in layouts.items() for size in layout.num_sums]
     parts = iter(torch.split(vector, [*sizes, *whole.values()]))
     found = {}
@@ -238,7 +239,7 @@ def _laid_out(
 def _work(
     layout: Layout, names: Sequence[str], fragments: Mapping[str, Fragment]
 ) -> Iterator[_Work]:
-    """The rank's fragments: neighbours that are whole together, up to `PIECE`, others alone."""
+    """The rank's fragments: whole neighbours together, up to `PIECE`, others alone."""
     size = math.prod(layout)
     most = max(1, PIECE // size)
     run: list[Fragment] = []

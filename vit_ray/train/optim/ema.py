@@ -1,7 +1,7 @@
 """Polyak averaging of the weights, sharded like the optimizer state.
 
-Each rank averages only the fragments that it owns (arXiv:2010.11929, B.1.1: factor 0.9999), so
-the average costs 4 bytes per element over all ranks together, under every ZeRO stage.
+Each rank averages only the fragments that it owns (arXiv:2010.11929, B.1.1: factor 0.9999), so the
+average costs 4 bytes per element over all ranks together, under every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class WeightAverage:
 
     Args:
         factor: of the average, in each step.
-        warms_up: step t averages by (1 + t) / (10 + t) where that is less, as TensorFlow's
-            `ExponentialMovingAverage` with `num_updates`: else a short run's average is for the
-            most part the weights that it began with.
+        warms_up: step t averages by (1 + t) / (10 + t) if that is less, as TensorFlow's
+            `ExponentialMovingAverage` with `num_updates`: otherwise a short run's average is mostly
+            its initial weights.
     """
 
     def __init__(self, fragments: list[Fragment], factor: float, *, warms_up: bool) -> None:
@@ -42,8 +42,9 @@ class WeightAverage:
         """After an optimizer step: average = factor x average + (1 - factor) x weight.
 
         Args:
-            refused: scalar; 1 if the step was not applied, which leaves the average too, else 0.
-            applied_steps: scalar; steps that moved the weights so far, this one among them.
+            refused: scalar; 1 if the step was not applied, which leaves the average unchanged too,
+                else 0.
+            applied_steps: scalar; steps that moved the weights so far, including this one.
         """
         share = torch.full_like(refused, 1.0 - self.factor)
         if self.warms_up:
@@ -61,9 +62,10 @@ class WeightAverage:
     def applied(self, engine: Any, names: dict[nn.Parameter, str]) -> Iterator[None]:
         """The module computes with the averaged weights inside this block; all ranks enter it.
 
-        After an error the masters are not put back: that takes all ranks, which may not have it.
+        After an error the masters are not restored: that takes all ranks, which may not have
+        failed.
         """
-        # Without ZeRO and in fp32 the module's weights are the masters: keep them aside.
+        # Without ZeRO and in fp32 the module's weights are the masters: keep a copy.
         masters = [f.weight.detach().clone() for f in self.fragments]
         exchange_weights(engine, names, self.by_name())
         yield

@@ -1,7 +1,7 @@
-"""What the optimizers of this project have in common, and AdamW with a first moment in bf16.
+"""What this project's own optimizers have in common, and AdamW with a first moment in bf16.
 
-They work in torch's operations and not in one fused kernel. As `StepGuard` asks, `found_inf`
-refuses a step without the host waiting for it.
+They use torch's operations, not one fused kernel. As `StepGuard` needs, `found_inf` refuses a step
+without a host-device sync.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PIECE: Final = 1 << 24
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that the tensors are cut over; one where each rank has all of them."""
+    """Ranks that the tensors are cut over; one if each rank has all of them."""
 
     rank: int
     size: int
     device: torch.device
-    """Where the ranks compute; tensors that are offloaded lie elsewhere."""
+    """Where the ranks compute; offloaded tensors are elsewhere."""
 
     def add(self, values: Tensor) -> None:
-        """Sum over the ranks, which all call it, in place."""
+        """Sum over the ranks, called by all, in place."""
         if self.size > 1:
             on_device = values.to(self.device)
             torch.distributed.all_reduce(on_device)
@@ -60,16 +60,16 @@ class GuardedOptimizer(torch.optim.Optimizer, ABC):
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
     ) -> None:
-        """Say what the tensors that are stepped consist of; all ranks call it.
+        """Take the parameters that the stepped tensors consist of; all ranks call it.
 
         Args:
             fragments: all that this rank steps.
             names: the tensors, the same on all ranks, and each one's parameters on any rank.
-            shapes: of the parameters, with an axis for heads where there are any.
+            shapes: of the parameters, with an axis for heads if there are any.
         """
 
     def keeps(self, owner: Tensor, kind: str) -> bool:
-        """Whether there is such state of a tensor; known once `attach` was called."""
+        """Whether a tensor has such state; known once `attach` was called."""
         return True
 
     @torch.no_grad()
@@ -95,11 +95,11 @@ class GuardedOptimizer(torch.optim.Optimizer, ABC):
     def _apply(
         self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
     ) -> None:
-        """One step; `on` is 1, or 0 where nothing may change."""
+        """One step; `on` is 1, or 0 if nothing may change."""
 
 
 class HalfMomentAdamW(GuardedOptimizer):
-    """AdamW that keeps its first moment in whatever precision its state has, and works in fp32."""
+    """AdamW that keeps its first moment in the precision of its state, and computes in fp32."""
 
     def _apply(
         self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
@@ -122,11 +122,12 @@ def scaled_momentum(
     count: Tensor,
     on: Tensor,
 ) -> Tensor:
-    """Adam's moments, moved in place, and the first over the root of the corrected second (n,).
+    """Adam's moments, updated in place; returns the first over the root of the corrected second
+    (n,).
 
     Args:
-        count: steps, with this one.
-        on: 1, or 0 where nothing may change.
+        count: steps, including this one.
+        on: 1, or 0 if nothing may change.
     """
     beta1, beta2 = betas
     moved = torch.lerp(first.float(), slope, (1.0 - beta1) * on)

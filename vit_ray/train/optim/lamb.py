@@ -1,4 +1,4 @@
-"""LAMB (You et al., arXiv:1904.00962): Adam's step of each tensor, as long as the tensor itself."""
+"""LAMB (You et al., arXiv:1904.00962): Adam's step, as long as its tensor."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from vit_ray.train.optim.guarded import (
 )
 
 ADAPTS: Final = "adapts"
-"""Key of a parameter group: its tensors' steps are as long as the tensors."""
+"""Key of a parameter group whose steps are scaled to the length of its tensors."""
 
 
 class Lamb(HalfMomentAdamW):
     """As DeiT III (arXiv:2204.07118) trains with it.
 
-    The ratio of the norms of a tensor and its step is not limited, and 1 where either is 0. As in
-    the code that DeiT III uses, what does not decay (biases, norms, tokens, positions) has none.
-    Squares of what ZeRO has cut are added over ranks in float64.
+    The ratio of the norms of a tensor and its step is not limited, and 1 if either is 0. As in the
+    code that DeiT III uses, tensors without weight decay (biases, norms, tokens, positions) are not
+    scaled. Squares of tensors that ZeRO has cut are added over ranks in float64.
     """
 
     def attach(
@@ -37,7 +37,7 @@ class Lamb(HalfMomentAdamW):
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
     ) -> None:
-        """As of every optimizer here; until then steps do nothing."""
+        """As for every optimizer here; until this is called, steps do nothing."""
         parts = by_owner(fragments)
         self._ranks = ranks
         self._parts = {owner: (parts.get(id(owner), []), its_names) for owner, its_names in names}

@@ -17,7 +17,7 @@ MOMENTUM: Final = 0.95
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 ITERATIONS: Final = 5
 LEAST_NORM: Final = 1e-7
-# Elements that are gathered at a time: 256 MiB in fp32, and as much for what becomes of them.
+# Elements that are gathered at a time: 256 MiB in fp32, and as much for the results.
 GATHERED: Final = 1 << 26
 
 
@@ -26,7 +26,7 @@ class Matrices(NamedTuple):
 
     name: str
     start: int
-    """In what is gathered with it."""
+    """Its start in the gathered elements."""
     shape: tuple[int, int, int]
     """(matrices, outputs, inputs)."""
 
@@ -72,13 +72,13 @@ class Muon(HalfMomentAdamW):
     """`torch.optim.Muon` with `match_rms_adamw` on hidden matrices, AdamW on everything else.
 
     The step of a matrix (outputs, inputs) is 0.2 sqrt(max(outputs, inputs)) times an orthogonal
-    one, so that AdamW's rates and decay serve (Liu et al., arXiv:2502.16982). Queries, keys and
-    values are matrices of their own. Where ZeRO has cut them, whole matrices are summed up of the
+    one, so that AdamW's rates and decay can be used (Liu et al., arXiv:2502.16982). Queries, keys
+    and values are separate matrices. If ZeRO has cut them, whole matrices are summed up from the
     ranks' parts, each is made orthogonal on one rank, and the results are summed in the same way.
     """
 
     def __init__(self, groups: Groups, betas: tuple[float, float], hidden: Collection[str]) -> None:
-        """`hidden`: names of the matrices' parameters, in groups of their own."""
+        """`hidden`: names of the matrices' parameters, which are in separate groups."""
         super().__init__(groups, betas)
         self._hidden = frozenset(hidden)
         self._parts: dict[Tensor, dict[str, Fragment]] = {}
@@ -92,7 +92,7 @@ class Muon(HalfMomentAdamW):
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
     ) -> None:
-        """As of every optimizer here; until then steps do nothing."""
+        """As for every optimizer here; until this is called, steps do nothing."""
         self._ranks, self._is_attached = ranks, True
         for owner, its_names in names:
             if not self._hidden.intersection(its_names):
@@ -104,7 +104,7 @@ class Muon(HalfMomentAdamW):
                 self._parts[fragment.owner][fragment.name] = fragment
 
     def keeps(self, owner: Tensor, kind: str) -> bool:
-        """Hidden matrices have momentum alone."""
+        """Hidden matrices only have momentum."""
         return kind != "exp_avg_sq" or owner not in self._gathers
 
     def _apply(
@@ -128,7 +128,7 @@ class Muon(HalfMomentAdamW):
     def _make_orthogonal(
         self, gathered: Sequence[Matrices], parts: Mapping[str, Fragment], update: Tensor
     ) -> None:
-        """In place, this rank's elements of some parameters."""
+        """In place, for this rank's elements of some parameters."""
         ranks = self._ranks
         whole = torch.zeros(gathered[-1].end, device=ranks.device)
         mine = [(m.start + parts[m.name].start, parts[m.name]) for m in gathered if m.name in parts]

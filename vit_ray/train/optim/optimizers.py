@@ -26,15 +26,15 @@ RATE_FACTOR = "rate_factor"
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Optimizer over two groups: kernels, which decay, and everything else, which does not.
 
-    With `layer_decay` there are two for each layer, which have a share of the rate.
+    With `layer_decay` there are two groups for each layer, which have a share of the rate.
 
-    The learning rate starts at 0: the loop sets `lr_at(step)` before each step, and an engine
-    that takes a trial step to make its state must not move the weights.
+    The learning rate starts at 0: the loop sets `lr_at(step)` before each step, and an engine that
+    takes a trial step to create its state must not move the weights.
 
-    torch's are fused, on a CPU too: one pass over the state, in all threads. Where it is offloaded,
-    DeepSpeed's own for CPUs takes 0.87 to 0.95 of the time on one thread, 0.98 to 1.10 on two
-    (`benchmarks/results/offload_step_cpu_2026-11-22.md`), and has to be compiled there for three
-    minutes. All take a refusal as a number (`found_inf`).
+    torch's are fused, also on a CPU: one pass over the state, in all threads. With offload,
+    DeepSpeed's own optimizer for CPUs takes 0.87 to 0.95 of the time on one thread, 0.98 to 1.10 on
+    two (`benchmarks/results/offload_step_cpu_2026-11-22.md`), and has to be compiled there for
+    three minutes. All take a refusal as a number (`found_inf`).
     """
     decayed, rest = decayed_parameters(model)
     hidden, decay = hidden_matrices(model, config), config.weight_decay
@@ -65,12 +65,12 @@ _ENDS: Final = ("embedding", "head", "distillation_head", "prediction", "project
 
 
 def hidden_matrices(model: nn.Module, config: OptimConfig) -> dict[str, int]:
-    """Elements of the parameters that `name=muon` makes orthogonal, by name; none for others.
+    """Elements of the parameters that `name=muon` makes orthogonal, by name; empty for others.
 
-    They are the linear layers' matrices but those of the patch embedding and the head.
+    They are the linear layers' matrices without those of the patch embedding and the head.
 
     Raises:
-        ValueError: `name=muon`, and the model has none.
+        ValueError: `name=muon`, but the model has none.
     """
     if config.name != "muon":
         return {}
@@ -81,8 +81,8 @@ def hidden_matrices(model: nn.Module, config: OptimConfig) -> dict[str, int]:
     }
     if not found:
         raise ValueError(
-            "optim.name=muon is for the matrices of linear layers, and this model trains none but "
-            "those of its embedding and head; set optim.name=adamw"
+            "optim.name=muon is for the matrices of linear layers, but this model trains none "
+            "outside its embedding and head; set optim.name=adamw"
         )
     return found
 
@@ -105,11 +105,11 @@ def gathered_matrices(model: nn.Module, config: OptimConfig) -> list[list[Matric
 
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    """The user's; the host waits for its answer whether a step is refused."""
+    """The user's own; whether a step is refused takes a host-device sync."""
     optimizer = own_part(config.name, "optim.name", BuildsOptimizer)(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"optim.name={config.name} made a {type(optimizer).__name__}; make a "
+            f"optim.name={config.name} returned a {type(optimizer).__name__}; return a "
             "torch.optim.Optimizer"
         )
     for group in optimizer.param_groups:
@@ -129,10 +129,10 @@ _COUNT: Final = "step"
 
 @functools.lru_cache(maxsize=8)
 def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
-    """What an optimizer of the user's own keeps of each element, and `step` if it counts steps.
+    """What a user's own optimizer keeps for each element, and `step` if it counts steps.
 
     Raises:
-        ValueError: it keeps something else, does not begin with zeros, or mixes elements: ZeRO
+        ValueError: it keeps something else, does not start with zeros, or mixes elements: ZeRO
             gives each rank flat pieces of tensors, and a checkpoint holds them by element.
     """
     told = f"optim.name={config.name}"
@@ -163,9 +163,9 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
     for shape in ((16, 64), (1024,)):
         if not torch.allclose(stepped(shape, kinds)[0], expected, rtol=1e-5, atol=1e-7):
             raise ValueError(
-                f"{told} takes other steps from a state of zeros, or for a tensor that is made "
-                "flat; ZeRO and checkpoints need an optimizer that treats each element alike and "
-                "begins with zeros"
+                f"{told} takes different steps from a state of zeros, or for a flattened tensor; "
+                "ZeRO and checkpoints need an optimizer that treats each element alike and starts "
+                "with zeros"
             )
     return kinds
 
@@ -188,10 +188,10 @@ def _by_rate(
 def shapes_by_head(
     model: nn.Module, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Sequence[int]]:
-    """Shapes of parameters by name, with an axis for the heads of attention, as big_vision has.
+    """Shapes of parameters by name, with an axis for the heads of attention, as in big_vision.
 
     Args:
-        shapes: as the model has them without ZeRO.
+        shapes: of the model without ZeRO.
     """
     found = dict(shapes)
     for prefix, module in model.named_modules():
@@ -215,23 +215,23 @@ def shapes_by_head(
 class StepGuard:
     """Norm and refusal of the last step of an optimizer that takes `found_inf`.
 
-    DeepSpeed 0.19.8 has the host ask for the gradient's norm in the middle of every step, while the
-    device stands idle. torch's fused optimizers take the answer on the device, as a number
-    (`found_inf`, made for gradient scaling): 1 leaves weights, moments and step counts as they are.
+    DeepSpeed 0.19.8 makes the host read the gradient's norm in the middle of every step, while the
+    device idles. torch's fused optimizers take the answer on the device, as a number (`found_inf`,
+    made for gradient scaling): 1 leaves weights, moments and step counts unchanged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer: Any = optimizer
         self.norm_limit: float | None = None
-        """Above which the next gradient is refused, too; None = at no finite norm."""
+        """Norm above which the next gradient is also refused; None = at no finite norm."""
         self.norm = torch.zeros((), device=device)
         self.refused = torch.zeros((), device=device)
         """1 if the gradient was not finite or above the limit, else 0."""
         self.refused_steps = torch.zeros((), device=device)
-        """Of all steps so far."""
+        """Number of refusals in all steps so far."""
 
     def note_norm(self, norm: Tensor) -> None:
-        """Before the optimizer steps: the norm before clipping, the same on all ranks."""
+        """Called before the optimizer steps: the norm before clipping, the same on all ranks."""
         self.norm = norm
         is_bad = ~torch.isfinite(norm)
         if self.norm_limit is not None:
@@ -264,10 +264,10 @@ def counts_steps(config: OptimConfig) -> bool:
 
 
 def bytes_per_element(config: OptimConfig, hidden_share: float = 0.0) -> float:
-    """Of the optimizer's state; Adafactor's row and column sums are next to nothing.
+    """Bytes of the optimizer's state; Adafactor's row and column sums are next to nothing.
 
     Args:
-        hidden_share: of the elements, those of `hidden_matrices`, which keep momentum alone.
+        hidden_share: share of elements in `hidden_matrices`, which only keep momentum.
     """
     types = state_types(config)
     kept = sum(dtype.itemsize for dtype in types.values())

@@ -293,7 +293,7 @@ TRANSFERS = [
     ),
     (
         f"{REAL} benchmark.label_file=sets/turned.json",
-        "turned.json has the label of data.eval for 0.0% of the images: its order, or that of the",
+        "turned.json agrees with data.eval for 0.0% of the images: its order, or that of the",
     ),
     (f"{REAL} benchmark.label_file=note.txt", "note.txt is not JSON .*; give real.json, which"),
     (

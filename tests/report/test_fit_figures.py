@@ -88,7 +88,7 @@ def test_the_compute_at_equal_accuracy_is_a_table_with_its_interval(runs):
     assert row["compute / compute of ViT"] == pytest.approx(3, rel=0.2)
     assert float(row["from"]) < row["compute / compute of ViT"] < float(row["to"])
     assert row["over accuracies from %"] < row["over accuracies to %"]
-    assert "not known because" not in row
+    assert "unknown because" not in row
 
 
 def test_what_is_not_known_of_a_law_is_told_in_the_tables():
@@ -96,10 +96,10 @@ def test_what_is_not_known_of_a_law_is_told_in_the_tables():
     laws, ratios = map(rows_of, fit_tables(laws_of(few)))
     assert [laws[family]["points"] for family in ("ViT", "ResNet")] == [4, 3]
     assert laws["ViT"]["exponent b"] > 0
-    assert laws["ViT"]["not known because"].startswith("4 points are too few to hold one out")
+    assert laws["ViT"]["unknown because"].startswith("4 points are too few to hold one out")
     assert laws["ResNet"]["exponent b"] is None
-    assert laws["ResNet"]["not known because"].startswith("too few points for a power law")
-    assert ratios["ResNet"]["not known because"] == "ResNet has no law"
+    assert laws["ResNet"]["unknown because"].startswith("too few points for a power law")
+    assert ratios["ResNet"]["unknown because"] == "ResNet has no law"
 
 
 def test_families_of_no_common_accuracy_are_told_so():
@@ -110,7 +110,7 @@ def test_families_of_no_common_accuracy_are_told_so():
     ]
     laws = laws_of(far)
     why = "no accuracy lies in the range of both families' points"
-    assert rows_of(fit_tables(laws)[1])["ResNet"]["not known because"] == why
+    assert rows_of(fit_tables(laws)[1])["ResNet"]["unknown because"] == why
     assert fit_sentences(laws) == [f"Top-1 accuracy, ResNet against ViT: {why}."]
 
 
@@ -254,7 +254,7 @@ def test_nearly_equal_amounts_of_compute_are_no_points_of_their_own():
     runs = [*studied(compute=near), *studied(compute=[100.0, 1000.0])]
     rows = rows_of(fit_tables(laws_of(runs))[0])
     assert rows["ViT"]["points"] == 3
-    assert rows["ViT"]["not known because"].startswith("too few points for a power law")
+    assert rows["ViT"]["unknown because"].startswith("too few points for a power law")
     assert laws_of(studied(compute=near)) == []
 
 

@@ -549,7 +549,7 @@ def test_runs_of_other_commits_count_as_alike_where_the_reader_says_so(empty_sto
         joins: write_report(uri, parent, tmp_path / f"{joins}.html", joins_commits=joins).page
         for joins in (False, True)
     }
-    sentence = "git commits c0ffeec0ff and c0ffeec0ff+ count as trained alike"
+    sentence = "git commits c0ffeec0ff and c0ffeec0ff+ are treated as equal"
     for joins, path in page.items():
         assert (sentence in path.read_text()) == joins
         assert (", 2 seeds)" in path.read_text()) == joins

@@ -263,7 +263,7 @@ def test_what_a_branch_shares_with_its_trunk_is_counted_once():
         one.run.data.tags["vit_ray.branched_from"] = f"{trunk.name} at step 80"
     branch.run.data.params["train.global_batch_size"] = "32"
     # The last fifth of the branch.
-    assert totals([trunk, branch, unknown]) == ["In all 12 exaFLOPs and 2.4 core-days."]
+    assert totals([trunk, branch, unknown]) == ["Total: 12 exaFLOPs and 2.4 core-days."]
 
 
 def test_a_cells_own_transfers_are_rows_and_its_fine_tunings_are_not_counted_twice():

@@ -183,7 +183,7 @@ def test_every_second_has_its_price_but_for_those_without_a_place(page):
     assert costs == pytest.approx({
         "training": 24.0, "starting": 3.0, "waiting for a place": 0, "lost": 1 / 3,
     })  # fmt: skip
-    assert "In all 27.33, at 3 per GPU-hour" in page[0]
+    assert "Total: 27.33, at 3 per GPU-hour" in page[0]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_files_are_plain_parquet(tmp_path: Path) -> None:
 
 def test_features_that_are_not_whole_are_not_read(tmp_path: Path) -> None:
     folder = locate(str(tmp_path))
-    with pytest.raises(ValueError, match="holds no whole set of features"):
+    with pytest.raises(ValueError, match="holds no complete set of features"):
         list(read_features(folder, ["key"]))
     write_facts(folder, {"is_complete": True, "files": [part_name(0, 8, 0, 1)]})
     with pytest.raises(ValueError, match=r"features-0+-0+8-00000-of-00001\.parquet cannot be read"):

@@ -1,8 +1,8 @@
 """Top-1, top-5 and loss as sums that add up over batches and ranks.
 
-An image may have several right answers (ReaL, and images with many labels): a prediction is right
-if it is among them. An image without any is skipped, as ReaL prescribes; an image of weight 0
-(padding of a short last batch) counts for nothing.
+An image may have several correct answers (ReaL, and images with many labels): a prediction is
+correct if it is one of them. An image without any is skipped, as in ReaL; an image of weight 0
+(padding of a short last batch) does not count.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class AccuracySums:
     """Weighted sums over images; `AccuracySums()` is the empty sum.
 
     Attributes:
-        top1: weight of images whose best-scored class is right.
-        top5: weight of images with a right class among the five best-scored.
+        top1: weight of images whose best-scored class is correct.
+        top5: weight of images with a correct class among the five best-scored.
         loss: sum of weight x loss.
         images: weight of the images that counted.
     """
@@ -42,13 +42,13 @@ class AccuracySums:
             logits: (B, K), any float type.
             labels: int (B,), or (B, L) padded with -1.
             losses: (B,), the loss of every image.
-            weights: (B,); all 1 when not given.
+            weights: (B,); all 1 by default.
         """
         answers_bl = labels.reshape(len(logits), -1)
         counted = (answers_bl >= 0).any(dim=1).double()
         weights_b = counted if weights is None else counted * weights.double()
         best_bk = logits.float().topk(min(5, logits.shape[1]), dim=1).indices
-        # Padding is -1, which no class index equals.
+        # Padding is -1, which equals no class index.
         right_bk = (best_bk[:, :, None] == answers_bl[:, None, :]).any(dim=2)
         # where, not a product: the loss of a skipped image may be nan, and 0 x nan is nan.
         losses_b = torch.where(weights_b > 0, losses.double(), 0.0)
@@ -71,6 +71,6 @@ class AccuracySums:
         """
         if self.images == 0:
             raise ValueError(
-                "no evaluation image has a label; give data.eval a set whose images are labelled"
+                "no evaluation image has a label; set data.eval to a set with labelled images"
             )
         return {name: getattr(self, name) / self.images for name in ("top1", "top5", "loss")}

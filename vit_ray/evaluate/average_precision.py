@@ -1,8 +1,8 @@
 """Mean average precision of a set whose images have several labels, exact over batches and ranks.
 
 Average precision of a class is the sum, over the scores of its images from the best on, of the
-precision among all images that score as much or more, times what these scores add to the recall.
-So ranks exchange the scores of the images that have a label, and how many images score as much.
+precision among all images that score as much or more, times what these scores add to the recall. So
+ranks exchange only the scores of images with a label, and counts of images that score as high.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Float64Array = NDArray[np.float64]
 
 MOST_BYTES: Final = 4 << 30
-"""Of scores that a rank holds."""
+"""Bytes of scores that a rank holds."""
 
 
 class ClassScores:
@@ -28,7 +28,7 @@ class ClassScores:
         self._bytes = 0
 
     def add_batch(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
-        """Keep a batch; an image without any label is of none of the classes.
+        """Add a batch; an image without any label belongs to none of the classes.
 
         Args:
             logits: (B, K), any float type.
@@ -45,7 +45,7 @@ class ClassScores:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all scores are held: above `MOST_BYTES` none are."""
+        """Whether all scores are kept: above `MOST_BYTES` none are."""
         return self._bytes <= MOST_BYTES
 
     def positives(self) -> Float64Array:
@@ -60,7 +60,7 @@ class ClassScores:
         return np.concatenate(found)
 
     def at_least(self, positives: Float64Array) -> Float64Array:
-        """(n,): how many of this rank's images have a score of each row's class as high as its.
+        """(n,): how many of this rank's images score at least as high in each row's class.
 
         Args:
             positives: those of all ranks.
@@ -77,7 +77,7 @@ class ClassScores:
 
 
 def mean_average_precision(positives: Float64Array, at_least: Float64Array) -> float | None:
-    """Mean over the classes that have an image; None where none has.
+    """Mean over the classes with an image; None if no class has one.
 
     Args:
         positives: (n, 2): class and score of each label of all ranks' images.

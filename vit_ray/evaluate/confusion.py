@@ -1,6 +1,6 @@
-"""How often each class was taken for each: counts that add up over batches and ranks.
+"""How often each class was taken for each other one: counts that add up over batches and ranks.
 
-Only pairs that occur are kept: of 21,843 classes a table would have 477 million cells.
+Only pairs that occur are kept: for 21,843 classes a table would have 477 million cells.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Confusion:
     def add_batch(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
         """Count the best-scored class of each image.
 
-        An image with several right answers counts for the predicted one, if that is among them, and
-        else for the first.
+        An image with several correct answers counts for the predicted one, if it is one of them,
+        and else for the first.
 
         Args:
             logits: (B, K).
@@ -38,14 +38,14 @@ class Confusion:
         """
         predicted = logits.argmax(dim=1)
         is_right = (labels == predicted[:, None]).any(dim=1)
-        # The first that is not padding.
+        # The first label that is not padding.
         first = labels.gather(1, (labels >= 0).int().argmax(dim=1, keepdim=True))[:, 0]
         truth = torch.where(is_right, predicted, first)
         counted = (weights > 0) & (truth >= 0)
         self._counts.update(zip(truth[counted].tolist(), predicted[counted].tolist(), strict=True))
 
     def merge(self, pairs: Int64Array) -> None:
-        """Take the counts of all ranks, in the form of `pairs`, in the place of one rank's."""
+        """Replace one rank's counts by those of all ranks, in the form of `pairs`."""
         self._counts.clear()
         for truth, predicted, count in pairs.tolist():
             self._counts[truth, predicted] += count

@@ -1,4 +1,4 @@
-"""Many images as one picture for people: small squares in a row or a grid."""
+"""Many images as one picture for display: small squares in a row or a grid."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from PIL import Image, ImageDraw, ImageFont
 UInt8Array = NDArray[np.uint8]
 
 SIDE: Final = 96
-"""Pixels of a square."""
+"""Pixels of a square's side."""
 _COLUMNS: Final = 8
 _LARGE: Final = 160
-"""Pixels of a square of a sheet."""
+"""Pixels of the side of a sheet's square."""
 _LINE: Final = 14
-"""Pixels of the line below it, and of its letters and their distance."""
+"""Pixels of the line below it, of its letters, and of the gaps."""
 
 
 def square(image: UInt8Array, side: int = SIDE) -> UInt8Array:
-    """(H, W, 3) as it fits into (side, side, 3), on black; the pixels of a small one show."""
+    """(H, W, 3) scaled to fit (side, side, 3), on black; pixels of a small image stay visible."""
     scale = side / max(image.shape[:2])
     height, width = (max(1, round(length * scale)) for length in image.shape[:2])
     how = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
@@ -34,7 +34,7 @@ def square(image: UInt8Array, side: int = SIDE) -> UInt8Array:
 
 
 def strip(squares: Sequence[UInt8Array]) -> bytes:
-    """Squares of one size side by side, as JPEG."""
+    """Squares of one size in a row, as JPEG."""
     drawn = io.BytesIO()
     Image.fromarray(np.concatenate(squares, axis=1)).save(drawn, "JPEG", quality=85)
     return drawn.getvalue()

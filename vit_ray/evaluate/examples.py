@@ -1,7 +1,7 @@
-"""Images that are kept for people to look at: of an evaluation a few and the worst errors.
+"""Images that are kept for display: a few of an evaluation, and its worst errors.
 
-They are one picture, a row of squares, and what is known of each of them as JSON: `sample`, its
-number; `classes`, of its labels; `predicted` and `loss`, null where nothing was predicted.
+They are one picture, a row of squares, and facts about each of them as JSON: `sample`, its number;
+`classes`, of its labels; `predicted` and `loss`, null without a prediction.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ UInt8Array = NDArray[np.uint8]
 Float64Array = NDArray[np.float64]
 
 KINDS: Final = {"examples": 12, "errors": 6}
-"""File names and most images: the first of the set by number, and those that are predicted wrongly
-with the highest loss."""
+"""File names and most images: the first of the set by number, and the wrong predictions with the
+highest loss."""
 TRAINING: Final = "training"
-"""File name of crops as training gets them."""
+"""File name for crops as training gets them."""
 NUM_TRAINING: Final = 24
 MOST_LABELS: Final = 8
-"""Of an image that are shown."""
+"""Labels shown for an image."""
 _PIXELS: Final = SIDE * SIDE * 3
 _ROW: Final = _PIXELS + 4 + MOST_LABELS
-"""Of the numbers of one image: pixels, 1, sample, predicted, loss, labels + 1."""
+"""Numbers for one image: pixels, 1, sample, predicted, loss, labels + 1."""
 
 
 class ExampleImages:
@@ -79,7 +79,7 @@ class ExampleImages:
         self._keep("errors", unwanted - np.nan_to_num(loss), row)
 
     def _keep(self, kind: str, keys: Float64Array, row: Callable[[int], Float64Array]) -> None:
-        """Those with the lowest keys; infinite ones are none."""
+        """Those with the lowest keys; infinite keys do not count."""
         held, most = self._held[kind], KINDS[kind]
         for index in np.argsort(keys, kind="stable")[:most]:
             key = float(keys[index])
@@ -89,7 +89,7 @@ class ExampleImages:
                 del held[most:]
 
     def candidates(self, rank: int) -> Float64Array:
-        """(n, 4): number of the kind, key, rank, and place among the rank's own."""
+        """(n, 4): number of the kind, key, rank, and index among the rank's own."""
         rows = [
             (number, key, rank, place)
             for number, held in enumerate(self._held.values())
@@ -98,9 +98,10 @@ class ExampleImages:
         return np.array(rows, np.float64).reshape(-1, 4)
 
     def chosen(self, candidates: Float64Array, rank: int) -> Float64Array:
-        """Rows of the images that are the best of all ranks' candidates; 0 where another has them.
+        """Rows of the images that are the best of all ranks' candidates; 0 if another rank has
+        them.
 
-        So the sum over ranks is of all of them.
+        So the sum over ranks has all of them.
         """
         places = dict.fromkeys(KINDS, 0)
         rows = np.zeros((sum(KINDS.values()), _ROW))
@@ -115,10 +116,10 @@ class ExampleImages:
 
 
 def example_files(rows: Float64Array, classes: Sequence[str]) -> dict[str, bytes]:
-    """Pictures and what is known of them, by file name.
+    """Pictures and facts about them, by file name.
 
     Args:
-        rows: the sum over ranks of what `ExampleImages.chosen` gives.
+        rows: the sum over ranks of what `ExampleImages.chosen` returns.
         classes: names of the model's classes.
     """
     files: dict[str, bytes] = {}
@@ -153,7 +154,7 @@ def training_files(
 def picture(
     name: str, squares: Sequence[UInt8Array], about: Sequence[dict[str, object]]
 ) -> dict[str, bytes]:
-    """The row of squares as JPEG and what is known of each as JSON; nothing of none."""
+    """The row of squares as JPEG and facts about each as JSON; nothing if there are no images."""
     if not squares:
         return {}
     nothing = {"predicted": None, "loss": None}

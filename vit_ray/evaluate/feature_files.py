@@ -1,10 +1,10 @@
-"""Features of a data set in parquet files, written by many workers and read by anyone.
+"""Features of a data set in parquet files, written by many workers.
 
 Each file has a row per image: `key`, `label` (the first, -1 for none), `sample` (row number in the
-data set), `feature` (what the head gets) and, if wanted, `logits`; the latter two float32 lists of
-one length. A file's name tells which positions of the set it is a part of, so that an extraction
-goes on behind the last positions of which all workers' files are there. `features.json` says what
-the features are of, and whether all are there.
+data set), `feature` (the head's input) and, if wanted, `logits`; the latter two are float32 lists
+of equal length. A file's name has its range of positions in the set, so that an extraction
+continues after the last positions for which all workers' files exist. `features.json` says where
+the features come from, and whether they are complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FeatureRows:
 
     Attributes:
         features: (n, D).
-        logits: (n, K); None where they are not kept.
+        logits: (n, K); None if they are not kept.
     """
 
     keys: Sequence[str]
@@ -43,12 +43,12 @@ class FeatureRows:
 
 
 def part_name(first: int, last: int, rank: int, world_size: int) -> str:
-    """File of a rank for positions [first, last), which all ranks have a part of."""
+    """File of a rank for positions [first, last), of which all ranks have a part."""
     return f"features-{first:012d}-{last:012d}-{rank:05d}-of-{world_size:05d}.parquet"
 
 
 def write_part(folder: Location, name: str, parts: Sequence[FeatureRows]) -> None:
-    """Write a file of a rank, whole or not at all; no rows make a file, too."""
+    """Write a file of a rank, complete or not at all; without rows there is a file, too."""
     logits = [part.logits for part in parts if part.logits is not None]
     columns: dict[str, pa.Array] = {
         "key": pa.array([key for part in parts for key in part.keys], pa.string()),
@@ -68,9 +68,9 @@ def _lists(rows: NDArray[np.float32]) -> pa.Array:
 
 
 def whole_parts(folder: Location) -> tuple[list[str], list[str], int]:
-    """Files that are whole from the start on, other files of features, and where the former end.
+    """Complete files from the start on, other files of features, and the end of the complete ones.
 
-    The others are of positions that some worker had not written when the extraction ended.
+    The others are for positions that some worker had not written when the extraction ended.
     """
     names = [info.base_name for info in folder.list_files(recursive=False)]
     found = {name: tuple(map(int, m.groups())) for name in names if (m := _NAME.fullmatch(name))}
@@ -89,10 +89,10 @@ def whole_parts(folder: Location) -> tuple[list[str], list[str], int]:
 
 
 def read_facts(folder: Location) -> dict[str, Any] | None:
-    """What the features in a folder are of; None where none were begun.
+    """Facts about the features in a folder; None if none were begun.
 
     Raises:
-        ValueError: the file that says it is damaged.
+        ValueError: the file with the facts is damaged.
     """
     file = folder.child(FACTS_FILE)
     if not file.exists():
@@ -104,7 +104,7 @@ def read_facts(folder: Location) -> dict[str, Any] | None:
 
 
 def write_facts(folder: Location, facts: dict[str, Any]) -> None:
-    """Say what the features in a folder are of."""
+    """Write facts about the features in a folder."""
     folder.child(FACTS_FILE).write(json.dumps(facts, indent=1).encode())
 
 
@@ -118,13 +118,18 @@ def read_features(folder: Location, columns: Sequence[str]) -> Iterator[dict[str
     """
     facts = read_facts(folder)
     if facts is None or not facts.get("is_complete"):
-        raise ValueError(f"{folder.uri} holds no whole set of features; run the same command again")
+        raise ValueError(
+            f"{folder.uri} holds no complete set of features; run the same command again"
+        )
     for name in facts["files"]:
         try:
             with folder.filesystem.open_input_file(folder.child(name).path) as file:
                 table = pq.read_table(file, columns=list(columns))
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{folder.uri}/{name} cannot be read ({error})") from error
+            raise ValueError(
+                f"{folder.uri}/{name} cannot be read ({error}); restore it, or extract the "
+                "features into another folder"
+            ) from error
         yield {column: _array(table[column].combine_chunks()) for column in columns}
 
 

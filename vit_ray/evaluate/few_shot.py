@@ -28,7 +28,7 @@ NEIGHBORS: Final = 20
 TEMPERATURE: Final = 0.07  # this and the number of neighbours: DINO, arXiv:2104.14294
 _ROWS_AT_A_TIME: Final = 4096
 _COSINES_AT_A_TIME: Final = 2**26  # 256 MiB of them
-_FLAT: Final = 1e-12  # variance over mean^2 that sums in float64 do not tell from none
+_FLAT: Final = 1e-12  # variance / mean^2 that sums in float64 cannot distinguish from 0
 _OVERFLOW: Final = "the model's weights or activations overflowed"
 
 
@@ -57,7 +57,7 @@ class ExampleSums:
     def classifier(self, l2: float, dtype: DTypeLike = np.float64) -> LinearClassifier:
         """The ridge regression onto {-1, +1}^K of the whitened examples and the constant.
 
-        Whitened features have mean zero, so the constant's equation stands by itself.
+        Whitened features have mean zero, so the constant's equation is independent of the others.
         """
         total = self.counts.sum()
         mean = self.sums.sum(axis=0) / total
@@ -90,7 +90,7 @@ class LinearClassifier:
 class FewShot:
     """Few-shot accuracy from features that come in batches: first of examples, then of tests.
 
-    Of the pool only the examples that some seed draws count; these are known by the labels alone.
+    Of the pool only the examples that some seed draws are used; they follow from the labels.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class FewShot:
         self._shots, self._seeds = sorted(set(shots)), seeds
         drawable = self._labels[self._labels >= 0]
         require_shots(np.bincount(drawable, minlength=num_classes), shots=self._shots)
-        # By seed, for each image of the pool: the first of `shots` that it belongs to, or past all.
+        # By seed, for each image of the pool: the first of `shots` that it belongs to, or a number
+        # past all.
         self._stages = [
             np.searchsorted(self._shots, ranks, side="right").astype(np.int32)
             for ranks in (ranks_in_class(self._labels, num_classes, s) for s in range(seeds))
@@ -127,7 +128,7 @@ class FewShot:
         self._num_tested = self._num_unlabelled = self._num_infinite = 0
 
     def add_examples(self, features: NDArray[np.floating], samples: IntArray) -> None:
-        """Take features (B, D) of images of the pool by their places in it (B,)."""
+        """Add features (B, D) of images of the pool by their indices in it (B,)."""
         self._dtype = np.result_type(features, self._dtype)
         if not self._sums:
             width = features.shape[1]
@@ -142,7 +143,7 @@ class FewShot:
                     one.add(features[chosen], self._labels[samples[chosen]])
 
     def sum_arrays(self) -> Iterator[FloatArray]:
-        """All sums over examples, which ranks add up in place before they solve."""
+        """All sums over examples, which ranks add up in place before solving."""
         return (array for sums in self._sums for one in sums for array in one.arrays)
 
     def solve(self) -> None:
@@ -162,12 +163,12 @@ class FewShot:
         self._sums = []
 
     def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
-        """Count right predictions for test images: features (B, D), labels (B,).
+        """Count correct predictions for test images: features (B, D), labels (B,).
 
-        What is wrong with them is counted too: each rank must get as far as the others.
+        Errors in them are counted too, not raised: each rank must get as far as the others.
 
         Raises:
-            ValueError: features are of another width than the examples'.
+            ValueError: the features have another width than the examples'.
         """
         self._num_unlabelled += int(np.sum((labels < 0) | (labels >= self._num_classes)))
         self._num_infinite += int(np.sum(~np.isfinite(features).all(axis=1)))
@@ -182,7 +183,7 @@ class FewShot:
 
     @property
     def counts(self) -> FloatArray:
-        """Right predictions of every draw, and numbers of tests, which ranks add up."""
+        """Correct predictions of every draw, and numbers of tests, for ranks to add up."""
         totals = [self._num_tested, self._num_unlabelled, self._num_infinite]
         return np.append(self._right.ravel(), totals)
 
@@ -190,11 +191,11 @@ class FewShot:
         """Shots to the accuracy in [0, 1] of each seed.
 
         Args:
-            counts: those of all ranks; unset = this one's.
+            counts: those of all ranks; unset = this rank's.
 
         Raises:
-            ValueError: there were no test images, or some without a label or with features that
-                are not finite.
+            ValueError: there were no test images, or some without a label or with features that are
+                not finite.
         """
         *right, tested, unlabelled, infinite = self.counts if counts is None else counts
         if not tested:
@@ -268,7 +269,7 @@ def neighbor_accuracy(
         train_features: (N, D), all examples.
         train_labels: (N,).
         tests: pairs of features (B, D) and labels (B,).
-        neighbors: that vote; all examples where there are fewer.
+        neighbors: number of votes; all examples if there are fewer.
 
     Raises:
         ValueError: there are no examples or no tests.
@@ -298,7 +299,7 @@ def require_shots(
 
     Args:
         examples: (K,), how many each class has.
-        classes: names, where they are known.
+        classes: names, if they are known.
 
     Raises:
         ValueError: naming the class, its count and the largest shot number that would work.
@@ -314,9 +315,9 @@ def require_shots(
 
 
 def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> IntArray:
-    """Random place of every example among those of its class: places below s are s shots.
+    """Random rank of every example among those of its class: ranks below s are the s shots.
 
-    Examples without a label (-1) come after all.
+    Examples without a label (-1) come after all others.
     """
     of_class = np.where(labels < 0, num_classes, labels)
     shuffled = np.random.default_rng([seed, len(labels)]).permutation(len(labels))

@@ -1,8 +1,8 @@
-"""Which classes are right for an image where the test set's own labels do not say it.
+"""Which classes are correct for an image if the test set's own labels do not say it.
 
-ImageNet's further test sets are published in other classes than the 1,000 that a model was trained
-on, or with several right classes for an image, or none. Everything here is about small files and
-lists of names; images and models are elsewhere.
+ImageNet's further test sets are published with other classes than the 1,000 of a trained model, or
+with several correct classes for an image, or none. This file works only on small files and lists of
+names; images and models are elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Int32Array = NDArray[np.int32]
 NO_ANSWER: Final = -1
 """Pads the answers of an image or a class."""
 LEAST_AGREEMENT: Final = 0.5
-"""Of ReaL with ImageNet's own labels; in the right order it is about 0.9 of the images that ReaL
-labels (Beyer et al. 2020, arXiv:2006.07159), in a wrong one about 0.001."""
+"""Agreement of ReaL with ImageNet's own labels; in the right order it is about 0.9 of the images
+that ReaL labels (Beyer et al. 2020, arXiv:2006.07159), in a wrong order about 0.001."""
 
 REAL_FILE: Final = (
     "real.json, which is published at https://github.com/google-research/reassessed-imagenet"
@@ -45,14 +45,14 @@ _WORDNET_ID: Final = re.compile(r"n\d{8}\b")
 
 @dataclass(frozen=True)
 class Answers:
-    """What counts as right; labels stand for places in `classes`.
+    """The correct answers; labels are indices into `classes`.
 
     Attributes:
-        classes: names of the classes that compete, in the order in which their logits are compared.
+        classes: names of the classes that a prediction can be, in the order of their logits.
         num_outputs: of the model.
-        competing: the model's outputs that compete; None for all.
-        by_sample: (images, L), padded with -1: right classes by sample number.
-        by_class: (classes of the set, L), padded with -1: right classes by the set's own label.
+        competing: the model's outputs for these classes; None for all.
+        by_sample: (images, L), padded with -1: correct classes by sample number.
+        by_class: (classes of the set, L), padded with -1: correct classes by the set's own label.
     """
 
     classes: tuple[str, ...]
@@ -62,11 +62,11 @@ class Answers:
     by_class: Int32Array | None = None
 
     def of_batch(self, labels: Int32Array, samples: NDArray[np.int64]) -> Int32Array:
-        """Right classes of a batch, int32 (B, L) padded with -1.
+        """Correct classes of a batch, int32 (B, L) padded with -1.
 
         Args:
             labels: the set's own, (B, M) padded with -1.
-            samples: sample numbers (B,), -1 for padding, whose answers count for nothing.
+            samples: sample numbers (B,), -1 for padding, whose answers do not count.
         """
         if self.by_sample is not None:
             return self.by_sample[samples]
@@ -77,16 +77,16 @@ class Answers:
 
 
 def real_lists(content: Any, num_images: int, num_classes: int, where: str) -> list[list[int]]:
-    """ReaL's labels, entry i those of `ILSVRC2012_val_{i + 1:08d}`.
+    """ReaL's labels, entry i is for `ILSVRC2012_val_{i + 1:08d}`.
 
     Args:
         content: of `real.json`.
         num_images: of the set.
         num_classes: of the set.
-        where: what errors call the file.
+        where: the file's name in errors.
 
     Raises:
-        ValueError: it is no such file, or of another size than the set.
+        ValueError: it is not such a file, or has another size than the set.
     """
     if not isinstance(content, list) or not all(
         isinstance(one, list) and all(type(k) is int and 0 <= k < num_classes for k in one)
@@ -115,12 +115,12 @@ def real_answers(
     """ReaL: the classes that raters found in each image of ImageNet's validation set.
 
     Args:
-        lists: as `real_lists` gives them; their labels are places in `set_classes`.
-        keys: of the set's images, by sample number; they hold the images' published names.
+        lists: from `real_lists`; their labels are indices into `set_classes`.
+        keys: of the set's images, by sample number; they contain the images' published names.
         own_labels: the set's, by sample number.
         set_classes: of the set.
-        classes: of the model, which may have more of them or another order.
-        where: what errors call the file.
+        classes: of the model, which may have more classes or another order.
+        where: the file's name in errors.
 
     Raises:
         ValueError: the lists are in another order than the set, or the model lacks a class.
@@ -132,23 +132,29 @@ def real_answers(
         found = _VALIDATION_KEY.search(key)
         if found is None or not 1 <= int(found[1]) <= len(lists):
             raise ValueError(
-                f"data.eval: the key {key!r} does not say which of ImageNet's {len(lists)} "
-                "validation images it is; convert the files under their published names, such as "
+                f"data.eval: the key {key!r} does not identify one of ImageNet's {len(lists)} "
+                "validation images; convert the files under their published names, such as "
                 "ILSVRC2012_val_00000001.JPEG"
             )
         places[sample] = int(found[1]) - 1
     twice = len(places) - len(np.unique(places))
     if twice:
-        raise ValueError(f"data.eval: {twice} images have the name of another one")
+        raise ValueError(
+            f"data.eval: {twice} images have the name of another one; convert each validation "
+            "image once"
+        )
     answers = _padded(lists)[places]
     labelled = (answers >= 0).any(axis=1) & (own_labels >= 0)
     if not labelled.any():
-        raise ValueError(f"{where} labels none of the images of data.eval")
+        raise ValueError(
+            f"{where} labels none of the images of data.eval; give the validation set that it is "
+            "published for"
+        )
     agreement = (answers == own_labels[:, None]).any(axis=1)[labelled].mean()
     if agreement < LEAST_AGREEMENT:
         raise ValueError(
-            f"{where} has the label of data.eval for {agreement:.1%} of the images: its order, or "
-            "that of the set's classes, is another one. Its lists are in the order of the "
+            f"{where} agrees with data.eval for {agreement:.1%} of the images: its order, or that "
+            "of the set's classes, is another one; its lists must be in the order of the "
             "validation files' names, its labels those of the classes sorted by WordNet id"
         )
     of_model = np.append(named.by_class[:, 0], np.int32(NO_ANSWER))
@@ -175,8 +181,8 @@ def numbered_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answ
 def _require_imagenet(classes: Sequence[str], kind: str) -> None:
     if len(classes) != _IMAGENET_CLASSES:
         raise ValueError(
-            f"benchmark.kind={kind} needs a model of ImageNet's 1,000 classes; this one has "
-            f"{len(classes)}: name the model's classes in benchmark.model_classes"
+            f"benchmark.kind={kind} needs a model of ImageNet's 1,000 classes; this model has "
+            f"{len(classes)}; name the model's classes in benchmark.model_classes"
         )
 
 
@@ -187,18 +193,18 @@ def _imagenet_class(text: str) -> int:
 
 
 def named_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answers:
-    """The set's classes are some of the model's, by name, and only they compete.
+    """The set's classes are some of the model's, by name, and only they are compared.
 
     Raises:
-        ValueError: the model has no such class.
+        ValueError: the model lacks a class.
     """
     outputs = {name: index for index, name in enumerate(classes)}
     strange = [name for name in set_classes if name not in outputs]
     if strange:
         raise ValueError(
-            f"benchmark: {len(strange)} classes of data.eval are none of the model's "
-            f"{len(classes)}, such as {strange[0]!r} (the model's are like {classes[0]!r}); name "
-            "the model's classes in benchmark.model_classes"
+            f"benchmark: the model lacks {len(strange)} classes of data.eval, such as "
+            f"{strange[0]!r} (it has {len(classes)}, such as {classes[0]!r}); name the model's "
+            "classes in benchmark.model_classes"
         )
     competing = np.array(sorted(outputs[name] for name in set_classes), np.int64)
     places = np.searchsorted(competing, [outputs[name] for name in set_classes])
@@ -213,7 +219,7 @@ def named_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answers
 def objectnet_answers(
     files: Mapping[str, str], set_classes: Sequence[str], classes: Sequence[str]
 ) -> Answers:
-    """ObjectNet: 113 of its 313 classes are one or several of ImageNet's; others are skipped.
+    """ObjectNet: 113 of its 313 classes match one or several of ImageNet's; others are skipped.
 
     A prediction is any of the model's classes: one that ObjectNet does not have is wrong.
 
@@ -223,11 +229,11 @@ def objectnet_answers(
         classes: ImageNet's, sorted by WordNet id.
 
     Raises:
-        ValueError: a file is not as it is published, or the set has other classes.
+        ValueError: a file is not as published, or the set has other classes.
     """
     _require_imagenet(classes, "objectnet")
     try:
-        # The challenge numbers classes in an order of its own, in which the names stand.
+        # The challenge numbers classes in its own order, which is that of the names.
         indices = json.loads(files[_INDICES])
         class_of = {number: _imagenet_class(text) for text, number in indices.items()}
         names = [line.strip() for line in files[_NAMES].splitlines()]
@@ -236,7 +242,7 @@ def objectnet_answers(
         shared = {label: [of_name[name] for name in text.split("; ")] for label, text in overlap}
         folders = json.loads(files[_FOLDER_LABELS])
         if not all(isinstance(label, str) for label in folders.values()):
-            raise TypeError(f"{_FOLDER_LABELS} has a label that is no text")
+            raise TypeError(f"{_FOLDER_LABELS} has a label that is not a text")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"benchmark.label_file: the mappings of ObjectNet are damaged ({error!r}); give "
@@ -245,10 +251,10 @@ def objectnet_answers(
     strange = [name for name in set_classes if name not in folders]
     if strange:
         raise ValueError(
-            f"benchmark.kind=objectnet: the class {strange[0]!r} of data.eval is no folder of "
+            f"benchmark.kind=objectnet: the class {strange[0]!r} of data.eval is not a folder of "
             "ObjectNet; convert the folder `images` of objectnet-1.0.zip"
         )
-    # Folders whose classes ImageNet does not have have no answer.
+    # Folders whose classes are not in ImageNet have no answer.
     table = _padded([shared.get(folders[name], []) for name in set_classes])
     if table.max() < 0:
         raise ValueError(
@@ -267,14 +273,14 @@ def _padded(lists: Sequence[Sequence[int]]) -> Int32Array:
 
 
 def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
-    """Class names in the order of a model's outputs, from a file of them.
+    """Class names in the order of a model's outputs, from a file with them.
 
     Args:
         suffix: `.json` or `.txt`, as in `benchmark.model_classes`.
-        where: what errors call the file.
+        where: the file's name in errors.
 
     Raises:
-        ValueError: it is in neither form, or names a class twice.
+        ValueError: it has neither form, or names a class twice.
     """
     try:
         if suffix == ".json":
@@ -288,7 +294,7 @@ def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
         else:
             raise ValueError("give a converted set, a .txt or a .json file")
     except (ValueError, TypeError, IndexError, KeyError) as error:
-        raise ValueError(f"{where} is no list of classes: {error}") from None
+        raise ValueError(f"{where} is not a list of classes: {error}") from None
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice or not names:
         problem = f"names {twice[0]!r} twice" if twice else "names no class"

@@ -1,4 +1,4 @@
-"""What a trained model has learned to look at: the four figures of the paper's 4.5, D.7 and D.8.
+"""What a trained model looks at: the four figures of the paper's 4.5, D.7 and D.8.
 
 Pure functions turn weights and attention into arrays; `inspection_figures.py` draws them.
 """
@@ -25,11 +25,11 @@ ATTENTION_BUDGET_BYTES = 2**30
 
 
 def first_kernel(model: nn.Module) -> FloatArray | None:
-    """A copy of the filters that see the pixels.
+    """A copy of the filters that are applied to the pixels.
 
     (D, 3, P, P) of the patch embedding or of a ResNet's root.
 
-    None for a model of the user's own without a convolution of three channels.
+    None for a user's own model without a convolution of three channels.
     """
     kernels = (p for p in model.parameters() if p.dim() == 4 and p.shape[1] == 3)
     kernel = next(kernels, None)
@@ -41,10 +41,10 @@ def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, 
 
     Args:
         kernel: (D, 3, P, P).
-        count: components wanted, at most min(D, 3 * P * P).
+        count: number of components, at most min(D, 3 * P * P).
 
     Returns:
-        Components (count, P, P, 3), each stretched to [0, 1] for the eye, the strongest first; and
+        Components (count, P, P, 3), each stretched to [0, 1] for display, the strongest first; and
         the share of the filters' variance that each explains (count,).
     """
     filters = kernel.reshape(len(kernel), -1).astype(np.float64)
@@ -87,7 +87,7 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
 
 
 def tiled(similarity: FloatArray) -> FloatArray:
-    """All tiles of (h, w, h, w) in one picture, not-a-numbers between: a thousand axes are slow."""
+    """All tiles of (h, w, h, w) in one picture, with nan between them: a thousand axes are slow."""
     rows, columns = similarity.shape[:2]
     spaced = np.full((rows, rows + 1, columns, columns + 1), np.nan, dtype=np.float32)
     spaced[:, :-1, :, :-1] = similarity.transpose(0, 2, 1, 3)
@@ -99,10 +99,10 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
 
     The Euclidean distance between a query patch and every patch, weighted by attention, averaged
     over queries and images. Attention from and to the class token has no distance: it is left out,
-    and the rest of each row is brought to a sum of 1.
+    and the rest of each row is normalized to a sum of 1.
 
     Args:
-        weights: (B, H, N, N), the class token first where there is one.
+        weights: (B, H, N, N), the class token first if there is one.
         grid: (h, w) of the patches.
         patch_size: pixels from one patch to the next.
 
@@ -114,7 +114,7 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
     distances = torch.cdist(places, places).to(weights.device)
     num_patches = len(distances)
     means = []
-    # Head by head: in float64 all of them would take three times what they take as they are.
+    # Head by head: all of them in float64 would take three times the memory.
     for head in weights[..., -num_patches:, -num_patches:].unbind(1):
         patches = head.double()
         per_query = (patches * distances).sum(dim=-1) / patches.sum(dim=-1)
@@ -123,11 +123,11 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
 
 
 def roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
-    """A rollout (B, N, N) in float64 taken through one more layer (B, H, N, N), or the first.
+    """A rollout (B, N, N) in float64 extended by one more layer (B, H, N, N), or its start.
 
     How much of each token reaches the output (Figure 6, D.8; Abnar and Zuidema, 2020): heads are
-    averaged, the residual path is added as an identity, rows are brought to a sum of 1, and layers
-    are multiplied.
+    averaged, the residual path is added as an identity, rows are normalized to a sum of 1, and
+    layers are multiplied.
     """
     mixed = torch.zeros_like(layer[:, 0], dtype=torch.float64)
     for head in layer.unbind(1):
@@ -139,7 +139,7 @@ def roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
 
 
 def output_row(rollout: Tensor, grid: Grid, has_class_token: bool) -> FloatArray:
-    """What of each patch (B, h, w) a rollout brings to the output.
+    """The contribution of each patch (B, h, w) to the output in a rollout.
 
     The class token's row; without a class token, the mean row of the patches, the last tokens.
     """
@@ -153,19 +153,22 @@ def attention_figures(
 ) -> tuple[FloatArray, FloatArray]:
     """Mean attention distance (L, H) in pixels, and rollouts (B, h, w), of some images.
 
-    Layers are looked at one by one. The first image is looked at alone, and what it needs decides
-    how many of the others share a pass.
+    Layers are processed one by one. The first image is processed alone, and its memory decides how
+    many of the others share a pass.
 
     Args:
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
-        budget_bytes: memory beside the weights; never less than one image needs.
+        budget_bytes: memory in addition to the weights; at least what one image needs.
 
     Raises:
         ValueError: for an axial model.
     """
     if isinstance(model, AxialViT):
-        raise ValueError("an axial ViT attends along lines; distance and rollout need a whole ViT.")
+        raise ValueError(
+            "an axial ViT attends along lines; distance and rollout need a ViT with attention over "
+            "the whole image"
+        )
     was_training = model.training
     model.eval()
     with ActivationMemory(model.parameters()) as memory:

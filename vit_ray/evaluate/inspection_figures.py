@@ -24,7 +24,7 @@ from vit_ray.evaluate.inspection import (
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.vit import VisionTransformer
 
-# One colour in light and dark steps for magnitudes; Matplotlib's own, readable without colour.
+# One colour map from light to dark for magnitudes; Matplotlib's own, readable without colour.
 COLOR_MAP = "viridis"
 NUM_ROLLOUTS = 16
 
@@ -35,11 +35,11 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
     Args:
         model: of any family, in any precision.
         images: uint8 (B, H, W, 3) of the model's size; the paper averages over 128.
-        folder: made where it is missing.
+        folder: created if it does not exist.
 
     Returns:
         For `filters`, `position_similarity`, `attention_distance` and `attention_rollout`: the
-        file, or the reason why this model has none.
+        file, or the reason why the model has none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kernel = first_kernel(model)
@@ -91,7 +91,7 @@ def draw_images(
 
 
 def _plain(text: str) -> str:
-    """Text in which a dollar sign begins no formula."""
+    """Text in which a dollar sign does not start a formula."""
     return text.replace("$", r"\$")
 
 
@@ -113,7 +113,7 @@ def draw_filters(components: FloatArray, variance: FloatArray, path: Path) -> Pa
 
 
 def draw_position_similarity(similarity: FloatArray, path: Path) -> Path:
-    """A tile for each patch of (h, w, h, w), at the patch's own place."""
+    """A tile for each patch of (h, w, h, w), at the patch's own position."""
     rows, columns = similarity.shape[:2]
     tiles = tiled(similarity)
     figure = Figure(
@@ -150,7 +150,7 @@ def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) 
 
 
 def draw_rollouts(images: UInt8Array, rollouts: FloatArray, patch_size: int, path: Path) -> Path:
-    """Each picture beside the same picture lit by its rollout (B, h, w)."""
+    """Each picture next to the same picture, brightened by its rollout (B, h, w)."""
     pairs = min(4, len(images))
     rows = -(-len(images) // pairs)
     figure = Figure(figsize=(3 * pairs, 1.6 * rows + 0.4), layout="constrained")

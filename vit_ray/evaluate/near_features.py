@@ -1,4 +1,4 @@
-"""Images of one data set whose features are near to some of others, by their cosine."""
+"""Images of one data set whose features are close to those of others, by their cosine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vit_ray.evaluate.feature_files import read_facts, read_features
 from vit_ray.storage import Location
 
 _OF_THE_SET: Final = ("data_fingerprint", "num_images", "with_logits", "is_complete", "files")
-"""What the features of one model may differ in."""
+"""Keys in which features of one model may differ."""
 _ROWS_AT_A_TIME: Final = 1024
 
 
 def near_features(
     source: Location, others: Sequence[Location], min_cosine: float
 ) -> Iterator[tuple[int, str, int, str, float]]:
-    """Images of `source` near to one of the others: linear in it, and in all others together.
+    """Images of `source` close to one of the others: linear time in it, and in all others together.
 
-    The features of the others are held in memory, those of `source` a file at a time.
+    The features of the others are in memory, those of `source` a file at a time.
 
     Returns:
-        Sample number and key of the image, which of the others its nearest image is in, the key
+        Sample number and key of the image, which of the others has its nearest image, the key
         there, and their cosine.
     """
     parts = [
@@ -46,20 +46,20 @@ def near_features(
 
 
 def check_same_model(folders: Sequence[Location], fingerprints: Sequence[str]) -> None:
-    """Check what some features are of, before they are compared.
+    """Check where some features come from, before they are compared.
 
     Args:
         fingerprints: of the data sets, in the order of the folders.
 
     Raises:
-        ValueError: features are not whole, of another data set, or not all of one model.
+        ValueError: features are incomplete, of another data set, or not all of one model.
     """
     first: dict[str, object] | None = None
     for folder, fingerprint in zip(folders, fingerprints, strict=True):
         facts = read_facts(folder)
         if facts is None or not facts.get("is_complete"):
             raise ValueError(
-                f"{folder.uri} holds no whole set of features; run jobs/extract_features.py"
+                f"{folder.uri} holds no complete set of features; run jobs/extract_features.py"
             )
         if facts["data_fingerprint"] != fingerprint:
             raise ValueError(
@@ -71,7 +71,7 @@ def check_same_model(folders: Sequence[Location], fingerprints: Sequence[str]) -
         if differing := sorted(k for k in of_model if of_model[k] != first.get(k)):
             raise ValueError(
                 f"{folders[0].uri} and {folder.uri} have features of different models "
-                f"({', '.join(differing)}); extract both with one"
+                f"({', '.join(differing)}); extract both with one model"
             )
 
 

@@ -26,9 +26,9 @@ from vit_ray.evaluate.inspection import (
 from vit_ray.models.vit import VisionTransformer
 
 _SIDE: Final = 720
-"""Pixels that a small picture is enlarged to, at least."""
+"""Least pixels of a side; smaller pictures are enlarged."""
 _TITLE: Final = 22
-"""Pixels above a picture."""
+"""Pixels of the space above a picture."""
 _COLORS: Final = (
     (68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141), (39, 173, 129),
     (92, 200, 99), (170, 220, 50), (253, 231, 37),
@@ -38,7 +38,7 @@ _COLORS: Final = (
 
 @dataclass(frozen=True)
 class FirstLayer:
-    """Copies of what the pictures show; None of what a model has not."""
+    """Copies of what the pictures show; None for what a model does not have."""
 
     kernel: FloatArray | None
     """(D, 3, P, P)"""
@@ -47,7 +47,7 @@ class FirstLayer:
 
     @classmethod
     def of(cls, model: nn.Module) -> FirstLayer:
-        """Of a model with whole weights."""
+        """From a model with all of its weights."""
         return cls(
             first_kernel(model),
             position_vectors(model) if isinstance(model, VisionTransformer) else None,
@@ -78,7 +78,7 @@ class FirstLayer:
 
 
 def _colored(values: FloatArray) -> UInt8Array:
-    """(H, W) in [-1, 1] to (H, W, 3); what is no number is white."""
+    """(H, W) in [-1, 1] to (H, W, 3); nan is white."""
     colors, known = np.array(_COLORS, np.float64), ~np.isnan(values)
     places = (values[known] + 1) / 2 * (len(colors) - 1)
     pixels = np.full((*values.shape, 3), 255, np.uint8)

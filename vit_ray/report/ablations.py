@@ -1,4 +1,4 @@
-"""Figures 8 and 12 of the paper's appendix, where the runs for them exist."""
+"""Figures 8 and 12 of the paper's appendix, if there are runs for them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SHAPE: Final = {
     "model.patch_size": "patch size",
 }
 MEASURED: Final = re.compile(r"benchmark/(\w+?)_(\d+)px_(images_per_s|largest_batch)")
-"""Metric of a model benchmark: mode, input side in pixels, what."""
+"""Metric of a model benchmark: mode, input side in pixels, quantity."""
 
 
 def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
-    """Figure 8: a line for each dimension that varies about the shape most models have.
+    """Figure 8: a line for each dimension that varies around the shape of most models.
 
-    A model that differs from that shape in one dimension is on its line, one that differs in
-    several is on the line of all together; the base is on each. A chart is of models that differ in
-    shape alone.
+    A model that differs from that shape in one dimension is on that dimension's line, one that
+    differs in several is on the line for all of them; the base is on each. A chart has only models
+    that differ in shape.
     """
     held = [run for run in runs if {key, STUDY_EXAFLOPS} <= run.metrics.keys()]
     held = [run for run in held if run.params.get("model.depth", "None") != "None"]
@@ -51,7 +51,7 @@ def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
 
 
 def _about_a_base(groups: Sequence[list[RecordedRun]]) -> dict[str, Line]:
-    """Lines by name, each with its runs by compute relative to the base; none without a base."""
+    """Lines by name, each with its runs by compute relative to the base; empty without a base."""
     shapes = [tuple(members[0].params.get(name, "") for name in SHAPE) for members in groups]
     usual = tuple(map(statistics.mode, zip(*shapes, strict=True)))
     if usual not in shapes:

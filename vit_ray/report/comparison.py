@@ -1,8 +1,8 @@
 """Two runs, or two studies or sweeps, compared, from MLflow alone.
 
-Trainings of two studies are compared where they are of one cell: the same row, and the same values
-of everything that varies within a row of either study (data size, length, rate, test set). Runs of
-a cell differ in the seed alone, and give mean and spread; with the same seeds on both sides,
+Trainings of two studies are compared if they belong to the same cell: the same row, and the same
+values of everything that varies within a row of either study (data size, length, rate, test set).
+Runs of a cell differ only in the seed, and give mean and spread; if both sides have the same seeds,
 differences are taken seed by seed.
 """
 
@@ -66,9 +66,9 @@ METRICS: Final = {
     COST_CORE_DAYS: "core-days",
 }
 _FOLLOWS: Final = {TRAINING_IMAGES}
-"""Follows from other keys."""
+"""Keys that follow from other keys."""
 MOST_KEYS: Final = 4
-"""Named in the headline."""
+"""Keys named in the headline."""
 ONE_SEED: Final = (
     "one seed on a side: the difference cannot be separated from the spread between seeds; train "
     "more seeds of both"
@@ -76,7 +76,7 @@ ONE_SEED: Final = (
 
 
 def _is_accuracy(metric: str) -> bool:
-    """Of the last or the averaged weights, or on a task."""
+    """Whether it is an accuracy, of the last or the averaged weights, or on a task."""
     return "top1" in metric or metric in ACCURACIES
 
 
@@ -86,11 +86,11 @@ Cells = dict[str, list[RecordedRun]]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: a run, or a parent run with the trainings under it."""
+    """One side of a comparison: a run, or a parent run with its child trainings."""
 
     root: RecordedRun
     runs: Sequence[RecordedRun]
-    """Trainings whose results count; the run itself where it is no parent."""
+    """Trainings whose results count; the run itself if it is not a parent."""
     archive: Archive
 
     @property
@@ -100,7 +100,7 @@ class Side:
 
     @property
     def kind(self) -> str:
-        """For messages."""
+        """Description for messages."""
         what = self.root.kind or "parent run"
         return f"a {what} of {len(self.runs)} trainings" if self.is_group else "a single run"
 
@@ -117,16 +117,16 @@ class Difference:
     is_paired: bool
     """Whether both have the same seeds, or cells, in this order."""
     counts: tuple[int | None, int | None] = (None, None)
-    """Test images of either side, of an accuracy of one test set."""
+    """Number of test images of either side, for an accuracy on one test set."""
 
     @property
     def mean(self) -> float:
-        """Mean of B less mean of A."""
+        """Mean of B minus mean of A."""
         return statistics.fmean(self.b) - statistics.fmean(self.a)
 
     @property
     def standard_error(self) -> float | None:
-        """Of `mean`, from the spread over seeds; None where either side has a single one."""
+        """Standard error of `mean`, from the spread over seeds; None for a single seed."""
         if min(len(self.a), len(self.b)) < 2:
             return None
         if self.is_paired:
@@ -136,7 +136,7 @@ class Difference:
 
     @property
     def tested(self) -> Tested | None:
-        """Its 95 % interval, and how probable as great a one would be by chance."""
+        """Its 95 % interval, and the probability of such a difference by chance."""
         return of_difference(self.a, self.b, is_paired=self.is_paired, counts=self.counts)
 
 
@@ -149,7 +149,7 @@ class Comparison:
     keys: Mapping[str, tuple[str, str]]
     """Keys of the recipe that differ in any compared cell, and their values on either side.
 
-    Several of one side are joined, what is not recorded is `unset`.
+    Several values of one side are joined; a value that is not recorded is `unset`.
     """
     differences: Sequence[Difference]
     only_a: Sequence[str]
@@ -157,7 +157,7 @@ class Comparison:
     only_b: Sequence[str]
 
     def sections(self) -> list[Section]:
-        """For the page; the first three are printed, too."""
+        """Sentences for the page; the first three are also printed."""
         heads = ("side", "run", "kind", "branched from", "status", "experiment", "run id")
         sides = [("A", self.a), ("B", self.b)]
         rows = [
@@ -196,7 +196,7 @@ class Comparison:
         ]
 
     def curves(self) -> list[Chart]:
-        """Every curve that both sides have: solid of A, dashed of B."""
+        """Every curve that both sides have: solid for A, dashed for B."""
         charts = []
         for key, axis in CURVES.items():
             drawn = [
@@ -217,7 +217,7 @@ class Comparison:
         return charts
 
     def pooled(self) -> list[Difference]:
-        """Means of an accuracy over several cells: with their spread over cells, and over seeds."""
+        """Mean accuracies over several cells: with their spread over cells, and over seeds."""
         by_metric: dict[str, list[Difference]] = {}
         for one in self.differences:
             if _is_accuracy(one.metric):
@@ -264,7 +264,7 @@ class Comparison:
         return [f"{text}; {differ}."]
 
     def difference_table(self) -> Table:
-        """Metrics of both, and B less A with its standard error and 95 % interval."""
+        """Metrics of both, and B minus A with its standard error and 95 % interval."""
         heads = ("cell", "metric", f"A: {self.a.root.name}", f"B: {self.b.root.name}", "B - A",
                  "standard error", "95 % from", "95 % to", "p", "seeds")  # fmt: skip
         rows: list[list[Value]] = []
@@ -284,7 +284,7 @@ class Comparison:
                 None if tested is None or tested.p is None else f"{tested.p:.2g}",
                 " and ".join(dict.fromkeys([str(len(one.a)), str(len(one.b))])),
             ])  # fmt: skip
-        return Table("Differences: B less A", [*map(Column, heads)], rows).used()
+        return Table("Differences: B minus A", [*map(Column, heads)], rows).used()
 
 
 def write_comparison(found: Comparison, page: Path) -> None:
@@ -303,12 +303,12 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
 
     Args:
         uri: tracking server or SQLite address; it is only read.
-        experiment: in which names are looked up; a run id may be of any.
+        experiment: in which names are looked up; a run id may belong to any experiment.
         words: run ids or run names.
 
     Raises:
-        ValueError: a run is not there or its name is of several, one is a single run and the other
-            is not, or they have no cell or no metric in common.
+        ValueError: a run does not exist or its name is not unique, one is a single run and the
+            other is not, or they have no cell or no metric in common.
     """
     require_store(uri)
     client = MlflowClient(uri)
@@ -317,13 +317,13 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     if a.is_group != b.is_group:
         raise ValueError(
             f"compare: {a.root.name!r} is {a.kind} and {b.root.name!r} {b.kind}; give two runs (a "
-            "cell of a study is one, by its name) or two of the others"
+            "cell of a study is one, by its name), or two studies or sweeps"
         )
     cells = _cells(a, b)
     common = [cell for cell in cells[0] if cell in cells[1]]
     if not common:
         raise ValueError(
-            f"compare: no cell of {a.root.name!r} ({_some(cells[0])}) is one of {b.root.name!r} "
+            f"compare: no cell of {a.root.name!r} ({_some(cells[0])}) is a cell of {b.root.name!r} "
             f"({_some(cells[1])})"
         )
     held = [sorted({key for run in side.runs for key in run.recorded}) for side in sides]
@@ -332,7 +332,7 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     found = []
     for cell in common:
         for metric in (*METRICS, *tasks):
-            # A seed that was trained twice counts once, by the later run.
+            # A seed that was trained twice counts once, with the later run.
             by_a, by_b = (
                 {run.seed: run.recorded[metric] for run in one[cell] if metric in run.recorded}
                 for one in cells
@@ -357,7 +357,7 @@ def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
     """Id of the run with this id or name.
 
     Raises:
-        ValueError: there is none, or several.
+        ValueError: there is none, or more than one.
     """
     if RUN_ID.fullmatch(word):
         return word
@@ -372,7 +372,7 @@ def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
 
     def named(experiments: list[str]) -> list[Run]:
         if quote in word or not experiments:
-            return []  # both kinds of quotes: MLflow cannot be asked for such a name
+            return []  # both kinds of quotes: MLflow cannot search for such a name
         wanted = f"attributes.run_name = {quote}{word}{quote}"
         newest_first = ["attributes.start_time DESC"]
         return list(client.search_runs(experiments, wanted, order_by=newest_first))
@@ -390,11 +390,11 @@ def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
     hint = "; give its name or its id"
     if elsewhere := named([key for key in names if key not in here]):
         other = names[str(elsewhere[0].info.experiment_id)]
-        hint = f", and experiment {other!r} has one; give tracking.experiment={other} or its id"
+        hint = f"; experiment {other!r} has one: give tracking.experiment={other} or its id"
     else:
         known = {str(run.info.run_name) for run in client.search_runs(here)}
         if near := difflib.get_close_matches(word, sorted(known), 3, 0.5):
-            hint = f"; near: {', '.join(near)}"
+            hint = f"; similar: {', '.join(near)}"
     raise ValueError(f"compare: experiment {experiment!r} has no run {word!r}{hint}")
 
 
@@ -440,9 +440,9 @@ def _row(run: RecordedRun) -> str:
 def _key_differences(
     pairs: Sequence[tuple[Sequence[RecordedRun], Sequence[RecordedRun]]],
 ) -> dict[str, tuple[str, str]]:
-    """As `Comparison.keys`, of pairs of cells.
+    """As `Comparison.keys`, for pairs of cells.
 
-    Fingerprints, weights and commit, which decide too, are among the keys.
+    Fingerprints, weights and commit, which also decide the result, are among the keys.
     """
     values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for pair in pairs:

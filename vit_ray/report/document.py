@@ -1,8 +1,8 @@
-"""A page as one file that stands alone: its style, its scripts, its figures and its rules.
+"""A page as one self-contained file: its style, its scripts, its figures and its security policy.
 
-The rules (a Content-Security-Policy) let the browser run the two scripts of the page by their
-hashes, and nothing else: it asks nothing of the network, and no text becomes code. The greater one
-is packed, which halves the page; the smaller one unpacks it.
+The policy (a Content-Security-Policy) lets the browser run the two scripts of the page, identified
+by their hashes, and nothing else: the page loads nothing from the network, and no text becomes
+code. The larger script is compressed, which halves the page; the smaller one unpacks it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEMPLATES: Final = Environment(
 )
 _TEMPLATES.policies["json.dumps_kwargs"] = {"sort_keys": True, "separators": (",", ":")}
 FILES_LIST: Final = "list.csv"
-"""Lies with figures and tables: the name of each and its title."""
+"""File in the folder of figures and tables: the name of each and its title."""
 
 T = TypeVar("T", Chart, Table)
 
@@ -47,14 +47,14 @@ class Gallery:
     strip: bytes
     """JPEG: squares of one size in a row."""
     texts: Sequence[str]
-    """One for each square."""
+    """One text for each square."""
     wrong: Sequence[bool]
-    """Which of them are crossed."""
+    """Which of them are crossed out."""
     note: str = ""
 
     @property
     def data(self) -> str:
-        """For an address."""
+        """Base64 for an address."""
         return base64.b64encode(self.strip).decode()
 
 
@@ -73,8 +73,8 @@ def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any
     """Write a page, and its figures and tables as files into `files_folder(path)`.
 
     Args:
-        path: the `.html` file; its folder is made.
-        sections: those that have anything to show are shown.
+        page: the `.html` file; its folder is created.
+        sections: those with content are shown.
         parts: as in `render`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,14 +84,14 @@ def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any
 
 
 def files_folder(page: Path) -> Path:
-    """Where the figures and tables of a page lie as files."""
+    """Folder of a page's figures and tables as files."""
     return page.with_name(f"{page.stem}-figures")
 
 
 def with_content(sections: Sequence[Section]) -> list[Section]:
-    """Sections that show anything, with charts and tables of names that no other has.
+    """Sections with content, in which the names of charts and tables are unique.
 
-    Titles may differ in signs alone, which names have not.
+    Titles may differ only in signs, which names do not have.
     """
     taken: set[str] = set()
 
@@ -125,15 +125,15 @@ def render(
 
     Args:
         sections: as `with_content` gives them.
-        lead: sentences that say the result.
+        lead: sentences with the result.
         missing: what it lacks, a sentence for each.
-        origin: what it is made of.
+        origin: the source of the page.
         opening: where a reader finds more.
         files: folder of its figures and tables as files, relative to the page.
-        refresh_s: an open page reloads itself so often.
+        refresh_s: seconds after which an open page reloads itself.
     """
     style = _TEMPLATES.get_template("style.css").render(light=charts.LIGHT, dark=charts.DARK)
-    # Code of our own and of libraries, without any text of a run.
+    # Our own code and that of libraries, without any text of a run.
     has_charts = any(section.charts for section in sections)
     drawing, own = charts.scripts().encode() if has_charts else b"", _source("page.js")
     digests = [base64.b64encode(hashlib.sha256(one).digest()) for one in (drawing, own.encode())]
@@ -165,7 +165,7 @@ def _source(name: str) -> str:
 def write_files(folder: Path, sections: Sequence[Section]) -> None:
     """Each chart as SVG, PNG and CSV, each table as CSV and LaTeX, and a list of them.
 
-    Those that an earlier list has and this one has not are deleted.
+    Files in an earlier list but not in this one are deleted.
     """
     drawn = [chart for section in sections for chart in section.charts]
     tables = [table for section in sections for table in section.tables]
@@ -192,11 +192,11 @@ def write_files(folder: Path, sections: Sequence[Section]) -> None:
     rows = [[one.name, one.title] for one in drawn] + [[one.name, one.caption] for one in tables]
     replace_file(listed, Table("", [Column("name"), Column("title")], rows).csv().encode())
     for name in old - {str(row[0]) for row in rows}:
-        if re.fullmatch(r"[a-z0-9_]+", name):  # else it is none of ours
+        if re.fullmatch(r"[a-z0-9_]+", name):  # otherwise the file is not ours
             for ending in ("svg", "png", "csv", "tex"):
                 (folder / f"{name}.{ending}").unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """In one step: a reader or another writer meets the old file or the new one, and no part."""
+    """In one step: a reader or another writer sees the old file or the new one, never a part."""
     locate(str(path)).write(content)

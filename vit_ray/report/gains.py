@@ -1,4 +1,4 @@
-"""What more training images are worth, and to which family they are worth more: Figure 4."""
+"""How much more training images help, and which family they help more: Figure 4."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vit_ray.report.tables import percent
 
 
 def gain_sentences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Gains from the fewest to the most images, of a ViT less those of each other family's model.
+    """Gains from the fewest to the most images, of a ViT minus those of each other family's model.
 
-    Of models with at least two seeds at both ends, each trained alike but for the images, and both
-    for as many images seen: not of lengths in epochs, which give more images more compute. A gain
-    is of one seed, from its own training on fewer images; the interval is Welch's.
+    For models with at least two seeds at both ends, trained the same except for the images, and for
+    equal numbers of images seen: not for lengths in epochs, which give more images more compute. A
+    gain is that of one seed, from its own training on fewer images; the interval is Welch's.
     """
     return [
         sentence
@@ -78,7 +78,7 @@ class _Gains:
 
 
 def _differences(models: Sequence[_Gains]) -> dict[Group, str]:
-    """What tells models of one label apart."""
+    """What distinguishes models with the same label."""
     found: dict[Group, str] = {}
     for label in {one.run.label for one in models}:
         mine = [one.group for one in models if one.run.label == label]

@@ -1,4 +1,4 @@
-"""What a page says first: the result with its interval, and what was run, in a sentence or two."""
+"""The first sentences of a page: the result with its interval, and what was run."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from vit_ray.report.tables import duration, number, percent
 from vit_ray.report.time_spent import goodput_of
 
 MOST_SENTENCES = 3
-"""Of laws, and of gains, at the top of a page; all stand in their sections."""
+"""Number of laws, and of gains, at the top of a page; all are in their sections."""
 
 
 def headline(
     archive: Archive, runs: Sequence[RecordedRun], laws: Sequence[FamilyLaws]
 ) -> list[str]:
-    """Of a study its laws, what data are worth, and its best; of a sweep the choice; or the best.
+    """For a study its laws, the gain from more data, and its best result; for a sweep the selected
+    point; otherwise the best result.
 
     Args:
         runs: the trainings of the report.
@@ -56,7 +57,7 @@ def headline(
 def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
     """The best mean over seeds of each accuracy on each pair of a training and a test set.
 
-    A single training says its length and its time, too.
+    For a single training also its length and its time.
     """
     found = []
     for key in accuracies_of(runs):
@@ -97,7 +98,7 @@ def described(run: RecordedRun, mean: Mean, key: str) -> str:
 
 
 def _chosen(run: RecordedRun, key: str) -> str:
-    """That it is the best of several evaluations on the test set."""
+    """Notes that it is the best of several evaluations on the test set."""
     if not (key == EVAL_TOP1 and run.best_of_tests):
         return ""
     last = run.recorded.get(EVAL_LAST_TOP1)
@@ -106,12 +107,12 @@ def _chosen(run: RecordedRun, key: str) -> str:
 
 
 def totals(runs: Sequence[RecordedRun]) -> list[str]:
-    """Cost of all trainings, of failed and stopped ones too; of a branch its own part."""
+    """Cost of all trainings, including failed and stopped ones; for a branch its own part."""
     found = []
     for key, name in ((STUDY_EXAFLOPS, "exaFLOPs"), (COST_CORE_DAYS, "core-days")):
         values = [run.metrics[key] * own_share(run) for run in runs if key in run.metrics]
         found += [f"{number(sum(values))} {name}"] if values else []
-    return [f"In all {' and '.join(found)}."] if found else []
+    return [f"Total: {' and '.join(found)}."] if found else []
 
 
 def _made(run: RecordedRun) -> str:

@@ -8,7 +8,7 @@ from vit_ray.metric_names import EVAL_TOP1, STUDY_EXAFLOPS
 from vit_ray.report.runs import Archive, RecordedRun
 
 MEASURED_KINDS = ("study_cell", "pretrain", "finetune")
-"""Those whose accuracy is a result; trials of a sweep are measured on a dev split on purpose."""
+"""Runs whose accuracy is a result; a sweep's trials are measured on a dev split on purpose."""
 LONGEST_LIST = 12
 """Names in one sentence."""
 
@@ -16,7 +16,7 @@ LONGEST_LIST = 12
 def what_is_missing(
     archive: Archive, shown: Sequence[RecordedRun], hidden: Sequence[RecordedRun]
 ) -> list[str]:
-    """One sentence for each kind of gap; none where the report is whole.
+    """One sentence for each kind of gap; empty if the report is complete.
 
     Args:
         shown: the trainings of the report.
@@ -64,7 +64,7 @@ def what_is_missing(
             names = more = ""
         found += [f"{'all ' if not names else ''}{len(runs)} {what}{names}{more}"] if runs else []
     for parent in archive.runs:
-        # A study says how many cells it has.
+        # A study records how many cells it has.
         total = parent.tags.get("vit_ray.num_cells", "")
         mine = [run for run in (*shown, *hidden) if run.parent_id == parent.run_id]
         begun = len({run.name for run in mine if run.kind == "study_cell"})

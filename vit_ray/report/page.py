@@ -1,8 +1,8 @@
 """One HTML page with the results of a study, a sweep or an experiment.
 
-Everything comes from MLflow; the page is one file that asks nothing of the network, so it can be
-mailed, kept with the run, and opened years later. A CSV of its trainings lies next to it, and its
-figures and tables as files in a folder.
+Everything comes from MLflow; the page is one file that loads nothing from the network, so it can be
+mailed, kept with the run, and opened years later. A CSV of its trainings is next to it, and its
+figures and tables are files in a folder.
 """
 
 from __future__ import annotations
@@ -39,29 +39,30 @@ from vit_ray.report.training import training_sections
 _RELOAD = re.compile(r'<meta http-equiv="refresh" content="([^"]+)">')
 _COMPUTE = (
     "exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10^18, the convention that "
-    "reproduces the paper's Table 6, whose own figure can be opened for the shape of the curves."
+    "reproduces the paper's Table 6, whose own figure can be opened to compare the shape of the "
+    "curves."
 )
 _LAWS = (
-    "error = a C^-b + c, C the training compute, fitted to the finished trainings of each family "
-    "on the most training images that differ in size and length alone; intervals are 95 % by "
-    "bootstrap, with the scatter that lengths of one model share. Seeds, and amounts of compute "
-    "within 10 %, are one point, their mean, and a prediction is of a mean of as many seeds: a "
-    "single further run lies farther off."
+    "error = a C^-b + c, where C is the training compute, fitted to the finished trainings of each "
+    "family on the largest number of training images that differ only in size and length; "
+    "intervals are 95 % by bootstrap, with the scatter that lengths of one model share. Seeds, and "
+    "amounts of compute within 10 %, are averaged to one point, and a prediction is for a mean "
+    "over as many seeds: a single further run scatters more."
 )
 
 
 @dataclass(frozen=True)
 class Written:
-    """A page and what there is to say of it."""
+    """A page and the remarks on it."""
 
     page: Path
-    """Absolute."""
+    """Absolute path."""
     missing: list[str]
     """A sentence for each gap."""
     is_empty: bool
     """There are no runs yet."""
     is_live: bool
-    """A run has not ended: the page will have more to show."""
+    """Some run has not ended: the page will have more to show."""
 
 
 def build_report(uri: str, experiment_or_parent_run_id: str, output_path: str | Path) -> Path:
@@ -83,10 +84,11 @@ def write_report(
     Args:
         uri: MLflow tracking server or SQLite address; it is only read.
         experiment_or_parent_run_id: name of an experiment, or id of a run whose children count.
-        output_path: the `.html` file; its folder is made.
-        watch_s: while a run has not ended, the page in a browser reloads itself so often.
-        joins_commits: runs of different git commits count as trained alike; the page says so.
-        price_per_gpu_hour: in any currency, for what the time of trainings cost.
+        output_path: the `.html` file; its folder is created.
+        watch_s: seconds after which the page in a browser reloads itself, while a run has not
+            ended.
+        joins_commits: treat runs of different git commits as equal; the page says so.
+        price_per_gpu_hour: in any currency, for the cost of the trainings' time.
 
     Raises:
         ValueError: there is no such store, experiment or run.
@@ -129,11 +131,11 @@ def write_report(
     missing = what_is_missing(archive, runs, left_out)
     is_live = any(run.status == "RUNNING" for run in archive.runs)
     paths = {path for run in runs for path in run.training_sets}
-    # The end of a local path is what a reader knows the data by.
+    # The end of a local path is how a reader knows the data.
     short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
     whose = f", run {archive.parent.run_id} and the runs below it" if archive.parent else ""
     lead = headline(archive, runs, laws)
-    # What stands at the top is not said again below.
+    # Text at the top is not repeated below.
     sections = [replace(one, texts=[t for t in one.texts if t not in lead]) for one in sections]
     if _shows_the_papers(sections):
         lead.append(
@@ -142,7 +144,7 @@ def write_report(
         )
     if joins_commits and len(archive.commits) > 1:
         lead.append(
-            f"Trainings of the git commits {' and '.join(archive.commits)} count as trained alike, "
+            f"Trainings of the git commits {' and '.join(archive.commits)} are treated as equal, "
             "because report.joins_commits is set."
         )
     document.write_page(
@@ -160,7 +162,7 @@ def write_report(
 
 
 def reload_s(page: Path) -> float | None:
-    """Seconds after which a written page reloads itself; None if it does not, or is not there."""
+    """Seconds after which a written page reloads itself; None if it does not, or does not exist."""
     if not page.is_file():
         return None
     found = _RELOAD.search(page.read_text(encoding="utf-8").partition("<title>")[0])
@@ -168,21 +170,21 @@ def reload_s(page: Path) -> float | None:
 
 
 def parts_of(page: Path) -> list[tuple[Path, str]]:
-    """What `build_report` wrote, each with the folder of a run's artifacts where it is kept."""
+    """The files of `build_report`, each with the artifact folder of the run that keeps it."""
     parts = [(page, ""), (page.with_suffix(".csv"), "")]
     folder = document.files_folder(page)
     return [*parts, (folder, folder.name)] if folder.is_dir() else parts
 
 
 def _shows_the_papers(sections: Sequence[Section]) -> bool:
-    """Whether numbers of the paper stand on the page."""
+    """Whether numbers of the paper are on the page."""
     titles = [column.title for one in sections for table in one.tables for column in table.columns]
     charts = [chart.title for one in sections for chart in one.charts]
     return figures.PAPER in charts or any(title.startswith(THEIRS) for title in titles)
 
 
 def _unfitted(laws: Sequence[FamilyLaws]) -> Iterator[str]:
-    """Where no law could be fitted, why not, in one line."""
+    """Why no law could be fitted, in one line."""
     for one in laws[:1]:
         for law, why in [*one.unfitted.items()][:1]:
             yield f"No power law could be fitted. {one.name}, {law}: {why}."

@@ -78,7 +78,7 @@ TABLE_5: Final[dict[str, tuple[tuple[float | None, ...], ...]]] = {
 
 
 def table_2(model: str, pretraining: str, task: str) -> tuple[float, float] | None:
-    """Mean and deviation as shares; None where the paper has none."""
+    """Mean and deviation as shares; None if the paper has none."""
     if (model, pretraining) not in TABLE_2 or task not in _TASKS:
         return None
     mean, deviation = TABLE_2[model, pretraining][_TASKS.index(task)]
@@ -86,7 +86,7 @@ def table_2(model: str, pretraining: str, task: str) -> tuple[float, float] | No
 
 
 def table_5(model: str, pretraining: str, task: str) -> float | None:
-    """Accuracy as a share; None where the paper has none."""
+    """Accuracy as a share; None if the paper has none."""
     if model not in _MODELS or task not in _TASKS:
         return None
     value = TABLE_5[pretraining][_TASKS.index(task)][_MODELS.index(model)]
@@ -109,7 +109,7 @@ class PaperRow:
 
 
 # Columns: model, JFT epochs, ImageNet top-1 in percent, pre-training exaFLOPs. The 859 of
-# R50x1+ViT-L/16 is printed so, though half of its own 14-epoch row is 834.
+# R50x1+ViT-L/16 is printed so, although half of its own 14-epoch row is 834.
 TABLE_6 = tuple(
     PaperRow(name, epochs, top1 / 100, exaflops)
     for name, epochs, top1, exaflops in (

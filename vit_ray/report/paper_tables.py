@@ -1,8 +1,9 @@
-"""The paper's tables in its own form, of the runs that there are, with its numbers next to ours.
+"""The paper's tables in its own form, filled from the available runs, with its numbers next to
+ours.
 
-A table is made where at least one of its places can be filled. Means are over seeds, written
-`mean +- standard deviation` where there are several; what was not run is not known, and never 0.
-Runs of one place that differ in more than their seed are rows of their own, which say in what.
+A table is made if at least one of its cells can be filled. Means are over seeds, written `mean +-
+standard deviation` if there are several; a value that was not run is unknown, and never 0. Runs of
+one cell that differ in more than their seed are separate rows, which name the difference.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PUBLISHED: Final = {
 """Images and classes of the paper's test sets."""
 IMAGENET: Final = PUBLISHED["imagenet"]
 THEIRS: Final = "the paper's"
-"""How the titles of columns with the paper's numbers begin."""
+"""Prefix of column titles with the paper's numbers."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class Transfer:
     task: str
     top1: float
     group: Group
-    """Of pre-training and fine-tuning."""
+    """Group of pre-training and fine-tuning together."""
     seed: tuple[str, ...]
     origin: RecordedRun | None
-    """The pre-training; None where it is not among the runs."""
+    """The pre-training; None if it is not among the runs."""
     label: str
-    """Of the model."""
+    """Label of the model."""
 
     @property
     def pretrained_on(self) -> str:
@@ -70,7 +71,7 @@ class Transfer:
 
     @property
     def optimizer(self) -> str:
-        """Of the pre-training; empty where it is not among the runs."""
+        """Optimizer of the pre-training; empty if it is not among the runs."""
         return self.origin.params.get("optim.name", "unknown") if self.origin else ""
 
     @property
@@ -80,7 +81,7 @@ class Transfer:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Images and epochs of the pre-training; 0 where it is not among the runs."""
+        """Images and epochs of the pre-training; 0 if it is not among the runs."""
         if self.origin is None:
             return 0.0, 0.0
         return self.origin.metrics.get(IMAGES_KEY, 0.0), epochs_of(self.origin) or 0.0
@@ -90,10 +91,10 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
     """Tables 2, 5, 6, 7, 8 and 9 as far as the runs fill them.
 
     Args:
-        runs: one of each cell. Of trainings those that finished count.
+        runs: one of each cell. Only finished trainings count.
     """
     found = transfers(runs)
-    # Tables without columns for data size and length have the longest one on most images.
+    # Tables without columns for data size and length have the longest training on most images.
     models = [
         (one.label, one.origin and one.origin.group.values.get(TRAINING_SET), one.optimizer)
         for one in found
@@ -114,7 +115,7 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
 
 
 def comparing(tables: Sequence[Table]) -> list[Table]:
-    """Those with the paper's numbers or several of ours: one value alone is no table."""
+    """Those with the paper's numbers or several of ours; a single value is no table."""
 
     def says_something(table: Table) -> bool:
         titles = [column.title for column in table.columns]
@@ -129,7 +130,7 @@ def comparing(tables: Sequence[Table]) -> list[Table]:
 
 
 def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
-    """Those that cells record of themselves, and every other fine-tuning that was tested."""
+    """Accuracies that cells record themselves, and every other fine-tuning that was tested."""
     found = []
     for run in _finished_pretrainings(runs):
         for key, top1 in run.metrics.items():
@@ -148,7 +149,7 @@ def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
 
 
 def _finished_pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Trainings from no weights. A stopped one has neither accuracy nor compute of its cell."""
+    """Trainings from random weights; stopped ones have no accuracy or compute of the cell."""
     return [
         run
         for run in trainings(runs)
@@ -158,7 +159,7 @@ def _finished_pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 
 def _group_of_cells_transfer(run: RecordedRun, task: str) -> Group:
-    """Of the cell and of the fine-tunings of the task, less what a sweep of the cell has chosen."""
+    """Compute of the cell and of the fine-tunings of the task, without a sweep's trials."""
     tuned = tunings_of(run, task)
     if not tuned:
         whole = {PRETRAINING + key: text for key, text in run.group.items}
@@ -170,10 +171,10 @@ def _group_of_cells_transfer(run: RecordedRun, task: str) -> Group:
 def _spread(
     found: Iterable[Transfer], row: Callable[[Transfer], R], column: Callable[[Transfer], C]
 ) -> list[tuple[R, str, dict[C, Mean]]]:
-    """Means over seeds by row and column; a row once for each thing in which its runs differ.
+    """Means over seeds by row and column; one row for each combination in which its runs differ.
 
     Returns:
-        Row, in what its runs differ from those of its other rows, and means by column.
+        Row, how its runs differ from those of the other rows, and means by column.
     """
     places: dict[R, dict[C, dict[Group, dict[tuple[str, ...], float]]]] = {}
     for one in found:
@@ -195,8 +196,8 @@ def _texts(means: dict[C, Mean], columns: Iterable[C]) -> list[str | None]:
 def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     """Comparison: a row for each data set, a column for each of our models and of the paper's.
 
-    The paper's stand there for tasks whose fine-tunings recorded as many test images and classes as
-    the paper's test set has.
+    The paper's values are shown for tasks whose fine-tunings recorded as many test images and
+    classes as the paper's test set has.
     """
     sizes: dict[str, set[tuple[int, int]]] = {}
     for run in runs:
@@ -222,13 +223,13 @@ def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
             for name, data in theirs
         ),
     ]  # fmt: skip
-    source = f"; the paper's columns, where ours is its test set, are {paper.SOURCE}"
+    source = f"; the paper's columns, where our test set is the paper's, are {paper.SOURCE}"
     caption = f"Table 2: accuracy after fine-tuning, %{source if known else ''}"
     return Table(caption, columns, rows).used()
 
 
 def _core_days(origins: Iterable[RecordedRun | None]) -> str | None:
-    """Of the most costly group of these pre-trainings, mean over seeds."""
+    """Core-days of the most costly group of these pre-trainings, mean over seeds."""
     days = [
         statistics.fmean(known)
         for members in by_group(run for run in origins if run is not None).values()
@@ -250,7 +251,7 @@ def table_5(found: Sequence[Transfer]) -> Table:
 def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
     """Scaling: a row for each model, data size and length, with its accuracies and exaFLOPs.
 
-    The paper's accuracy stands there for models that were tested on as many images and classes.
+    The paper's accuracy is shown for models that were tested on as many images and classes.
     """
     cells = [run for run in _finished_pretrainings(studied(runs)) if STUDY_EXAFLOPS in run.metrics]
     keys = [key for key in accuracies_of(cells) if not TRANSFER.fullmatch(key)]
@@ -261,7 +262,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
     tasks = list(dict.fromkeys(one.task for one in found if one.origin is not None))
 
     def means(of: Sequence[Transfer]) -> str | None:
-        """Over the seeds of a cell's transfers to a task; several where fine-tunings differ."""
+        """Over the seeds of a cell's transfers to a task; several if fine-tunings differ."""
         return "; ".join(
             f"{mean} ({rest})" if rest else str(mean)
             for _, rest, columns in _spread(of, lambda one: one.task, lambda one: one.task)
@@ -300,7 +301,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
 
 
 def _differences_in_table(groups: dict[Group, list[RecordedRun]]) -> dict[Group, str]:
-    """In what rows of one label, data size and length differ, and sets in which any rows do."""
+    """How rows of one label, data size and length differ, and the sets that differ between rows."""
     rows: dict[tuple[str, ...], list[Group]] = {}
     for group, (run, *_) in groups.items():
         shown = (run.metrics.get(IMAGES_KEY), epochs_of(run))
@@ -341,7 +342,7 @@ def table_7(found: Sequence[Transfer]) -> Table:
 def table_8(runs: Sequence[RecordedRun]) -> Table:
     """Positions: a row for each kind, a column for each place, and the paper's.
 
-    Runs that differ in more than their positions are in rows of their own.
+    Runs that differ in more than their positions are in separate rows.
     """
     held = _finished_pretrainings(studied(runs))
     held = [run for run in held if run.params.get("model.positions", "None") != "None"]
@@ -387,5 +388,5 @@ def table_9(runs: Sequence[RecordedRun]) -> Table:
 
 
 def _tested(runs: Iterable[RecordedRun], key: str) -> Mean | None:
-    """Of the runs that were tested on no dev split."""
+    """Of the runs that were not tested on a dev split."""
     return mean_of([run.metrics[key] for run in runs if key in run.metrics and run.is_tested(key)])

@@ -50,26 +50,26 @@ from vit_ray.report.statistics.groups import (
 )
 
 TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
-"""Kinds of runs that train; those of other programs have none."""
+"""Kinds of runs that train; other programs' runs have no kind."""
 RUN_FOLDER: Final = "vit_ray.run_folder"
-"""Tag of the folder of a run's checkpoints."""
+"""Tag with the folder of a run's checkpoints."""
 IMAGES_KEY: Final = STUDY_TRAIN_IMAGES
-"""Metric of how many different images a training had."""
+"""Metric: number of different images in a training."""
 _COMMIT: Final = 10
-"""Digits of a git commit that people are shown."""
+"""Digits shown of a git commit."""
 _DIGEST: Final = 32
-"""Characters of a fingerprint that MLflow keeps of a data set."""
+"""Characters of a data set's fingerprint that MLflow keeps."""
 DEV: Final = "dev split"
-"""Images held out of the training set."""
+"""Prefix for images held out of the training set."""
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 TRANSFER: Final = re.compile(rf"{TRANSFER_GROUP}(.+)_top1")
 """Metric of a cell: accuracy on a task after fine-tuning."""
 MEAN_TRANSFER: Final = TRANSFER_MEAN_TOP1
 PARENT_TAG = "mlflow.parentRunId"
 MAX_POINTS: Final = 300
-"""Of a curve on the page."""
+"""Most points of a curve on the page."""
 MAX_POINTS_A_CHART: Final = 12_000
-"""More than that, a browser draws for seconds."""
+"""With more points in total, a browser draws for seconds."""
 MIN_POINTS: Final = 40
 _STEP_FOLDER: Final = re.compile(r"/step-\d{8,}$")
 _SETS: Final = {
@@ -78,15 +78,15 @@ _SETS: Final = {
     FEW_SHOT_SETS[0]: ("few-shot training", "evaluate.few_shot_train"),
     FEW_SHOT_SETS[1]: ("few-shot evaluation", "evaluate.few_shot_test"),
 }
-"""Context of a data set that MLflow has, and the key of its place."""
+"""Context of a data set in MLflow, and the key of its path."""
 _VERSION: Final = re.compile(r"v?\d[\d._-]*")
 _SPLITS: Final = {"train", "training", "train800", "train800val200", "test", "validation", "val"}
-"""Names of folders that say which part of a data set they hold, and not which set it is."""
+"""Folder names that say which part of a data set they hold, not which set it is."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """One that MLflow has with a run."""
+    """A data set that MLflow has with a run."""
 
     use: str
     """Such as `training`."""
@@ -105,11 +105,11 @@ class RecordedRun:
     tasks: frozenset[str] = frozenset()
     """Keys of the transfers that any run of the study has."""
     origin: RecordedRun | None = None
-    """The training whose weights it began with, where that is known."""
+    """The training whose weights it started from, if known."""
     tuned: tuple[RecordedRun, ...] = ()
-    """Trainings that began with its weights."""
+    """Trainings that started from its weights."""
     joined_commits: str = ""
-    """Commits that count as one with its own; empty: it counts as its own."""
+    """Commits that are treated as equal to its own; empty: only its own."""
 
     @property
     def run_id(self) -> str:
@@ -128,7 +128,7 @@ class RecordedRun:
 
     @property
     def params(self) -> dict[str, str]:
-        """The recipe, dotted keys, as far as it decides; paths and what is measured are tags."""
+        """The deciding keys of the recipe, dotted; paths and what is measured are tags."""
         tags = {key: value for key, value in self.tags.items() if key in TAGGED}
         return {**tags, **self.run.data.params}
 
@@ -139,7 +139,7 @@ class RecordedRun:
 
     @property
     def short_commit(self) -> str:
-        """As people are shown it; with `+` where files had changed."""
+        """As shown to readers; with `+` if files had changed."""
         return self.commit.rstrip("+")[:_COMMIT] + "+" * self.commit.endswith("+")
 
     @property
@@ -149,11 +149,13 @@ class RecordedRun:
 
     @cached_property
     def recorded(self) -> dict[str, float]:
-        """Last value of every key that has one, `dev/...` of images held out of the training set.
+        """Last value of every key that has one; `dev/...` is for images held out of the training
+        set.
 
-        Of an evaluation the best where the run keeps that, and the last as `eval/last_top1`.
+        An evaluation's values are the best if the run keeps the best; the last are `eval/last_top1`
+        etc.
 
-        `transfer/mean_top1` is the mean over `tasks`, of a run that has all of them.
+        `transfer/mean_top1` is the mean over `tasks`, for a run that has all of them.
         """
         finite = {key: value for key, value in self.run.data.metrics.items() if is_finite(value)}
         held = with_best(finite)
@@ -163,7 +165,7 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """As `recorded`, and `dev/...` as `eval/...` where there is none, see `is_on_dev`."""
+        """As `recorded`, and `dev/...` as `eval/...` if there is none, see `is_on_dev`."""
         on_dev = {
             re.sub(f"^{DEV_GROUP}", EVAL_GROUP, key): value for key, value in self.recorded.items()
         }
@@ -179,31 +181,31 @@ class RecordedRun:
             return None
 
     def is_on_dev(self, key: str) -> bool:
-        """Whether the value of a key is of images held out of the training set, not a test set."""
+        """Whether the value of a key is for images held out of the training set, not a test set."""
         return key not in self.recorded and key in self.metrics
 
     @property
     def is_trial(self) -> bool:
-        """Whether it was trained to choose a learning rate, and measured on a dev split."""
+        """Whether it was trained to select a learning rate, and measured on a dev split."""
         return self.tags.get("vit_ray.sweep_stage") == "sweep_trial"
 
     def is_tested(self, key: str) -> bool:
-        """Whether its value of this accuracy is not of images held out of its training set."""
+        """Whether this accuracy is for a test set, not for held-out training images."""
         return not self.is_trial and not self.is_on_dev(key)
 
     @property
     def training_sets(self) -> list[str]:
-        """Paths of the data it was trained on: one, those of a mixture, or none that is known."""
+        """Paths of the data it was trained on: one, those of a mixture, or none if unknown."""
         return paths_of(self.params.get("data.train", ""))
 
     @property
     def training_name(self) -> str:
-        """Name of the data that it was trained on; of a mixture the names of all."""
+        """Name of the data that it was trained on; for a mixture the names of all."""
         return " + ".join(map(set_name, self.training_sets)) or "unknown data"
 
     @property
     def test_sets(self) -> list[tuple[int, int]]:
-        """Numbers of images and of classes of what it was evaluated on, as far as recorded."""
+        """Numbers of images and of classes of its evaluation set, as far as recorded."""
         profiles = [_json(one.profile or "") for one in self._datasets("evaluation")]
         return [
             (one["num_images"], one["num_classes"])
@@ -213,7 +215,7 @@ class RecordedRun:
 
     @property
     def data_sets(self) -> list[DataSet]:
-        """What it was trained and evaluated on, as recorded."""
+        """Data sets that it was trained and evaluated on, as recorded."""
         inputs = getattr(self.run, "inputs", None)
         found = []
         for one in inputs.dataset_inputs if inputs else []:
@@ -225,7 +227,7 @@ class RecordedRun:
         return found
 
     def num_tested(self, key: str) -> int | None:
-        """Images that an accuracy of an evaluation is a share of, where one set was evaluated."""
+        """Images behind an accuracy of an evaluation, if a single set was evaluated."""
         is_share = key.startswith(EVAL_GROUP) and "top" in key  # not a loss
         sets = self.test_sets if is_share else []
         return sets[0][0] if len(sets) == 1 else None
@@ -238,27 +240,27 @@ class RecordedRun:
 
     @property
     def kind(self) -> str:
-        """What made the run, such as `study_cell`; empty if it was none of our jobs."""
+        """The command that made the run, such as `study_cell`; empty if it was not one of ours."""
         return self.tags.get("vit_ray.kind", "")
 
     @property
     def parent_id(self) -> str | None:
-        """Run that it is recorded under."""
+        """Its parent run."""
         return self.tags.get(PARENT_TAG)
 
     @property
     def label(self) -> str:
-        """Row name in a study; the model's or the run's name elsewhere."""
+        """Row name in a study; elsewhere the model's or the run's name."""
         return self.tags.get("vit_ray.study_label") or self.params.get("model.name") or self.name
 
     @cached_property
     def group(self) -> Group:
-        """What was trained and tested, but for the seed; without a recipe it is alone."""
+        """What was trained and tested, without the seed; without a recipe, a separate group."""
         if not any(is_trained(key) for key in self.params):
             return Group.of({"run": self.run_id}, {})
         flat = recorded_before(self.run.data.params, self.tags)
         values = deciding_keys(flat)
-        if not self.kind:  # of another program, any of whose keys may decide
+        if not self.kind:  # from another program, any of whose keys may decide
             values |= {key: text for key, text in self.params.items() if key != "seed"}
         if "model.name" not in self.params:
             values["model.name"] = self.tags.get("vit_ray.study_label", "None")
@@ -292,9 +294,9 @@ class RecordedRun:
 
     @property
     def seed(self) -> tuple[str, ...]:
-        """Its own and its pre-training's: the only difference between runs of one group.
+        """Its own seed and its pre-training's: the only difference between runs of one group.
 
-        A run without a seed is one by itself.
+        A run without a seed is a group by itself.
         """
         flat = recorded_before(self.run.data.params, self.tags)
         own = flat["seed"] if "seed" in self.params else self.run_id
@@ -302,9 +304,10 @@ class RecordedRun:
 
     @property
     def best_of_tests(self) -> int | None:
-        """Evaluations on the test set that its accuracy is the best of; None: it was not so chosen.
+        """Evaluations on the test set of which its accuracy is the best; None: it was not selected
+        so.
 
-        The last evaluation is not chosen, nor is one by images held out of the training set.
+        The last evaluation is not selected, nor is one that held-out training images selected.
         """
         count = self.recorded.get(RESULT_EVALUATIONS)
         if count is None or DEV_LOSS in self.recorded or self._is_measured_on_dev:
@@ -322,7 +325,7 @@ class RecordedRun:
         return [one.dataset for one in held if context in {tag.value for tag in one.tags}]
 
     def in_all(self, key: str) -> float | None:
-        """Sum of a cost over the training and those whose weights it began with; None: not known.
+        """Sum of a cost over the training and those whose weights it started from; None: unknown.
 
         Args:
             key: such as `study/exaflops`.
@@ -347,13 +350,15 @@ class Archive:
         Args:
             uri: tracking server or SQLite address; nothing is written to it.
             selection: experiment name, or id of a run that is taken with its children.
-            joins_commits: runs of different git commits count as trained alike.
+            joins_commits: treat runs of different git commits as equal.
 
         Raises:
             ValueError: there is no such experiment or run.
         """
         require_store(uri)
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar a history
+        os.environ.setdefault(
+            "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false"
+        )  # a bar for each history
         client = MlflowClient(uri)
         self.is_server = uri.startswith(("http://", "https://"))
         self._client = client
@@ -367,7 +372,10 @@ class Archive:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-                raise ValueError(f"report: MLflow has no run {selection}") from None
+                raise ValueError(
+                    f"report: MLflow has no run {selection}; give the id of one of its runs, or an "
+                    "experiment"
+                ) from None
             found = client.get_experiment(self.parent.run.info.experiment_id)
         elif (found := client.get_experiment_by_name(selection)) is None:
             known = sorted(e.name for e in client.search_experiments())
@@ -385,14 +393,14 @@ class Archive:
             everything += [RecordedRun(run) for run in page]
             token = page.token or None
         chosen = everything
-        if self.parent:  # and what is recorded under it, at any depth
+        if self.parent:  # and its child runs, at any depth
             kept, size = {selection}, 0
             while len(kept) > size:
                 size = len(kept)
                 kept |= {run.run_id for run in everything if run.parent_id in kept}
             chosen = [run for run in everything if run.run_id in kept]
         self.commits = sorted({run.short_commit for run in chosen if run.kind in TRAININGS})
-        """Git commits by which its trainings were done."""
+        """Git commits of its trainings."""
         if joins_commits and len(self.commits) > 1:
             joined = " and ".join(self.commits)
             chosen = [replace(run, joined_commits=joined) for run in chosen]
@@ -400,10 +408,10 @@ class Archive:
         self.runs = with_origins(with_tasks(chosen), everything)
 
     def curves(self, runs: Sequence[RecordedRun], key: str) -> dict[str, Curve]:
-        """Run id to steps and values in order, of each run that has any.
+        """Run id to steps and values in order, for each run that has any.
 
-        Of a long curve these are recorded points spread evenly over its length, at most
-        `MAX_POINTS` and fewer where many runs share the page, with the first and the last.
+        For a long curve these are recorded points spread evenly over its length, at most
+        `MAX_POINTS` and fewer if many runs share the page, with the first and the last.
         """
         on_dev = re.sub(f"^{EVAL_GROUP}", DEV_GROUP, key)
         by_name: dict[str, list[str]] = {}
@@ -419,7 +427,7 @@ class Archive:
         }
 
     def file(self, run: RecordedRun, path: str) -> bytes | None:
-        """Content of a file of a run's artifacts; None where it is not there."""
+        """Content of a file of a run's artifacts; None if it does not exist."""
         with TemporaryDirectory() as folder:
             try:
                 held = self._client.download_artifacts(run.run_id, path, folder)
@@ -437,7 +445,7 @@ class Archive:
         return [content for content in found if content is not None]
 
     def link(self, run: RecordedRun) -> str:
-        """Address of the run in the pages of the MLflow server; empty without a server."""
+        """Address of the run on the MLflow server's pages; empty without a server."""
         info = run.run.info
         path = f"/#/experiments/{info.experiment_id}/runs/{info.run_id}"
         return self.address + path if self.is_server else ""
@@ -451,15 +459,15 @@ class Archive:
 
 
 def paths_of(recorded: str) -> list[str]:
-    """Of the data sets of `data.train` as recorded: one, those of a mixture, or none."""
-    parts = _json(recorded)  # of a mixture: [{"path": ..., "weight": ...}]
+    """Data sets of `data.train` as recorded: one, those of a mixture, or none."""
+    parts = _json(recorded)  # for a mixture: [{"path": ..., "weight": ...}]
     if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
         return [str(part.get("path", "?")) for part in parts]
     return [recorded] if recorded else []
 
 
 def set_name(path: str) -> str:
-    """The last folder that is none of a split, with the one above it where it is a version."""
+    """The last folder that is not a split, with the one above it if it is a version."""
     parts = [part for part in PurePosixPath(path).parts if part not in _SPLITS]
     if not parts:
         return "unknown data"
@@ -467,7 +475,7 @@ def set_name(path: str) -> str:
 
 
 def _json(text: str) -> Any:
-    """Parsed; None where it is no JSON, as in a run of another program."""
+    """Parsed; None if it is not JSON, as in a run of another program."""
     try:
         return json.loads(text)
     except ValueError:
@@ -475,7 +483,7 @@ def _json(text: str) -> Any:
 
 
 def with_tasks(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """The runs, each with the tasks of its study: means over fewer are not compared with others."""
+    """The runs, each with the tasks of its study, because means need the same tasks."""
     tasks: dict[str | None, frozenset[str]] = {}
     for run in runs:
         keys = {key for key in run.run.data.metrics if TRANSFER.fullmatch(key)} - {MEAN_TRANSFER}
@@ -486,14 +494,15 @@ def with_tasks(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 def with_origins(
     runs: Sequence[RecordedRun], everything: Sequence[RecordedRun] = ()
 ) -> list[RecordedRun]:
-    """The runs, each with the training whose weights it began with and those that began with its.
+    """The runs, each with the training whose weights it started from and those that started from
+    its own.
 
-    That training is found by its id, which the checkpoint has; of earlier records by the folder
-    that the weights were taken from; and of runs that recorded none by the last part of that
-    folder, where only one training has that name.
+    That training is found by its id, which the checkpoint has; for earlier records by the folder
+    that the weights were taken from; and for runs that recorded none by the last part of that
+    folder, if only one training has that name.
 
     Args:
-        everything: where pre-trainings are looked up that are not among the runs.
+        everything: all runs, to look up pre-trainings that are not among the runs.
     """
     by_id = {run.run_id: run for run in (*runs, *everything)}
     by_place: dict[str, list[RecordedRun]] = {}
@@ -520,7 +529,7 @@ def with_origins(
         return named[0] if len({(one.group, one.seed) for one in named}) == 1 else None
 
     def linked(run: RecordedRun, above: frozenset[str] = frozenset()) -> RecordedRun:
-        """The run with its origin, that with its own, and so on."""
+        """The run with its origin, that with its own origin, and so on."""
         found, above = origin_of(run), above | {run.run_id}
         if found is None or found.run_id in above:
             return run

@@ -1,4 +1,4 @@
-"""Sweeps over learning rates: rate against accuracy, the choice, and its result on the test set."""
+"""Sweeps over learning rates: rate against accuracy, the selected rate, and its test result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from vit_ray.report.tables import number, percent
 RATE = "optim.learning_rate"
 CELL = "study_cell"
 MIN_RATES = 4
-"""From which on a parabola through them says more than they do."""
+"""From this many points on a parabola is informative."""
 
 
 def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Rate against accuracy: a line for what differs in the rate alone, and its fitted optimum."""
+    """Rate against accuracy: a line for runs that differ only in it, and the fitted optimum."""
     lines: dict[tuple[str, str], dict[Group, Line]] = {}
     measured = [run for run in runs if _stage(run) and decided_top1(run) is not None]
     for group, members in by_group(measured).items():
@@ -47,7 +47,7 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
                     replace(line, name=f"{title}, fitted", points=fitted, has_markers=False, dash=1)
                 )
                 optima.append(f"the parabola of {title} has its top at {number(top.x)}")
-    note = "Rates are chosen on the dev split, hollow; filled marks are the test set"
+    note = "Rates are selected on the dev split, hollow; filled marks are the test set"
     accuracy = Axis("top-1 accuracy", is_percent=True)
     rate_axis = Axis("learning rate (log scale)", is_log=True)
     title, notes = "Which learning rate is best?", "; ".join([note, *optima])
@@ -55,7 +55,7 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def _parabola(line: Series) -> list[Point]:
-    """Through accuracy against the log of the rate; none without a top among the rates."""
+    """Parabola of accuracy over the log of the rate; None if its top is outside the rates."""
     rates = np.log([point.x for point in line.points])
     if len({*rates}) < MIN_RATES:
         return []
@@ -67,9 +67,10 @@ def _parabola(line: Series) -> list[Point]:
 
 
 def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Of each sweep what won on the dev split, and at an edge of its rates, which to try next.
+    """For each sweep what won on the dev split, and if that is the lowest or highest rate, which to
+    try next.
 
-    And mean and deviation over seeds of the finished runs with the chosen rate.
+    Also mean and deviation over seeds of the finished runs with the selected rate.
     """
     finished = [r for r in runs if r.status == "FINISHED" and decided_top1(r) is not None]
     trials: dict[tuple[str, Group | None], list[RecordedRun]] = {}
@@ -98,7 +99,7 @@ def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _edge(rates: Mapping[Group, float | None], best: Group) -> str:
-    """Which rate to try where the best stands at the edge of those tried."""
+    """Which rate to try if the best is the lowest or highest of those tried."""
     known = sorted({rate for rate in rates.values() if rate is not None and rate > 0})
     if len(known) < 2 or rates[best] not in (known[0], known[-1]):
         return ""
@@ -140,5 +141,5 @@ def _stage(run: RecordedRun) -> str:
 
 
 def _sweep_name(run: RecordedRun) -> str:
-    """The trial's own name without what differs between trials; of a study the model."""
+    """The trial's own name without the part that differs between trials; for a study the model."""
     return run.label if run.kind == CELL else re.sub(r"-(lr|seed)[\w.-]*$", "", run.name)

@@ -1,4 +1,4 @@
-"""A table once, for the page and for a spreadsheet."""
+"""A table for both the page and a spreadsheet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def number(value: float) -> str:
 
 
 def file_name(title: str, number: int) -> str:
-    """Of what has this title, the n-th of a page."""
+    """Name of the n-th item of a page with this title."""
     name = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")
     return name if number == 1 else f"{name}_{number}"
 
@@ -57,16 +57,16 @@ class Column:
     form: Callable[[float], str] | None = None
     """For numbers; None for text."""
     is_bar: bool = False
-    """Shares of 1, which a bar behind the number shows, too."""
+    """Shares of 1, also shown as a bar behind the number."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A place of a table as the page shows it."""
+    """A cell of a table as the page shows it."""
 
     text: str
     raw: Value
-    """What rows are sorted by; empty where nothing is known."""
+    """The key that rows are sorted by; empty if the value is unknown."""
     is_number: bool
     link: str = ""
     bar: float | None = None
@@ -75,19 +75,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of raw values; None is what is not known, and is never shown as 0."""
+    """Rows of raw values; None means unknown, and is never shown as 0."""
 
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Value]]
     links: Sequence[str] = ()
-    """Where the first cell of each row leads."""
+    """Link of the first cell of each row."""
     number: int = 1
-    """Among tables and charts of one page whose captions make the same name."""
+    """Number among tables and charts of one page whose captions give the same name."""
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Name of its files."""
         return file_name(re.split("[:;,]", self.caption)[0], self.number)
 
     def used(self) -> Table:

@@ -1,4 +1,4 @@
-"""Where the time of trainings went, and what that cost: goodput on the page."""
+"""How the time of trainings was spent, and what it cost: goodput on the page."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vit_ray.report.tables import Column, Table, duration, percent
 
 
 def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
-    """Seconds of each class over all attempts and drivers of the runs; empty without any.
+    """Seconds of each class over all attempts and drivers of the runs; empty if there are none.
 
     Args:
-        price: of a GPU-hour.
+        price: per GPU-hour.
     """
     known = [run for run in runs if run.recorded.get(RUN_WALL_S, 0.0) > 0]
     wall_s = sum(run.recorded[RUN_WALL_S] for run in known)
@@ -37,23 +37,23 @@ def time_section(runs: Sequence[RecordedRun], price: float | None) -> Section:
     priced = [cost for *_, cost in rows if isinstance(cost, float)]
     if rows and len(priced) == len(rows):
         texts.append(
-            f"In all {sum(priced):,.2f}, at {price:g} per GPU-hour: GPU time during start-up and "
+            f"Total: {sum(priced):,.2f}, at {price:g} per GPU-hour: GPU time during start-up and "
             "stalls is included; waiting for free GPUs is not."
         )
     return Section("Where the time went", texts, tables=[table])
 
 
 def goodput_of(runs: Sequence[RecordedRun]) -> str:
-    """Share of the trainings' time that trained something new; empty where it is not known."""
+    """Share of the trainings' time that trained new steps; empty if unknown."""
     wall_s = sum(run.recorded.get(RUN_WALL_S, 0.0) for run in runs)
     trained_s = sum(run.recorded.get(f"{RUN_GROUP}{TimeClass.TRAINING}_s", 0.0) for run in runs)
     return f"goodput {100 * trained_s / wall_s:.1f} %" if wall_s > 0 else ""
 
 
 def _cost(run: RecordedRun, kind: TimeClass, seconds: float, price: float | None) -> float | None:
-    """Of so much of its time; None without a price, or GPUs.
+    """Cost of this much of its time; None without a price, or without GPUs.
 
-    Where the number of GPUs changed, the hours are shared out by time.
+    If the number of GPUs changed, the hours are divided by time.
     """
     hours = run.recorded.get(COST_GPU_HOURS)
     if price is None or hours is None:

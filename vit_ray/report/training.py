@@ -1,4 +1,4 @@
-"""What the page of one training shows beside its curves: images, errors, time, events, data."""
+"""What the page of one training shows besides its curves: images, errors, time, events, data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vit_ray.report.tables import Column, Table, Value, number, percent
 from vit_ray.report.time_spent import time_section
 
 LEAST_CLASSES = 5
-"""With fewer, accuracy says it all."""
+"""With fewer classes, accuracy is enough."""
 MOST_CLASSES = 20
-"""Of a table of classes by classes; of more the most frequent errors are listed."""
+"""Largest confusion matrix in classes; for more classes the most frequent errors are listed."""
 MOST_EVENTS = 200
 MOST_LETTERS = 40
-"""Of the name of a class."""
+"""Letters of a class name."""
 _PICTURES = {
     "evaluation/examples": "How are {} images classified?",
     "evaluation/errors": "Which errors have the highest loss?",
@@ -33,7 +33,7 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
     """Images with predictions, confusion, where the time went, events, data, how to run it again.
 
     Args:
-        price: of a GPU-hour.
+        price: per GPU-hour.
     """
     tested = "held-out" if run.is_on_dev(EVAL_TOP1) else "test"
     pictures = {n: _gallery(archive, run, n, t.format(tested)) for n, t in _PICTURES.items()}
@@ -49,7 +49,7 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
 
 
 def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Gallery | None:
-    """None where the run has no such files, or they are something else's."""
+    """None if the run has no such files, or they have another format."""
     strip, about = archive.file(run, f"{name}.jpg"), archive.file(run, f"{name}.json")
     if strip is None or about is None:
         return None
@@ -68,14 +68,14 @@ def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Galle
     if name == "images/training":
         note = "Crops of the first batch, augmented as in training."
     elif name.endswith("errors"):
-        note = "Wrong predictions, the one with the highest loss first."
+        note = "Wrong predictions, sorted by loss, highest first."
     else:
         note = f"The first {len(texts)} images; a cross marks a wrong prediction."
     return Gallery(title, strip, texts, wrong, note)
 
 
 def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
-    """Classes by classes, in parts of the images of each; of many classes the worst pairs."""
+    """The confusion matrix, in shares of each class's images; for many classes the worst pairs."""
     content = archive.file(run, "evaluation/confusion.csv")
     try:
         rows = list(csv.DictReader(io.StringIO((content or b"").decode())))
@@ -112,17 +112,17 @@ def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
 
 
 def _short(name: str) -> str:
-    """Of a class, so that its column is no wider than others."""
+    """Name of a class, shortened so that its column is no wider than others."""
     return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 1]}…"
 
 
 def _share(value: float) -> str:
-    """In percent; what never happens is left blank, so that errors are seen."""
+    """In percent; zeros are left blank, so that errors are visible."""
     return f"{100 * value:.1f}" if value else ""
 
 
 def _events(archive: Archive, run: RecordedRun) -> Table:
-    """In their order; of very many the last ones."""
+    """In their order; if there are very many, the last ones."""
     found: list[tuple[float, list[Value]]] = []
     for content in archive.files_of(run, "history"):
         try:

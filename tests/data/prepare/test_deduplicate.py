@@ -275,7 +275,7 @@ def test_features_of_other_sets_or_models_are_refused(
         check_same_model([known, mine], prints)
     with pytest.raises(ValueError, match=r"different models \(model\); extract both with one"):
         check_same_model([mine, other], prints)
-    with pytest.raises(ValueError, match="no whole set of features"):
+    with pytest.raises(ValueError, match="no complete set of features"):
         check_same_model([locate(str(tmp_path / "nothing")), known], prints)
     with pytest.raises(ValueError, match="has 1 folders, evaluation_sets has 2; with features"):
         recipe_with(

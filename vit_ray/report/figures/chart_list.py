@@ -1,4 +1,4 @@
-"""What a report shows of its runs in charts, and the table of all trainings."""
+"""The charts of a report, and the table of all trainings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EXAFLOPS: Final = Axis("training compute (exaFLOPs, log scale)", is_log=True)
 IMAGES: Final = Axis("different training images (log scale)", is_log=True)
 Measure = Callable[[RecordedRun], float | None]
 MARKED_POINTS: Final = 30
-"""A line of more points is drawn without markers."""
+"""A line with more points is drawn without markers."""
 
 CURVES: Final = {
     TRAIN_LOSS: Axis("training loss"),
@@ -63,14 +63,14 @@ CURVES: Final = {
     EVAL_AVERAGED_TOP1: Axis("validation top-1 of averaged weights", is_percent=True),
     few_shot_top1(5): Axis("5-shot accuracy", is_percent=True),
 }
-# Tag of a sweep's run, what its accuracy was measured on.
+# Tag of a sweep's run: what its accuracy was measured on.
 SWEEP_STAGES: Final = {"sweep_trial": DEV, "finetune": "test set"}
 
 
 def against_compute(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Figures 5 and 4 of the paper for each accuracy that the runs have: compute, and data size.
 
-    With the paper's own Figure 5, for the shape of the curves: other data, another task.
+    With the paper's own Figure 5 to compare the shape of the curves: other data, another task.
     """
     charts = []
     for key in accuracies_of(runs):
@@ -110,9 +110,9 @@ def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> list[Char
 def by_family(
     title: str, runs: Sequence[RecordedRun], x: tuple[Axis, Measure], y: tuple[Axis, str]
 ) -> Chart:
-    """A point for each group of seeds that has both, by x, in the colour of its family.
+    """A point for each group of seeds that has both values, by x, in the colour of its family.
 
-    Runs that have not finished are points of their own.
+    Runs that have not finished are separate points.
 
     Args:
         y: axis and key of a metric.
@@ -136,16 +136,18 @@ def by_family(
     drawn = [point for found in points.values() for point in found]
     notes = ["Each point is one run"]
     if any(point.seeds for point in drawn):
-        notes[0] += " or a mean over seeds; small marks are the seeds, bars one standard deviation"
+        notes[0] += (
+            " or a mean over seeds; small marks are single seeds, bars one standard deviation"
+        )
     if width:
-        notes.append("the larger a mark, the larger the model")
+        notes.append("larger marks are larger models")
     if any(point.low is not None and not point.seeds for point in drawn):
-        notes.append("bars of single trainings are 95 % intervals of the test set")
+        notes.append("bars of single trainings are 95 % intervals for the test set")
     return Chart(title, x[0], y[0], series, f"{'; '.join(notes)}.")
 
 
 def state_of(run: RecordedRun, key: str) -> str:
-    """Of a point that is no result on a test set: what it is of; empty for a result."""
+    """The set of a point that is not a result on a test set; empty for a result."""
     if run.status != "FINISHED":
         return run.status.lower()
     is_accuracy = key.startswith((EVAL_GROUP, FEW_SHOT_GROUP))
@@ -153,7 +155,7 @@ def state_of(run: RecordedRun, key: str) -> str:
 
 
 def interval_of(run: RecordedRun, key: str) -> Estimate | None:
-    """95 % of an accuracy of one seed, by the number of its test images."""
+    """95 % interval of an accuracy of one seed, by the number of its test images."""
     count = run.num_tested(key)
     return of_share(run.metrics[key], count) if count and 0 <= run.metrics[key] <= 1 else None
 
@@ -172,7 +174,7 @@ def _point(run: RecordedRun, at: float, key: str) -> Point:
 
 
 def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
-    """Of the finished ones of a group, where there are any, with one deviation on either side."""
+    """Mean over the finished runs of a group, if any, with one deviation on either side."""
     runs = [run for run in runs if run.status == "FINISHED"] or runs
     mean = mean_of([run.metrics[key] for run in runs])
     assert mean is not None
@@ -186,7 +188,7 @@ def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
 
 
 Line = list[tuple[float, list[RecordedRun]]]
-"""Groups of seeds, each with its place on the x axis."""
+"""Groups of seeds, each with its position on the x axis."""
 
 
 def line_of_means(name: str, line: Line, key: str) -> Series:
@@ -196,9 +198,9 @@ def line_of_means(name: str, line: Line, key: str) -> Series:
 
 
 def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
-    """The paper's Figure 4: a line for what differs in the amount of data alone.
+    """The paper's Figure 4: a line for trainings that differ only in the amount of data.
 
-    No chart where no line has two amounts.
+    No chart if no line has two amounts.
     """
     held = [run for run in runs if {IMAGES_KEY, key} <= run.metrics.keys()]
     lines: dict[Group, Line] = {}
@@ -210,13 +212,13 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
     firsts = {group: line[0][1][0] for group, line in lines.items()}
     accuracy = Axis(accuracy_name(key), is_percent=True)
     title = f"How does {accuracy_name(key)} grow with the amount of data?"
-    note = "A line joins trainings that differ in the amount of data alone"
-    note += "; bars: one deviation; small marks: the seeds."
+    note = "A line joins trainings that differ only in the amount of data"
+    note += "; bars: one deviation; small marks: single seeds."
     if len(lines) <= MOST_LABELS:
         names = _line_names(firsts)
         series = [line_of_means(names[group], line, key) for group, line in lines.items()]
         return [Chart(title, IMAGES, accuracy, series, note)]
-    # Small multiples by length, so that each line can have its label.
+    # Small multiples by length, so that each line has room for its label.
     by_length: dict[str, list[Group]] = {}
     for group, line in lines.items():
         if len({at for at, _ in line}) > 1:
@@ -230,7 +232,7 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
 
 
 def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:
-    """By a run of each: its label, its length where others of the label differ, and what else."""
+    """For a run of each: its label, its length if needed, and other differences."""
     names = {}
     for label in dict.fromkeys(run.label for run in lines.values()):
         mine = {group: run for group, run in lines.items() if run.label == label}
@@ -245,17 +247,17 @@ def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:
 
 
 def length_of(run: RecordedRun) -> str:
-    """As the recipe gives it, so that it is the same for all amounts of data."""
+    """As in the recipe, so that it is the same for all amounts of data."""
     for unit in ("epochs", "steps", "images"):
         if (length := run.number(f"optim.{unit}")) is not None:
             return f"{length:.12g} {unit}"
-    return "length not known"
+    return "unknown length"
 
 
 def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Accuracy against core-days, and speed and MFU against the size of the model.
 
-    Where axial models are among the runs, accuracy against speed, too: the paper's Figure 13.
+    With axial models among the runs, also accuracy against speed: the paper's Figure 13.
     """
     days = Axis("core-days of training (log scale)", is_log=True)
     charts = [
@@ -285,10 +287,10 @@ def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
-    """A chart of every curve that there is, all runs in each.
+    """A chart for every curve, with all runs in each.
 
-    Trials of a sweep are faint where it has trained its choice again. What the classifier reads is
-    the dash where that varies (the paper's Figure 9), and the rate is in the name.
+    Trials of a sweep are faint if it has retrained its selected point. The dash shows the
+    classifier's input if that varies (the paper's Figure 9), and the rate is in the name.
     """
     names = {run.run_id: point_name(run) for run in runs}
     pools = {run.params.get("model.pool", "None") for run in runs} - {"None"}
@@ -301,7 +303,10 @@ def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart
     charts = []
     for key, axis in CURVES.items():
         series = curve_series(archive, runs, key, names, faint_trials=has_choice)
-        note = "A line is one training, recorded points; its end has a mark if it has not finished."
+        note = (
+            "Each line is one training, with recorded points; an unfinished training has a mark at "
+            "its end."
+        )
         if len(pools) > 1:
             note += " Dashed: global average pooling."
         charts.append(Chart(axis.title.capitalize(), Axis("optimizer step"), axis, series, note))
@@ -316,7 +321,7 @@ def curve_series(
     *,
     faint_trials: bool = False,
 ) -> list[Series]:
-    """The curve of each run that has one; its end is marked where the run has not finished."""
+    """The curve of each run that has one; its end is marked if the run has not finished."""
     curves = archive.curves([run for run in runs if key in run.metrics], key)
     series = []
     for run in runs:
@@ -326,7 +331,7 @@ def curve_series(
                 points[-1] = replace(points[-1], state=run.status.lower())
             if key != TRAIN_LOSS:
                 best, value = run.recorded.get(RESULT_STEP), run.recorded.get(best_key(key))
-                if best is not None and value is not None:  # of a long curve it may not be a point
+                if best is not None and value is not None:  # in a long curve it may not be a point
                     others = [p for p in points if p.x != best]
                     points = sorted([*others, Point(best, value, state=BEST)], key=lambda p: p.x)
             series.append(
@@ -343,7 +348,7 @@ def curve_series(
 
 
 def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
-    """One row per training, every number that was recorded at its end, and where MLflow has it."""
+    """One row per training with every number recorded at its end, and its place in MLflow."""
 
     def measured_on(run: RecordedRun) -> str | None:
         if not run.is_tested(EVAL_TOP1):
@@ -402,12 +407,12 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
 
 
 def own_share(run: RecordedRun) -> float:
-    """Of a training that branched off another one: the part of its compute that is its own."""
+    """For a training that branched off another one: the share of its compute that is its own."""
     batch, seen = run.number("train.global_batch_size"), run.metrics.get(STUDY_IMAGES_SEEN)
     return branch_origin.own_share(run.tags.get(branch_origin.TAG, ""), batch, seen)
 
 
 def point_name(run: RecordedRun) -> str:
-    """The model, and its part of the data where that is not all."""
+    """The model, and its share of the data if that is not all of it."""
     fraction = run.number("data.fraction")
     return run.label + (f" {100 * fraction:g}%" if fraction is not None and fraction < 1 else "")

@@ -1,10 +1,9 @@
-"""The one place that makes charts: Vega-Lite, drawn live in the page and into SVG and PNG files.
+"""The module that makes charts: Vega-Lite, drawn live in the page and into SVG and PNG files.
 
-A chart is plain data until it is drawn. Colour and shape are the model's family, and nothing else;
-the dash of a line is what its chart says. In the page colours are CSS variables, so that one
-drawing serves light and dark screens and paper; in files they are those of light screens.
-vl-convert brings the scripts of Vega (BSD-3-Clause) that the page embeds, and draws without a
-browser; it asks nothing of the network.
+A chart is plain data until it is drawn. Colour and shape only show the model's family; the chart
+defines the dash of its lines. In the page colours are CSS variables, so that one drawing works on
+light and dark screens and on paper; files have those of light screens. vl-convert contains the Vega
+scripts (BSD-3-Clause) that the page embeds, and draws without a browser or the network.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import vl_convert
 from vit_ray.report.tables import Column, Table, file_name, number, percent
 
 WIDTH, HEIGHT = 640, 340
-"""Of a chart in a file, in pixels; in the page it is as wide as its place."""
+"""Width of a chart in a file, in pixels; in the page it fills its column."""
 LONGEST_TABLE: Final = 200
-"""Points of a chart that are shown as a table, too."""
+"""Up to this many points, a chart is also shown as a table."""
 MOST_LABELS: Final = 8
-"""Lines of a chart that have their names at their ends."""
+"""Up to this many lines, a chart has their names at the ends."""
 
-# Okabe and Ito's palette (2008), which colour-blind readers can distinguish; the shape of the
-# markers differs, too. Reddish purple is darkened for thin lines on light ground.
+# Okabe and Ito's palette (2008), which colour-blind readers can distinguish; the shapes of the
+# markers differ, too. Reddish purple is darkened for thin lines on a light background.
 LIGHT: Final = {
     "vit": "#0072b2", "resnet": "#008f68", "hybrid": "#d55e00", "axial": "#b0508a",
     "other": "#555c66", "ground": "#ffffff", "panel": "#f6f7f9", "text": "#1b1f24",
@@ -64,23 +63,23 @@ STATES: Final = {
     ),
     "stopped early": ("\u2296", f"{_RING}M-0.7,0L0.7,0"),
 }
-"""Of points that are no result on a test set: a character, and the mark as a path of SVG."""
+"""For points that are not results on a test set: a character, and the mark as an SVG path."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What is drawn along one side."""
+    """What an axis shows."""
 
     title: str
     is_log: bool = False
     is_percent: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether it can show the value: a log axis shows nothing of 0 and less."""
+        """Whether it can show the value: a log axis cannot show 0 and less."""
         return math.isfinite(value) and (value > 0 or not self.is_log)
 
     def range_of(self, values: Sequence[float]) -> tuple[float, float]:
-        """The values' own range and 5 % of it on either side, of a log axis in logs."""
+        """The range of the values with 5 % on either side; on a log axis, of their logarithms."""
         known = [math.log10(v) if self.is_log else v for v in values if self.holds(v)] or [0.0]
         low, high = min(known), max(known)
         pad = 0.05 * (high - low) or (0.2 if self.is_log else 0.05 * abs(low) or 0.5)
@@ -90,17 +89,17 @@ class Axis:
         return (10**low, 10**high) if self.is_log else (low, high)
 
     def part(self, value: float, ends: tuple[float, float]) -> float:
-        """Of the way from one end of the axis to the other."""
+        """Position between the ends of the axis, from 0 to 1."""
         value, low, high = (math.log(v) if self.is_log else v for v in (value, *ends))
         return (value - low) / (high - low)
 
     def value(self, part: float, ends: tuple[float, float]) -> float:
-        """At a part of the way."""
+        """The value at such a position."""
         low, high = ends
         return low * (high / low) ** part if self.is_log else low + (high - low) * part
 
     def encoding(self, name: str, ends: tuple[float, float]) -> dict[str, Any]:
-        """Of Vega-Lite."""
+        """The axis for Vega-Lite."""
         marks: dict[str, Any] = {"tickCount": 6, "labelOverlap": "greedy"}
         if self.is_percent:
             marks["format"] = "~%"
@@ -116,16 +115,16 @@ class Axis:
 
     @property
     def short_title(self) -> str:
-        """Without what stands in brackets."""
+        """The title without the text in brackets."""
         return self.title.partition(" (")[0]
 
     def exact(self, name: str) -> str:
-        """Expression of the exact value."""
+        """Expression for the exact value."""
         return f"format(datum.{name}, '.5~%')" if self.is_percent else f"'' + datum.{name}"
 
 
 def _log_ticks(low: float, high: float) -> dict[float, str]:
-    """Values and texts: powers of ten, and where these are few 2 and 5 or 3 times them, too."""
+    """Values and texts: powers of ten, and also 2 and 5 or 3 times them if there are few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for parts in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         all_ticks = [float(f"{p}e{e}") for e in range(first, last + 1) for p in parts]
@@ -150,35 +149,35 @@ def _log_ticks(low: float, high: float) -> dict[float, str]:
 
 @dataclass(frozen=True)
 class Point:
-    """One value, with what is known of it."""
+    """One value, with facts about it."""
 
     x: float
     y: float
     label: str = ""
-    """Its name, such as the run's; the series' where it has none."""
+    """Its name, such as the run's; the series' name if it has none."""
     low: float | None = None
     """With `high` an interval of y: a bar at a marked point, else a band along the line."""
     high: float | None = None
     details: Mapping[str, str] = field(default_factory=dict)
-    """What else is shown to who points at it, by name."""
+    """Further facts in the tooltip, by name."""
     state: str = ""
     """One of `STATES`, whose mark it has; empty for a result."""
     size: float | None = None
-    """Of its mark, from 0 to 1: the size of the model among those of its chart."""
+    """Size of its mark, from 0 to 1: the size of the model among those of its chart."""
     seeds: Mapping[str, float] = field(default_factory=dict)
-    """Of a mean the value of each seed, which has a small mark."""
+    """For a mean, the value of each seed, which has a small mark."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name."""
+    """Points with a common name."""
 
     name: str
     points: Sequence[Point]
     family: str = "Other"
     """One of `FAMILIES`: its colour, shape and switch."""
     dash: int = 0
-    """Of `DASHES`."""
+    """One of `DASHES`."""
     is_faint: bool = False
     """Drawn behind the others."""
     has_line: bool = True
@@ -187,7 +186,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with what is said below it."""
+    """A figure with the text below it."""
 
     title: str
     x: Axis
@@ -195,13 +194,13 @@ class Chart:
     series: Sequence[Series]
     note: str = ""
     is_folded: bool = False
-    """Shown when a reader opens it, as the paper's own figure."""
+    """Shown when a reader opens it, like the paper's own figure."""
     number: int = 1
-    """Among charts of one page whose titles make the same name."""
+    """Number among charts of one page whose titles give the same name."""
 
     @property
     def name(self) -> str:
-        """Of its files, and of its place in the page."""
+        """Name of its files, and of its place in the page."""
         return file_name(self.title, self.number)
 
     @functools.cached_property
@@ -248,7 +247,7 @@ class Chart:
 
     @property
     def has_picker(self) -> bool:
-        """Whether one line can be chosen, whose points then show."""
+        """Whether a line can be selected, whose points are then shown."""
         return sum(one.has_line and not one.has_markers for one in self.series) > 1
 
     @property
@@ -264,16 +263,16 @@ class Chart:
 
     @property
     def states(self) -> dict[str, str]:
-        """Character of each state that points are in."""
+        """Character of each state that points have."""
         shown = {row.get("state") for row in self.rows}
         return {word: glyph for word, (glyph, _) in STATES.items() if word in shown}
 
     def spec(self, *, is_alone: bool = False) -> dict[str, Any]:
-        """Of Vega-Lite.
+        """The chart for Vega-Lite.
 
         Args:
-            is_alone: with title and legend inside and a width of its own, as a file has them; in
-                the page both stand next to the chart.
+            is_alone: with title and legend inside and its own width, for a file; in the page both
+                are next to the chart.
         """
         ends = self.x.range_of([row["x"] for row in self.rows])
         sides = self.y.range_of(
@@ -291,7 +290,7 @@ class Chart:
         ]
         words = [f"{glyph} {word}" for word, glyph in self.states.items()]
         longest = max((len(one["text"]) for one in labels if one["is_late"]), default=0)
-        # Expressions of what is shown to who points at a point, and of the same for who listens.
+        # Expressions for a point's tooltip, and for the same text in screen readers.
         tip = [
             "{title: datum.label || datum.name}",
             f"{{{json.dumps(self.x.short_title)}: {self.x.exact('x')}}}",
@@ -338,7 +337,7 @@ class Chart:
     def _end_labels(
         self, ends: tuple[float, float], sides: tuple[float, float]
     ) -> list[dict[str, Any]]:
-        """Names at the ends of lines, moved up or down so far that none covers another."""
+        """Names at the ends of lines, moved up or down until they do not overlap."""
         rows: dict[int, list[dict[str, Any]]] = {}
         for row in self.rows:
             if self.series[row["line"]].has_line and "seed" not in row:
@@ -394,7 +393,7 @@ class Chart:
             "mark": {"type": "line", "strokeJoin": "round"},
             "transform": [{"filter": f"indexof({lines}, datum.line) >= 0 && !datum.seed"}],
             "encoding": {
-                # A PNG with dashes of no gap, which look solid, too, takes twice as long.
+                # PNGs with dashes without gaps, which look solid too, take twice as long.
                 **({"strokeDash": {"condition": tests, "value": [1, 0]}} if tests else {}),
                 "strokeWidth": {"condition": {"test": bold, "value": 3.5}, "value": 2},
                 "opacity": {"condition": {"test": is_faint, "value": 0.3}, "value": 1},
@@ -402,7 +401,7 @@ class Chart:
         }
 
     def _markers(self, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Of a line without markers those of its points show that somebody has picked."""
+        """The points of a line without markers appear only when it is selected."""
         marked = [i for i, one in enumerate(self.series) if one.has_markers]
         seen = f"(indexof({marked}, datum.line) >= 0 || datum.line === picked)"
         tip = {"tooltip": {"field": "tip"}, "description": {"field": "said"}}
@@ -411,7 +410,8 @@ class Chart:
         mark = {"type": "point", "filled": False, "strokeWidth": 2, "opacity": 1, "size": 75}
         for word in self.states:
             yield {
-                # Hollow ones can be pointed at inside, too: filled as the ground.
+                # Hollow marks can be hovered over their whole area: they are filled with the
+                # background colour.
                 "mark": {**mark, "size": 90, "shape": STATES[word][1], "fill": "var(--panel)"},
                 "transform": [{"filter": f"datum.state === '{word}'"}],
                 "encoding": tip,
@@ -431,9 +431,9 @@ class Chart:
 
 
 def _end_layers(labels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Texts on a rim of the ground, so that they can be read over lines.
+    """Texts with an outline in the background colour, readable on top of lines.
 
-    In a narrow page those of lines that end late stand inside, see page.js.
+    In a narrow page the texts of lines that end late are inside the chart, see page.js.
     """
     text = {"type": "text", "align": "left", "dx": 7, "fontSize": 12, "limit": 175, "aria": False}
     rim = {**text, "stroke": "var(--panel)", "strokeWidth": 4, "strokeJoin": "round"}
@@ -472,7 +472,7 @@ _CONFIG: Final[dict[str, Any]] = {
 
 
 def _with_seeds(point: Point) -> Iterator[tuple[Point, dict[str, str]]]:
-    """The point, then each of its seeds, with what tells that it is one."""
+    """The point, then each of its seeds, marked as a seed."""
     yield point, {}
     for seed, value in point.seeds.items():
         details = {"run": point.label, "seed": seed}
@@ -481,7 +481,7 @@ def _with_seeds(point: Point) -> Iterator[tuple[Point, dict[str, str]]]:
 
 def _row(line: int, one: Series, point: Point) -> dict[str, Any]:
     def rounded(value: float) -> float:
-        """Counts are kept; of others seven digits are more than is ever measured."""
+        """Counts are kept; other values have seven digits, more than is ever measured."""
         return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
     row: dict[str, Any] = {"x": rounded(point.x), "y": rounded(point.y), "line": line}
@@ -497,14 +497,14 @@ def _row(line: int, one: Series, point: Point) -> dict[str, Any]:
 
 
 def svg(chart: Chart) -> str:
-    """The chart as a file of its own, in the colours of light screens."""
+    """The chart as a separate file, in the colours of light screens."""
     ground = {"config": {**_CONFIG, "background": "var(--ground)"}}
     text = json.dumps({**chart.spec(is_alone=True), **ground})
     return _vega_svg(re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found.group(1)], text))
 
 
 def png(drawing: str, scale: float = 2.0) -> bytes:
-    """An SVG drawing as pixels on white ground."""
+    """An SVG drawing as pixels on a white background."""
     return bytes(vl_convert.svg_to_png(drawing, scale=scale))
 
 
@@ -514,7 +514,7 @@ def still(chart: Chart) -> str:
 
 
 def _vega_svg(spec: str) -> str:
-    """Places to a hundredth of a pixel: more takes room alone."""
+    """Coordinates in hundredths of a pixel: more digits only take space."""
     drawing = str(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]))
     places = re.compile(r' (?:d|transform)="[^"]*"')
     return places.sub(lambda one: re.sub(r"(\.\d\d)\d+", r"\1", one[0]), drawing)
@@ -522,5 +522,5 @@ def _vega_svg(spec: str) -> str:
 
 @functools.cache
 def scripts() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, for a page that stands alone."""
+    """Vega, Vega-Lite and Vega-Embed in one script, for a self-contained page."""
     return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))

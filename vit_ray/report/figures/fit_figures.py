@@ -1,9 +1,9 @@
 """Power laws on the page: curves with bands, exponents, and compute at equal accuracy.
 
-A law is of models of one family that differ in size and length alone, trained and tested on the
-same sets, with the learning rate and warm-up of each. Laws are fitted to means over seeds of the
-finished trainings on the most training images that any of the runs had, since at a given compute
-fewer images cost accuracy. What is left out is said.
+A law is for models of one family that differ only in size and length, trained and tested on the
+same sets, with their own learning rate and warm-up. Laws are fitted to means over seeds of the
+finished trainings on the largest number of training images among the runs, since at equal compute
+fewer images cost accuracy. The page says which trainings are left out.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from vit_ray.report.statistics.seeds import by_group
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 LEVELS: Final = 5
-"""Accuracies at which the ratio of compute is a row."""
+"""Accuracies at which the table has a ratio of compute."""
 _CURVE_POINTS: Final = 60
 MIN_AMOUNTS: Final = 3
-"""Different amounts of compute from which on a reader may expect laws: not of a sweep's trials."""
+"""From this many amounts of compute on a reader may expect laws: not for a sweep's trials."""
 UNKNOWN: Final = "not known"
 
 
@@ -55,20 +55,20 @@ SIZES: Final = (
     "model.name", "model.depth", "model.width", "model.mlp_dim", "model.num_heads",
     "model.patch_size", "model.stages", "model.width_factor",
 )  # fmt: skip
-"""Keys of the size of a model, along which a law goes."""
+"""Keys of a model's size, along which a law varies."""
 _LENGTHS: Final = (*LENGTH, UNKNOWN_LENGTH)
 _OWN: Final = ("optim.learning_rate", "optim.warmup_steps")
-"""Keys that each size or length may have its own value of."""
+"""Keys that may have another value for each size or length."""
 
 
 class Points(NamedTuple):
-    """What a law goes through: means over seeds, each of a model of one size and length."""
+    """The points of a law: means over seeds, each for a model of one size and length."""
 
     compute: list[float]
     """exaFLOPs."""
     accuracy: list[float]
     sizes: list[str]
-    """Name of the size of each."""
+    """Name of each model's size."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,24 @@ class FamilyLaws:
 
     key: str
     whose: str
-    """The sets, where there are laws for several."""
+    """The sets, if there are laws for several."""
     runs: dict[str, list[RecordedRun]]
-    """Runs of each law, by its name: the family, and in what it differs from others of that."""
+    """Runs of each law, by its name: the family, and how it differs from others of the family."""
     points: dict[str, Points]
     fits: dict[str, Fit]
     unfitted: dict[str, str]
-    """Why the others have none."""
+    """Why the other families have none."""
     left_out: str
-    """What no law goes through; empty if nothing is left out."""
+    """Trainings that no law includes; empty if none are left out."""
 
     @property
     def name(self) -> str:
-        """What a person calls the accuracy."""
+        """Name of the accuracy for readers."""
         return title_of(self.key) + self.whose
 
     @cached_property
     def compared(self) -> dict[str, EqualAccuracy | str]:
-        """Compute of each other family's laws over `BASELINE`, or why that is not known."""
+        """Compute of each other family's laws over that of `BASELINE`, or why it is not known."""
         baselines = [law for law, runs in self.runs.items() if runs[0].family == BASELINE]
         fitted = [one for one in baselines if one in self.fits]
         found: dict[str, EqualAccuracy | str] = {}
@@ -112,7 +112,7 @@ class FamilyLaws:
 
 
 def laws_of(runs: Sequence[RecordedRun]) -> list[FamilyLaws]:
-    """For few-shot accuracy, top-1 and the mean of transfers; none where compute hardly varies."""
+    """For few-shot accuracy, top-1 and the mean of transfers; empty if compute hardly varies."""
     found = [
         _laws(members, key, whose)
         for key in accuracies_of(runs)[:3]
@@ -133,7 +133,7 @@ def fit_charts(laws: Sequence[FamilyLaws]) -> list[Chart]:
 
 
 def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
-    """Parameters of the laws, and compute at equal accuracy, as far as there is anything to say."""
+    """Parameters of the laws, and compute at equal accuracy, if known."""
     parameters: list[list[Value]] = []
     ratios: list[list[Value]] = []
     levels: list[list[Value]] = []
@@ -169,12 +169,12 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
         Column("error floor c %", percent), Column("c from %", percent), Column("c to %", percent),
         Column("held out: error %", percent), Column("predicted %", percent),
         Column("predicted from %", percent), Column("predicted to %", percent),
-        Column("not known because"),
+        Column("unknown because"),
     ]  # fmt: skip
     of_ratios = [
         Column("accuracy"), Column("family"), Column(f"compute / compute of {BASELINE}", number),
         Column("from"), Column("to"), Column("over accuracies from %", percent),
-        Column("over accuracies to %", percent), Column("not known because"),
+        Column("over accuracies to %", percent), Column("unknown because"),
     ]  # fmt: skip
     of_levels = [
         Column("accuracy"), Column("family"), Column("at %", percent),
@@ -190,7 +190,7 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
 
 
 def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
-    """What the laws say, and what no law goes through."""
+    """Sentences on what the laws show, and which trainings no law includes."""
     found = []
     for one in laws:
         for family, equal in one.compared.items():
@@ -204,14 +204,14 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
 
 
 def _ratio_sentence(family: str, equal: EqualAccuracy) -> str:
-    """In two digits; the fitted laws alone where they have no interval."""
+    """In two digits; only the fitted laws if they have no interval."""
     low, high = (percent(end) for end in equal.accuracy[[0, -1]])
     first, last = (two_digits(end) for end in equal.ratio[[0, -1]])
     whole, median = f"{low} to {high} %", two_digits(equal.typical.value)
     if not math.isfinite(equal.typical.low + equal.typical.high):
         return (
-            f"how much compute {family} needs for the same accuracy is not determined by these "
-            f"points; the fitted laws say {first} times that of {BASELINE} at {low} % and {last} "
+            f"these points do not determine how much compute {family} needs for the same accuracy; "
+            f"by the fitted laws it is {first} times that of {BASELINE} at {low} % and {last} "
             f"times at {high} %."
         )
     ends = f"{two_digits(equal.typical.low)} to {two_digits(equal.typical.high)}"
@@ -222,7 +222,7 @@ def _ratio_sentence(family: str, equal: EqualAccuracy) -> str:
 
 
 def two_digits(value: float) -> str:
-    """As many as a ratio of laws is known to."""
+    """As many digits as a ratio of laws is known to."""
     return f"{float(f'{value:.2g}'):,.12g}"
 
 
@@ -254,7 +254,7 @@ def _laws(runs: Sequence[RecordedRun], key: str, whose: str) -> FamilyLaws:
 
 
 def _by_law(runs: Sequence[RecordedRun]) -> dict[str, list[list[RecordedRun]]]:
-    """Groups of each law by its name: in a law no two are of one size and length."""
+    """Groups of each law by its name: no two in a law have the same size and length."""
     laws: dict[tuple[str, Group], dict[Group, list[RecordedRun]]] = {}
     for group, members in by_group(runs).items():
         law = members[0].family, group.without(*SIZES, *_LENGTHS, *_OWN)
@@ -309,8 +309,8 @@ def _ratios(one: FamilyLaws) -> Chart:
             ]
             series.append(Series(law, points, one.runs[law][0].family, has_markers=False))
     note = (
-        f"Above 1, {BASELINE} needs less. The bands are 95 % by bootstrap of both laws; where an "
-        "end of one is not known, nothing is drawn."
+        f"Above 1, {BASELINE} needs less. The bands are 95 % by bootstrap of both laws; no band is "
+        "drawn where one end is unknown."
     )
     return Chart(
         f"{one.name}: compute at equal accuracy, over that of {BASELINE}",
@@ -322,5 +322,5 @@ def _ratios(one: FamilyLaws) -> Chart:
 
 
 def _end(value: float) -> str:
-    """Of an interval."""
+    """An end of an interval as text."""
     return number(value) if 0 < value < math.inf else UNKNOWN

@@ -1,10 +1,10 @@
 """Curves of metrics: exact recorded points, few enough to draw, however long the histories are.
 
-From a store in SQL only the points that are drawn are read, each by the index of run, key and step;
-of an uneven history all its steps, too.
-A server is asked for its own even sample, for which it reads every point of the histories. That
-sample may hold superseded records where a run went back and recorded steps again: a history whose
-sample shows that is read whole. So are all where there is neither the index nor the call.
+From an SQL store only the points that are drawn are read, each by the index of run, key and step;
+for an uneven history also all of its steps. A server returns its own even sample, for which it
+reads every point of the histories. That sample may hold superseded records if a run went back and
+recorded steps again: a history whose sample shows this is read whole. So are all histories if there
+is neither the index nor the call.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Curve = list[tuple[float, float]]
 """Steps, ascending and each once, and finite values."""
 
 RUNS_A_REQUEST: Final = 5
-"""Whose curves one request asks for."""
+"""Histories that one request asks for."""
 ANSWER_S: Final = 60.0
-"""Longest wait for them, longer than for others: a server reads every point to choose some."""
+"""Longest wait for them, longer than for other requests: a server reads every point to sample
+some."""
 CONNECTIONS: Final = 4
 _METRICS: Final = sa.table(METRICS, *map(sa.column, METRICS_COLUMNS))
 _run, _key, _step, *_values = (_METRICS.c[name] for name in METRICS_COLUMNS)
@@ -49,21 +50,21 @@ _LAST: Final = sa.select(sa.func.max(_step)).where(_OF_RUN)
 
 
 class Histories:
-    """Histories of the runs of one store, which are only read."""
+    """Histories of the runs in one store, which is only read."""
 
     def __init__(self, client: MlflowClient, *, is_server: bool) -> None:
         self._client = client
         self._has_bulk = is_server
         engine = None if is_server else engine_of(client)
-        with _errors_of_mlflow():  # MLflow has the index since 3.17
+        with _errors_of_mlflow():  # MLflow has had the index since 3.17
             indices = sa.inspect(engine).get_indexes(METRICS) if engine else []
         heads = [tuple(one["column_names"][: len(METRICS_INDEX)]) for one in indices]
         self._engine: sa.Engine | None = engine if METRICS_INDEX in heads else None
 
     def curves(self, run_ids: Sequence[str], key: str, most: int) -> dict[str, Curve]:
-        """Run id to its curve, of each run that has any: at most so many points, at least two.
+        """Run id to its curve, for each run that has one: at most this many points, at least two.
 
-        Of a longer history these are the first, the last, and others spread evenly between them.
+        For a longer history these are the first, the last, and others spread evenly between them.
         """
         records: dict[str, list[Record]] = {}
         if self._engine is not None:
@@ -99,14 +100,15 @@ class Histories:
         for run_id, record in sample:
             records.setdefault(run_id, []).append(record)
         for run_id, held in records.items():
-            # Going back by less than the distance of two points of the sample does not show in it.
+            # Going back by less than the distance of two sampled points does not show in the
+            # sample.
             times = [at for _, at, _ in sorted(held)]
             if len(held) >= most and times != sorted(times):
                 records[run_id] = self._whole(run_id, key, most)
         return records
 
     def _whole(self, run_id: str, key: str, most: int) -> list[Record]:
-        """Of the whole history the latest record of each step, as far as they are drawn."""
+        """The latest record of each step in the whole history, thinned to what is drawn."""
         history = self._client.get_metric_history(run_id, key)
         ordered = sorted((one.step, one.timestamp, one.value) for one in history)
         return _spread([*{record[0]: record for record in ordered}.values()], most)
@@ -114,7 +116,7 @@ class Histories:
 
 @contextlib.contextmanager
 def _errors_of_mlflow() -> Iterator[None]:
-    """Inside this block an error of the database is one of MLflow, as in MLflow's own reading."""
+    """Inside this block errors of the database become MLflow errors, as MLflow does."""
     try:
         yield
     except sa.exc.SQLAlchemyError as error:
@@ -122,21 +124,21 @@ def _errors_of_mlflow() -> Iterator[None]:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a recorded value is a number; a store in SQL keeps infinity as the greatest float."""
+    """Whether a recorded value is a number; an SQL store keeps infinity as the largest float."""
     return abs(value) < sys.float_info.max
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of them, the first and the last included."""
+    """At most this many of them, the first and the last included."""
     if len(items) <= most:
         return list(items)
     return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
 
 
 def _sampled(connection: sa.Connection, of: dict[str, str], most: int) -> list[Record]:
-    """All of a short history; of a long one the records at evenly spaced steps.
+    """All records of a short history; for a long one those at evenly spaced steps.
 
-    If these are too few, because the history is uneven: at every n-th of its recorded steps.
+    If these are too few, because the history is uneven: every n-th recorded step.
     """
 
     def read(statement: Any, values: dict[str, Any]) -> list[Record]:
@@ -160,14 +162,14 @@ def _sampled(connection: sa.Connection, of: dict[str, str], most: int) -> list[R
 
 @functools.cache
 def _first_from_each(count: int) -> sa.CompoundSelect[Any]:
-    """Records of the first recorded step from `step_0`, `step_1`, ... on.
+    """Records of the first recorded step from each of `step_0`, `step_1`, ... on.
 
-    One statement of as many parts; an index answers each in every dialect.
+    One statement with this many parts; an index answers each in every dialect.
     """
     parts = []
     for i in range(count):
         wanted = sa.select(sa.func.min(_step)).where(_OF_RUN, _step >= sa.bindparam(f"step_{i}"))
         step = wanted.correlate(None).scalar_subquery()
-        # For `step = ` SQLite would take the index of the primary key, and read every run's points.
+        # For `step = ` SQLite would use the index of the primary key, and read every run's points.
         parts.append(sa.select(_step, *_values).where(_OF_RUN, _step.between(step, step)))
     return sa.union_all(*parts)

@@ -1,4 +1,4 @@
-"""Which accuracies a report shows, what each is called, and at which cost it stands."""
+"""Which accuracies a report shows, their names, and the cost that they are plotted against."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ _LAST: Final = {
 ACCURACIES: Final = _LAST | {
     averaged_key(key): f"{name} of averaged weights" for key, name in _LAST.items()
 }
-"""Metric keys, and what a person calls each."""
+"""Metric keys, and the name of each for readers."""
 BASELINE: Final = "ViT"
 """The family that others are compared with, as in the paper."""
 
 
 def trainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Without parents, benchmarks, evaluations and the like, which train nothing themselves."""
+    """Without parents, benchmarks, evaluations and others that train nothing themselves."""
     return [run for run in runs if run.kind in TRAININGS]
 
 
 def studied(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Those that may stand in one figure: where there is a study, its cells.
+    """Runs that may share a figure: in a study, its cells.
 
-    Their fine-tunings have other test sets, and compute of their own.
+    Their fine-tunings have other test sets, and their own compute.
     """
     return [run for run in runs if run.kind == "study_cell"] or list(runs)
 
 
 def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """Keys to plot: the first few-shot accuracy that there is, those of evaluations, of transfers.
+    """Keys to plot: the first few-shot accuracy that exists, those of evaluations, of transfers.
 
-    The first ones of averaged weights where all that have been measured have them.
+    With averaged weights first, if all measured runs have them.
     """
     held = {key for run in runs for key in run.metrics}
     few_shot = [key for key in _LAST if key in held and key.startswith(FEW_SHOT_GROUP)][:1]
@@ -74,9 +74,9 @@ def transfer_keys(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def decided_key(runs: Sequence[RecordedRun], key: str) -> str:
-    """The accuracy that decides: of averaged weights where all that have the key have it of them.
+    """The accuracy that decides: with averaged weights if all runs with the key have that.
 
-    And of the same images: a test set, or a dev split.
+    And for the same images: a test set, or a dev split.
     """
     measured, other = [run for run in runs if key in run.metrics], averaged_key(key)
     has_all = measured and all(other in run.metrics for run in measured)
@@ -85,12 +85,12 @@ def decided_key(runs: Sequence[RecordedRun], key: str) -> str:
 
 
 def decided_top1(run: RecordedRun) -> float | None:
-    """Accuracy of the averaged weights where the run averaged any, or else of the last ones."""
+    """Accuracy with averaged weights if the run averaged any, else with the last weights."""
     return run.metrics.get(decided_key([run], EVAL_TOP1))
 
 
 def accuracy_name(key: str) -> str:
-    """What a person calls a metric."""
+    """Name of a metric for readers."""
     if key == MEAN_TRANSFER:
         return "mean top-1 over the tasks after fine-tuning"
     task = TRANSFER.fullmatch(key)
@@ -98,13 +98,13 @@ def accuracy_name(key: str) -> str:
 
 
 def title_of(key: str) -> str:
-    """As `accuracy_name`, to begin a caption with."""
+    """As `accuracy_name`, at the start of a caption."""
     name = accuracy_name(key)
     return name[0].upper() + name[1:]
 
 
 def by_sets(runs: Sequence[RecordedRun], key: str) -> list[tuple[str, list[RecordedRun]]]:
-    """Runs that have the accuracy, those of one training and test set together.
+    """Runs that have the accuracy, grouped by training and test set.
 
     Each with `, training set NAME, test set NAME`, as far as these differ among the runs. The test
     set of a transfer is that of its fine-tunings.
@@ -135,11 +135,11 @@ def tunings_of(run: RecordedRun, task: str) -> list[RecordedRun]:
 
 
 def cost_of(run: RecordedRun, key: str, cost: str = STUDY_EXAFLOPS) -> float | None:
-    """Cost at which an accuracy stands: of pre-training and fine-tuning together.
+    """Cost that an accuracy is plotted against: pre-training and fine-tuning together.
 
-    The accuracy on a task after fine-tuning, of a run's own metrics, has the mean cost of the
-    fine-tunings of the task, and a mean over tasks the mean over these; where theirs is not
-    recorded, it stands at that of the pre-training.
+    The accuracy on a task after fine-tuning, among a run's own metrics, has the mean cost of the
+    fine-tunings of the task, and a mean over tasks the mean over these; if their cost is not
+    recorded, that of the pre-training.
     """
     if (own := run.in_all(cost)) is None or not (task := TRANSFER.fullmatch(key)):
         return own
@@ -151,7 +151,7 @@ def cost_of(run: RecordedRun, key: str, cost: str = STUDY_EXAFLOPS) -> float | N
 
 
 def best_of(runs: Sequence[RecordedRun], key: str) -> tuple[RecordedRun, Mean] | None:
-    """A run of the group with the best mean over seeds, of those that finished and were tested."""
+    """A run of the finished, tested group with the best mean over seeds."""
     tested = [run for run in runs if key in run.metrics and run.is_tested(key)]
     groups = [
         (members[0], mean_of([run.metrics[key] for run in members]))
@@ -162,7 +162,7 @@ def best_of(runs: Sequence[RecordedRun], key: str) -> tuple[RecordedRun, Mean] |
 
 
 def epochs_of(run: RecordedRun) -> float | None:
-    """Length of a training; one in steps or images counts in epochs, too."""
+    """Length of a training; a length in steps or images also in epochs."""
     if (epochs := run.number("optim.epochs")) is not None:
         return epochs
     images, seen = run.metrics.get(IMAGES_KEY), run.metrics.get(STUDY_IMAGES_SEEN)

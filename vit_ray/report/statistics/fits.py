@@ -1,12 +1,12 @@
-"""Power laws with saturation, error = a C^-b + c, of points of accuracy against compute C.
+"""Power laws with saturation, error = a C^-b + c, for points of accuracy against compute C.
 
-For a given exponent the law is linear in a and c, so that the best of all exponents on a grid that
-is made finer around it needs no starting values and has no local optimum. What is known of a law
-comes from a bootstrap: laws fitted to points that scatter about the fitted one. The width of the
-scatter is itself drawn from what n points say of it (chi-squared, n - 3 degrees of freedom), which
-for a straight line gives Student's intervals: those of a law with four points are as wide as they
-have to be. The lengths of one model scatter together, by as much as the residuals say: many of
-them count for less than as many models.
+For a given exponent the law is linear in a and c, so the best exponent on a grid that is refined
+around it needs no starting values and has no local optimum. A bootstrap gives the intervals: laws
+fitted to points that scatter around the fitted one. The width of the scatter is itself drawn from
+its distribution given n points (chi-squared, n - 3 degrees of freedom), which for a straight line
+gives Student's intervals: those of a law with four points are as wide as necessary. The lengths of
+one model scatter together, by as much as the residuals show: they count for less than as many
+different models.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Array = NDArray[np.float64]
 CONFIDENCE: Final = 0.95
 NUM_PARAMETERS: Final = 3
 MIN_POINTS: Final = NUM_PARAMETERS + 1
-"""Different amounts of compute: three parameters go through any three points."""
+"""Different amounts of compute: three parameters fit any three points."""
 NUM_DRAWS: Final = 1000
 EXPONENTS: Final = (0.01, 4.0)
-"""What is searched; published laws of vision models lie between 0.05 and 1."""
+"""Range of exponents that is searched; published laws of vision models are between 0.05 and 1."""
 NEAR: Final = 1.1
-"""Amounts of compute whose ratio is below this are one."""
+"""Amounts of compute whose ratio is below this count as one."""
 _GRID: Final = 25
 _ZOOMS: Final = 4
 
@@ -40,7 +40,7 @@ class NoFitError(ValueError):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % interval; an end that is not known is 0 or infinite."""
+    """A value with its 95 % interval; an unknown end is 0 or infinite."""
 
     value: float
     low: float
@@ -58,7 +58,7 @@ class PowerLaws:
     floor: Array
 
     def taken(self, which: NDArray[np.int64]) -> PowerLaws:
-        """Those of these numbers."""
+        """The laws with these numbers."""
         return PowerLaws(self.unit, self.scale[which], self.exponent[which], self.floor[which])
 
     def error_at(self, compute: Array) -> Array:
@@ -67,7 +67,7 @@ class PowerLaws:
         return self.scale[:, None] * fall + self.floor[:, None]
 
     def compute_at(self, error: float) -> Array:
-        """Compute in exaFLOPs at which each law has this error; infinite where it never has."""
+        """Compute in exaFLOPs at which each law has this error; infinite if it never has."""
         above = error - self.floor
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             needed = self.unit * (self.scale / above) ** (1 / self.exponent)
@@ -83,15 +83,15 @@ class Fit:
     error: Array
     """1 - accuracy of each."""
     law: PowerLaws
-    """The best one, alone."""
+    """The best law alone."""
     draws: PowerLaws
-    """Of the bootstrap."""
+    """Laws of the bootstrap."""
     scatter: Array
-    """Standard deviation of points about the law, one for each draw."""
+    """Standard deviation of points around the law, one for each draw."""
 
     @property
     def exponent(self) -> Estimate:
-        """b; 0 and infinity stand for the ends of what is searched, and for no fall at all."""
+        """b; 0 and infinity: the ends of the searched range, or an error that does not fall."""
         low, high = EXPONENTS
         draws = np.where(self.draws.scale > 0, self.draws.exponent, np.nan)
         draws = np.where(draws <= 1.001 * low, 0.0, np.where(draws >= high / 1.001, np.inf, draws))
@@ -112,9 +112,9 @@ class Fit:
         return low, high
 
     def predicted(self, compute: float) -> Estimate:
-        """Error of one more point: the law's interval, and the scatter about it.
+        """Error of one more point: the law's interval, and the scatter around it.
 
-        A point is a mean over as many seeds as those of the fit are; a single further run scatters
+        A point is a mean over as many seeds as those of the fit; a single further run scatters
         more.
         """
         at = np.array([compute])
@@ -143,7 +143,7 @@ class EqualAccuracy:
     """How many times the compute of one family another needs for the same accuracy."""
 
     accuracy: Array
-    """Over the range that both laws have at the compute of their points."""
+    """Over the range that both laws reach at the compute of their points."""
     ratio: Array
     low: Array
     high: Array
@@ -161,13 +161,12 @@ def fit_law(
 ) -> Fit:
     """The law of error = 1 - accuracy, by least squares.
 
-    Nearly equal amounts of compute are one point, their mean, which weighs as much as any other
-    however many they are.
+    Nearly equal amounts of compute become one point, their mean, with the weight of a single point.
 
     Args:
         compute: exaFLOPs.
         accuracy: in [0, 1]; a point that is not finite or is out of range is left out.
-        sizes: model of each point; empty where each is of another.
+        sizes: model of each point; empty if each has another one.
 
     Raises:
         NoFitError: too few points are left, or their error does not fall with compute.
@@ -188,7 +187,7 @@ def fit_law(
     counts = np.bincount(models)
     independent = len(x) / (1 + shared * ((counts**2).sum() / len(x) - 1))
     freedom = max(1.0, independent - NUM_PARAMETERS)
-    # A law follows the models, too: as many parameters less are left of what they have in common.
+    # A law follows the models, too: their common scatter loses as many degrees of freedom.
     left = len(x) * max(1, len(counts) - NUM_PARAMETERS) / len(counts)
     expected = (1 - shared) * (len(x) - NUM_PARAMETERS) + shared * left
     variance = float(((error - fitted) ** 2).sum()) / expected
@@ -206,7 +205,7 @@ def predict_held_out(
     """Fit without the most costly point, and predict it.
 
     Raises:
-        NoFitError: as `fit_law`, of the other points.
+        NoFitError: as `fit_law`, for the other points.
     """
     x, error, models = _usable(compute, accuracy, sizes)
     if len(x) <= MIN_POINTS:
@@ -229,7 +228,7 @@ def compare_at_equal_accuracy(fit: Fit, other: Fit, num_accuracies: int = 33) ->
         raise NoFitError("no accuracy lies in the range of both families' points")
     errors = np.linspace(high, low, num_accuracies)
     best = np.array([_log_ratio(fit.law, other.law, error)[0] for error in errors])
-    # Fits of one seed have drawn the same random numbers; their draws are paired again.
+    # Fits with one seed have drawn the same random numbers; their draws are paired again.
     pairs = np.random.default_rng(2).integers(len(other.scatter), size=len(fit.scatter))
     drawn = other.draws.taken(pairs)
     draws = np.array([_log_ratio(fit.draws, drawn, error) for error in errors])
@@ -245,7 +244,7 @@ _ENDS: Final = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 
 
 def _estimate(value: float, draws: Array) -> Estimate:
-    """By percentiles; a draw that says nothing counts as below the one end and above the other."""
+    """By percentiles; an undetermined draw counts as below one end and above the other."""
     is_silent = np.isnan(draws)
     low = np.quantile(np.where(is_silent, 0.0, draws), _ENDS[0], method="nearest")
     high = np.quantile(np.where(is_silent, np.inf, draws), _ENDS[1], method="nearest")
@@ -253,7 +252,7 @@ def _estimate(value: float, draws: Array) -> Estimate:
 
 
 def _log_ratio(laws: PowerLaws, others: PowerLaws, error: float) -> Array:
-    """Not a number where neither family ever has this error."""
+    """Not a number if neither family ever has this error."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(np.log(others.compute_at(error)) - np.log(laws.compute_at(error)))
 
@@ -272,15 +271,15 @@ def amounts(compute: Sequence[float]) -> list[list[int]]:
 def _usable(
     compute: Sequence[float], accuracy: Sequence[float], sizes: Sequence[str]
 ) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Amounts of compute, ascending, mean error and number of the model of each.
+    """Amounts of compute, ascending, mean error and number of the model for each.
 
-    A point of several models has a number of its own.
+    A point of several models has its own number.
     """
     known = sizes or [str(index) for index in range(len(compute))]
     points = [
         (c, 1 - a, size)
         for c, a, size in zip(compute, accuracy, known, strict=True)
-        if math.isfinite(c) and c > 0 and 0 <= a <= 1  # comparisons refuse NaN
+        if math.isfinite(c) and c > 0 and 0 <= a <= 1  # comparisons reject NaN
     ]
     merged = [[points[i] for i in near] for near in amounts([c for c, _, _ in points])]
     models = [" and ".join(sorted({size for _, _, size in near})) for near in merged]
@@ -292,7 +291,7 @@ def _usable(
 
 
 def _shared_part(residuals: Array, models: NDArray[np.int64]) -> float:
-    """Part of the variance that points of one model have in common (analysis of variance)."""
+    """Part of the variance that points of one model share (analysis of variance)."""
     counts = np.bincount(models)
     between, within = len(counts) - 1, len(residuals) - len(counts)
     if not between or not within:

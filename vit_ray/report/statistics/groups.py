@@ -1,8 +1,8 @@
-"""What makes runs one group: they were trained and tested alike, but for the seed.
+"""Which runs form a group: they were trained and tested the same, except for the seed.
 
-Every mean, line, law and comparison of a report is of groups. A group is the keys of the recipe
-that decide the result (those by which a run may be resumed), the fingerprints of the training and
-test sets, the first weights and the git commit.
+Every mean, line, law and comparison of a report is between groups. A group is defined by the keys
+of the recipe that decide the result (the keys that are compared on resume), the fingerprints of the
+training and test sets, the initial weights and the git commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXAFLOPS: Final = "exaFLOPs"
 """Stands for the length of a training whose recipe has none."""
 MEASURED_ON: Final = "measured on"
 PRETRAINING: Final = "pre-training "
-"""Prefix of what a fine-tuned model's pre-training is."""
+"""Prefix for the pre-training of a fine-tuned model."""
 FEW_SHOT_SETS: Final = ("few-shot training set", "few-shot test set")
 
 
@@ -31,11 +31,11 @@ class Group:
 
     items: frozenset[tuple[str, str]]
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What a person calls a value, such as the folder of a fingerprint; by value."""
+    """Name of a value for readers, such as the folder of a fingerprint; by value."""
 
     @classmethod
     def of(cls, values: Mapping[str, str], names: Mapping[str, str]) -> Group:
-        """Of its values; those that are not set do not count."""
+        """The group of these values; unset keys do not count."""
         return cls(frozenset((k, v) for k, v in values.items() if v != "None"), names)
 
     @property
@@ -45,31 +45,31 @@ class Group:
 
     @property
     def digest(self) -> str:
-        """Short name: runs of one digest differ in the seed alone."""
+        """Short name: runs with one digest differ only in the seed."""
         return hashlib.sha256(repr(sorted(self.items)).encode()).hexdigest()[:8]
 
     def only(self, is_kept: Callable[[str], bool]) -> Group:
-        """The part of these keys."""
+        """The group reduced to these keys."""
         return Group(frozenset(item for item in self.items if is_kept(item[0])), self.names)
 
     def without(self, *keys: str) -> Group:
-        """All but these keys; a key that ends with a dot stands for its whole section."""
+        """The group without these keys; a key that ends with a dot stands for its whole section."""
         return self.only(
             lambda key: not any(key == k or (k[-1] == "." and key.startswith(k)) for k in keys)
         )
 
 
 def differing_keys(groups: Iterable[Group]) -> list[str]:
-    """Keys in which these groups are not all alike."""
+    """Keys in which these groups differ."""
     values = [group.values for group in groups]
     keys = sorted({key for one in values for key in one})
     return [key for key in keys if len({one.get(key) for one in values}) > 1]
 
 
 def differences(groups: Sequence[Group]) -> dict[Group, str]:
-    """Each group's values of the keys in which they are not all alike; empty where there are none.
+    """Each group's values of the keys in which the groups differ; empty if there are none.
 
-    The fingerprint of a set stands behind its name where another set has the same name.
+    The fingerprint of a set follows its name if another set has the same name.
     """
     shown: dict[Group, list[str]] = {group: [] for group in groups}
     for key in differing_keys(groups):

@@ -21,11 +21,11 @@ class Tested:
 
     estimate: Estimate
     p: float | None
-    """None of a single seed, whose interval is the test set's alone."""
+    """None for a single seed, whose interval only covers the test set."""
 
 
 def of_share(share: float, count: int) -> Estimate:
-    """Wilson's score interval (1927) of a share of so many test images."""
+    """Wilson's score interval (1927) of a share of this many test images."""
     z = _Z**2 / count
     middle = (share + z / 2) / (1 + z)
     half = _Z / (1 + z) * math.sqrt(share * (1 - share) / count + z / (4 * count))
@@ -33,7 +33,7 @@ def of_share(share: float, count: int) -> Estimate:
 
 
 def of_mean(mean: float, deviation: float, count: int) -> Estimate:
-    """Student's interval of a mean over at least two seeds, of which the deviation is known."""
+    """Student's interval of a mean over at least two seeds with a known deviation."""
     half = float(stdtrit(count - 1, 0.975)) * deviation / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half)
 
@@ -45,14 +45,14 @@ def of_difference(
     is_paired: bool = False,
     counts: tuple[int | None, int | None] = (None, None),
 ) -> Tested | None:
-    """Mean of B less mean of A; None where nothing is known of its spread.
+    """Mean of B minus mean of A; None if its spread is unknown.
 
-    Paired seeds by Student's test of their differences, others by Welch's. Of a single seed on a
+    Paired seeds use Student's test of their differences, others Welch's. With a single seed on a
     side the interval is that of two shares, Newcombe's (1998): it is for independent test images,
-    and wider than has to be where both were tested on the same ones.
+    and wider than necessary if both were tested on the same ones.
 
     Args:
-        counts: test images of either side, where the values are shares of them.
+        counts: test images of either side, if the values are shares of them.
     """
     mean = statistics.fmean(b) - statistics.fmean(a)
     if min(len(a), len(b)) < 2:

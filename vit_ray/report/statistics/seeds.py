@@ -1,4 +1,4 @@
-"""Means over seeds: of runs of one group, each seed once."""
+"""Means over seeds: of runs in one group, each seed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mean:
 
     value: float
     deviation: float | None
-    """None of a single seed."""
+    """None for a single seed."""
     count: int
 
     def text(self, form: Callable[[float], str] = percent) -> str:
@@ -32,7 +32,7 @@ class Mean:
 
 
 def mean_of(values: Sequence[float]) -> Mean | None:
-    """None of nothing."""
+    """None without values."""
     if not values:
         return None
     deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -40,13 +40,13 @@ def mean_of(values: Sequence[float]) -> Mean | None:
 
 
 def rank(run: RecordedRun) -> tuple[bool, bool, int]:
-    """Of records of one training the greatest counts: finished, a cell of a study, the newest."""
+    """Rank among records of one training: finished ones, cells of a study, newer ones first."""
     is_cell = run.kind == "study_cell"
     return run.status == "FINISHED", is_cell, run.run.info.start_time or 0
 
 
 def by_group(runs: Iterable[RecordedRun]) -> dict[Group, list[RecordedRun]]:
-    """Runs that differ in the seed alone, in their order; a seed that is recorded twice once."""
+    """Runs that differ only in the seed, in order; each seed counts once."""
     found: dict[Group, dict[tuple[str, ...], RecordedRun]] = {}
     for run in runs:
         seeds = found.setdefault(run.group, {})
@@ -55,11 +55,11 @@ def by_group(runs: Iterable[RecordedRun]) -> dict[Group, list[RecordedRun]]:
 
 
 def one_run_a_cell(runs: Iterable[RecordedRun]) -> tuple[list[RecordedRun], list[RecordedRun]]:
-    """Runs to show, and those that claim the cell of another, or record a training once more.
+    """Runs to show, and hidden ones: other runs of the same cell, or second records of a training.
 
-    A cell of a study and a trial have a name of their own under their parent; a training of any
-    kind is its group and its seed. Of several the newest that finished is shown, or where none has,
-    the newest.
+    A cell of a study and a trial have their own name under their parent; any other training is
+    identified by its group and its seed. Of several the newest finished one is shown, or if none
+    has finished, the newest.
     """
     runs = list(runs)
     best: dict[tuple[str | None, str], RecordedRun] = {}

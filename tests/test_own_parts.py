@@ -66,16 +66,16 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
         ({"model": own_model("without_size")}, r"it does not take without_size\(num_classes, "
          r"image_size\), as BuildsModel of docs/own_parts.md has it: too many"),
         ({"model": own_model("ConvNet", depth=3)}, "got an unexpected keyword argument 'depth'"),
-        ({"model": own_model("no_module")}, "made a function; make a torch.nn.Module"),
+        ({"model": own_model("no_module")}, "returned a function; return a torch.nn.Module"),
         ({"model": own_model("Headless")}, r"its layer `head` has \[\] outputs .* give it a "
          "linear layer `head` of 2 outputs with a bias"),
-        ({"model": own_model("Normed")}, r"state that is not trained \(norm.num_batches_tracked, "
+        ({"model": own_model("Normed")}, r"untrained state \(norm.num_batches_tracked, "
          r"norm.running_mean, norm.running_var\), which checkpoints do not hold"),
         ({"model": own_model("Objective")}, "a submodule `model`, .*; rename it"),
         ({"model": own_model("Peeking")}, "its multiply-adds cannot be counted: .* meta"),
-        ({"model": own_model("Features")}, r"it makes \[1, 8, 4, 4\]; return logits of the shape"),
+        ({"model": own_model("Features")}, r"it returns \[1, 8, 4, 4\]; return logits of the"),
         ({"model": own_model("ConvNet"), "optim": {"layer_decay": 0.5}}, "needs the blocks"),
-        ({"model": own_model("ConvNet"), "optim": {"frozen": ["blocks"]}}, "'blocks' is no part "
+        ({"model": own_model("ConvNet"), "optim": {"frozen": ["blocks"]}}, "'blocks' is not a part "
          "of this model; it has first, second, head"),
         ({"model": own_model("ConvNet"), "train": {"activation_checkpointing": 1}}, "ConvNet has "
          "no method set_activation_checkpointing"),
@@ -86,9 +86,9 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
          r"loss_of_logits\(logits, labels\), as Loss of"),
         ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, r"evaluate.metrics: .* returns "
          r"\[\]"),
-        ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"makes \[8, 8, 3\] float64 of "
+        ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"returns \[8, 8, 3\] float64 for "
          r"\[8, 8, 3\] uint8"),
-        ({"optim": {"name": "tests.parts.no_optimizer"}}, "made a NoneType; make a torch.optim"),
+        ({"optim": {"name": "tests.parts.no_optimizer"}}, "returned a NoneType; return a torch"),
         ({"optim": {"name": "tests.parts.RowNorm"}}, "treats each element alike"),
         ({"optim": {"name": "tests.parts.Anchored"}}, "starts with zeros"),
         ({"optim": {"name": "tests.parts.Noted"}}, "keeps rows in its state"),

@@ -141,7 +141,7 @@ def test_the_error_of_a_dry_run_comes_last(tmp_path: Path) -> None:
         assert cli.run_recipe(COMMANDS["pretrain"], words, True) == 2
     first, last = file.read_text().splitlines()
     assert first == "before"
-    assert last.startswith("error: model name 'ViT-X/16' is unknown; near names: ")
+    assert last.startswith("error: model name 'ViT-X/16' is unknown; similar names: ")
 
 
 LIGHT = [

@@ -135,7 +135,7 @@ MISTAKES = [
     ),
     ("scaling_study mine.yaml", "study is not set; give study.models"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
-    ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; near names: "),
+    ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; similar names: "),
     ("export mine.yaml export.path=x.npz", "init_from is not set; give weights to start from"),
     ("export mine.yaml export.path=x.npz init_from=note.txt", "only .npz and .safetensors are"),
     (
@@ -179,10 +179,10 @@ BAD_WEIGHTS = {
     "sets/junk.safetensors": "init_from: weights .*junk.safetensors cannot be read: ",
     "sets/cut.safetensors": "init_from: weights .*cut.safetensors cannot be read: ",
     "sets/wide.npz": r"init_from: .*wide.npz \(layout jax\) does not fit this ViT:.*of another "
-    r"shape:.*blocks\.1\.mlp\.contract\.weight is 32x96, the model has 32x64.*Build the model by",
+    r"shape:.*blocks\.1\.mlp\.contract\.weight is 32x96, the model has 32x64.*Build the model with",
     "sets/bit.npz": r"init_from: .*does not fit this ViT:.*unexpected: .*resnet/root_block/.*"
     "missing: .*Transformer/encoder_norm/scale",
-    "sets/other.npz": "init_from: the tensors are named in no known layout .*: words",
+    "sets/other.npz": "init_from: the tensors' names are of no known layout .*: words",
     "sets/pictures": "init_from: .* holds no whole checkpoint; give a run folder, ",
 }
 TRANSFERS = [

@@ -88,6 +88,6 @@ def test_axial_attention_goes_along_rows_first_and_strides_by_averaging() -> Non
 
 def test_an_axial_vit_without_positions_refuses_images_of_another_grid() -> None:
     model = small_model("Axial-ViT", positions="none")
-    with pytest.raises(ValueError, match="grid of 2x8, and the model was built for 4x4"):
+    with pytest.raises(ValueError, match="grid of 2x8, but the model was built for 4x4"):
         # As many tokens, of other lines.
         model(some_images(2, (16, 64)))

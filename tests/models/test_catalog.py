@@ -114,7 +114,9 @@ def test_every_position_variant_has_its_tables(positions: str, positions_at: str
     ],
 )
 def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=f"model name .* is unknown; near names:.*{near}") as error:
+    with pytest.raises(
+        ValueError, match=f"model name .* is unknown; similar names:.*{near}"
+    ) as error:
         build_model(name, 10)
     assert name in str(error.value)
 
@@ -134,10 +136,10 @@ def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> No
             {"name": "AxialResNet50", "num_classes": 1, "image_size": 16},
             "image_size to at least 32",
         ),
-        ({"name": "ViT-B/16", "num_classes": 1, "drop_out": 0.1}, "Did you mean dropout"),
+        ({"name": "ViT-B/16", "num_classes": 1, "drop_out": 0.1}, "did you mean dropout"),
         (
             {"name": "ViT-B/16", "num_classes": 1, "depth": 6},
-            "has no option depth;.* Sizes are given in full to ViT, Axial-ViT,",
+            "has no option depth;.* only ViT, Axial-ViT,",
         ),
         ({"name": "R50x1", "num_classes": 1, "pool": "gap"}, "it takes head_bias"),
         (
@@ -183,7 +185,7 @@ def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> No
                 "positions": "relative",
                 "positions_at": "every_layer",
             },
-            "has no meaning with positions='relative'",
+            "has no effect with positions='relative'",
         ),
         ({"name": "ViT-B/16", "num_classes": 1, "dropout": 1.0}, "dropout=1.0 must be"),
         (

@@ -250,7 +250,7 @@ def test_what_cannot_be_masked_is_refused() -> None:
         MaskedPatchObjective(small_model("ViT"), "hog")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a BitResNet has none"):
         MaskedPatchObjective(small_model("ResNet"))
-    with pytest.raises(ValueError, match="patches to 4x4, and patch_size=2 is smaller"):
+    with pytest.raises(ValueError, match="patches to 4x4, but patch_size=2 is smaller"):
         MaskedPatchObjective(small_model("ViT", patch_size=2), "downsized")
     with pytest.raises(ValueError, match="an image of 1 patch has none to corrupt"):
         draw_corruption(SAMPLES, 1, seed=0)

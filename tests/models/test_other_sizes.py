@@ -69,5 +69,5 @@ def test_a_model_that_was_not_told_refuses_other_sizes(images: Tensor) -> None:
 
 @pytest.mark.parametrize("positions", ["learned_2d", "relative"])
 def test_positions_that_cannot_be_resampled_are_refused(positions: str) -> None:
-    with pytest.raises(ValueError, match=f"positions of {positions} are of one image size"):
+    with pytest.raises(ValueError, match=f"positions of {positions} are for one image size"):
         built(24, positions=positions).let_in_other_sizes()

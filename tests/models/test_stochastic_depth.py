@@ -102,7 +102,7 @@ def test_a_rate_that_is_no_share_is_refused(rate: float) -> None:
 
 
 def test_models_without_it_say_so() -> None:
-    with pytest.raises(ValueError, match="an axial ViT has blocks that take lines"):
+    with pytest.raises(ValueError, match="an axial ViT has blocks whose batch is lines"):
         build_model("Axial-ViT-B/16", 5, stochastic_depth=0.1)
     with pytest.raises(ValueError, match="has no option stochastic_depth"):
         build_model("R50x1", 5, stochastic_depth=0.1)

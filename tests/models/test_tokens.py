@@ -148,7 +148,7 @@ def test_the_distillation_token_is_deits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"pool": "gap"}, {"representation": True}])
 def test_a_distillation_token_without_its_place_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="stands with a class token before plain heads"):
+    with pytest.raises(ValueError, match="needs a class token and plain heads"):
         small_model("ViT", distillation_token=True, **other)
 
 
@@ -325,8 +325,8 @@ def test_attention_figures_are_of_patches(options: dict[str, Any]) -> None:
     ("options", "message"),
     [
         ({"registers": -1}, "registers=-1 must be 0 or more"),
-        ({"registers": 1, "positions": "relative"}, "registers=1 have no place"),
-        ({"registers": 1, "positions_at": "every_layer"}, "registers=1 have no place"),
+        ({"registers": 1, "positions": "relative"}, "registers=1 have no position"),
+        ({"registers": 1, "positions_at": "every_layer"}, "registers=1 have no position"),
         ({"positions": "sincos_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),
         ({"positions": "sincos_2d", "width": 30, "num_heads": 3}, "multiple of 4"),
         ({"positions": "rope_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),

@@ -171,12 +171,12 @@ def test_recomputation_of_frozen_models_is_counted() -> None:
         (
             {"frozen": ["stem"]},
             {},
-            r"optim\.frozen: 'stem' is no part.*embedding, class_token, pos",
+            r"optim\.frozen: 'stem' is not a part.*embedding, class_token, pos",
         ),
-        ({"frozen": ["blocks.9-12"]}, {}, r"'blocks.9-12' is no part.*blocks\.0-11, norm, head"),
-        ({"frozen": ["blocks.5-4"]}, {}, r"'blocks.5-4' is no part"),
-        ({"frozen": ["head.0-1"]}, {}, r"'head.0-1' is no part"),
-        ({"frozen": ["class_token"]}, {"name": "ViT-B/16", "pool": "gap"}, "is no part"),
+        ({"frozen": ["blocks.9-12"]}, {}, r"'blocks.9-12' is not a part.*blocks\.0-11, norm, head"),
+        ({"frozen": ["blocks.5-4"]}, {}, r"'blocks.5-4' is not a part"),
+        ({"frozen": ["head.0-1"]}, {}, r"'head.0-1' is not a part"),
+        ({"frozen": ["class_token"]}, {"name": "ViT-B/16", "pool": "gap"}, "is not a part"),
         ({"frozen": ["blocks"]}, {"name": "R50x1"}, r"root, units\.0-15, norm, head"),
         (
             {"frozen": ["embedding", "class_token", "positions", "blocks", "norm", "head"]},
@@ -211,7 +211,7 @@ def test_a_new_head_that_is_frozen_is_refused(
     other = chosen.with_changes(optim={"frozen": ("distillation_head",)})
     with pytest.raises(ValueError, match="leave dist") if is_refused else nullcontext():
         check_head_is_trained(other, kind)
-    # The objective has a head of its own, which is no part of the model.
+    # The objective has a head of its own, which is not a part of the model.
     check_head_is_trained(chosen.with_changes(train={"loss": "masked_patch"}), kind)
 
 
@@ -227,7 +227,7 @@ def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
 def test_a_range_past_the_end_is_refused_without_a_name_for_each() -> None:
     parts = [f"blocks.{i}" for i in range(12)]
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"'blocks\.0-300000' is no part"):
+    with pytest.raises(ValueError, match=r"'blocks\.0-300000' is not a part"):
         chosen_parts(["blocks.0-300000"], parts)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -249,7 +249,9 @@ def test_layers_are_those_of_a_transformer() -> None:
 
 
 def test_layer_decay_of_a_model_that_is_not_known_says_that() -> None:
-    with pytest.raises(ValueError, match="model name 'vit-b/16' is unknown; near names: ViT-b/16"):
+    with pytest.raises(
+        ValueError, match="model name 'vit-b/16' is unknown; similar names: ViT-b/16"
+    ):
         check_model(tuning_recipe({"layer_decay": 0.7}, name="vit-b/16"))
 
 

@@ -13,6 +13,8 @@ __all__ = ["build_model", "model_names"]
 def __getattr__(name: str) -> Any:
     if name != "build_model":
         raise AttributeError(f"module 'vit_ray.models' has no attribute {name!r}")
-    from vit_ray.models.build import build_model  # torch takes seconds; names and sizes need none
+    from vit_ray.models.build import (
+        build_model,
+    )  # torch takes seconds; names and sizes do not need it
 
     return build_model

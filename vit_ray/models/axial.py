@@ -1,11 +1,11 @@
 """Axial attention (paper D.6, Figure 13): Axial-ViT and AxialResNet50.
 
-Where the paper is silent: Axial-ViT has no class token, which would belong to no row and no
+Where the paper gives no detail: Axial-ViT has no class token, which would belong to no row and no
 column, and averages its tokens; AxialResNet50 is the hybrids' post-activation ResNet-50 (group
-norm, standardised 1 x 1 kernels) with position-sensitive axial attention (Wang et al.,
-arXiv 2003.07853) in place of each 3 x 3 convolution: 8 heads, queries and keys of half the width,
-relative tables for queries, keys and values shared by the heads of a layer, logits scaled by the
-root of the key width instead of batch-normalised, a stride by averaging after the attention.
+norm, standardised 1 x 1 kernels) with position-sensitive axial attention (Wang et al., arXiv
+2003.07853) instead of each 3 x 3 convolution: 8 heads, queries and keys of half the width, relative
+tables for queries, keys and values shared by the heads of a layer, logits scaled by the root of the
+key width instead of batch-normalised, a stride by averaging after the attention.
 """
 
 # B images or lines, N tokens, D width, h w grid, H heads, L line length, K key width, V value width
@@ -27,11 +27,11 @@ from vit_ray.models.vit import VisionTransformer
 NUM_AXIAL_HEADS = 8
 
 LineLayer = Callable[[Tensor], Tensor]
-"""Of lines (B, L, D)."""
+"""A layer on lines (B, L, D)."""
 
 
 def along_both(x_BhwD: Tensor, along_rows: LineLayer, along_columns: LineLayer) -> Tensor:
-    """(B, h, w, D) through a layer of rows (B * h, w, D), then one of columns (B * w, h, D)."""
+    """(B, h, w, D) through a layer on rows (B * h, w, D), then one on columns (B * w, h, D)."""
     batch, height, width = x_BhwD.shape[:3]
     rows = along_rows(x_BhwD.reshape(batch * height, width, -1))
     x_BwhD = rows.reshape(batch, height, width, -1).transpose(1, 2)
@@ -56,7 +56,7 @@ class AxialBlock(nn.Module):
         keys: Tensor | None = None,
         rope_2NK: Tensor | None = None,
     ) -> Tensor:
-        """(B, h * w, D) to (B, h * w, D); arguments as of `Block.forward`, all tokens asked for."""
+        """(B, h * w, D) to (B, h * w, D); arguments as in `Block.forward`, for all tokens."""
         assert num_queries is None
         assert rope_2NK is None
         row_keys = line_keys(numbered_keys(keys, 0), self.grid[0])
@@ -69,12 +69,12 @@ class AxialBlock(nn.Module):
 
 
 class AxialViT(VisionTransformer):
-    """A ViT of axial blocks over the mean of its tokens.
+    """A ViT of axial blocks with the mean of its tokens as feature.
 
     `attention_weights` gives two tensors a block: (B * h, H, w, w) and (B * w, H, h, h).
     """
 
-    # Tokens are cut into the lines of one grid, with or without positions.
+    # Tokens are cut into the lines of a fixed grid, with or without positions.
     is_bound_to_grid = True
 
     def _block(self, index: int) -> nn.Module:
@@ -163,7 +163,7 @@ class AxialResNet(ResNetTrunk):
         return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, D) as the head sees them: the last feature map averaged over space.
+        """(B, D), the head's input: the last feature map averaged over space.
 
         Raises:
             ValueError: if the images have another size than the model was built for.
@@ -171,7 +171,7 @@ class AxialResNet(ResNetTrunk):
         if images.shape[-2:] != self.image_size:
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} given to an axial ResNet built "
-                f"for {self.image_size[0]}x{self.image_size[1]}; build it with image_size="
-                f"({images.shape[-2]}, {images.shape[-1]})"
+                f"for {self.image_size[0]}x{self.image_size[1]}; build it with "
+                f"image_size=({images.shape[-2]}, {images.shape[-1]})"
             )
         return self.feature_map(images).mean(dim=(2, 3))

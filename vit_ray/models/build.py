@@ -16,27 +16,27 @@ from vit_ray.own_parts import BuildsModel, is_own, own_part
 def build_model(
     name: str, num_classes: int, image_size: ImageSize = 224, **options: Any
 ) -> nn.Module:
-    """A model with fresh weights from torch's generator.
+    """A model with new weights from torch's generator.
 
     Args:
-        name: one of `model_names()`, or timm's or Hugging Face's name of one, whose size in pixels
-            is then that of `image_size`; or the dotted name of a model of the user's own.
+        name: one of `model_names()`, or timm's or Hugging Face's name for one, whose size in pixels
+            must then be `image_size`; or the dotted name of a user's own model.
         num_classes: K, width of the logits.
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
             `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `registers`,
             `layer_scale`, `qk_norm`, `distillation_token`, `pre_norm`, `activation`, `norm_eps`),
             of `AxialVitOptions` or of `ResNetOptions`; and, for a family, its size in full: depth,
-            width, mlp_dim, num_heads, patch_size; stages, width_factor. A model of the user's own
-            takes them as it likes.
+            width, mlp_dim, num_heads, patch_size; stages, width_factor. A user's own model defines
+            its own options.
 
     Returns:
         A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`,
         `head` and `set_activation_checkpointing`.
 
     Raises:
-        ValueError: for an unknown name or option, or sizes that do not fit; a model of the user's
-            own is not there, or is not as `own_parts.BuildsModel` says.
+        ValueError: for an unknown name or option, or sizes that do not fit; a user's own model does
+            not exist, or does not satisfy `own_parts.BuildsModel`.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes")
@@ -67,18 +67,20 @@ def _own_model(
     build = own_part(name, "model.name", BuildsModel, options)
     model = build(num_classes, sides, **options)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model.name={name} made a {type(model).__name__}; make a torch.nn.Module")
+        raise ValueError(
+            f"model.name={name} returned a {type(model).__name__}; return a torch.nn.Module"
+        )
     parameters = dict(model.named_parameters())
     shapes = [len(parameters[n]) for n in ("head.weight", "head.bias") if n in parameters]
     state = sorted(set(model.state_dict()) - set(parameters))
     problems = {
         f"its layer `head` has {shapes} outputs for weight and bias; give it a linear layer `head` "
         f"of {num_classes} outputs with a bias": shapes != [num_classes, num_classes],
-        "it has a submodule `model`, a name that objectives have for what they train; rename it": (
+        "it has a submodule `model`, a name that objectives use for what they train; rename it": (
             "model" in dict(model.named_children())
         ),
-        f"it has state that is not trained ({', '.join(state)}), which checkpoints do not hold; "
-        "use parameters, buffers with persistent=False, and no batch norm": bool(state),
+        f"it has untrained state ({', '.join(state)}), which checkpoints do not hold; use "
+        "parameters, buffers with persistent=False, and no batch norm": bool(state),
     }
     for problem, is_so in problems.items():
         if is_so:
@@ -90,7 +92,7 @@ NamedParameters = list[tuple[str, Parameter]]
 
 
 def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
-    """Trainable parameters that weight decay acts on, and those it does not.
+    """Trainable parameters with weight decay, and those without.
 
     Decay acts on kernels only: the matrices of linear layers and the kernels of convolutions, head
     and patch embedding included; not on biases, norms, class and mask tokens, or positions

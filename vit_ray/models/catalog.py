@@ -49,9 +49,9 @@ class ModelSpec:
         encoder: of a ViT or hybrid.
         patch_size: of a ViT over square patches of the image.
         resnet: a BiT ResNet, or the backbone of a hybrid.
-        is_axial: attention along rows, then along columns, in the blocks of a ViT, and in place of
+        is_axial: attention along rows, then along columns, in the blocks of a ViT, and instead of
             the 3 x 3 convolutions of a ResNet.
-        options: `VitOptions` and so on, of this family.
+        options: the options class of the family, such as `VitOptions`.
     """
 
     encoder: EncoderSize | None = None
@@ -88,7 +88,7 @@ _SPECS: dict[str, ModelSpec] = {
     "AxialResNet50": ModelSpec(resnet=_STAGES_32, is_axial=True),
 }
 
-# Families whose size is given in full, and the sizes that each asks for.
+# Families whose size is given in full, and the sizes that each needs.
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
     "Axial-ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
@@ -115,12 +115,12 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
     if name not in _SPECS and not needed:
         near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
         raise ValueError(
-            f"model name {name!r} is unknown; near names: {', '.join(near)}. "
-            f"{', '.join(_FAMILIES)} take any size in full."
+            f"model name {name!r} is unknown; similar names: {', '.join(near)}; "
+            f"{', '.join(_FAMILIES)} take any size in full"
         )
     if missing := [key for key in needed if key not in options]:
         raise ValueError(
-            f"model {name!r} needs its size in full: {', '.join(needed)}; add {', '.join(missing)}."
+            f"model {name!r} needs its size in full: {', '.join(needed)}; add {', '.join(missing)}"
         )
     if needed:
         encoder, resnet = None, None
@@ -140,13 +140,13 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
     if not unknown:
         return dataclasses.replace(spec, options=kind(**given))
     near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
-    hint = f"Did you mean {', '.join(near)}? " if near else ""
+    hint = f"did you mean {', '.join(near)}? " if near else ""
     if any(key in sizes for key in unknown for sizes in _FAMILIES.values()):
-        hint = f"Sizes are given in full to {', '.join(_FAMILIES)}; a name has its own. "
+        hint = f"only {', '.join(_FAMILIES)} take sizes; other names have a fixed size; "
     raise ValueError(
-        f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(allowed)}. {hint}"
-        "Leave it out; options inherited for another model.name must be reset, "
-        f"such as by model.{unknown[0]}=null"
+        f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(allowed)}; "
+        f"{hint}leave it out (options inherited from another model.name must be reset, such as "
+        f"model.{unknown[0]}=null)"
     )
 
 
@@ -159,6 +159,6 @@ def as_grid(image_size: ImageSize) -> Grid:
     pair = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
         raise ValueError(
-            f"image_size={image_size!r} must be a side in pixels or (height, width), each above 0."
+            f"image_size={image_size!r} must be a side in pixels or (height, width), each above 0"
         )
     return (pair[0], pair[1])

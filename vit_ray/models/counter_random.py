@@ -1,8 +1,8 @@
 """Counter-based random numbers: a pure function of keys, without state.
 
-As Salmon et al. (SC 2011), so that a sample gets the same numbers whatever batch,
-worker or device it meets: SplitMix64 (Steele et al., OOPSLA 2014) over 64-bit keys, in integer
-operations that torch runs on any device and that its compiler fuses into their user.
+As in Salmon et al. (SC 2011), so that a sample gets the same numbers in any batch, on any worker or
+device: SplitMix64 (Steele et al., OOPSLA 2014) over 64-bit keys, in integer operations that torch
+runs on any device and that its compiler fuses into the consuming kernel.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ def sample_keys(samples: Tensor, *words: int) -> Tensor:
 
     Args:
         samples: int64 (B,), global numbers of the images.
-        *words: what else decides, in this order; at least one.
+        *words: further inputs, in this order; at least one.
     """
     key = 0
     for word in words:
@@ -25,12 +25,12 @@ def sample_keys(samples: Tensor, *words: int) -> Tensor:
 
 
 def numbered_keys(keys: Tensor | None, number: int) -> Tensor | None:
-    """Keys for the `number`-th use of the same samples: one layer of many, one place in a layer."""
+    """Keys for the `number`-th use of the same samples: a layer of many, a place in a layer."""
     return None if keys is None else _mix(keys ^ _signed(_mix((number + 1) * _GOLDEN)))
 
 
 def line_keys(keys: Tensor | None, count: int) -> Tensor | None:
-    """A key for each of `count` lines of each sample: (B,) to (B * count,), lines together."""
+    """A key for each of `count` lines of each sample: (B,) to (B * count,), by sample."""
     return None if keys is None else random_words(keys, count).flatten()
 
 
@@ -42,9 +42,9 @@ def random_words(keys: Tensor, count: int) -> Tensor:
 def random_uint16(keys: Tensor, count: int) -> Tensor:
     """`count` random numbers from -2^15 to 2^15 - 1 for each key: int16 (B, count).
 
-    Four to a word, which is a quarter of the work. Compiled code shifts each out of its word
-    instead: inductor cannot fuse the view, would write all words to memory, and fails on the GPU
-    where a key has one word.
+    Four per word, a quarter of the work. Compiled code shifts each out of its word instead:
+    inductor cannot fuse the view, would write all words to memory, and fails on the GPU if a key
+    has one word.
     """
     words = random_words(keys, -(-count // 4))
     if not torch.compiler.is_compiling():
@@ -65,15 +65,15 @@ _MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 def _golden_multiples(keys: Tensor, count: int) -> Tensor:
     """The first `count` multiples of the golden ratio modulo 2^64: int64 (count,) on keys' device.
 
-    An operation of its own, so that compiled code reads the products from memory. Inductor would
-    fold them into the loop's index: in C++ that overflow is undefined, and g++ 12 drops the loop's
-    bound and writes past the end of the output.
+    A custom operation, so that compiled code reads the products from memory. Inductor would fold
+    them into the loop's index: in C++ that overflow is undefined, and g++ 12 drops the loop's bound
+    and writes past the end of the output.
     """
     return torch.arange(1, count + 1, device=keys.device) * _GOLDEN
 
 
 torch.library.define("vit_ray::golden_multiples", "(Tensor keys, SymInt count) -> Tensor")
-# `torch.library.custom_op` would cost each call some hundred microseconds of the host.
+# `torch.library.custom_op` would cost about a hundred microseconds of host time per call.
 torch.library.impl("vit_ray::golden_multiples", "CompositeExplicitAutograd", _golden_multiples)
 
 
@@ -85,8 +85,8 @@ def _(keys: Tensor, count: int) -> Tensor:
 def _mix(words: Any) -> Any:
     """A bijection of 64-bit words in which every bit depends on all bits.
 
-    Of a tensor, or of a number that the host knows, whose lower 64 bits count: a tensor of it would
-    have to be copied to the device, for which the host waits.
+    For a tensor, or for a number on the host, of which the lower 64 bits count: a tensor of it
+    would have to be copied to the device, and the host would wait for that.
     """
     words = (words ^ _shift_right(words, 30)) * _MIX_1
     words = (words ^ _shift_right(words, 27)) * _MIX_2

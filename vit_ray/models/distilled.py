@@ -9,7 +9,7 @@ from vit_ray.models.recompute import Recomputable
 
 
 class ProjectedFeatures(Recomputable):
-    """A model and the projection; what predicts is the model.
+    """A model and the projection; only the model predicts.
 
     Args:
         model: with `features` and `head`.
@@ -23,7 +23,7 @@ class ProjectedFeatures(Recomputable):
 
     @property
     def head(self) -> nn.Linear:
-        """The model's own."""
+        """The model's own features."""
         return self.model.head  # type: ignore[return-value]
 
     def forward(

@@ -1,7 +1,8 @@
-"""Dropout whose mask is a function of the image, so that it does not depend on who trains it.
+"""Dropout whose mask depends only on the image, not on the worker that trains it.
 
 With `keys` from `counter_random.sample_keys`, each image keeps its mask in any batch, on any worker
-and when its activations are made again for the backward pass. Without, torch's generator draws.
+and when its activations are recomputed for the backward pass. Without keys, torch's generator
+draws.
 """
 
 import math
@@ -20,7 +21,7 @@ class Dropout(nn.Dropout):
 
         Args:
             x: activations.
-            keys: int64 (B,), unlike those of all other layers; None = torch's generator.
+            keys: int64 (B,), different from those of all other layers; None = torch's generator.
         """
         if keys is None or not self.training or self.p == 0.0:
             return super().forward(x)
@@ -28,11 +29,11 @@ class Dropout(nn.Dropout):
 
 
 class StochasticDepth(nn.Module):
-    """Leaves a residual branch out for whole images (Huang et al., arXiv:1603.09382).
+    """Drops a residual branch for whole images (Huang et al., arXiv:1603.09382).
 
-    Images that keep it have it scaled up by 1 / (1 - rate), so that nothing changes in evaluation.
-    The rate, rounded to a multiple of 2^-16 below 1, is data: blocks of unlike rates compile to one
-    code.
+    For the other images it is scaled up by 1 / (1 - rate), so that evaluation needs no change. The
+    rate, rounded to a multiple of 2^-16 below 1, is data: blocks with different rates compile to
+    one code.
     """
 
     levels: Tensor
@@ -48,7 +49,7 @@ class StochasticDepth(nn.Module):
 
         Args:
             branch: what is to be added to the residual stream.
-            keys: int64 (B,), as of `Dropout.forward`.
+            keys: int64 (B,), as in `Dropout.forward`.
         """
         if not (self.training and self.is_active):
             return branch
@@ -72,5 +73,5 @@ def keyed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
 
 
 def _levels(rate: float) -> int:
-    """How many of 2^16 numbers drop: never all, or nothing were left to scale up."""
+    """How many of 2^16 numbers drop: never all, because nothing would be left to scale up."""
     return min(round(rate * 2**16), 2**16 - 1)

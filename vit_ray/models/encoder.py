@@ -1,6 +1,6 @@
 """The Transformer encoder block: pre-norm attention and MLP, as the paper's equations 2 and 3.
 
-And pooling by attention: the MAP head of "Scaling Vision Transformers" (arXiv:2106.04560).
+Also pooling by attention: the MAP head of "Scaling Vision Transformers" (arXiv:2106.04560).
 """
 
 # B images, N tokens, D width, H heads, K head width
@@ -18,7 +18,8 @@ from vit_ray.models.layers import LayerScale, Linear, QkvLinear
 from vit_ray.models.positions import RelativePositions, turned
 from vit_ray.models.sizes import Activation, EncoderSize, VitOptions
 
-# Takes the attention weights (B, H, N, N) of one block; they live as long as it keeps them.
+# Takes the attention weights (B, H, N, N) of one block; they are freed when it no longer keeps
+# them.
 WeightsSink = Callable[[Tensor], None]
 
 
@@ -27,7 +28,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """As CLIP's own towers (Radford et al., arXiv:2103.00020) have it in place of GELU."""
+    """As CLIP's own towers (Radford et al., arXiv:2103.00020) use it instead of GELU."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -75,10 +76,10 @@ class Attention(nn.Module):
 
         Args:
             x_BND: normalised tokens.
-            weights_to: where given, is called with the attention weights (B, H, N, N) in float32;
-                the output still comes from the fused kernel.
-            num_queries: how many tokens, from the first on, are wanted; None for all.
-            rope_2NK: from `positions.rope_table`, where queries and keys are turned.
+            weights_to: if given, is called with the attention weights (B, H, N, N) in float32; the
+                output still comes from the fused kernel.
+            num_queries: how many tokens, from the first on, are needed; None for all.
+            rope_2NK: from `positions.rope_table`, if queries and keys are rotated.
         """
         q_BHNK, k_BHNK, v_BHNK = (
             part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2)
@@ -99,8 +100,8 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two dense layers with an activation between, dropout after each.
 
-    Of SwiGLU (Shazeer, arXiv:2002.05202) the activation is of a third layer, whose outputs are
-    factors on those of the first.
+    For SwiGLU (Shazeer, arXiv:2002.05202) the activation is applied to a third layer, whose outputs
+    are multiplied with those of the first.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Mlp(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(B, N, D) to (B, N, D); `keys` as of `Block.forward`."""
+        """(B, N, D) to (B, N, D); `keys` as in `Block.forward`."""
         hidden = self.expand(x_BND)
         if self.gate is None:
             hidden = self.activation(hidden)
@@ -130,7 +131,7 @@ class Block(nn.Module):
     Args:
         size: of the encoder.
         options: of the ViT; stochastic depth is that of the last block.
-        relative: as of `Attention`.
+        relative: as in `Attention`.
         stochastic_depth: of this block.
     """
 
@@ -164,13 +165,13 @@ class Block(nn.Module):
 
         Args:
             x_BND: tokens.
-            weights_to: as of `Attention.forward`.
-            num_queries: as of `Attention.forward`.
+            weights_to: as in `Attention.forward`.
+            num_queries: as in `Attention.forward`.
             keys: int64 (B,), from which this block's dropout draws; None = torch's generator.
-            rope_2NK: as of `Attention.forward`.
+            rope_2NK: as in `Attention.forward`.
         """
-        # Each place that drops has keys of its own: 0 after attention, 1 and 2 in the MLP, 3 and 4
-        # for whole branches.
+        # Each place that drops has its own keys: 0 after attention, 1 and 2 in the MLP, 3 and 4 for
+        # whole branches.
         mixed = self.attention(self.attention_norm(x_BND), weights_to, num_queries, rope_2NK)
         mixed = self.attention_scale(self.dropout(mixed, numbered_keys(keys, 0)))
         x_BND = x_BND[:, :num_queries] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
@@ -179,7 +180,7 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """A learned probe asks all tokens, then x + mlp(norm(x)) of the answer, as big_vision's.
+    """A learned probe attends to all tokens, then x + mlp(norm(x)) of the result, as in big_vision.
 
     Args:
         size: of the encoder.
@@ -190,7 +191,7 @@ class AttentionPool(nn.Module):
         super().__init__()
         width, self.num_heads = size.width, size.num_heads
         self.probe = nn.Parameter(torch.empty(1, 1, width))
-        # Xavier as flax has it for (1, 1, D): one in, D out.
+        # Xavier as in flax for (1, 1, D): one in, D out.
         limit = math.sqrt(6.0 / (1 + width))
         nn.init.uniform_(self.probe, -limit, limit)
         self.query, self.key, self.value, self.out = (Linear(width, width) for _ in range(4))

@@ -1,13 +1,13 @@
 """Multiply-adds of a forward pass, counted from the sizes, and the training cost of Table 6.
 
-Convention (the one that reproduces Table 6): a multiply-add is two operations, the backward pass
-costs twice the forward, recomputation and the optimiser are not counted. A convolution counts
-its kernel only where it lies on the image, as XLA's cost analysis does. Norms, activations,
-softmax and pooling are not counted.
+Convention (it reproduces Table 6): a multiply-add is two operations, the backward pass costs twice
+the forward, recomputation and the optimiser are not counted. A convolution counts its kernel only
+where it overlaps the image, as XLA's cost analysis does. Norms, activations, softmax and pooling
+are not counted.
 
 `forward_macs` and `count_exaflops` are the paper's count, for costs: the last block of a ViT is
-counted whole. `training_macs` is what a step computes, for MFU and HFU: where the class token is
-all that the head sees, the last block works out that token alone; and the images need no gradient.
+counted whole. `training_macs` is what a step computes, for MFU and HFU: if the head only sees the
+class token, the last block computes only that token; and the images need no gradient.
 """
 
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ JFT_CLASSES = 18_291
 def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **options: Any) -> int:
     """Multiply-adds of one image through a model, with the arguments of `build_model`.
 
-    Of a model of the user's own, those that torch's counter finds in matrix products, convolutions
-    and attention, on tensors without values.
+    For a user's own model, those that torch's counter finds in matrix products, convolutions and
+    attention, on tensors without values.
 
     Raises:
-        ValueError: as `build_model`; a model of the user's own does not run without values.
+        ValueError: as `build_model`; a user's own model does not run without values.
     """
     if not is_own(name):
         return _count(name, num_classes, image_size, options, is_pruned=False).forward
@@ -45,19 +45,19 @@ def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **opt
         model = build_model(name, num_classes, image_size, **options).eval()
         images = torch.zeros(1, 3, *as_grid(image_size))
     try:
-        # The fused kernel's count has the weights of attention twice.
+        # The count of the fused kernel includes the attention weights twice.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             logits = model(images)
     except Exception as error:  # of the user's code
         raise ValueError(
-            f"model.name={name}: its multiply-adds cannot be counted: with tensors of the device "
-            f"meta, which have shapes and no values, its forward pass fails ({type(error).__name__}"
-            f": {error}); use no .item(), .numpy() or fixed device in it"
+            f"model.name={name}: its multiply-adds cannot be counted: with tensors on the device "
+            "meta, which have shapes but no values, its forward pass fails "
+            f"({type(error).__name__}: {error}); use no .item(), .numpy() or fixed device in it"
         ) from error
     if tuple(logits.shape) != (1, num_classes):
         raise ValueError(
-            f"model.name={name}: of one image it makes {list(logits.shape)}; return logits of the "
-            f"shape (images, classes), here [1, {num_classes}]"
+            f"model.name={name}: for one image it returns {list(logits.shape)}; return logits of "
+            f"the shape (images, classes), here [1, {num_classes}]"
         )
     return int(counter.get_total_flops()) // 2
 
@@ -67,7 +67,7 @@ class TrainingMacs:
     """Multiply-adds of one image in a training step, as computed.
 
     Attributes:
-        recomputed: of the forward pass, done again in the backward pass (activation checkpointing).
+        recomputed: of the forward pass, repeated in the backward pass (activation checkpointing).
     """
 
     forward: int
@@ -81,7 +81,7 @@ class TrainingMacs:
 
     @property
     def hardware(self) -> int:
-        """What is done: the numerator of HFU."""
+        """What is computed: the numerator of HFU."""
         return self.model + self.recomputed
 
 
@@ -98,10 +98,10 @@ def training_macs(
     """What a training step computes for one image, with the arguments of `build_model`.
 
     Args:
-        recompute_every: as of `set_activation_checkpointing`.
+        recompute_every: as in `set_activation_checkpointing`.
         compiles: the blocks of a Transformer are compiled, each to one operation, which is
-            recomputed whole; torch stops a recomputation early between operations alone.
-        masked_target: of masked patch prediction, where that is the objective.
+            recomputed whole; torch can stop a recomputation early only between operations.
+        masked_target: of masked patch prediction, if that is the objective.
 
     Raises:
         ValueError: as `build_model`.
@@ -122,8 +122,8 @@ class _Unit(NamedTuple):
     """A unit or block that may be recomputed.
 
     Attributes:
-        tail: its last product, where the backward pass needs nothing that comes after it: torch
-            stops recomputing before it.
+        tail: its last product, if the backward pass needs nothing that comes after it: torch stops
+            recomputing before it.
     """
 
     macs: int
@@ -135,7 +135,7 @@ class _Parts(NamedTuple):
 
     Attributes:
         first: the product with the pixels.
-        chains: units or blocks one after the other, as recomputation counts them.
+        chains: units or blocks in sequence, for counting recomputation.
         last: everything else.
     """
 
@@ -157,7 +157,7 @@ def _count(
     masked_target: Target | None = None,
     compiles: bool = False,
 ) -> _Parts:
-    """`is_pruned`: the last block computes no more than the head sees."""
+    """`is_pruned`: the last block computes only what the head needs."""
     spec, sides = find_spec(name, options), as_grid(image_size)
     encoder, chosen = spec.encoder, spec.options
     chains = []
@@ -186,7 +186,7 @@ def _count(
             macs += (2 * num_tokens if spec.is_axial else queries) * width * encoder.mlp_dim
         if chosen.positions == "relative":
             macs += queries * (2 * num_tokens - 1) * width
-        # The end of an MLP, after which only factors keep something for the backward pass.
+        # The end of an MLP, after which only factors keep activations for the backward pass.
         scales = chosen.dropout or chosen.layer_scale or chosen.depth_rate(index, encoder.depth)
         tail = 0 if scales or compiles else queries * width * encoder.mlp_dim
         blocks.append(_Unit(macs, tail))
@@ -197,7 +197,7 @@ def _count(
         # A probe's query, keys and values of all tokens, attention of one query, and an MLP.
         last += 2 * (num_tokens + 1) * width**2 + 2 * num_tokens * width
         last += (2 + is_gated) * width * encoder.mlp_dim
-    if masked_target is not None:  # predictions of half of the patches in place of the head
+    if masked_target is not None:  # predictions for half of the patches instead of the head
         last = num_corrupted(num_patches) * width * num_predictions(masked_target, side)
     if spec.resnet is None:
         return _Parts(embedding, [blocks], last)
@@ -214,7 +214,7 @@ def training_exaflops(
 ) -> float:
     """10^18 operations of pre-training, as `count_exaflops`.
 
-    The tanh representation layer of pre-training is counted where a model can have one, unless
+    The tanh representation layer of pre-training is counted if the model can have one, unless
     `representation` is given.
     """
     if find_spec(name, options).encoder is not None:
@@ -226,7 +226,7 @@ def training_exaflops(
 def count_exaflops(macs: int, images_seen: float) -> float:
     """10^18 operations of training: 6 x multiply-adds x images (Table 6 of the paper).
 
-    Two operations for a multiply-add; the backward pass costs twice the forward.
+    Two operations per multiply-add; the backward pass costs twice the forward.
 
     Args:
         macs: of one image through the model, as `forward_macs` counts them.
@@ -236,10 +236,10 @@ def count_exaflops(macs: int, images_seen: float) -> float:
 
 
 def block_macs(size: EncoderSize, num_tokens: int, num_queries: int | None = None) -> int:
-    """A block over a sequence: q, k, v and output projections, the MLP, and attention twice.
+    """A block on a sequence: q, k, v and output projections, the MLP, and attention twice.
 
     Args:
-        num_queries: tokens that are wanted; None for all.
+        num_queries: tokens that are needed; None for all.
     """
     queries = num_tokens if num_queries is None else num_queries
     by_key = 2 * size.width**2
@@ -250,7 +250,7 @@ def block_macs(size: EncoderSize, num_tokens: int, num_queries: int | None = Non
 def _conv_macs(
     grid: Grid, channels: tuple[int, int], kernel: int, stride: int, pads_same: bool
 ) -> tuple[int, Grid]:
-    """Multiply-adds of a convolution at the places of its kernel that lie on the image.
+    """Multiply-adds of a convolution where its kernel overlaps the image.
 
     Returns:
         These, and the size of its output.
@@ -268,8 +268,8 @@ def _conv_macs(
 def _resnet_macs(
     size: ResNetSize, image_size: Grid, is_axial: bool, is_alone: bool
 ) -> tuple[int, list[_Unit], Grid]:
-    """Root, units, and the size of the map that they make; `is_alone`: not under a ViT."""
-    is_bit = is_alone and not is_axial  # whose padding is not XLA's
+    """Root, units, and the size of the resulting map; `is_alone`: not below a ViT."""
+    is_bit = is_alone and not is_axial  # whose padding differs from XLA's
     root, grid = _conv_macs(image_size, (3, size.widths[0]), 7, 2, not is_bit)
     grid, units = (-(-grid[0] // 2), -(-grid[1] // 2)), []
     for channels, width, stride in size.units():

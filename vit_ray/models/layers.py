@@ -2,7 +2,7 @@
 
 Each layer sets its own initial values, so a model may be built inside `deepspeed.zero.Init` or on
 the meta device. Source of the values: google-research/vision_transformer, `models_vit.py` and
-`models_resnet.py`, and the flax defaults that they rely on.
+`models_resnet.py`, and the flax defaults that they use.
 """
 
 import math
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Standard deviation of a unit normal cut at +-2, which flax divides out (jax variance_scaling).
+# Standard deviation of a unit normal truncated at +-2, which flax divides by (jax
+# variance_scaling).
 _TRUNCATED_STD = 0.87962566103423978
 
 
@@ -67,7 +68,7 @@ class QkvLinear(Linear):
 
         Args:
             x: tokens.
-            num_queries: how many of them ask, from the first on; None for all.
+            num_queries: number of tokens with queries, from the first on; None for all.
         """
         if num_queries is None:
             q, k, v = F.linear(x, self.weight, self.bias).chunk(3, dim=-1)
@@ -97,8 +98,8 @@ class Head(nn.Linear):
     numbers are 0.0625 apart, which is coarser than what the first thousand steps teach.
 
     Attributes:
-        exact_bias: float32 (K,) of which `bias` is the rounded copy, where something keeps one;
-            it is added in the place of that. Gradients are `bias`'s.
+        exact_bias: float32 (K,), if something keeps the unrounded values of `bias`; it is added
+            instead. Gradients are `bias`'s.
     """
 
     def __init__(self, width: int, num_classes: int, initial_bias: float = 0.0) -> None:
@@ -107,7 +108,7 @@ class Head(nn.Linear):
         nn.init.constant_(self.bias, initial_bias)
 
     def reset_parameters(self) -> None:
-        """Clear kernel and bias."""
+        """Set kernel and bias to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -120,13 +121,13 @@ class Head(nn.Linear):
 
 
 class PatchProjection(nn.Conv2d):
-    """Convolution whose stride is its kernel, done as one matrix product over cut patches."""
+    """Convolution with stride = kernel size, computed as one matrix product over cut patches."""
 
     def __init__(self, channels: int, width: int, patch_size: int) -> None:
         super().__init__(channels, width, kernel_size=patch_size, stride=patch_size)
 
     def reset_parameters(self) -> None:
-        """Draw the kernel, clear the bias."""
+        """Draw the kernel, set the bias to zero."""
         lecun_normal_(self.weight)
         assert self.bias is not None
         nn.init.zeros_(self.bias)
@@ -158,7 +159,7 @@ def cut_patches(images: Tensor, size: int) -> Tensor:
 class StandardizedConv2d(nn.Conv2d):
     """Convolution whose kernel has mean 0 and deviation 1 per output channel; no bias.
 
-    BiT's pads by half the kernel on each side and adds 1e-10 to the variance (big_transfer's
+    As BiT it pads by half the kernel on each side and adds 1e-10 to the variance (big_transfer's
     `bit_pytorch/models.py`).
 
     Args:

@@ -1,15 +1,15 @@
 """Masked patch prediction (paper 4.6 and B.1.2): self-supervised pre-training of any ViT.
 
-Half of the patch embeddings of each image are corrupted: of these 80 % become a learned mask
-embedding, 10 % the embedding of another patch of the same image, 10 % stay as they are. The
-encoder predicts something simple about the pixels of the corrupted patches.
+Half of the patch embeddings of each image are corrupted: 80 % of these become a learned mask
+embedding, 10 % the embedding of another patch of the same image, 10 % stay unchanged. The encoder
+predicts something simple about the pixels of the corrupted patches.
 
-Which patches, and how, is a pure function of (seed, step, sample), as are the units that dropout
-drops: the same on any number of workers, in any order of batches, after any restart.
+Which patches, and how, depends only on (seed, step, sample), as do the units that dropout drops:
+the same on any number of workers, in any order of batches, after any restart.
 
-Where the paper is silent: exactly half of the patches (rounded down, at least one) are corrupted
-in each image; "other patch" is of the same image; losses are means over predictions; the mask
-embedding starts as BERT's, at standard deviation 0.02.
+Where the paper gives no detail: exactly half of the patches (rounded down, at least one) are
+corrupted in each image; "other patch" is of the same image; losses are means over predictions; the
+mask embedding starts as BERT's, with standard deviation 0.02.
 """
 
 # B images, N patches, D width, M corrupted patches of an image, C channels
@@ -33,16 +33,16 @@ MASKED_FRACTION, SWAPPED_FRACTION = 0.8, 0.1
 BITS_PER_CHANNEL = 3
 NUM_COLORS = 2 ** (3 * BITS_PER_CHANNEL)
 DOWNSIZED_SIDE = 4
-# Of the random numbers of a sample; those before it choose patches.
+# Numbers of a sample's random numbers; those before it choose patches.
 DROPOUT_STREAM = 3
 
 
 class Corruption(NamedTuple):
     """What happens to the patches of a batch.
 
-    `corrupted` (B, M) are patch numbers in ascending order. `is_masked` and `is_swapped` (B, N)
-    are never true together, nor outside of `corrupted`; `source` (B, N) is the patch whose
-    embedding a swapped one takes, never itself.
+    `corrupted` (B, M) are patch numbers in ascending order. `is_masked` and `is_swapped` (B, N) are
+    never both true, and only within `corrupted`; `source` (B, N) is the patch whose embedding a
+    swapped one takes, never itself.
     """
 
     corrupted: Tensor
@@ -52,12 +52,12 @@ class Corruption(NamedTuple):
 
 
 def num_corrupted(num_patches: int) -> int:
-    """Patches of an image that are corrupted."""
+    """Number of corrupted patches in an image."""
     return max(1, int(num_patches * CORRUPTED_FRACTION))
 
 
 def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0) -> Corruption:
-    """The corruption of each sample, from (seed, step, sample) alone.
+    """The corruption of each sample, from (seed, step, sample) only.
 
     Args:
         samples: int64 (B,), global numbers of the images.
@@ -70,11 +70,11 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0)
     """
     if num_patches < 2:
         raise ValueError(
-            f"an image of {num_patches} patch has none to corrupt and none to keep; "
-            "use a larger image_size or a smaller patch_size"
+            f"an image of {num_patches} patch has none to corrupt and none to keep; use a larger "
+            "image_size or a smaller patch_size"
         )
     order, kind, other = (
-        # 63 bits, which are no negative numbers.
+        # 63 bits, which are never negative.
         random_words(sample_keys(samples, seed, step, stream), num_patches) & (2**63 - 1)
         for stream in range(3)
     )
@@ -98,15 +98,15 @@ class MaskToken(nn.Module):
         nn.init.normal_(self.token, std=POSITION_STD)
 
     def forward(self, patches_BND: Tensor, is_masked_BN: Tensor) -> Tensor:
-        """Patches with the token in place of the masked ones."""
+        """Patches with the token instead of the masked ones."""
         return torch.where(is_masked_BN[..., None], self.token.to(patches_BND.dtype), patches_BND)
 
 
 class MaskedPatchObjective(Recomputable):
     """A ViT with a mask token and a linear prediction of what its corrupted patches show.
 
-    The model's own head, with the representation layer and pooling by attention before it, does not
-    take part and is frozen; fine-tuning replaces it.
+    The model's own head, with the representation layer and pooling by attention before it, is not
+    used and is frozen; fine-tuning replaces it.
 
     Args:
         model: any ViT, hybrid or axial ViT.
@@ -115,7 +115,7 @@ class MaskedPatchObjective(Recomputable):
         seed: of the corruption.
 
     Raises:
-        ValueError: for an unknown target, a model that is no ViT, or patches that cannot be
+        ValueError: for an unknown target, a model that is not a ViT, or patches that cannot be
             reduced to 4 x 4.
     """
 
@@ -128,13 +128,13 @@ class MaskedPatchObjective(Recomputable):
         if not isinstance(model, VisionTransformer):
             raise ValueError(
                 f"masked patch prediction needs patches, and a {type(model).__name__} has none; "
-                "use a ViT, a hybrid or an axial ViT."
+                "use a ViT, a hybrid or an axial ViT"
             )
         side = model.embedding.patch_size
         if target == "downsized" and side < DOWNSIZED_SIDE:
             raise ValueError(
-                f"target='downsized' reduces patches to 4x4, and patch_size={side} is "
-                "smaller; use target='mean_color', or a model with another patch_size."
+                f"target='downsized' reduces patches to 4x4, but patch_size={side} is smaller; use "
+                "target='mean_color', or a model with another patch_size"
             )
         self.model = model
         self.target = target
@@ -161,12 +161,12 @@ class MaskedPatchObjective(Recomputable):
         """Mean loss over the corrupted patches, a float32 scalar.
 
         Args:
-            images: float (B, 3, H, W) in [-1, 1]; in float32 also where the model is in bf16, or
-                what is predicted is rounded, too.
-            samples: int64 (B,), global numbers of the images. None gives the model's own logits of
+            images: float (B, 3, H, W) in [-1, 1]; in float32 even if the model is in bf16,
+                otherwise the targets are rounded, too.
+            samples: int64 (B,), global numbers of the images. None gives the model's own logits for
                 the whole images, so that its features can be evaluated while it trains.
             step: 0-based, of training.
-            per_image: the mean of each image, float32 (B,).
+            per_image: return the mean of each image, float32 (B,).
         """
         if samples is None:
             return self.model(images)
@@ -185,7 +185,7 @@ class MaskedPatchObjective(Recomputable):
         return _loss(self.target, predictions, pixels)
 
     def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
-        """Patch embeddings as the encoder gets them."""
+        """Patch embeddings for the encoder."""
         others = _pick(patches_BND, corruption.source)
         swapped = torch.where(corruption.is_swapped[..., None], others, patches_BND)
         return self.mask(swapped, corruption.is_masked)
@@ -203,7 +203,7 @@ class MaskedPatchObjective(Recomputable):
 
 
 def _pick(items: Tensor, places: Tensor) -> Tensor:
-    """(B, N, ...) at (B, M) to (B, M, ...)."""
+    """(B, N, ...) indexed by (B, M) to (B, M, ...)."""
     rows = torch.arange(len(items), device=items.device)[:, None]
     return items[rows, places]
 
@@ -225,10 +225,10 @@ def color_class(colors: Tensor) -> Tensor:
 
 
 def _loss(target: Target, predictions: Tensor, pixels: Tensor) -> Tensor:
-    """Of predictions (B, M, K) against pixels (B, M, 3, P, P).
+    """Loss of predictions (B, M, K) against pixels (B, M, 3, P, P).
 
     K is 512; 16 * 512, cell by cell in raster order; or 3 * P * P, channel by channel. Cells share
-    the pixels on their border where 4 does not divide P, as with the 14 of H/14.
+    the pixels on their border if 4 does not divide P, as with the 14 of H/14.
     """
     if target == "full_patch":
         return F.mse_loss(predictions, pixels.flatten(2))

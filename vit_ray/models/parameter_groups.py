@@ -49,7 +49,7 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
 
 
 HEADS: Final = ("head", "distillation_head")
-"""Parts whose kernels are zeros until weights or a first step change them."""
+"""Parts whose kernels are zero until weights are loaded or a first step changes them."""
 
 
 def part_of(parameter: str) -> str:
@@ -59,10 +59,10 @@ def part_of(parameter: str) -> str:
 
 
 def chosen_parts(wanted: Iterable[str], parts: Sequence[str]) -> frozenset[str]:
-    """Parts that are meant: each by its name, `blocks` for all blocks, `blocks.0-5` for six.
+    """The named parts: each by its name, `blocks` for all blocks, `blocks.0-5` for six.
 
     Raises:
-        ValueError: a name is of no part.
+        ValueError: a name does not belong to any part.
     """
     chosen: set[str] = set()
     for name in wanted:
@@ -73,16 +73,16 @@ def chosen_parts(wanted: Iterable[str], parts: Sequence[str]) -> frozenset[str]:
         if not found:
             last_of_each = {part.partition(".")[0]: part for part in parts}.values()
             names = (re.sub(r"\.([1-9]\d*)$", r".0-\1", part) for part in last_of_each)
-            raise ValueError(f"{name!r} is no part of this model; it has {', '.join(names)}")
+            raise ValueError(f"{name!r} is not a part of this model; it has {', '.join(names)}")
         chosen |= found
     return frozenset(chosen)
 
 
 def layer_of(parameter: str, depth: int) -> int:
-    """Layer of a parameter of a Transformer: 0 the embedding, i + 1 block i, depth + 1 the rest.
+    """Layer of a Transformer's parameter: 0 the embedding, i + 1 block i, depth + 1 the rest.
 
-    As BEiT (arXiv:2106.08254) and MAE (arXiv:2111.06377) number them for layer-wise decay.
-    Positions that are added before another block than the first are of that block's layer.
+    Numbered as in BEiT (arXiv:2106.08254) and MAE (arXiv:2111.06377) for layer-wise decay.
+    Positions that are added before a block other than the first belong to that block's layer.
     """
     own_table = re.match(r"(?:model\.)?positions\.([1-9]\d*)\.", parameter)
     if own_table:

@@ -1,7 +1,7 @@
-"""Position embeddings: the variants of Table 8 and D.4, and their change to another grid.
+"""Position embeddings: the variants of Table 8 and D.4, and resampling to another grid.
 
-Every table lives in a module whose own forward uses it, because ZeRO stage 3 gathers a module's
-parameters around that module's forward and nowhere else.
+Every table is in the module whose forward uses it, because ZeRO stage 3 gathers a module's
+parameters only around that module's forward.
 """
 
 # B images, N tokens (class token first), D width, H heads, K head width
@@ -23,7 +23,7 @@ ROPE_BASE = 100.0  # of DINOv3
 
 
 class ClassToken(nn.Module):
-    """One learned vector put before the patches; zero at first."""
+    """One learned vector before the patches; zero at first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class ClassToken(nn.Module):
 class Registers(nn.Module):
     """Learned tokens that belong to no patch (Darcet et al., arXiv:2309.16588).
 
-    They stand after the class token, where there is one, and have no positions. They start unlike
-    each other, or they would stay alike.
+    They come after the class token, if there is one, and have no positions. They start different
+    from each other, or they would stay equal.
     """
 
     def __init__(self, count: int, width: int, num_before: int) -> None:
@@ -58,7 +58,7 @@ class Registers(nn.Module):
 class SincosPositions2d(nn.Module):
     """Fixed sines and cosines of column and row (Beyer et al., arXiv:2205.01580); no parameters.
 
-    The class token, where there is one, gets zeros.
+    The class token, if there is one, gets zeros.
     """
 
     table: Tensor
@@ -67,8 +67,8 @@ class SincosPositions2d(nn.Module):
         super().__init__()
         if width % 4 or width < 8:
             raise ValueError(
-                f"positions='sincos_2d' takes a quarter of the width each for two sines and two "
-                f"cosines, and width={width}; change width to a multiple of 4 from 8 on"
+                f"positions='sincos_2d' with width={width}: two sines and two cosines take a "
+                "quarter of the width each; change width to a multiple of 4 from 8 on"
             )
         self.grid = grid
         table = sincos_table(grid, width)
@@ -77,7 +77,7 @@ class SincosPositions2d(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape; of a smaller square image too."""
+        """Tokens plus their positions, same shape; also for a smaller square image."""
         table = _resized_for(tokens_BND, self.table[None], self.grid)
         return tokens_BND + table.to(tokens_BND.dtype)
 
@@ -92,7 +92,7 @@ def sincos_table(grid: Grid, width: int) -> Tensor:
 
 
 class LearnedPositions1d(nn.Module):
-    """A vector for each token in raster order, the class token's first where there is one."""
+    """A vector for each token in raster order, the class token's first if there is one."""
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
         super().__init__()
@@ -102,21 +102,21 @@ class LearnedPositions1d(nn.Module):
         nn.init.normal_(self.table, std=POSITION_STD)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape; of a smaller square image too."""
+        """Tokens plus their positions, same shape; also for a smaller square image."""
         return tokens_BND + _resized_for(tokens_BND, self.table, self.grid)
 
 
 class LearnedPositions2d(nn.Module):
     """A half-width vector for each column (X) and each row (Y), concatenated per patch.
 
-    The paper does not say what the class token gets; here it has a vector of its own, as in 1-D.
+    The paper does not say what the class token gets; here it has its own vector, as in 1-D.
     """
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
         super().__init__()
         if width % 2:
             raise ValueError(
-                f"positions='learned_2d' splits the width in halves, and width={width} is odd; "
+                f"positions='learned_2d' splits the width into halves, but width={width} is odd; "
                 "change width to an even number"
             )
         self.columns = nn.Parameter(torch.empty(grid[1], width // 2))
@@ -137,11 +137,12 @@ class LearnedPositions2d(nn.Module):
 
 
 class RelativePositions(nn.Module):
-    """1-D relative attention of D.4: a vector for each offset q - k, met by the query as a key.
+    """1-D relative attention of D.4: a vector for each offset q - k, multiplied with the query like
+    a key.
 
     The table has a row for each offset from -(N - 1) to N - 1 and is shared by the heads of a
-    layer. The paper does not say how the class token enters; here it stands at position 0 of the
-    sequence, just before the first patch, and its offsets count like any other.
+    layer. The paper does not say how the class token is treated; here it is at position 0 of the
+    sequence, just before the first patch, with ordinary offsets.
     """
 
     def __init__(self, num_tokens: int, head_width: int) -> None:
@@ -152,16 +153,16 @@ class RelativePositions(nn.Module):
     def forward(self, q_BHNK: Tensor) -> Tensor:
         """Attention bias (B, H, N, N), scaled as the content logits are.
 
-        With the queries of the first M tokens only, (B, H, M, N).
+        With the queries of only the first M tokens, (B, H, M, N).
         """
         num_queries, head_width = q_BHNK.shape[-2:]
         row = len(self.table)  # 2N - 1
         start = row // 2  # N - 1
-        # Offset q - k runs down the table; the flip makes column d stand for k - q + N - 1.
+        # Offset q - k runs down the table; the flip makes column d mean k - q + N - 1.
         scores = (q_BHNK * head_width**-0.5) @ self.table.flip(0).T
-        # From offsets to keys with views instead of a gather: entry (q, k) is at column
-        # k - q + N - 1; in rows padded to 2N its flat place is q (2N - 1) + k + N - 1, which is a
-        # row length of 2N - 1 after N - 1 skipped entries.
+        # From offsets to keys with views instead of a gather: entry (q, k) is at column k - q + N -
+        # 1; in rows padded to 2N its flat index is q (2N - 1) + k + N - 1, which is a row length of
+        # 2N - 1 after N - 1 skipped entries.
         flat = F.pad(scores, (0, 1)).flatten(-2)
         missing = start + num_queries * row - flat.shape[-1]
         if missing > 0:  # fewer queries than keys
@@ -173,13 +174,13 @@ class RelativePositions(nn.Module):
 def rope_table(grid: Grid, num_before: int, head_width: int, tokens_BND: Tensor) -> Tensor:
     """Cosines and sines (2, N, K / 2) for `turned`, with dtype and device of the tokens.
 
-    As DINOv3 (Simeoni et al., arXiv:2508.10104): centres of patches, in [-1, 1] at any image size,
-    times K / 4 frequencies, of the row and then of the column. What DINOv3's own training does to
-    the centres at random is left out.
+    As in DINOv3 (Simeoni et al., arXiv:2508.10104): centres of patches, in [-1, 1] at any image
+    size, times K / 4 frequencies, of the row and then of the column. The random changes of the
+    centres in DINOv3's own training are left out.
 
     Args:
         grid: (rows, columns) of the patches.
-        num_before: tokens before the patches, which are not turned.
+        num_before: tokens before the patches, which are not rotated.
         head_width: K.
         tokens_BND: of any width.
     """
@@ -193,7 +194,7 @@ def rope_table(grid: Grid, num_before: int, head_width: int, tokens_BND: Tensor)
 
 
 def turned(x_BHNK: Tensor, rope_2NK: Tensor) -> Tensor:
-    """Queries or keys of the first tokens, each pair (i, i + K / 2) turned by its angle."""
+    """Queries or keys of the first tokens, each pair (i, i + K / 2) rotated by its angle."""
     first, second = x_BHNK.chunk(2, dim=-1)
     cos, sin = rope_2NK[:, : x_BHNK.shape[-2]]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -202,7 +203,7 @@ def turned(x_BHNK: Tensor, rope_2NK: Tensor) -> Tensor:
 def resize_table(
     table: Tensor, old_grid: Grid, new_grid: Grid, mode: ResizeMode = "bilinear"
 ) -> Tensor:
-    """Resample a 1-D raster table (1, prefix + N, D) to another grid; the prefix stays as it is.
+    """Resample a 1-D raster table (1, prefix + N, D) to another grid; the prefix stays unchanged.
 
     Args:
         table: rows of the class token (or none) and then of the grid in raster order.
@@ -230,7 +231,7 @@ def resize_table(
 
 
 def _resized_for(tokens_BND: Tensor, table_1ND: Tensor, grid: Grid) -> Tensor:
-    """The table for so many tokens: resampled where they are those of another square image."""
+    """The table for this many tokens: resampled if they are those of another square image."""
     if tokens_BND.shape[1] == table_1ND.shape[1]:
         return table_1ND
     num_prefix = table_1ND.shape[1] - grid[0] * grid[1]
@@ -238,13 +239,13 @@ def _resized_for(tokens_BND: Tensor, table_1ND: Tensor, grid: Grid) -> Tensor:
 
 
 def grid_of(num_patches: int, grid: Grid) -> Grid:
-    """The grid of so many patches of an image that `VisionTransformer.embed` lets in.
+    """The grid for this many patches of an image that `VisionTransformer.embed` accepts.
 
     Args:
-        grid: of the size that the model was built for; another one is a square.
+        grid: of the size that the model was built for; another grid is a square.
     """
     found = grid if num_patches == grid[0] * grid[1] else square_grid(num_patches)
-    assert found is not None, "`VisionTransformer.embed` has let in images that are no squares"
+    assert found is not None, "`VisionTransformer.embed` has accepted images that are not square"
     return found
 
 
@@ -256,6 +257,6 @@ def resize_line(table: Tensor, length: int) -> Tensor:
 
 
 def square_grid(num_patches: int) -> Grid | None:
-    """The grid of a square image with so many patches, None where there is none."""
+    """The grid of a square image with this many patches, None if there is none."""
     side = round(num_patches**0.5)
     return (side, side) if side * side == num_patches else None

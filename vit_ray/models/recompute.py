@@ -5,14 +5,14 @@ from torch.utils.checkpoint import checkpoint
 
 
 def is_recomputed(index: int, every: int) -> bool:
-    """Whether the block at a 0-based index is recomputed: every n-th one, none where n is 0."""
+    """Whether the block at a 0-based index is recomputed: every n-th one; none if n is 0."""
     return every > 0 and (index + 1) % every == 0
 
 
 def run_block(block: nn.Module, x: Tensor, recomputes: bool, *rest: object) -> Tensor:
-    """`block(x, *rest)`; where `recomputes`, its activations are made again for the backward.
+    """`block(x, *rest)`; if `recomputes`, its activations are computed again for the backward pass.
 
-    Dropout drops the same units both times: from keys, or else by torch's random state, kept.
+    Dropout drops the same units both times: from keys, or else by torch's stored random state.
     """
     if not (recomputes and is_grad_enabled()):
         return block(x, *rest)
@@ -20,12 +20,12 @@ def run_block(block: nn.Module, x: Tensor, recomputes: bool, *rest: object) -> T
 
 
 class Chain(nn.ModuleList):
-    """Blocks that run one after the other, every n-th of them again in the backward pass."""
+    """Blocks that run in sequence, every n-th of them again in the backward pass."""
 
     recompute_every = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the last block makes."""
+        """The last block's output."""
         for index, block in enumerate(self):
             x = run_block(block, x, is_recomputed(index, self.recompute_every))
         return x

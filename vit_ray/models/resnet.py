@@ -1,4 +1,4 @@
-"""BiT ResNets (Kolesnikov et al., arXiv 1912.11370), and the ResNets under hybrids.
+"""BiT ResNets (Kolesnikov et al., arXiv 1912.11370), and the ResNets of hybrids.
 
 BiT has pre-activation units; padding, epsilons and order of layers are those of
 google-research/big_transfer. The hybrids' embedding is a post-activation ResNet whose feature-map
@@ -66,9 +66,9 @@ class BitResNet(Recomputable):
         return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, D) as the head sees them: normalised, rectified, averaged over space."""
+        """(B, D), the head's input: normalised, rectified, averaged over space."""
         x_BCHW = self.root(images.to(self.norm.weight.dtype))
-        # No norm or ReLU before the pool, so that padding with 0 and not -inf matters: as BiT.
+        # No norm or ReLU before the pool, so padding with 0 differs from -inf: as in BiT.
         x_BCHW = F.max_pool2d(F.pad(x_BCHW, (1, 1, 1, 1)), kernel_size=3, stride=2)
         return torch.mean(F.relu(self.norm(self.units(x_BCHW))), dim=(2, 3))
 
@@ -93,7 +93,7 @@ class PostActivationUnit(nn.Module):
     """Bottleneck with norm after each convolution and ReLU after the sum; stride on the middle.
 
     Args:
-        channels_in: what it takes; it gives 4 x `width`.
+        channels_in: input channels; the output has 4 x `width`.
         width: channels inside.
         stride: of the layer in the middle.
         middle: makes that layer.

@@ -1,4 +1,4 @@
-"""Sizes and options of the models: what is known of a model before there is one.
+"""Sizes and options of the models: what is known about a model before it is built.
 
 Nothing here needs torch, which takes seconds to import.
 """
@@ -46,17 +46,17 @@ class EncoderSize:
 
 @dataclass(frozen=True)
 class VitOptions:
-    """What may differ between two ViTs of one size.
+    """Options in which two ViTs of one size may differ.
 
     `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
     head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
-    `stochastic_depth` is the share of images for which the last block's branches are left out;
+    `stochastic_depth` is the share of images for which the last block's branches are dropped;
     `registers` is the number of tokens that belong to no patch; `layer_scale` is the first value of
     the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys;
-    `distillation_token` adds DeiT's, and its head. Of `positions`, `sincos_2d` is fixed, and
-    `rope_2d` turns queries and keys; of `pool`, `map` is pooling by attention. Published towers
-    need `pre_norm`, a layer norm before the first block, the `activation` of their MLPs, of which
-    `gelu_tanh` is the reference code's and `swiglu` adds a layer, and the epsilon of their layer
+    `distillation_token` adds DeiT's, and its head. The positions `sincos_2d` are fixed, and
+    `rope_2d` rotates queries and keys; the pool `map` is pooling by attention. Published towers
+    need `pre_norm`, a layer norm before the first block; the `activation` of their MLPs, where
+    `gelu_tanh` is the reference code's and `swiglu` adds a layer; and the epsilon of their layer
     norms, `norm_eps`.
     """
 
@@ -92,21 +92,22 @@ class VitOptions:
             raise ValueError(f"registers={self.registers} must be 0 or more")
         if self.registers and (self.positions == "relative" or self.positions_at != "stem"):
             raise ValueError(
-                f"registers={self.registers} have no place, and positions={self.positions!r} with "
-                f"positions_at={self.positions_at!r} gives every token one in the layers; use "
-                "positions that are added at the stem"
+                f"registers={self.registers} have no position, but positions={self.positions!r} "
+                f"with positions_at={self.positions_at!r} needs one for every token; use positions "
+                "that are added at the stem"
             )
         is_plain = self.pool == "cls" and not self.representation and self.positions_at == "stem"
         if self.distillation_token and not (is_plain and self.positions != "relative"):
             raise ValueError(
-                "distillation_token=True stands with a class token before plain heads; use "
-                "pool='cls', representation=False, and positions that are added at the stem"
+                "distillation_token=True needs a class token and plain heads; use pool='cls', "
+                "representation=False, and positions that are added at the stem"
             )
         fixed = ("none", "relative", "sincos_2d", "rope_2d")
         if self.positions in fixed and self.positions_at != "stem":
             raise ValueError(
-                f"positions_at={self.positions_at!r} has no meaning with positions="
-                f"{self.positions!r}; leave positions_at at 'stem', or use a learned position"
+                f"positions_at={self.positions_at!r} has no effect with "
+                f"positions={self.positions!r}; leave positions_at at 'stem', or use a learned "
+                "position"
             )
         for name in ("dropout", "stochastic_depth"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -120,7 +121,7 @@ class VitOptions:
 
     @property
     def num_class_tokens(self) -> int:
-        """1 where the head sees a class token, else 0."""
+        """1 if the head sees a class token, else 0."""
         return int(self.pool == "cls")
 
     @property
@@ -148,10 +149,10 @@ class AxialVitOptions(VitOptions):
         refused = {
             "pool": (self.pool != "gap", "has no class token; use pool='gap'"),
             "registers": (self.registers, "has no row or column for them; leave it at 0"),
-            "distillation_token": (self.distillation_token, "has no place for it; leave it off"),
+            "distillation_token": (self.distillation_token, "has no position for it; leave it off"),
             "stochastic_depth": (
                 self.stochastic_depth,
-                "has blocks that take lines and not images; leave it at 0",
+                "has blocks whose batch is lines, not images; leave it at 0",
             ),
             "positions": (
                 self.positions in ("relative", "rope_2d"),
@@ -187,7 +188,7 @@ class ResNetSize:
         return 4 * self.widths[-1]
 
     def units(self) -> Iterator[tuple[int, int, int]]:
-        """Channels in, inner width and stride of each unit; every stage but the first halves."""
+        """Input channels, inner width and stride of each unit; all stages but the first halve."""
         channels = self.widths[0]
         for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
             for index in range(count):
@@ -198,7 +199,7 @@ class ResNetSize:
         """(rows, columns) of the last feature map, rounded up as padding does.
 
         Raises:
-            ValueError: if the image is smaller than what one pixel of it stands for.
+            ValueError: if the image is smaller than the area of one pixel of the map.
         """
         if min(image_size) < self.reduction:
             raise ValueError(
@@ -210,7 +211,7 @@ class ResNetSize:
 
     @property
     def reduction(self) -> int:
-        """Pixels along a side of the image for one of the last feature map."""
+        """Image pixels along a side for one pixel of the last feature map."""
         return int(2 ** (len(self.stages) + 1))
 
 

@@ -65,7 +65,7 @@ class VisionTransformer(Recomputable):
     is_bound_to_grid = False
     """Without positions the encoder is a function of a set of any size."""
     takes_sizes = False
-    """Whether square images of other sizes are embedded too, with resampled positions."""
+    """Whether square images of other sizes are also embedded, with resampled positions."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class VisionTransformer(Recomputable):
         )
         if options.positions == "rope_2d" and size.head_width % 4:
             raise ValueError(
-                "positions='rope_2d' takes half of a head's width each for rows and columns, in "
-                f"pairs, and num_heads={size.num_heads} of width={size.width} have "
-                f"{size.head_width} each; change num_heads or width to a multiple of 4"
+                "positions='rope_2d' needs a head width that is a multiple of 4 (half for rows and "
+                f"half for columns, in pairs), but num_heads={size.num_heads} of "
+                f"width={size.width} have {size.head_width} each; change num_heads or width"
             )
         self.dropout = Dropout(options.dropout)
         self.blocks = Chain(self._block(index) for index in range(size.depth))
@@ -135,9 +135,10 @@ class VisionTransformer(Recomputable):
 
         Args:
             images: of the size that the model was built for.
-            keys: int64 (B,) from `counter_random.sample_keys`: what is dropped in training is a
-                function of them alone. None = torch's generator decides.
-            by_token: the logits of the class token's head, and those of the distillation token's.
+            keys: int64 (B,) from `counter_random.sample_keys`: dropout in training depends only on
+                them. None = torch's generator decides.
+            by_token: return the logits of the class token's head, and those of the distillation
+                token's.
         """
         encoded_BND = self._encoded(images, keys)
         logits = self.head(self.pool(encoded_BND))
@@ -147,10 +148,10 @@ class VisionTransformer(Recomputable):
         return (logits, distilled) if by_token else (logits + distilled) / 2
 
     def features(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(B, D) as the head sees them: pooled, and after the tanh layer where there is one.
+        """(B, D), the head's input: pooled, and after the tanh layer if there is one.
 
-        Where the class token is all that the head sees, the last block works out nothing else:
-        7 % of the products of a 12-layer encoder, which no output depends on, are left out.
+        If the head only sees the class token, the last block computes only that: 7 % of the
+        products of a 12-layer encoder, which no output depends on, are left out.
         """
         return self.pool(self._encoded(images, keys))
 
@@ -169,9 +170,9 @@ class VisionTransformer(Recomputable):
         if grid_BhwD.shape[1:3] != self.grid and is_bound and not self._takes(grid_BhwD):
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
-                f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, and the model was built for "
-                f"{self.grid[0]}x{self.grid[1]}; build it with image_size="
-                f"({images.shape[-2]}, {images.shape[-1]}) and load the weights into that"
+                f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, but the model was built for "
+                f"{self.grid[0]}x{self.grid[1]}; build it with image_size=({images.shape[-2]}, "
+                f"{images.shape[-1]}) and load the weights into that"
             )
         return grid_BhwD.flatten(1, 2)
 
@@ -179,7 +180,7 @@ class VisionTransformer(Recomputable):
         return self.takes_sizes and grid_BhwD.shape[1] == grid_BhwD.shape[2]
 
     def let_in_other_sizes(self) -> None:
-        """Have square images of other sizes than the model was built for embedded, too.
+        """Also embed square images of other sizes than the model was built for.
 
         Raises:
             ValueError: its positions cannot be resampled.
@@ -187,7 +188,7 @@ class VisionTransformer(Recomputable):
         if self.is_bound_to_grid or self.options.positions in ("learned_2d", "relative"):
             kind = "an axial model" if self.is_bound_to_grid else self.options.positions
             raise ValueError(
-                f"the positions of {kind} are of one image size; use a ViT or hybrid with "
+                f"the positions of {kind} are for one image size; use a ViT or hybrid with "
                 "positions 'learned_1d', 'sincos_2d', 'rope_2d' or 'none'"
             )
         self.takes_sizes = True
@@ -201,14 +202,14 @@ class VisionTransformer(Recomputable):
     ) -> Tensor:
         """Patch embeddings to normalised encoder outputs.
 
-        Class token, distillation token, registers, patches, as far as there are any.
+        Class token, distillation token, registers, patches, as far as they exist.
 
         Args:
             patches_BND: from `embed`.
-            weights_to: where given, is called with each block's attention weights in turn, and
-                again where a block is recomputed.
-            num_outputs: how many tokens, from the first on, are wanted; None for all.
-            keys: as of `forward`.
+            weights_to: if given, is called with each block's attention weights in turn, and again
+                if a block is recomputed.
+            num_outputs: how many tokens, from the first on, are needed; None for all.
+            keys: as in `forward`.
         """
         options, rope_2NK = self.options, None
         if options.positions == "rope_2d":
@@ -231,7 +232,7 @@ class VisionTransformer(Recomputable):
         return self.norm(x_BND)
 
     def pool(self, encoded_BND: Tensor) -> Tensor:
-        """(B, N, D) to the (B, D) that the head sees."""
+        """(B, N, D) to the head's input (B, D)."""
         if self.attention_pool is not None:
             pooled = self.attention_pool(encoded_BND)
         elif self.class_token is not None:
@@ -244,7 +245,7 @@ class VisionTransformer(Recomputable):
     def attention_weights(self, images: Tensor) -> list[Tensor]:
         """Attention weights (B, H, N, N) in float32, one tensor for each block.
 
-        Computed beside the fused kernel on the activations that the fused kernel made.
+        Computed separately, from the activations that the fused kernel made.
         """
         weights: list[Tensor] = []
         self.encode(self.embed(images), weights.append)

@@ -437,7 +437,9 @@ def test_lines_of_positions_keep_their_ends_and_stay_linear(positions: str) -> N
 def test_positions_of_an_oblong_checkpoint_need_its_grid() -> None:
     source = small_model("ViT", image_size=(32, 56))
     model = other_model("ViT", image_size=48)
-    with pytest.raises(ValueError, match=r"28 patches, which are not a square; give source_grid"):
+    with pytest.raises(
+        ValueError, match=r"28 patches, which do not form a square; give source_grid"
+    ):
         fit_state_dict(model, source.state_dict())
     with pytest.raises(ValueError, match="29 rows does not hold a grid of 3 x 3"):
         fit_state_dict(model, source.state_dict(), origin=Origin((3, 3)))
@@ -787,7 +789,7 @@ def test_a_missing_file_unknown_names_and_unknown_layouts_are_errors(tmp_path: P
     with pytest.raises(ValueError, match=r"do not exist; give a .npz or .safetensors"):
         load_weights(small_model("ViT"), tmp_path / "none.npz")
     np.savez(tmp_path / "other.npz", banana=np.zeros(1))
-    with pytest.raises(ValueError, match=r"named in no known layout .*: banana"):
+    with pytest.raises(ValueError, match=r"names are of no known layout .*: banana"):
         load_weights(small_model("ViT"), tmp_path / "other.npz")
     with pytest.raises(ValueError, match="layout='onnx' is unknown; use one of jax, timm"):
         save_weights(small_model("ViT"), tmp_path / "x.npz", "onnx")

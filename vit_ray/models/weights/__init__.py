@@ -1,4 +1,4 @@
-"""Weights in and out, in our own names and in every published layout."""
+"""Loading and saving weights, in our own names and in every published layout."""
 
 from vit_ray.models.weights.load_save import load_weights, save_weights
 

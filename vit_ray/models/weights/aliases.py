@@ -1,4 +1,4 @@
-"""One spelling for the names in published files, and how to detect a file's layout by its names."""
+"""One spelling for the names in published files, and how names show a file's layout."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         (r"(encoderblock_\d+)/LayerNorm_1/", r"\1/LayerNorm_2/"),
     ],
     "timm": [
-        # `fc_norm` has no name here: it stands behind the mean over tokens, our norm before it, and
+        # `fc_norm` has no name here: it comes after the mean over tokens, our norm before it, and
         # is left out with the head (`WeightFile.load_into`).
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
         (r"\.gamma_([12])$", r".ls\1.gamma"),  # of its class Eva, which has DINOv3
@@ -61,7 +61,7 @@ _UNBIASED = {
     "norm_pre": "patch_embed.proj",
     "vit.pre_layrnorm": "vit.embeddings.patch_embeddings.projection",
 }
-# Projections that a model has without a bias, which is as one of zeros.
+# Projections that some models have without a bias, which equals a bias of zeros.
 _MAY_LACK_BIAS = re.compile(r"\.(attn\.qkv|attention\.attention\.(query|key|value))\.weight$")
 _OTHER_PARTS = (
     r"(text_model|decoder|text_projection|visual_projection)\.|logit_(scale|bias)$"
@@ -74,11 +74,11 @@ def canonical_names(
 ) -> Tensors:
     """The same tensors under the spelling of the rules.
 
-    Stacked blocks are taken apart, and positions get a row for the class token where it has none:
-    as many rows as the file's `grid` has patches, where that is known. `model_grid` is that of the
-    model to fill.
+    Stacked blocks are split, and positions get a row for the class token if it has none: as many
+    rows as the file's `grid` has patches, if that is known. `model_grid` is that of the model to
+    fill.
     """
-    # big_vision may keep all blocks in one tensor, the block being its first axis.
+    # big_vision may keep all blocks in one tensor, with the block as its first axis.
     stacked, renamed = "Transformer/encoderblock/", dict[str, Tensor]()
     for whole_name, whole in tensors.items():
         for index, tensor in enumerate(whole if stacked in whole_name else [whole]):
@@ -90,7 +90,7 @@ def canonical_names(
         if f"{norm}.weight" in renamed and f"{kernel}.weight" in renamed:
             zeros = torch.zeros_like(renamed[f"{norm}.weight"])
             renamed.setdefault(f"{kernel}.bias", zeros)
-    if "vit.embeddings.cls_token" in renamed:  # the last norm of DINOv3 is named as BiT's
+    if "vit.embeddings.cls_token" in renamed:  # the last norm of DINOv3 has the same name as BiT's
         renamed = {name.replace("bit.norm.", "vit.layernorm."): t for name, t in renamed.items()}
     renamed = _with_qkv_biases(renamed)
     table_name = JAX_POSITIONS if layout == "jax" else "pos_embed"
@@ -100,12 +100,13 @@ def canonical_names(
         renamed[JAX_POSITIONS] = renamed.pop("pos_embedding")
         lacks_class_row = "cls" in renamed
     elif layout == "timm" and {"pos_embed", "cls_token"} <= set(renamed):
-        # So do the timm models that do not embed the class token; only the row count tells.
+        # The same holds for timm models that do not embed the class token; only the row count shows
+        # it.
         num_rows = renamed["pos_embed"].shape[1]
         if grid is not None:
             lacks_class_row = num_rows == grid[0] * grid[1]
         elif model_grid is None or num_rows != model_grid[0] * model_grid[1] + 1:
-            # A table of n x (n + 2) patches and a class token has a square number of rows, too.
+            # A table of n x (n + 2) patches and a class token also has a square number of rows.
             lacks_class_row = bool(square_grid(num_rows)) and not square_grid(num_rows - 1)
     if lacks_class_row:
         table = renamed[table_name]
@@ -114,9 +115,9 @@ def canonical_names(
 
 
 def _with_qkv_biases(tensors: Tensors) -> Tensors:
-    """The tensors with a bias of q, k and v for all blocks, where none of them has it so.
+    """The tensors with a bias of q, k and v for all blocks, if no block has it in this form.
 
-    Of q and v timm's Eva may have biases, under names of their own, and of k none.
+    timm's Eva may have biases of q and v with separate names, and none of k.
     """
     found = dict(tensors)
     for name in tensors:
@@ -134,7 +135,7 @@ def _with_qkv_biases(tensors: Tensors) -> Tensors:
 
 
 def _taken_apart(name: str, tensor: Tensor) -> Tensors:
-    """Tensors of a ViT's rules and shapes, of which towers have several in one."""
+    """Tensors of a ViT by its rules and shapes, several of which towers keep in one."""
     stem, _, leaf = name.rpartition(".")
     if stem == "attn_pool.kv":
         parts = zip("kv", tensor.chunk(2), strict=True)
@@ -149,11 +150,11 @@ def _taken_apart(name: str, tensor: Tensor) -> Tensors:
 
 
 def without_other_parts(tensors: Tensors, layout: str) -> tuple[Tensors, list[str]]:
-    """A tower's own tensors, and what a file of transformers or timm holds beyond it.
+    """A tower's own tensors, and the other tensors in a file of transformers or timm.
 
-    Text towers, decoders, mask tokens; and a classifier on other features than the model's head has
-    (of CLIP the mean before the last norm, of DINOv2 also the mean of patches), or pooling which a
-    classifier does not stand behind (SigLIP).
+    Text towers, decoders, mask tokens; and a classifier on other features than those of the model's
+    head (in CLIP the mean before the last norm, in DINOv2 also the mean of patches), or pooling
+    that is not followed by a classifier (SigLIP).
     """
     if layout not in ("timm", "huggingface"):
         return tensors, []
@@ -179,9 +180,9 @@ def without_wrappers(tensors: Tensors) -> Tensors:
 
 
 def without_training_state(tensors: Tensors) -> tuple[Tensors, list[str]]:
-    """The parameters of a file, and what its training kept beside them, by first name.
+    """The parameters of a file, and what its training stored with them, by first name.
 
-    Checkpoints of big_vision and of flax are whole trainings, and are published as they are.
+    Checkpoints of big_vision and of flax are whole trainings, and are published in this form.
     """
     for prefix in ("params/", "opt/target/"):
         if any(name.startswith(prefix) for name in tensors):
@@ -208,6 +209,6 @@ def detect_layout(names: list[str]) -> str:
             return layout
     shown = ", ".join(sorted(names)[:8])
     raise ValueError(
-        f"the tensors are named in no known layout ({', '.join(LAYOUTS)}): {shown}, ...; "
-        "check that the file holds a ViT, a hybrid or a BiT ResNet"
+        f"the tensors' names are of no known layout ({', '.join(LAYOUTS)}): {shown}, ...; check "
+        "that the file holds a ViT, a hybrid or a BiT ResNet"
     )

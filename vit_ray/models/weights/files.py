@@ -1,6 +1,6 @@
 """Files of tensors: `.npz` without pickled objects, and safetensors.
 
-Neither can run code when it is read. Written files appear whole or not at all.
+Neither can run code when it is read. Written files appear complete or not at all.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from vit_ray.retry import is_transient
 
 Opener = Callable[[Path], IO[bytes]]
 Content = tuple[Tensors, dict[str, str]]
-"""Tensors, and the metadata beside them."""
+"""Tensors, and their metadata."""
 
 _GRID_KEY, _LAYOUT_KEY = "vit_ray.grid", "vit_ray.layout"
 _HEADS_KEY, _EPS_KEY = "vit_ray.num_heads", "vit_ray.norm_eps"
@@ -45,13 +45,13 @@ _JAX_QUERIES = re.compile(r"/MultiHeadDotProductAttention_\d/query/kernel$")
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts of a model that the names and shapes of its weights do not determine.
+    """Properties of a model that the names and shapes of its weights do not determine.
 
     Attributes:
         grid: (rows, columns) of the positions.
         num_heads: of each block.
         positions_at, positions, activation, norm_eps: as in `VitOptions`.
-        layout: of the file, where its names may be any (`vit_ray`).
+        layout: of the file, if its names may be any (`vit_ray`).
     """
 
     grid: Grid | None = None
@@ -77,9 +77,9 @@ def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple
 
     Args:
         path: the file, or a folder that Hugging Face transformers wrote, in one file or several.
-        source: what errors call it.
-        opener: opens a file whose names and shapes alone are wanted: tensors are on the device
-            `meta`; None = with their values.
+        source: its name in errors.
+        opener: opens a file for its names and shapes only: tensors are on the device `meta`; None =
+            with their values.
 
     Raises:
         ValueError: if there is no such file, or it is broken, or of a format that could run code.
@@ -95,15 +95,15 @@ def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple
             found, _ = read_tensors(path.with_name(name), f"{source}, part {name},", opener)
             if missing := sorted(set(promised) - set(found)):
                 raise ValueError(
-                    f"weights {source} are not whole: {name} lacks {', '.join(missing)}; "
-                    "fetch it again"
+                    f"weights {source} are incomplete: {name} lacks {', '.join(missing)}; fetch it "
+                    "again"
                 )
             tensors.update(found)
         return tensors, _origin(path, tensors, {})
     if path.suffix not in _READERS:
         raise ValueError(
             f"weights {source} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
-            "because other formats can run code. Convert the file first"
+            "because other formats can run code; convert the file first"
         )
     read, read_headers = _READERS[path.suffix]
     try:
@@ -115,14 +115,14 @@ def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple
         return tensors, _origin(path, tensors, metadata)
     except MemoryError:
         raise
-    except Exception as error:  # of zip, numpy, JSON and others, as junk may have it
+    except Exception as error:  # from zip, numpy, JSON and others, since the file may hold anything
         if isinstance(error, OSError) and is_transient(error):
             raise
         raise ValueError(f"weights {source} cannot be read: {error}") from error
 
 
 def _origin(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Origin:
-    # Kernels of queries are (D, H, K), and (L, D, H, K) where blocks are stacked.
+    # Kernels of queries are (D, H, K), or (L, D, H, K) if blocks are stacked.
     by_shape = (
         t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name) and t.dim() > 1
     )
@@ -147,10 +147,10 @@ def _origin(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Origin:
 
 
 def parts_of(index: Path, source: str) -> dict[str, list[str]]:
-    """Files that an index of Hugging Face names, each in its folder, and the tensors of each.
+    """Files that a Hugging Face index names, each in its folder, and the tensors of each.
 
     Raises:
-        ValueError: it is no such index, or names files elsewhere.
+        ValueError: it is not such an index, or names files elsewhere.
     """
     try:
         files = json.loads(index.read_text())["weight_map"].items()
@@ -170,7 +170,7 @@ def _read_npz(path: Path) -> Content:
         tensors = {}
         for name, array in arrays.items():
             if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-                # numpy has no bfloat16 and writes it as two nameless bytes.
+                # numpy has no bfloat16 and writes it as two unnamed bytes.
                 tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
             else:
                 tensors[name] = torch.from_numpy(array)
@@ -187,16 +187,16 @@ _READERS: dict[str, tuple[Callable[[Path], Content], Callable[[IO[bytes]], Conte
     ".npz": (_read_npz, npz_headers),
     ".safetensors": (_read_safetensors, safetensors_headers),
 }
-"""By suffix: of tensors with their values, and without."""
+"""By suffix: reads tensors with their values, and without."""
 
 
 def write_tensors(
     path: Path, tensors: Tensors, layout: str, model: nn.Module, classes: Sequence[str]
 ) -> None:
-    """Write named tensors where and as a layout asks; see `weights.save_weights`.
+    """Write named tensors to a file in the form of a layout; see `weights.save_weights`.
 
     Raises:
-        ValueError: if the suffix does not fit the layout, or nothing can be written there.
+        ValueError: if the suffix does not fit the layout, or the file cannot be written.
     """
     check_suffix(path, layout)
     if not path.suffix:
@@ -204,14 +204,14 @@ def write_tensors(
         _replace(path / FOLDER_CONFIG, lambda partial: partial.write_text(config + "\n"))
         path = path / weights_file(layout)
     if layout == "jax":
-        # numpy has no bfloat16; every such number is one of float32.
+        # numpy has no bfloat16; float32 represents every such number.
         arrays = {
             name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
             for name, tensor in tensors.items()
         }
 
         def save_npz(partial: Path) -> None:
-            with partial.open("wb") as file:  # given a path, numpy would change its suffix
+            with partial.open("wb") as file:  # numpy would change the suffix of a path
                 np.savez(file, allow_pickle=False, **arrays)
 
         _replace(path, save_npz)
@@ -230,25 +230,28 @@ def write_tensors(
 
 
 def check_suffix(path: Path, layout: str) -> None:
-    """Refuse a file whose name promises another format than its layout's.
+    """Refuse a file whose suffix is for another format than its layout's.
 
     Raises:
-        ValueError: telling the layout's.
+        ValueError: with the layout's suffix.
     """
     suffix = ".npz" if layout == "jax" else ".safetensors"
     if path.suffix not in (suffix, ""):
-        raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}")
+        raise ValueError(
+            f"layout={layout!r} is written to {suffix} files, not to {path}; change the suffix or "
+            "the layout"
+        )
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside the path and move into place, so that no reader meets half a file."""
+    """Write next to the path and move into place, so that no reader sees an incomplete file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
         mode = partial.stat().st_mode
         write(partial)
-        # As any new file: safetensors' own are readable by their owner alone.
+        # Permissions of a new file: safetensors' own files are readable only by their owner.
         partial.chmod(mode)
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:

@@ -1,6 +1,6 @@
-"""`config.json` beside weights: what transformers or timm builds the same model with.
+"""`config.json` next to weights: how transformers or timm builds the same model.
 
-Read for what tensors do not say, and written for those libraries with the class names.
+Read for what tensors do not show, and written for those libraries with the class names.
 """
 
 import json
@@ -13,13 +13,13 @@ from torch import nn
 from vit_ray.models.resnet import BitResNet
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
-# What a folder of Hugging Face transformers holds.
+# Files in a folder of Hugging Face transformers.
 FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
-# In place of the weights where these are split over files: which file holds which tensor.
+# Replaces the weights if these are split over files: says which file holds which tensor.
 FOLDER_INDEX = "model.safetensors.index.json"
 
 USE = "vit_ray"
-"""Key of the sections of a recipe that say how an exported model is used."""
+"""Key for the recipe sections that say how an exported model is used."""
 
 
 def weights_file(layout: str) -> str:
@@ -28,10 +28,10 @@ def weights_file(layout: str) -> str:
 
 
 def config_beside(path: Path) -> dict[str, Any]:
-    """The `config.json` that transformers or timm would build the model of a folder with.
+    """The `config.json` that transformers or timm would build a folder's model with.
 
     Args:
-        path: the folder, or the file of weights in it; a file of another name has no such folder.
+        path: the folder, or the weight file in it; a file with another name has no such folder.
     """
     if path.is_dir():
         return read_settings(path / FOLDER_CONFIG)
@@ -40,7 +40,7 @@ def config_beside(path: Path) -> dict[str, Any]:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """What a JSON file beside weights says; nothing where there is none.
+    """Content of a JSON file next to weights; empty if there is none.
 
     Raises:
         ValueError: it is not JSON.
@@ -62,11 +62,11 @@ def parse_settings(content: bytes, source: str) -> dict[str, Any]:
 
 
 def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict[str, Any]:
-    """`config.json`: the class names, and what a layout's own library builds the model with.
+    """`config.json`: the class names, and how a layout's own library builds the model.
 
     transformers' defaults differ from our blocks in the activation and the epsilon, timm's in the
-    activation and in the norm of a mean over tokens. timm 1.0.20 gives our logits, within 1e-6, by
-    what is written here; a model that it does not have gets no `architecture`.
+    activation and in the norm of a mean over tokens. With this file timm 1.0.20 gives our logits,
+    within 1e-6; a model that it does not have gets no `architecture`.
     """
     num_classes = model.get_parameter("head.bias").numel()
     if layout == "huggingface":
@@ -100,7 +100,7 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
             "embed_dim": size.width,
             "depth": size.depth,
             "num_heads": size.num_heads,
-            # It cuts the product of this and the width to a whole number.
+            # It truncates the product of this and the width to a whole number.
             "mlp_ratio": (size.mlp_dim + (0 if exact else 0.5)) / size.width,
             "class_token": has_class_token,
             "fc_norm": False,

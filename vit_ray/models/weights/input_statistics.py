@@ -1,8 +1,8 @@
 """The input normalisation that published weights were trained with, folded into their first layer.
 
-Our models take pixels in [-1, 1], as those of the paper and BiT do. timm and Hugging Face write
-into the folder of a model with which mean and deviation its own inputs were normalised; where these
-are others, an equal function of inputs in [-1, 1] has another kernel and bias in the first layer.
+Our models take pixels in [-1, 1], as those of the paper and BiT do. timm and Hugging Face store in
+a model's folder the mean and deviation by which its inputs were normalised; if these differ, the
+first layer gets another kernel and bias that compute the same function from inputs in [-1, 1].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KERNEL, _BIAS = "embedding.projection.weight", "embedding.projection.bias"
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """Of each channel, for pixels in [0, 1]: inputs are (pixel - mean) / std."""
+    """For each channel, with pixels in [0, 1]: inputs are (pixel - mean) / std."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -48,13 +48,13 @@ OURS: Final = InputStatistics((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def statistics_beside(path: Path) -> InputStatistics | None:
-    """What the folder of a published model says of its inputs; None where nothing is said.
+    """The statistics in the folder of a published model; None if there are none.
 
     Args:
-        path: the folder, or the file of weights in it.
+        path: the folder, or the weight file in it.
 
     Raises:
-        ValueError: what it says is no mean and deviation of three channels, or not JSON.
+        ValueError: they are not a mean and deviation of three channels, or not JSON.
     """
     if not path.is_dir() and path.name not in (FOLDER_WEIGHTS, FOLDER_INDEX):
         return None
@@ -75,7 +75,10 @@ def statistics_beside(path: Path) -> InputStatistics | None:
 def _three(values: Any, name: str, folder: Path) -> tuple[float, float, float]:
     numbers = values if isinstance(values, list) else []
     if len(numbers) != 3 or not all(isinstance(value, (int, float)) for value in numbers):
-        raise ValueError(f"{folder}: {name}={values!r} is not a number for each of three channels")
+        raise ValueError(
+            f"{folder}: {name}={values!r} is not a number for each of three channels; fetch the "
+            "folder again"
+        )
     if name.endswith("std") and not all(value > 0 for value in numbers):
         raise ValueError(f"{folder}: {name}={values!r} must be above zero")
     return float(numbers[0]), float(numbers[1]), float(numbers[2])
@@ -84,13 +87,13 @@ def _three(values: Any, name: str, folder: Path) -> tuple[float, float, float]:
 def with_our_inputs(
     state: Tensors, model: nn.Module, statistics: InputStatistics, source: str
 ) -> Tensors:
-    """Weights of the same function, of inputs in [-1, 1].
+    """Weights of the same function for inputs in [-1, 1].
 
     Args:
-        state: under our own names.
+        state: with our own names.
 
     Raises:
-        ValueError: the first layer pads its inputs, so that there is no such kernel.
+        ValueError: the first layer pads its inputs, so there is no such kernel.
     """
     if statistics.is_ours:
         return state
@@ -98,9 +101,9 @@ def with_our_inputs(
     if not is_vit or _KERNEL not in state or _BIAS not in state:
         raise ValueError(
             f"{source} takes inputs normalised by {statistics}; models here take pixels in [-1, 1] "
-            "(0.5 and 0.5), and only a ViT on patches of the image can be changed to that"
+            "(0.5 and 0.5), and only a ViT on patches of the image can be converted to that"
         )
-    if state[_KERNEL].is_meta:  # values alone would change
+    if state[_KERNEL].is_meta:  # only values would change
         return state
     mean, std = (
         torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)

@@ -1,4 +1,4 @@
-"""Weights in and out: our own state dicts, and the published layouts of `name_maps.py`.
+"""Loading and saving weights: our own state dicts, and the published layouts of `name_maps.py`.
 
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
 """
@@ -47,8 +47,8 @@ class WeightFile:
     Attributes:
         beside: what the file holds of the training that made it, or of another part of a model; it
             is ignored.
-        inputs: what its inputs were normalised by.
-        config: of the folder that it lies in.
+        inputs: the statistics by which its inputs were normalised.
+        config: of the folder that it is in.
     """
 
     source: str
@@ -61,7 +61,7 @@ class WeightFile:
 
     @property
     def num_classes(self) -> int | None:
-        """Classes of its head; None where it has no head."""
+        """Classes of its head; None if it has no head."""
         renamed = canonical_names(self.tensors, self.layout)
         biases = (renamed[name] for name in HEAD_BIASES if name in renamed)
         return next((bias.numel() for bias in biases), None)
@@ -82,14 +82,15 @@ class WeightFile:
             try:
                 different = differences_of(self.config, model.options)
             except ValueError as error:
-                raise ValueError(f"weights {source} are of another function: {error}") from None
+                raise ValueError(f"weights {source} compute another function: {error}") from None
             if different:
                 source += f", trained with {' and '.join(different)}"
         source += f" (layout {self.layout})"
         origin = replace(self.origin, grid=source_grid or self.origin.grid)
         model_grid = getattr(model, "grid", None)
         own = canonical_names(self.tensors, self.layout, origin.grid, model_grid)
-        # timm's norm behind the mean over tokens: before a head that is replaced, it is so, too.
+        # timm's norm after the mean over tokens: it comes before a head that is replaced, so it is
+        # dropped, too.
         is_left_out = new_head is True and isinstance(model, VisionTransformer)
         behind = sorted(name for name in own if is_left_out and name.startswith("fc_norm."))
         for name in behind:
@@ -100,7 +101,7 @@ class WeightFile:
             own = _own_names(model, self.layout, own, source)
             table = own.get("positions.0.table")
             if origin.grid is None and table is not None:
-                # Published positions are of square images where the file does not say otherwise.
+                # Published positions are of square images if the file does not say otherwise.
                 num_patches = table.shape[1] - ("class_token.token" in own)
                 origin = replace(origin, grid=square_grid(num_patches))
         own = with_our_inputs(own, model, self.inputs, source)
@@ -119,13 +120,13 @@ def read_weights(
     source: str | None = None,
     opener: Opener | None = None,
 ) -> WeightFile:
-    """Read a published checkpoint whole.
+    """Read a whole published checkpoint.
 
     Args:
         path: `.npz` of the JAX layout, `.safetensors` of any other, or a folder of Hugging Face.
-        layout: "jax", "timm", "huggingface", "vit_ray", or "auto": as the file records, or else
-            as its names are.
-        source: what reports and errors call it, where not its path.
+        layout: "jax", "timm", "huggingface", "vit_ray", or "auto": as the file records, or else by
+            its names.
+        source: its name in reports and errors; by default the path.
 
     Raises:
         ValueError: if the file is broken, of no known layout, or of a format that could run code.
@@ -153,15 +154,15 @@ def load_weights(
     """Load a published checkpoint into a model, in place.
 
     Args:
-        model: from `build_model`; may have another resolution or another head than the file.
+        model: from `build_model`; its resolution and head may differ from the file's.
         path: as in `read_weights`.
         layout: as in `read_weights`.
         new_head: as in `fit_state_dict`.
         resize: "bilinear" as the reference code, or "bicubic".
-        source_grid: (rows, columns) of the file's positions where they are not of a square image.
+        source_grid: (rows, columns) of the file's positions if they are not of a square image.
 
     Raises:
-        ValueError: if the file is not whole, has tensors of another model, or is of a format that
+        ValueError: if the file is incomplete, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
     return read_weights(path, layout).load_into(
@@ -172,13 +173,13 @@ def load_weights(
 def save_weights(
     model: nn.Module, path: str | Path, layout: str = "jax", classes: Sequence[str] = ()
 ) -> None:
-    """Write a model's weights in a published layout; the file appears whole or not at all.
+    """Write a model's weights in a published layout; the file appears complete or not at all.
 
     Args:
         model: from `build_model`, on any device.
         path: a file: `.npz` for "jax", else `.safetensors`. A path without a suffix is a folder of
-            `model.npz` or `model.safetensors`, and `config.json`; with "huggingface" it is what
-            `from_pretrained` reads.
+            `model.npz` or `model.safetensors`, and `config.json`; with "huggingface"
+            `from_pretrained` reads it.
         layout: "jax", "timm", "huggingface", or "vit_ray" for our own names.
         classes: names in the order of the logits, for the folder's `config.json`.
 
@@ -204,10 +205,10 @@ def save_weights(
 
 
 def _check_expressible(model: nn.Module, layout: str) -> None:
-    """Options that leave no trace in the tensors: a reader of the layout would run another model.
+    """Options that do not show in the tensors: a reader of the layout would run another model.
 
     Raises:
-        ValueError: if the model has one that the layout cannot express.
+        ValueError: if the model has an option that the layout cannot express.
     """
     if layout == "vit_ray" or not isinstance(model, VisionTransformer):
         return
@@ -217,12 +218,13 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     lost = {
         f"positions={options.positions!r}": options.positions in ("sincos_2d", "rope_2d"),
         "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
-        # Which other files record.
-        f"positions of {rows} x {columns} patches, as many as of a square": layout == "jax"
+        # Other files record it.
+        f"positions of {rows} x {columns} patches, whose number is that of a square": layout
+        == "jax"
         and is_not_square
         and len(model.positions) > 0,
         "pool='gap'": is_hub and options.pool == "gap",
-        # Which are read from the files of towers, whose other tensors differ, too.
+        # These are read from files of towers, whose other tensors also differ.
         "pool='map', registers or pre_norm": options.pool == "map"
         or options.registers > 0
         or options.pre_norm,
@@ -231,7 +233,7 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         or (layout == "jax" and options.activation != "gelu_tanh"),
         f"norm_eps={options.norm_eps:g}": not is_hub and options.norm_eps != LAYER_NORM_EPS,
         # Its tanh layer, the pooler, is left out by transformers' classifier.
-        "representation=true (ViTForImageClassification would give other logits without a word; "
+        "representation=true (ViTForImageClassification would give other logits without an error; "
         "'jax' and 'timm' keep it)": is_hub and options.representation,
         "positions='none'": is_hub and options.positions == "none",
     }
@@ -243,11 +245,11 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
 def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
     """Tensors under our names.
 
-    Head, representation layer, class token, pooling and registers may be missing here: whether they
-    are needed is for `fit_state_dict` to say.
+    Head, representation layer, class token, pooling and registers may be missing here:
+    `fit_state_dict` decides whether they are needed.
 
     Raises:
-        ValueError: listing published names without a use, and those that are not there.
+        ValueError: listing published names without a use, and missing ones.
     """
     own: Tensors = {}
     missing: list[str] = []

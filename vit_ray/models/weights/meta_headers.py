@@ -1,6 +1,6 @@
-"""Names and shapes of the tensors in a file, without their values: megabytes of gigabytes are read.
+"""Names and shapes of the tensors in a file, without their values: reads megabytes of gigabytes.
 
-They tell whether weights fit a model before anything is started. Tensors are on the device `meta`.
+They show whether weights fit a model before anything starts. Tensors are on the device `meta`.
 """
 
 import json
@@ -23,7 +23,7 @@ def npz_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
     """Arrays of an `.npz` file; such files have no metadata.
 
     Raises:
-        ValueError, zipfile.BadZipFile: it is no such file, or has objects, which can run code.
+        ValueError, zipfile.BadZipFile: it is not such a file, or has objects, which can run code.
     """
     tensors = {}
     with zipfile.ZipFile(file) as archive:
@@ -42,24 +42,24 @@ _read_header_2 = np.lib.format.read_array_header_2_0
 
 
 def safetensors_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
-    """Tensors and metadata of a safetensors file: its head is a length and JSON.
+    """Tensors and metadata of a safetensors file: its header is a length and JSON.
 
     Raises:
-        ValueError: it is no such file, or is cut.
+        ValueError: it is not such a file, or is truncated.
     """
     file.seek(0, os.SEEK_END)
     rest = file.tell() - _LENGTH.size
     file.seek(0)
     (length,) = _LENGTH.unpack(file.read(_LENGTH.size)) if rest > 0 else (0,)
     if not 0 < length <= rest:
-        raise ValueError("it has no head of safetensors")
+        raise ValueError("it has no safetensors header")
     try:
         head = json.loads(file.read(length))
         metadata = head.pop("__metadata__", {})
         tensors = {name: _without_values(one["shape"]) for name, one in head.items()}
         promised = max((one["data_offsets"][1] for one in head.values()), default=0)
     except (AttributeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"its head is none of safetensors ({error!r})") from None
+        raise ValueError(f"its header is not that of safetensors ({error!r})") from None
     if promised != rest - length:
         raise ValueError(
             f"its tensors have {rest - length:,} bytes of {promised:,}; fetch it again"

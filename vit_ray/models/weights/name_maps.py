@@ -1,8 +1,8 @@
-"""Names and shapes of tensors in published checkpoints, beside our own.
+"""Names and shapes of tensors in published checkpoints, next to our own.
 
 A layout is a column of the tables below. A rule says which published tensors make one of ours, and
-how their shapes differ. The files disagree about spelling from version to version; `aliases.py`
-brings every spelling to the one that the rules (and `save_weights`) use.
+how their shapes differ. Spellings differ between versions of the files; `aliases.py` converts every
+spelling to that of the rules (and of `save_weights`).
 
 Sources: google-research/vision_transformer (ViT, hybrids), big_vision (its ViT spelling),
 big_transfer (BiT), huggingface/pytorch-image-models, and transformers' saved files.
@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 JAX_POSITIONS = "Transformer/posembed_input/pos_embedding"
 _ATTENTION = "MultiHeadDotProductAttention_1"
-# The head's bias in the layouts; as long as there are classes.
+# The head's bias in the layouts; its length is the number of classes.
 HEAD_BIASES = (
     "head/bias",
     "resnet/head/conv2d/bias",
@@ -36,16 +36,16 @@ HEAD_BIASES = (
 )
 
 POOL_PREFIX = "attention_pool."
-# What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
-# 3.2), and what another way of pooling needs.
+# What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper 3.2),
+# and what another kind of pooling needs.
 SPARE_PREFIXES = (
     "head.", "distillation_head.", "representation.", "class_token.", "distillation_token.",
     POOL_PREFIX,
 )  # fmt: skip
 
 # Our part, its kind, and the part in the layouts of JAX, timm and Hugging Face; the first line is
-# what @ stands for: a block or unit, by its numbers, of which stage1 and unit1 count from 1. A part
-# is a kernel or scale and a bias; `kernel` has no bias, and `tensor` is one tensor; - is no name.
+# what @ stands for: a block or unit, by its numbers (stage1 and unit1 count from 1). A part is a
+# kernel or scale and a bias; `kernel` has no bias, and `tensor` is one tensor; - is no name.
 _VIT = f"""
 @ - Transformer/encoderblock_{{block}}/ blocks.{{block}}. vit.encoder.layer.{{block}}.
 embedding.projection conv embedding patch_embed.proj vit.embeddings.patch_embeddings.projection
@@ -121,7 +121,7 @@ class Rule:
         return _SHAPES[self.shape][0](parts).contiguous()
 
     def to_published(self, tensor: Tensor, num_heads: int) -> list[Tensor]:
-        """The published tensors from ours; `num_heads` is of the encoder, where there is one."""
+        """The published tensors from ours; `num_heads` is of the encoder, if there is one."""
         return [part.contiguous() for part in _SHAPES[self.shape][1](tensor, num_heads)]
 
 
@@ -158,7 +158,7 @@ _SHAPES: dict[
 
 
 def check_layout(layout: str) -> None:
-    """Refuse a name that is no layout.
+    """Refuse a name that is not a layout.
 
     Raises:
         ValueError: listing the layouts.
@@ -170,7 +170,8 @@ def check_layout(layout: str) -> None:
 def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     """The rules of a layout for a model, head included.
 
-    A published layout's for a ViT have those of `SPARE_PREFIXES` too, whether or not it has them.
+    A published layout's rules for a ViT include those of `SPARE_PREFIXES`, whether or not the model
+    has them.
 
     Raises:
         ValueError: if the layout is unknown or has no names for such a model.
@@ -212,7 +213,7 @@ def _units(stages: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def _rules(table: str, layout: str, places: list[dict[str, Any]]) -> Iterator[Rule]:
-    """Rules of a table's rows, each at all places whose numbers it has."""
+    """Rules from a table's rows, each for all values of the numbers in it."""
     column, joint = 2 + LAYOUTS.index(layout), "/" if layout == "jax" else "."
     (_, _, *prefixes), *rows = (line.split() for line in table.strip().splitlines())
     made = set()
@@ -242,7 +243,7 @@ def _rules(table: str, layout: str, places: list[dict[str, Any]]) -> Iterator[Ru
 
 
 def describe(model: nn.Module) -> str:
-    """The kind of a model in a few words."""
+    """The kind of a model as a short text."""
     if isinstance(model, AxialViT):
         return "axial ViT"
     if isinstance(model, VisionTransformer):

@@ -1,7 +1,7 @@
-"""What a `config.json` of transformers or timm says of the model that its weights are of.
+"""What a `config.json` of transformers or timm says about the model of its weights.
 
-transformers keeps the vision tower of a pair in a section of its own and may leave out what is its
-default; timm has little more than a name. Sources: their configuration classes, and timm's
+transformers keeps the vision tower of a pair in a separate section and may leave out default
+values; timm has little more than a name. Sources: their configuration classes, and timm's
 `vision_transformer.py`, `deit.py` and `eva.py`.
 """
 
@@ -20,7 +20,7 @@ ACTIVATIONS: Final = {
     "gelu_new": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
-    "silu": "swiglu",  # whose third layer is in the tensors
+    "silu": "swiglu",  # its third layer shows in the tensors
 }
 """Our names; exact GELU and the one by tanh differ by 5e-4 at most."""
 MOST_EPS: Final = 1e-5
@@ -34,7 +34,7 @@ _DINOV2: Final = {
     "patch_size": 14, "mlp_ratio": 4, "layerscale_value": 1.0, "hidden_act": "gelu",
     "layer_norm_eps": 1e-6,
 }  # fmt: skip
-# transformers' defaults by model type, and under timm's names what a type always has.
+# transformers' defaults by model type, and by timm's names what a type always has.
 _TYPES: Final[dict[str, dict[str, Any]]] = {
     "vit": {},
     "vit_mae": {"hidden_act": "gelu", "layer_norm_eps": 1e-12},
@@ -63,7 +63,7 @@ _CLIP: Final = {"act_layer": "gelu", "layer_norm_eps": 1e-5, "pre_norm": True}
 _TIMM_KINDS: Final[dict[str, dict[str, Any]]] = {
     "deit3": {"act_layer": "gelu", "init_values": 1e-6},
     "dinov2": {"act_layer": "gelu", "init_values": 1e-5},
-    # Its models have the class token for features, and timm the mean over all patches.
+    # Its models use the class token as feature, and timm the mean over all patches.
     "dinov3": {
         "act_layer": "gelu", "init_values": 1e-5, "layer_norm_eps": 1e-5, "reg_tokens": 4,
         "rope_type": "dinov3", "global_pool": "token",
@@ -76,7 +76,7 @@ _TIMM_KINDS: Final[dict[str, dict[str, Any]]] = {
 
 
 def vision_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """All that is known of the model of images, in one level, under its library's names.
+    """All that is known about the image model, on one level, with its library's names.
 
     Args:
         config: of transformers, or of timm, with its `model_args` or a name.
@@ -89,7 +89,7 @@ def vision_settings(config: dict[str, Any]) -> dict[str, Any]:
         found = {**_SIZES, **_TYPES[kind], **config}
         if "mlp_ratio" in _TYPES[kind]:
             found["intermediate_size"] = int(found["hidden_size"] * found["mlp_ratio"])
-        # Its classifier stands on the mean of the tokens, and not behind the pooling.
+        # Its classifier uses the mean of the tokens, without the pooling.
         is_mean = "SiglipForImageClassification" in (config.get("architectures") or ())
         if is_mean or config.get("vision_use_head") is False:
             found["global_pool"] = "avg"
@@ -99,7 +99,7 @@ def vision_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timm_args(config: dict[str, Any]) -> dict[str, Any]:
-    """`model_args` of a model that timm has under a name."""
+    """`model_args` of a model that timm has by name."""
     named = _TIMM.fullmatch(str(config.get("architecture")))
     facts = config.get("pretrained_cfg")
     facts = facts if isinstance(facts, dict) else {}
@@ -122,10 +122,10 @@ def _timm_args(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_section(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The section `model` of a recipe for what transformers or timm would build; None: not said.
+    """The recipe section `model` for what transformers or timm would build; None: not known.
 
     Args:
-        config: as of `vision_settings`.
+        config: as in `vision_settings`.
     """
     said = vision_settings(config)
     kind = said.get("model_type")
@@ -166,7 +166,7 @@ def model_section(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _positions(said: dict[str, Any]) -> str | None:
-    """Those that leave no trace in tensors; None for others."""
+    """Options that do not show in the tensors; None for others."""
     if said.get("rope_type") == "dinov3":
         return "rope_2d"
     return "none" if said.get("pos_embed") == "none" else None
@@ -176,17 +176,17 @@ def differences_of(config: dict[str, Any], options: VitOptions) -> list[str]:
     """Settings of the function that a file's tensors were trained in, which differ slightly here.
 
     Args:
-        config: as of `vision_settings`.
+        config: as in `vision_settings`.
         options: of the model that the tensors are for.
 
     Raises:
-        ValueError: other positions, another activation or normalisation than the model has.
+        ValueError: the model has other positions, or another activation or normalisation.
     """
     said, found = vision_settings(config), []
     if (positions := _positions(said)) not in (None, options.positions):
         raise ValueError(
-            f"{FOLDER_CONFIG} tells positions that are {positions}, and the model has "
-            f"{options.positions}; set model.positions={positions}"
+            f"{FOLDER_CONFIG} has positions {positions}, and the model has {options.positions}; "
+            f"set model.positions={positions}"
         )
     fixed = {
         "pooler_act": "tanh", "norm_layer": "layernorm", "rope_theta": ROPE_BASE,
@@ -209,8 +209,8 @@ def differences_of(config: dict[str, Any], options: VitOptions) -> list[str]:
         return found
     if not is_number or max(epsilon, options.norm_eps) > MOST_EPS:
         raise ValueError(
-            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon!r}, and the model norm_eps="
-            f"{options.norm_eps:g}; only values up to {MOST_EPS:g} are close to each other: set "
+            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon!r}, and the model "
+            f"norm_eps={options.norm_eps:g}; only values up to {MOST_EPS:g} count as equal: set "
             "model.norm_eps to that of the file"
         )
     return [*found, f"layer_norm_eps={epsilon:g}"]

@@ -25,12 +25,12 @@ _OBJECTIVE_PREFIXES = ("mask.", "prediction.", "projection.")
 
 @dataclass
 class LoadReport:
-    """What became of every tensor of a file and of a model; prints as a short table.
+    """What happened to every tensor of a file and of a model; prints as a short table.
 
-    `loaded` are names of the model; `resized` adds the shapes; `new` kept their fresh values;
-    `ignored` are names of the file that the model has no use for; `grids` are those (rows,
-    columns) of tokens that the weights were trained at and that the model has; None where they are
-    the same, or not known.
+    `loaded` are names of the model; `resized` adds the shapes; `new` kept their initial values;
+    `ignored` are names of the file that the model does not need; `grids` are the (rows, columns) of
+    tokens that the weights were trained at and that the model has; None if they are equal, or not
+    known.
     """
 
     source: str
@@ -59,25 +59,25 @@ def fit_state_dict(
 ) -> LoadReport:
     """Load a state dict of our own names into a model of another resolution or number of classes.
 
-    The weights of an objective are those of the model inside it; as `model` it gets the state
-    dict's own layers of it too, where these are for the same target.
+    The weights of an objective are those of the model inside it; as `model` it also gets the state
+    dict's own layers of it, if these are for the same target.
 
     Args:
         model: filled in place.
         state_dict: names and tensors of a model of the same encoder.
-        new_head: True keeps the model's fresh head, as fine-tuning does; False demands the state
-            dict's, behind the same layers; "auto" loads it where it fits and stands behind the
-            same layers. The representation layer, the class token and the pooling by attention are
-            loaded where both have them: a model built without drops them, and the first and the
-            last stay fresh in a model that adds them, unless the head behind them is demanded.
-            Registers that are added stay fresh under True alone: the encoder has to learn them.
+        new_head: True keeps the model's new head, as fine-tuning does; False requires the state
+            dict's head, after the same layers; "auto" loads it if it fits and comes after the same
+            layers. The representation layer, the class token and the pooling by attention are
+            loaded if both have them: a model built without them drops them, and the first and the
+            last stay new in a model that adds them, unless the head after them is required. Added
+            registers stay new only under True: the encoder has to learn them.
         resize: how positions are resampled to another grid.
-        origin: what is known of the model that the state dict is of.
-        source: what the report and errors call the state dict.
+        origin: what is known about the model of the state dict.
+        source: name of the state dict in the report and in errors.
 
     Raises:
         ValueError: listing tensors that are missing, unexpected or of the wrong shape; or the model
-            would be another function of the same tensors.
+            would compute another function of the same tensors.
     """
     if isinstance(model, MaskedPatchObjective | ProjectedFeatures):
         inner = model.model
@@ -104,7 +104,7 @@ def fit_state_dict(
     state = {n.removeprefix("model."): t for n, t in state_dict.items() if n not in beside}
     wanted = model.state_dict()
     fresh = _fresh_names(wanted, state, new_head)
-    # A head that is demanded means nothing without the layers that it was trained behind.
+    # A required head means nothing without the layers that it was trained after.
     prefixes = () if new_head is False else SPARE_PREFIXES
     spare = {name for name in state if name not in wanted and name.startswith(prefixes)}
     # A kernel without its bias, or the reverse.
@@ -154,9 +154,9 @@ def _square(name: str, num_patches: int) -> Grid:
     grid = square_grid(num_patches)
     if grid is None:
         raise ValueError(
-            f"{name} has {num_patches} patches, which are not a square; give "
-            "source_grid=(rows, columns) of the checkpoint, or its weights as a "
-            ".safetensors file of ours, which records its grid"
+            f"{name} has {num_patches} patches, which do not form a square; give "
+            "source_grid=(rows, columns) of the checkpoint, or its weights as a .safetensors file "
+            "of ours, which records its grid"
         )
     return grid
 
@@ -169,7 +169,7 @@ def _fill(wanted: Tensors, given: Tensors) -> None:
 
 
 def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]:
-    """Names of the head and what stands before it that keep the model's fresh values."""
+    """Names of the head and the layers before it that keep the model's initial values."""
     if new_head is False:
         return set()
     layers = ("representation.weight", "class_token.token", f"{POOL_PREFIX}probe")
@@ -187,7 +187,7 @@ def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]
 
 
 def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> None:
-    """Name all that does not fit in one error.
+    """List all that does not fit in one error.
 
     Raises:
         ValueError: there are names under some title.
@@ -196,5 +196,5 @@ def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> 
     if lines:
         raise ValueError(
             f"{source} does not fit this {describe(model)}:\n" + "\n".join(lines) + "\n"
-            "Build the model by the name and options that the weights were trained with"
+            "Build the model with the name and options that the weights were trained with"
         )

@@ -86,8 +86,8 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
          r"loss_of_logits\(logits, labels\), as Loss of"),
         ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, r"evaluate.metrics: .* returns "
          r"\[\]"),
-        ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"returns \[8, 8, 3\] float64 for "
-         r"\[8, 8, 3\] uint8"),
+        ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"returns \[8, 8, 3\] float64 "
+         r"for \[8, 8, 3\] uint8"),
         ({"optim": {"name": "tests.parts.no_optimizer"}}, "returned a NoneType; return a torch"),
         ({"optim": {"name": "tests.parts.RowNorm"}}, "treats each element alike"),
         ({"optim": {"name": "tests.parts.Anchored"}}, "starts with zeros"),

@@ -27,7 +27,7 @@ def test_a_part_is_taken_and_verified(digits, tmp_path, capsys):
     assert run_subset(recipe_with(f"subset={section}")) == 0
     assert open_dataset(str(target)).num_images == 100
     assert run_verify(recipe_with(f"verify={{path: {target}, decode_fraction: 0.5}}")) == 0
-    assert "0 problems; the data set is whole" in capsys.readouterr().out
+    assert "0 problems; the data set is complete and undamaged" in capsys.readouterr().out
 
 
 def test_damage_is_printed_and_is_the_exit_code(digits, tmp_path, capsys):

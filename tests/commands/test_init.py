@@ -184,7 +184,7 @@ def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: P
         (["images"], "'images.yaml' exists already; give another file with --out"),
         (["images", "--out=no/where.yaml"], "there is no folder 'no'"),
         (["nothing"], "no such folder or file; check the path"),
-        (["empty"], "holds nothing of the format 'folder'; expected"),
+        (["empty"], "has no files of the format 'folder'; expected"),
         (["one"], "'one' has 1 class; a classifier needs at least two"),
         (["texts"], "convert.source='texts': none of 2 sampled images can be used; the first: "),
     ]:

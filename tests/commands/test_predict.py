@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted
     assert done.exit_code == 1
     assert len(done.stdout.splitlines()) == COUNT
     assert "-empty.jpg: it has no bytes" in done.stderr
-    assert "z_text.jpg: not decodable: it is none of JPEG, PNG" in done.stderr
+    assert "z_text.jpg: not decodable: it is not one of JPEG, PNG" in done.stderr
     assert done.stderr.splitlines()[-2].endswith("; 2 cannot be read")
     rows = pq.read_table(tmp_path / "found.parquet").to_pylist()
     bad = [row for row in rows if row["problem"]]

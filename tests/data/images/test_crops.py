@@ -459,7 +459,7 @@ def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened()
         assert decode(files[name]).shape == (16, 16, 3), name
     # A file of several JPEGs is a JPEG to whoever reads its first one.
     for name in files.keys() - {*IMAGE_FORMATS, "MPO"}:
-        with pytest.raises(BadImageError, match="it is none of JPEG, PNG, WEBP"):
+        with pytest.raises(BadImageError, match="it is not one of JPEG, PNG, WEBP"):
             decode(files[name])
 
 

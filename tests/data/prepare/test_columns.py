@@ -122,8 +122,8 @@ def test_a_part_has_the_columns_of_the_whole(serial: None, tmp_path: Path) -> No
     ("write", "columns", "message"),
     [
         (write_parquet, ["captoin"], r"has no column 'captoin' of convert.columns; it has"),
-        (write_parquet, ["image"], r"'image' stands there twice, or is one of"),
-        (write_parquet, ["id", "id"], r"'id' stands there twice"),
+        (write_parquet, ["image"], r"'image' is given twice, or is one of"),
+        (write_parquet, ["id", "id"], r"'id' is given twice"),
         (write_csv, ["captoin"], r"has no column 'captoin' of convert.columns; it has"),
         (write_jsonl, ["captoin"], r"no image of the source has a field 'captoin'"),
         (write_tar, ["captoin"], r"no image of the source has a field 'captoin'"),
@@ -196,7 +196,7 @@ def test_bytes_are_not_stored_as_text(tmp_path: Path, values: pa.Array) -> None:
     unit = replace(list_units(str(tmp_path / "a.parquet"))[0], columns=("id",))
     with pytest.raises(ValueError, match="has no text in its column 'id'"):
         list(index_unit(unit, locate(str(tmp_path / "pack"))))
-    with pytest.raises(ValueError, match="has bytes in it"):
+    with pytest.raises(ValueError, match="contains bytes"):
         stored_text({"a": [b"x"]})
     assert stored_text({"day": date(2026, 1, 2)}) == '{"day": "2026-01-02"}'
 
@@ -217,7 +217,7 @@ def test_a_row_of_too_much_text_is_rejected(serial: None, tmp_path: Path) -> Non
     report = convert(source, str(tmp_path / "set"), **options)
     assert report.num_images == 2
     assert report.rejected == {
-        "1.jpg": "its fields of convert.columns have 65,537 bytes; the most are 65,536"
+        "1.jpg": "its fields of convert.columns have 65,537 bytes; at most 65,536 are allowed"
     }
 
 

@@ -85,7 +85,7 @@ def test_unusable_files_are_listed_with_their_reason(serial: None, tmp_path: Pat
     assert report.num_rejected == 3
     table = pq.read_table(destination / "rejected.parquet").to_pylist()
     reasons = {row["key"]: row["reason"] for row in table}
-    assert "it is none of JPEG, PNG" in reasons["class_0/notes.txt"]
+    assert "it is not one of JPEG, PNG" in reasons["class_0/notes.txt"]
     assert "empty" in reasons["class_0/empty.jpg"]
     assert "Premature end" in reasons["class_1/cut.jpg"]
     assert json.loads((destination / "report.json").read_text())["label_histogram"] == {
@@ -263,7 +263,7 @@ def test_a_source_without_images_is_refused(serial: None, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="no such folder"):
         convert(str(tmp_path / "nothing"), str(tmp_path / "set"))
     (tmp_path / "flat").mkdir()
-    with pytest.raises(ValueError, match="holds nothing of the format"):
+    with pytest.raises(ValueError, match="has no files of the format"):
         convert(str(tmp_path / "flat"), str(tmp_path / "set"))
 
 

@@ -363,7 +363,7 @@ def test_a_list_that_grows_by_a_row_that_it_has_is_extended_without_that_row(
     assert (report.num_images, report.num_rejected) == (13, 4)
     again = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()[2:]
     assert [row["key"] for row in again] == ["missing.jpg", "dog/003.jpg"]
-    assert all("its key stands in an earlier row" in row["reason"] for row in again)
+    assert all("an earlier row of the source has the same key" in row["reason"] for row in again)
     assert convert(source, tmp_path / "set", **options).was_done
 
 

@@ -103,7 +103,7 @@ def test_without_regard_to_classes_the_share_is_exact(tmp_path: Path) -> None:
         assert ("unlabelled", -1) in images_of(rest)
         assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(whole.path))
     for fraction in (0.01, 0.99):
-        with pytest.raises(ValueError, match=r"of 37 images is (0|37), and both the dev split"):
+        with pytest.raises(ValueError, match=r"of 37 images is (0|37), but both the dev split"):
             dev_split(whole.path, folder, fraction, 0, by_class=False)
 
 

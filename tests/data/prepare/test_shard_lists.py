@@ -126,14 +126,19 @@ def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -
     facts, unit = source_index.UnitFacts(), source_index.SourceUnit("csv", "list.csv", ".")
     for i in range(3):
         facts.add(unit, IndexEntry("a", 0, 1, str(i), (f"caption {i}",)))
-    with pytest.raises(ValueError, match="more than 3 different labels; are they labels"):
+    with pytest.raises(
+        ValueError, match=r"more than 3 different labels; check convert\.label_field"
+    ):
         facts.add(unit, IndexEntry("a", 0, 1, "3", ("caption 3",)))
 
 
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        ({"0", "-1", "1"}, "a label is -1, which by convention says that an image is not labelled"),
+        (
+            {"0", "-1", "1"},
+            "a label is -1, which by convention means that an image is not labelled",
+        ),
         ({"0", "1", "3"}, "integers 0 to 3, without 2, .*labels_are=indices .*labels_are=names"),
         ({"1", "2", "3"}, "integers 1 to 3, without 0"),
         ({"0", "1", "01"}, "integers 0 to 1, such as"),
@@ -159,9 +164,9 @@ def test_indices_without_names_keep_their_places() -> None:
     assert found == (["0", "1", "2", "3"], True)
     assert label_map.class_names({"0", "1"}, {"index"}, None, "auto") == (["0", "1"], False)
     for wrong in ({"0", "-1"}, {"0", "cat"}, {"0", "01"}):
-        with pytest.raises(ValueError, match=r"are no integers from 0 on; correct them"):
+        with pytest.raises(ValueError, match=r"are not integers from 0 on; correct them"):
             label_map.class_names(wrong, {"text"}, None, "indices")
-    with pytest.raises(ValueError, match="are they labels"):
+    with pytest.raises(ValueError, match=r"check convert\.label_field"):
         label_map.class_names({"0", "999999999999"}, {"index"}, None, "indices")
 
 

@@ -146,7 +146,7 @@ def test_a_key_is_taken_once(serial: None, tmp_path: Path) -> None:
     assert report.label_histogram == {"cat": 2, "dog": 1}
     rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
     assert sorted(row["key"] for row in rejected) == ["a.jpg", "c.jpg"]
-    assert all("its key stands in an earlier row" in row["reason"] for row in rejected)
+    assert all("an earlier row of the source has the same key" in row["reason"] for row in rejected)
 
 
 def test_large_images_are_shrunk_only_when_asked(serial: None, tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ def test_a_part_is_chosen_by_what_is_passed_through(
     [
         ("scor > 1", r"no such column: scor; .*columns key, label, width, height, caption, score"),
         ("score >", "incomplete input|syntax error"),
-        ('"scor" > 1', "no such column: scor; .*text stands in single quotes"),
-        ("score > (select avg(score) from images)", "it has a query in it"),
-        ("0) union select 1 where (1", "it has a query in it"),
-        ("score > 99", "no image of .* is chosen by 'score > 99'"),
+        ('"scor" > 1', "no such column: scor; .*text needs single quotes"),
+        ("score > (select avg(score) from images)", "it contains a query"),
+        ("0) union select 1 where (1", "it contains a query"),
+        ("score > 99", "no image of .* matches 'score > 99'"),
     ],
 )
 def test_an_expression_that_chooses_nothing_is_refused(

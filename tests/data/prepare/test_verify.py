@@ -12,7 +12,7 @@ def test_a_whole_data_set_has_no_problems(dataset: Manifest) -> None:
     report = verify(dataset.path, decode_fraction=1.0)
     assert (report.num_images, report.num_decoded, report.problems) == (300, 300, [])
     assert report.num_files == len(dataset.files)
-    assert report.advice() == "the data set is whole"
+    assert report.advice() == "the data set is complete and undamaged"
     assert report.num_compared == 300
 
 

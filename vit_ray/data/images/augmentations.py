@@ -1,4 +1,4 @@
-"""How a recipe's images are cut: its sections of a model and an augmentation as one value."""
+"""How a recipe's images are cropped: its model and augmentation sections as one value."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vit_ray.own_parts import Augments, own_part
 
 
 def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConfig) -> Augmentation:
-    """How images of a model are cut, for training or for evaluation.
+    """How a model's images are cropped, for training or for evaluation.
 
-    The default resize is 256 for a crop of 224, and in proportion for others; BiT's 448 for 384 is
-    set by recipe.
+    The default resize is 256 for a crop of 224, and in proportion for others; the recipe sets BiT's
+    448 for 384.
     """
     cut = Augmentation(
         kind=augment.kind,

@@ -12,15 +12,13 @@ _SPREAD: Final = 5.0
 _SAME: Final = 10.0
 """Grey levels by which the lines of a border may differ from the outermost one."""
 _EDGE: Final = 0.4
-"""Share of the pixels behind a border that differ from it: of an object before a plain sky few do.
-"""
+"""Share of the pixels inside a border that differ from it: few for an object on a plain sky."""
 
 
 def without_borders(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The part of an RGB image, as a view, that its uniform borders enclose.
 
-    A line more than is uniform goes on each side that has a border: there it is mixed with the
-    picture.
+    On each side with a border one more line is removed: it is mixed with the picture.
     """
     top, bottom = _border(pixels), _border(pixels[::-1])
     pixels = pixels[top : len(pixels) - bottom]
@@ -35,7 +33,7 @@ def _border(pixels: NDArray[np.uint8]) -> int:
     means = some.mean(axis=1)
     is_border = (some.std(axis=1) < _SPREAD) & (np.abs(means - means[:1]) < _SAME)
     differs = np.flatnonzero(~is_border.all(axis=1))
-    # What is uniform up to the limit is a picture of one colour there, and no border.
+    # If lines are uniform up to the limit, the picture has one colour there, and no border.
     if not len(differs) or not differs[0]:
         return 0
     width = int(differs[0]) + 1

@@ -1,7 +1,7 @@
-"""Which part of an image makes its crop: a pure function of its size and its random numbers.
+"""Which part of an image makes its crop: depends only on its size and its random numbers.
 
-The boxes of many images are drawn at once; each depends on its own numbers alone, so that it is the
-same in whatever company.
+The boxes of many images are drawn at once; each depends only on its own numbers, so that other
+images do not change it.
 """
 
 import math
@@ -24,9 +24,9 @@ FloatArray = NDArray[np.float64]
 
 _ATTEMPTS: Final = 10
 _PADDING: Final = 4  # pixels around DeiT III's resized image
-_ROUNDING: Final = 1e-6  # a side in pixels that is a whole number but for the last bits
+_ROUNDING: Final = 1e-6  # a side in pixels that is a whole number up to rounding
 _CROP: Final = 3
-"""Tells the random numbers of the crop from others of the same (seed, epoch, sample)."""
+"""Separates the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Augmentation:
         min_area, max_area: range of the crop's share of the image.
         min_aspect, max_aspect: range of the crop's width over height.
         border: pixels cut off all four sides before anything else.
-        is_exact: the crop is cut between pixels, and resized with more care, for evaluation;
+        is_exact: the crop is cut between pixels, and resized more precisely, for evaluation;
             otherwise at the whole pixels around it.
         interpolation: `bilinear`, by OpenCV and close to Pillow's, or `bicubic`, Pillow's own.
-        randaugment, three_augment, color_jitter, erasing: what is done to the finished crop, in
-            this order; None for nothing.
-        own: a function of the user's own that is then applied; None for none.
+        randaugment, three_augment, color_jitter, erasing: applied to the finished crop, in this
+            order; None = not applied.
+        own: a user's own function that is applied last; None = none.
     """
 
     kind: Literal[
@@ -79,8 +79,8 @@ class Augmentation:
             )
         if not 0 < self.min_area <= self.max_area <= 1:
             raise ValueError(
-                f"augmentation.min_area={self.min_area}, max_area={self.max_area}; "
-                "keep 0 < min_area <= max_area <= 1"
+                f"augmentation.min_area={self.min_area}, max_area={self.max_area}; keep 0 < "
+                "min_area <= max_area <= 1"
             )
 
     @property
@@ -100,7 +100,7 @@ class Augmentation:
 
     @property
     def only_cuts(self) -> bool:
-        """Whether nothing is done to the finished crop."""
+        """Whether nothing is applied to the finished crop."""
         colors = (self.randaugment, self.three_augment, self.color_jitter)
         return all(change is None for change in (*colors, self.erasing, self.own))
 
@@ -111,7 +111,7 @@ class CropBox:
 
     Attributes:
         above, before, below, behind: lines of the output at its top, left, bottom and right that
-            the rectangle does not cover: there it is reflected.
+            the rectangle does not cover: they are filled with its reflection.
     """
 
     top: float
@@ -133,7 +133,7 @@ class CropBox:
         """Whole pixels that hold the rectangle, of the image at 1/`scale`.
 
         Args:
-            size: height and width of the image, which the rectangle never leaves.
+            size: height and width of the image, which the rectangle never exceeds.
         """
         factor = 1 / scale
         top, left = self.top * factor, self.left * factor
@@ -151,13 +151,13 @@ def draw_boxes(
     epochs: NDArray[np.integer],
     samples: NDArray[np.integer],
 ) -> list[CropBox]:
-    """The boxes of many images, inside of the border if one is to be cut off.
+    """The boxes of many images, inside the border if one is to be cut off.
 
     Args:
         sizes: (n, 2), height and width of each image.
-        epochs, samples: (n,); with the seed the only source of randomness.
+        epochs, samples: (n,); together with the seed the only source of randomness.
     """
-    # An image that is nothing but border is refused when it is cut.
+    # An image that is only border is refused when it is cut.
     height, width = np.maximum(np.asarray(sizes, np.int64) - 2 * augmentation.border, 1).T
     random = KeyedUniforms(seed, epochs, samples, _CROP)
     boxes = _BOXES[augmentation.kind](height, width, augmentation, random)
@@ -174,7 +174,7 @@ def draw_box(
 
 
 _Boxes = tuple[NDArray[Any], ...]
-"""The first attributes of `CropBox`, or all, with an entry per image each."""
+"""The first attributes of `CropBox`, or all, with one entry per image."""
 
 
 def _inception_crop(
@@ -224,7 +224,7 @@ def _resize_crop(
 def _simple_random_crop(
     height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
 ) -> _Boxes:
-    # torchvision's Resize, whose longer side is cut to whole pixels, and RandomCrop.
+    # torchvision's Resize, whose longer side is truncated to whole pixels, and RandomCrop.
     shrink = np.minimum(height / augmentation.height, width / augmentation.width)
     starts, lengths, before, behind = [], [], [], []
     for number, (side, size) in enumerate(
@@ -266,7 +266,7 @@ def _flips(
 
 
 def _below(bound: IntArray | int, drawn: FloatArray) -> IntArray:
-    """Numbers in [0, 1) as whole ones in [0, bound)."""
+    """Numbers in [0, 1) as integers in [0, bound)."""
     return (drawn * bound).astype(np.int64)
 
 

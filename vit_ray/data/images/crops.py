@@ -1,11 +1,11 @@
 """Encoded images to training and evaluation crops: uint8, at the lowest scale that suffices.
 
-A plain JPEG is decoded by OpenCV at 1/1, 1/2, 1/4 or 1/8 scale, the coarsest that still has at
-least the pixels that the crop needs; where it has a restart index, no more of it than the segments
-that the crop touches. A training crop is cut at the whole pixels of that scale around its box, an
-exact crop (of an evaluation) between them. Everything else (CMYK, palette, 16 bits, alpha, other
-formats) goes through Pillow. EXIF orientation is not applied, as in Pillow's `convert("RGB")` and
-in the TensorFlow pipeline of the ViT paper.
+A plain JPEG is decoded by OpenCV at 1/1, 1/2, 1/4 or 1/8 scale, the coarsest that still has the
+pixels that the crop needs; if it has a restart index, only the segments that the crop touches are
+decoded. A training crop is cut at the whole pixels of that scale around its box, an exact crop (of
+an evaluation) between them. All other images (CMYK, palette, 16 bits, alpha, other formats) are
+decoded by Pillow. EXIF orientation is not applied, as in Pillow's `convert("RGB")` and in the
+TensorFlow pipeline of the ViT paper.
 """
 
 import io
@@ -32,30 +32,30 @@ __all__ = ["Augmentation", "UInt8Array"]
 UInt8Array = NDArray[np.uint8]
 
 _CHANGES: Final = {"randaugment": 4, "three_augment": 7, "color_jitter": 8, "erasing": 9, "own": 6}
-"""What may be done to a finished crop, in this order, with what tells its random numbers from those
+"""Operations on a finished crop, in this order, with what separates their random numbers from those
 of the crop."""
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Those that Pillow opens for us. Among its others are PostScript, which it hands to another
+"""Formats that Pillow opens for us. Its others include PostScript, which it passes to another
 program, and formats that are not for photographs."""
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 
 _COARSEST: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}
 _FINER: Final = {8: 8 * 1.4, 4: 4 * 1.3, 2: 2 * 1.2, 1: 0.0}
 """Least factor by which a crop, or an exact one, shrinks that is decoded at 1/8, 1/4 or 1/2: the
-decoder's own averages over 8, 4 or 2 pixels differ from Pillow's filter, most where little is left
-to shrink. PSNR of exact crops of 64 pixels: 47.9 dB, and 39 by the coarsest decode."""
+decoder's own averages over 8, 4 or 2 pixels differ from Pillow's filter, most if little shrinking
+is left. PSNR of exact crops of 64 pixels: 47.9 dB, and 39 with the coarsest decode."""
 _BLURRED_FROM: Final = 1.25
 _AVERAGED_FROM: Final = 2.5
-"""How shrinking avoids aliasing: bilinear alone below the first factor, a 3 x 3 Gaussian before it
+"""How shrinking avoids aliasing: only bilinear below the first factor, a 3 x 3 Gaussian before it
 up to the second, averaged areas above; the Gaussian takes a third of the time of areas.
 
 PSNR against Pillow's antialiased bilinear resize, mean over training crops of ImageNet photographs:
 47.9 dB for sides that shrink by 1 to 1.25, 42.7 to 1.6, 46.0 to 2, 41.5 to 4 and 36.9 above
 (benchmarks/data_decode.py; bilinear without any of this: 47.9, 39.0, 36.3, 32.5 and 29.4). Over all
 training crops of 200 photographs: mean 47.2 dB and worst 30.7 at 224 pixels, 35.6 and 21.0 at 64;
-the least are of crops that a coarse decode rounds to its whole pixels. Crops of evaluation are
-exact (`Augmentation.is_exact`): mean 45.3 dB and worst 32.3 for 224 of 256 pixels, where a cut at
-whole pixels has 34.3 and 22.0; 44.8 and 28.9 for 128 of 146; 47.7 and 34.1 for 64 of 73."""
+the lowest values are for crops that a coarse decode rounds to its whole pixels. Evaluation crops
+are exact (`Augmentation.is_exact`): mean 45.3 dB and worst 32.3 for 224 of 256 pixels, where a cut
+at whole pixels has 34.3 and 22.0; 44.8 and 28.9 for 128 of 146; 47.7 and 34.1 for 64 of 73."""
 
 
 class BadImageError(ValueError):
@@ -69,7 +69,7 @@ def decode(image: bytes | memoryview) -> UInt8Array:
     if any value is above 255.
 
     Raises:
-        BadImageError: if the bytes cannot be decoded whole.
+        BadImageError: the bytes cannot be decoded completely.
     """
     pixels = None if size_of_jpeg(image) is None else decode_jpeg(image)
     return _decode_other(image) if pixels is None else pixels
@@ -81,7 +81,7 @@ def training_crop(
     rng_key: tuple[int, int, int],
     out: UInt8Array | None = None,
 ) -> UInt8Array:
-    """Decode what the augmentation needs of an encoded image, and resize it.
+    """Decode the part of an encoded image that the augmentation needs, and resize it.
 
     Args:
         rng_key: (seed, epoch, sample); the only source of randomness.
@@ -91,7 +91,7 @@ def training_crop(
         `out`, or a new array.
 
     Raises:
-        BadImageError: if the bytes cannot be decoded.
+        BadImageError: the bytes cannot be decoded.
     """
     if out is None:
         out = np.empty(augmentation.shape, np.uint8)
@@ -107,10 +107,11 @@ def training_crop(
 def cut_crop(
     image: StoredImage, box: CropBox, augmentation: Augmentation, out: UInt8Array
 ) -> UInt8Array:
-    """Decode what a crop needs, and write it resized to `out`, uint8 of `augmentation.shape`.
+    """Decode the part that a crop needs, and write it resized to `out`, uint8 of
+    `augmentation.shape`.
 
     Raises:
-        BadImageError: if the bytes cannot be decoded, or are of an image of another size.
+        BadImageError: the bytes cannot be decoded, or are of an image of another size.
     """
     return resized(*decoded(image, box, augmentation), augmentation, out)
 
@@ -118,7 +119,7 @@ def cut_crop(
 def decoded(
     image: StoredImage, box: CropBox, augmentation: Augmentation
 ) -> tuple[UInt8Array, CropBox]:
-    """The pixels that a crop is made of, and the box in them, for `resized`.
+    """The pixels for a crop, and the box in them, for `resized`.
 
     Raises:
         BadImageError: as `cut_crop`.
@@ -147,7 +148,7 @@ def decoded(
 def _with_surroundings(
     image: StoredImage, box: CropBox, augmentation: Augmentation, scale: int
 ) -> CropBox:
-    """What of an image is looked at for a crop: where it is exact, more than the crop."""
+    """The region of an image that is read for a crop; for an exact crop, more than the crop."""
     if not augmentation.is_exact:
         return box
     height, width = image.size
@@ -164,7 +165,7 @@ def _with_surroundings(
 def augmented(
     crop: UInt8Array, augmentation: Augmentation, rng_key: tuple[int, int, int]
 ) -> UInt8Array:
-    """The crop, changed in place where more is to be done to it."""
+    """The crop, changed in place by the further operations."""
     for name, word in _CHANGES.items():
         if (change := getattr(augmentation, name)) is not None:
             crop[:] = change(crop, KeyedUniform(*rng_key, word))
@@ -172,7 +173,7 @@ def augmented(
 
 
 def operations(augmentation: Augmentation, rng_key: tuple[int, int, int]) -> list[Operation]:
-    """Those that `augmented` applies to a crop, but for a user's own."""
+    """The operations that `augmented` applies to a crop, except a user's own."""
     return [
         operation
         for name, word in _CHANGES.items()
@@ -184,12 +185,12 @@ def operations(augmentation: Augmentation, rng_key: tuple[int, int, int]) -> lis
 def jpeg_region(
     image: StoredImage, box: CropBox, scale: int = 1
 ) -> tuple[bytes | memoryview | UInt8Array, Box] | None:
-    """The JPEG file to decode at 1/`scale` for a crop, and the pixels of it that are wanted.
+    """The JPEG file to decode at 1/`scale` for a crop, and the pixels needed from it.
 
-    None for what is no plain JPEG; a part of the file where it has a restart index.
+    None if it is not a plain JPEG; a part of the file if it has a restart index.
 
     Raises:
-        BadImageError: if it is an image of another size.
+        BadImageError: it is an image of another size.
     """
     bounds = box.bounds(image.size, scale)
     if image.index is None:
@@ -212,9 +213,9 @@ def jpeg_region(
 
 
 def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array:
-    """The crop of an image that is decoded already, uint8 (height, width, 3); as `training_crop`.
+    """The crop of an already decoded image, uint8 (height, width, 3); as `training_crop`.
 
-    Where the augmentation is random, it takes the same numbers for every image.
+    A random augmentation uses the same numbers for every image.
     """
     return _crop_pixels(pixels, augmentation, (0, 0, 0), np.empty(augmentation.shape, np.uint8))
 
@@ -237,8 +238,8 @@ def _within_border(pixels: UInt8Array, border: int) -> UInt8Array:
 def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
     if size != image.size:
         raise BadImageError(
-            f"it has {size[0]} x {size[1]} pixels, and the data set says "
-            f"{image.size[0]} x {image.size[1]}"
+            f"it has {size[0]} x {size[1]} pixels, but the data set says {image.size[0]} x "
+            f"{image.size[1]}"
         )
 
 
@@ -255,7 +256,7 @@ def pixels_of(image: Image.Image) -> UInt8Array:
     """
     if image.mode.startswith("I;16") or image.mode == "I":
         grey = np.asarray(image)
-        # Values that all fit into 8 bits are taken to mean them, as Pillow does.
+        # Values that all fit into 8 bits are taken as 8-bit values, as in Pillow.
         eight = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
         return np.repeat(eight.astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode == "F":
@@ -272,14 +273,14 @@ def _decode_other(image: bytes | memoryview) -> UInt8Array:
     except BadImageError:
         raise
     except UnidentifiedImageError:
-        raise BadImageError(f"not decodable: it is none of {', '.join(IMAGE_FORMATS)}") from None
+        raise BadImageError(f"not decodable: it is not one of {', '.join(IMAGE_FORMATS)}") from None
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error
         reason = _ADDRESS.sub("", str(error))
         raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error
 
 
 def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:
-    """Of a whole image within its border what a crop is made of: of an exact one, all."""
+    """From a whole image within its border the part for a crop; for an exact crop, all of it."""
     pixels = _within_border(pixels, augmentation.border)
     if augmentation.is_exact:
         return pixels
@@ -290,7 +291,7 @@ def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> 
 def resized(
     crop: UInt8Array, box: CropBox, augmentation: Augmentation, out: UInt8Array
 ) -> UInt8Array:
-    """All of some pixels; of an exact crop, the rectangle of them that `box` is."""
+    """All of some pixels; for an exact crop, the rectangle `box` of them."""
     height, width = out.shape[:2]
     if box.is_reflected:
         inner = height - box.above - box.below, width - box.before - box.behind, 3

@@ -1,8 +1,8 @@
 """Random erasing (Zhong et al., arXiv:1708.04896) of a finished crop: uint8 in, uint8 out.
 
 As timm's `mode=pixel`, which DeiT uses: a rectangle becomes standard normal noise, drawn for each
-pixel and channel, of images normalized by ImageNet's mean and deviation. The same noise is added
-here before normalization, so what lies outside of 0 to 255 is cut off.
+pixel and channel, in images normalized by ImageNet's mean and deviation. The same noise is added
+here before normalization, so values outside of 0 to 255 are clipped.
 """
 
 import math
@@ -19,7 +19,7 @@ from vit_ray.data.order.keyed_random import KeyedUniform
 
 UInt8Array = NDArray[np.uint8]
 
-# timm's defaults (`timm/data/random_erasing.py`), which DeiT leaves.
+# timm's defaults (`timm/data/random_erasing.py`), which DeiT keeps.
 _AREAS: Final = (0.02, 1 / 3)
 _LOG_ASPECTS: Final = (math.log(0.3), math.log(1 / 0.3))
 _ATTEMPTS: Final = 10
@@ -70,7 +70,7 @@ class RandomErasing:
 
 @lru_cache(maxsize=1)
 def _noise_levels() -> list[UInt8Array]:
-    """Of each channel the pixel for each of 2^16 equally likely words."""
+    """For each channel the pixel for each of 2^16 equally likely words."""
     normal = NormalDist()
     drawn = np.array([normal.inv_cdf((word + 0.5) / 65536) for word in range(65536)])
     return [

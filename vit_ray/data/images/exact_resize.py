@@ -1,9 +1,9 @@
-"""Resizing of a rectangle whose corners lie between pixels, close to Pillow's bilinear filter.
+"""Resizing of a rectangle with fractional corners, close to Pillow's bilinear filter.
 
 That filter weighs the pixels around each output pixel by a triangle as wide as the image shrinks.
-Here a short filter comes first and bilinear interpolation follows; together they are near to that
-triangle. Without the rounding of the rectangle to whole pixels, as `crops` does it for training,
-nothing is stretched or moved.
+Here a short filter is followed by bilinear interpolation; together they are close to that triangle.
+Because the rectangle is not rounded to whole pixels, as `crops` does for training, nothing is
+stretched or moved.
 """
 
 import math
@@ -19,18 +19,19 @@ from vit_ray.data.images.crop_boxes import CropBox
 UInt8Array = NDArray[np.uint8]
 
 MOST_SKIPPED: Final = 4
-"""Pixels before the rectangle from which it may be resized, to begin at a whole one."""
+"""Pixels before the rectangle from which it may be resized, so that it starts at a whole one."""
 _NEAR: Final = 1 / 12
-"""Of a pixel, that the resized rectangle may be off."""
+"""Share of a pixel by which the resized rectangle may be off."""
 _STEPS: Final = 64
-"""For each pixel, where the filter is compared with the triangle; shrinks are rounded to it."""
+"""Points per pixel at which the filter is compared with the triangle; shrink factors are rounded to
+it."""
 
 
 def filter_reach(shrink: float, widths: int = 1) -> int:
-    """Pixels on each side of one that the filter takes, for an image that shrinks so much.
+    """Pixels on each side of one that the filter needs, for an image that shrinks by this factor.
 
     Args:
-        widths: 1 for bilinear, 2 for bicubic, whose filter is twice as wide and not only for
+        widths: 1 for bilinear, 2 for bicubic, whose filter is twice as wide, also without
             antialiasing.
     """
     if widths > 1:
@@ -59,7 +60,7 @@ def resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Ar
 
 
 def _aligned(first: float, step: float) -> tuple[int, int] | None:
-    """A whole source pixel, and how many output pixels from it the rectangle begins, if near."""
+    """A whole source pixel, and how many output pixels from it the rectangle begins, if close."""
     for skipped in range(int(min(MOST_SKIPPED, first) / step) + 1):
         start = first - skipped * step
         if abs(start - round(start)) <= _NEAR:
@@ -76,7 +77,8 @@ def _filtered(pixels: UInt8Array, down: float, across: float) -> UInt8Array:
 
 @lru_cache(maxsize=1024)
 def _kernel(shrink_steps: int) -> NDArray[np.float64]:
-    """What makes bilinear interpolation the triangle of a shrink, by least squares; the sum is 1.
+    """The filter that makes bilinear interpolation the triangle of a shrink factor, by least
+    squares; its sum is 1.
 
     Bilinear interpolation is a triangle of width 1 around each pixel.
     """

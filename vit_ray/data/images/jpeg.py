@@ -1,4 +1,4 @@
-"""Plain JPEG files: what they say of their size, and decoding no finer than needed."""
+"""Plain JPEG files: their size from the header, and decoding no finer than needed."""
 
 import struct
 from typing import Final
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from vit_ray.data.jpeg_index.headers import END, FRAMES, SCAN, START, header_segments
 
 _MOST_PIXELS: Final = 178_956_970
-"""Where Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and refuses."""
+"""Pixels at which Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and
+refuses."""
 
 _READ_FLAGS: Final = {
     1: cv2.IMREAD_COLOR_RGB,
@@ -21,10 +22,10 @@ _READ_FLAGS: Final = {
 
 
 def size_of_jpeg(image: bytes | memoryview) -> tuple[int, int] | None:
-    """Height and width of a whole grey or YCbCr JPEG; None for anything else.
+    """Height and width of a complete grey or YCbCr JPEG; None for anything else.
 
-    A file that does not end with the end-of-image marker may be cut short, which OpenCV would fill
-    with grey without a word; it is not taken for plain.
+    A file that does not end with the end-of-image marker may be truncated, and OpenCV would fill
+    the rest with grey without an error; it does not count as plain.
     """
     size = None
     if image[:2] == START and image[-2:] == END:

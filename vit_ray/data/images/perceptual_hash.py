@@ -1,14 +1,14 @@
-"""A hash of what an image shows, and an index that finds near hashes in constant time.
+"""A hash of what an image shows, and an index that finds close hashes in constant time.
 
-The hash is 128 bits: signs of the lowest frequencies of the luminance (a cosine transform of
-32 x 32 pixels) against their median, as in pHash. Re-encoding and resizing flip few bits; cropping
-flips more, so that an indexed image is hashed under several crops too. A near hash proposes that
-two images show the same; `same_picture` decides by their pixels.
+The hash is 128 bits: signs of the lowest frequencies of the luminance (a cosine transform of 32 x
+32 pixels) against their median, as in pHash. Re-encoding and resizing flip few bits; cropping flips
+more, so an indexed image is also hashed under several crops. A close hash suggests that two images
+show the same; `same_picture` decides by their pixels.
 
 The index cuts a hash into 8 bands of 16 bits, in two ways, and looks for hashes that share a band,
-or all but one bit of it: with p = d/128 of the bits different, a band is found with probability
-q = (1-p)^16 + 16 p (1-p)^15, and the hash with 1 - (1-q)^16: 0.9996 at d = 16, 0.95 at d = 24,
-0.74 at d = 30 for one crop of an image, and each of its 49 crops is another chance.
+or all but one bit of it: with p = d/128 of the bits different, a band is found with probability q =
+(1-p)^16 + 16 p (1-p)^15, and the hash with 1 - (1-q)^16: 0.9996 at d = 16, 0.95 at d = 24, 0.74 at
+d = 30 for one crop of an image, and each of its 49 crops is another chance.
 """
 
 from typing import Final, NamedTuple
@@ -24,12 +24,12 @@ _ROWS, _COLUMNS = np.array([(i, j) for _, i, j in _ORDER[1 : HASH_BITS + 1]]).T
 """The lowest frequencies without the constant."""
 
 _FLAT_BELOW: Final = 4.0
-"""Standard deviation in grey levels below which the signs of frequencies are those of noise."""
+"""Standard deviation in grey levels below which the signs of frequencies are noise."""
 
 _BAND_ORDERS: Final = [np.random.default_rng(i).permutation(HASH_BITS) for i in range(2)]
 _PROBES: Final = np.array([0, *(1 << bit for bit in range(16))], np.uint16)
 _MOST_IN_A_BAND: Final = 1024
-"""Hashes with the same band that are looked at: what bounds the cost where many images are alike.
+"""Most hashes per band that are compared: it limits the cost if many images are alike.
 """
 _QUERIES_AT_A_TIME: Final = 256
 
@@ -46,7 +46,7 @@ CROPS: Final[tuple[Crop, ...]] = (
     *((at, 0.0, side, 1.0) for side in (0.9, 0.85, 0.8) for at in (0.0, 1 - side)),
     *((0.0, at, 1.0, side) for side in (0.9, 0.85, 0.8) for at in (0.0, 1 - side)),
 )
-"""Any crop of 80 % or more is near one, and what a bar along one side leaves."""
+"""Any crop of 80 % or more is close to one of them, and so is what a bar along one side leaves."""
 
 
 def perceptual_hash(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -70,26 +70,26 @@ def hashes_under_crops(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def is_flat(pixels: NDArray[np.uint8]) -> bool:
-    """Whether an RGB image shows nothing that could be hashed: a single colour, or almost."""
+    """Whether an RGB image has nothing to hash: a single colour, or nearly."""
     return bool(pixels.reshape(-1, 3).std(axis=0).max() < _FLAT_BELOW)
 
 
 class NearHashes(NamedTuple):
-    """Pairs of a query and a hash, and how many bits differ; by query, the nearest first."""
+    """Pairs of a query and a hash, and how many bits differ; by query, the closest first."""
 
     query: NDArray[np.int64]
     found: NDArray[np.int64]
     distance: NDArray[np.int64]
 
     def of(self, query: int) -> list[tuple[int, int]]:
-        """Hashes near one query and their distances, the nearest first."""
+        """Hashes close to one query and their distances, the closest first."""
         first, last = np.searchsorted(self.query, [query, query + 1])
         found, distance = self.found[first:last].tolist(), self.distance[first:last].tolist()
         return list(zip(found, distance, strict=True))
 
 
 class HashIndex:
-    """Finds the nearest of many hashes.
+    """Finds the closest of many hashes.
 
     Args:
         hashes: uint8 (N, 16).

@@ -1,11 +1,11 @@
 """RandAugment (Cubuk et al., arXiv:1909.13719) of a finished crop: uint8 in, uint8 out.
 
-Two spaces of operations are in use. `tensorflow` is the one of the paper's code, which "How to
-train your ViT" took over: 16 operations; each layer applies one, and its strength keeps
-growing past a magnitude of 10; some are weaker at a higher one. `timm` is `rand-...-inc1` of timm,
-as in DeiT: 15 operations that are all stronger at a higher magnitude, each applied half of the
-time, at a magnitude with noise. All operations are Pillow's; the contrast is about the image's own
-mean, where TensorFlow's code takes a number that depends on the image's size alone.
+Two spaces of operations are in use. `tensorflow` is that of the paper's code, also used by "How to
+train your ViT": 16 operations; each layer applies one, and its strength keeps growing past a
+magnitude of 10; some are weaker at a higher one. `timm` is `rand-...-inc1` of timm, as in DeiT: 15
+operations that are all stronger at a higher magnitude, each applied half of the time, at a
+magnitude with noise. All operations are Pillow's; the contrast is relative to the image's own mean,
+where TensorFlow's code uses a number that depends only on the image's size.
 """
 
 import math
@@ -30,11 +30,11 @@ _IMAGENET_MEAN: Final = (124, 116, 104)
 
 
 class Operation(NamedTuple):
-    """One of a space, as it is applied to an image."""
+    """One operation of a space, applied to an image."""
 
     name: str
     numbers: tuple[float, ...]
-    """What it takes: degrees, bits, a factor, pixels; nothing for some."""
+    """Its arguments: degrees, bits, a factor, pixels; some have none."""
 
     def __str__(self) -> str:
         return " ".join([self.name, *map(str, self.numbers)])
@@ -42,13 +42,13 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class RandAugment:
-    """Random operations, one after the other.
+    """Random operations, applied one after another.
 
     Attributes:
         space: `tensorflow` or `timm`, see above.
         layers: operations for each image.
         magnitude: their strength; 10 is full.
-        magnitude_std: of normal noise on it, for each operation; the sum is kept within 0 to 10.
+        magnitude_std: of normal noise on it, for each operation; the sum is limited to 0 to 10.
     """
 
     space: Literal["tensorflow", "timm"]
@@ -71,7 +71,7 @@ class RandAugment:
         return np.asarray(image)
 
     def draw(self, size: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
-        """What is done to an image, in this order.
+        """The operations for an image, in order.
 
         Args:
             size: height and width.
@@ -99,7 +99,7 @@ def _signed(value: float, random: KeyedUniform) -> float:
 
 
 def _posterize(image: Image.Image, bits: int) -> Image.Image:
-    """Without any bits it is black, as in Pillow before 13, which refuses that."""
+    """Without any bits it is black, as in Pillow before 13; later versions refuse that."""
     return ImageOps.posterize(image, bits) if bits else image.point([0] * 256 * 3)
 
 
@@ -109,7 +109,7 @@ def _solarize_add(image: Image.Image, addition: int) -> Image.Image:
 
 
 def _cutout(image: Image.Image, half: int, row: int, column: int) -> Image.Image:
-    """Grey out a square around a pixel, as far as it lies in the image."""
+    """Grey out a square around a pixel, as far as it is inside the image."""
     cut = image.copy()
     cut.paste(_GREY, (max(0, column - half), max(0, row - half), column + half, row + half))
     return cut
@@ -120,7 +120,7 @@ def _moved(
 ) -> Image.Image:
     """
     Args:
-        fill: where no pixel comes from.
+        fill: for pixels from outside the image.
     """
     (by,) = move.numbers
     if move.name == "rotate":

@@ -1,9 +1,9 @@
-"""Whether two thumbnails show the same picture: what confirms that near hashes are no accident.
+"""Whether two thumbnails show the same picture: confirms that close hashes are no coincidence.
 
-One thumbnail is laid on the other (a crop moves and scales it), gain and offset of brightness are
-fitted, and the share of the pixels that differ most is left out, which is where a text or a logo
-was laid over. What remains must agree both relative to the picture's contrast, so that two dull
-pictures are not the same, and in grey levels, so that two digits or two logos are not.
+One thumbnail is aligned with the other (a crop moves and scales it), gain and offset of brightness
+are fitted, and the share of the pixels that differ most, for example from a text or a logo, is left
+out. The rest must agree both relative to the picture's contrast, so that two dull pictures are not
+the same, and in grey levels, so that two digits or two logos are not.
 """
 
 import contextlib
@@ -20,37 +20,38 @@ SIDE: Final = 64
 
 _BLUR: Final = 1.0
 _ERROR_BLUR: Final = 3.0
-"""Standard deviations in pixels, of what is compared and of what is left of it: recompression and
-resizing of small pictures change fine detail, which averages out, and two pictures differ in more.
+"""Standard deviations in pixels, for the compared images and for their difference: recompression
+and resizing of small pictures change fine detail, which averages out, and two pictures differ in
+more.
 """
 _COARSE: Final = 3.0
-"""Standard deviation in pixels, above which structure is not fine."""
+"""Standard deviation in pixels above which structure does not count as fine."""
 _LEAST_ALIKE: Final = 0.65
 _LEAST_ALIKE_KEPT: Final = 0.78
 _LEAST_LEFT: Final = 0.5
-"""Correlations and a share of fine structure: of 41 pairs of CIFAR-10 that show different objects
-before a plain background, and were the same otherwise, all are told apart by them."""
+"""Correlations and a share of fine structure: 41 pairs of CIFAR-10 that show different objects on a
+plain background, and were the same otherwise, are all distinguished by them."""
 _LEFT_OUT: Final = 0.1
 _LEAST_EXPLAINED: Final = 0.95
 _MOST_LEVELS: Final = 5.0
-"""Share of the variance, and root mean square in grey levels. Of 250 distinct 8 x 8 digits none
-was taken for one of 400 others; at 6 levels 2 were, and with 15 % left out 3 at 5 levels. Recall is
-in benchmarks/results/data_deduplicate_*."""
+"""Share of the variance, and root mean square in grey levels. None of 250 distinct 8 x 8 digits was
+taken for one of 400 others; at 6 levels 2 were, and with 15 % left out 3 at 5 levels. Recall is in
+benchmarks/results/data_deduplicate_*."""
 _BORDER: Final = 2
 _GREY_BELOW: Final = 3.0
 _STOP: Final = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 1e-4)
 _SCALES: Final = (0.73, 1.08)
 _MOST_SHEAR: Final = 0.06
-"""As by a crop, and by a turn of 3 degrees."""
+"""Shifts as by a crop, and by a rotation of 3 degrees."""
 _WHITE: Final = 255.0
 _SATURATED: Final = 250.0
-"""Pixels as bright as this may have been brighter, and say nothing of gain and offset."""
+"""Pixels of at least this brightness may be clipped, and are not used for gain and offset."""
 _LEAST_FITTED: Final = 0.2
-"""Share of the pixels, below which gain and offset are fitted to all."""
+"""Share of the pixels below which gain and offset are fitted to all."""
 
 
 def shows_the_same(picture: NDArray[np.uint8], other: NDArray[np.uint8], crop: Crop) -> bool:
-    """Whether `picture` is `other`, or a crop of it near the one given.
+    """Whether `picture` is `other`, or a crop of it close to the given one.
 
     Args:
         picture, other: uint8 (64, 64, 3), RGB.
@@ -67,7 +68,7 @@ def shows_the_same(picture: NDArray[np.uint8], other: NDArray[np.uint8], crop: C
     is_open = seen.max(axis=2) < _SATURATED
     kept = np.ones(seen.shape[:2], bool)
     for _ in range(4):
-        # What the best gain and offset for the pixels that are kept leave unexplained.
+        # The residual of the best gain and offset for the kept pixels.
         fitted = kept & is_open if (kept & is_open).mean() >= _LEAST_FITTED else kept
         x, y = expected[fitted].ravel(), seen[fitted].ravel()
         centred = x - x.mean()
@@ -86,8 +87,8 @@ def shows_the_same(picture: NDArray[np.uint8], other: NDArray[np.uint8], crop: C
 def _agree_in_detail(picture: NDArray[np.uint8], aligned: NDArray[np.uint8]) -> bool:
     """Whether two pictures have the same fine structure, where they do not differ most.
 
-    Either all of it correlates, or what is left out, a text on one of them, holds the smaller part
-    of it in both: two objects before a plain sky differ in all that there is.
+    Either all of it correlates, or the part left out, such as a text on one of them, holds the
+    smaller part of it in both: two different objects on a plain sky differ in everything there is.
     """
     inside = slice(_BORDER, SIDE - _BORDER)
     grey = (cv2.cvtColor(p, cv2.COLOR_RGB2GRAY).astype(np.float32) for p in (picture, aligned))
@@ -108,7 +109,7 @@ def _correlation(one: NDArray[np.float32], two: NDArray[np.float32]) -> float:
 
 
 def _blurred(values: NDArray[np.float32], kept: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Each value's weighted mean with those around it that are kept."""
+    """Each value's weighted mean with the kept values around it."""
     weights = kept.astype(np.float32)[:, :, None]
     total = cv2.GaussianBlur(values * weights, (0, 0), _ERROR_BLUR)
     weight = cv2.GaussianBlur(weights, (0, 0), _ERROR_BLUR)

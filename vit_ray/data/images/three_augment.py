@@ -28,7 +28,7 @@ class ThreeAugment:
         return _applied(pixels, self.draw(pixels.shape[:2], random))
 
     def draw(self, _: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
-        """The operation of an image, alone in a list."""
+        """The operation for an image, as a list of one."""
         name = ("grey", "solarize", "blur")[random.below(3)]
         return [Operation(name, (random.between(*_BLUR_RADII),) if name == "blur" else ())]
 
@@ -38,7 +38,7 @@ class ColorJitter:
     """Brightness, contrast and saturation in a random order, as torchvision's `ColorJitter`.
 
     Attributes:
-        strength: each is multiplied by a number from 1 - `strength`, or 0, to 1 + `strength`.
+        strength: each is multiplied by a number from 1 - `strength`, at least 0, to 1 + `strength`.
     """
 
     strength: float
@@ -48,7 +48,7 @@ class ColorJitter:
         return _applied(pixels, self.draw(pixels.shape[:2], random))
 
     def draw(self, _: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
-        """What is done to an image, in this order."""
+        """The operations for an image, in order."""
         left, found = ["brightness", "contrast", "color"], list[Operation]()
         while left:
             name = left.pop(random.below(len(left)))

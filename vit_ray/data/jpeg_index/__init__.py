@@ -1,1 +1,1 @@
-"""Restart markers in JPEG files, and the index by which crops of them are read alone."""
+"""Restart markers in JPEG files, and the index by which single crops of them are read."""

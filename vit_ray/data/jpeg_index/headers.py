@@ -1,6 +1,6 @@
-"""What the header of a JPEG file says, up to its first scan, where the file is of the usual kind.
+"""The header of a JPEG file, up to its first scan, if the file is of the usual kind.
 
-That is: grey or of three components, of 8 bits, Huffman coded, baseline in one scan or progressive.
+That is: grey or three components, 8 bits, Huffman coded, baseline in one scan or progressive.
 """
 
 import re
@@ -24,7 +24,7 @@ _RESTART_INTERVAL: Final = 0xDD
 SCAN: Final = 0xDA
 _CODES: Final = 0xC4
 _AC: Final = 0x10
-"""In the number of a table of codes: those of AC coefficients."""
+"""Bit in the number of a code table: tables for AC coefficients."""
 _ZEROS: Final = bytes(64)
 _JFIF: Final = (0xE0, b"JFIF\0")
 _ADOBE: Final = (0xEE, b"Adobe")
@@ -32,16 +32,17 @@ _COMMENT: Final = 0xFE
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD8)})
 """Markers that no length follows."""
 _NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
-"""A marker behind coded data that is not of its own: in it 0xff is followed by 0 or a restart."""
+"""A marker after coded data that is not part of it: inside coded data 0xff is followed by 0 or a
+restart marker."""
 
 
 @dataclass(frozen=True)
 class JpegFrame:
-    """How a JPEG is divided, and where in the file that is said.
+    """How a JPEG is divided, and the offsets of that information in the file.
 
     Attributes:
         unit_height, unit_width: pixels of an MCU.
-        interval: MCUs in a restart interval; 0 where there are none.
+        interval: MCUs in a restart interval; 0 if there are none.
         front: bytes at the start with the first marker, if that is JFIF's or Adobe's.
         tables_at: offset of the first segment that is neither a comment nor an application's.
         size_at: offset of height and width, two bytes each.
@@ -72,7 +73,7 @@ class JpegFrame:
 
 
 def read_frame(image: bytes) -> JpegFrame | None:
-    """The frame of a file; None for one of another kind, or one that ends inside its header."""
+    """The frame of a file; None for another kind, or a file that ends inside its header."""
     if image[:2] != START or image[-2:] != END:
         return None
     frame_at, is_baseline, interval, front, tables_at = 0, False, 0, len(START), 0
@@ -100,10 +101,10 @@ def read_frame(image: bytes) -> JpegFrame | None:
     except (struct.error, IndexError):
         return None
     across, down = (max(factors) for factors in zip(*samplings, strict=True))
-    # No decoder takes others.
+    # No decoder accepts others.
     if not all(h and v and across % h == 0 and down % v == 0 for h, v in samplings):
         return None
-    if components == 1:  # a scan of one component has one block in an MCU, whatever it says
+    if components == 1:  # a scan of one component has one block per MCU, whatever it says
         across = down = 1
     return JpegFrame(
         height, width, components, BLOCK * down, BLOCK * across, is_baseline, interval,
@@ -112,7 +113,7 @@ def read_frame(image: bytes) -> JpegFrame | None:
 
 
 def metadata_of(image: bytes) -> list[bytes]:
-    """Comments and applications' segments before the first scan, JFIF's and Adobe's too."""
+    """Comments and applications' segments before the first scan, including JFIF's and Adobe's."""
     return [
         image[at - 2 : at + length]
         for marker, at, length in header_segments(image)
@@ -147,9 +148,9 @@ def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]
 
 
 def num_scans(image: bytes) -> int:
-    """How often a decoder passes over the pixels; 0 for what is no JPEG file.
+    """How often a decoder passes over the pixels; 0 if it is not a JPEG file.
 
-    Behind the end may be anything, such as the film of a motion photo.
+    Anything may follow the end, such as the film of a motion photo.
     """
     try:
         scans = [at + length for marker, at, length in header_segments(image) if marker == SCAN]
@@ -160,17 +161,19 @@ def num_scans(image: bytes) -> int:
     count, at = 1, scans[0]
     while (found := _NEXT_SEGMENT.search(image, at)) and found[0] not in (START, END):
         count += found[0][1] == SCAN
-        # Bytes of a segment are skipped by its length, so that what is in it is no marker.
+        # Bytes of a segment are skipped by its length, so that its content is not taken for a
+        # marker.
         at = found.end() + int.from_bytes(image[found.end() : found.end() + 2])
     return count
 
 
 def has_zeroed_data(image: bytes) -> bool:
-    """Whether zeros were written over a part of a baseline file's coded data, as by a lost sector.
+    """Whether a part of a baseline file's coded data was overwritten with zeros, as by a lost
+    sector.
 
-    A decoder need not notice. Where the code of zeros begins a coefficient of the first component,
-    64 bytes of them would be some blocks in which all coefficients are -1, which no picture has;
-    where it ends a block, they may be an area of one colour, and are not counted.
+    A decoder may not notice. If the code of zeros starts a coefficient of the first component, 64
+    bytes of them would be some blocks in which all coefficients are -1, which no picture has; if it
+    ends a block, they may be an area of one colour, and are not counted.
     """
     frame = read_frame(image)
     if frame is None or not frame.is_baseline or image.find(_ZEROS, frame.scan_at) < 0:

@@ -2,18 +2,18 @@
 
     python libjpeg_process.py PATH_OF_LIBJPEG
 
-A request on standard input is four numbers of 4 bytes, little-endian (what is wanted: `WANTED`, the
-interval of restart markers in MCUs, and the lengths of a file and of the segments that the new file
-takes over), the file, and the segments. The answer on standard output is a length and a file, or
-text. It is a process of its own because libjpeg ends its process where it cannot continue, unless
-that is prevented by longjmp, which Python has not. It imports nothing that is slow to import, and
-nothing of this package.
+A request on standard input is four numbers of 4 bytes, little-endian (the kind of request, as in
+`WANTED`, the interval of restart markers in MCUs, and the lengths of a file and of the segments
+that the new file keeps), the file, and the segments. The answer on standard output is a length and
+a file, or text. It is a separate process because libjpeg ends its process when it cannot continue,
+unless longjmp prevents that, which Python does not have. It imports nothing that is slow to import,
+and nothing from this package.
 
-Every file that is written is read again, and compared with the original: the coefficients of all
-blocks, their quantization, and what decides the colours. Only an equal one is the answer.
+Every written file is read again, and compared with the original: the coefficients of all blocks,
+their quantization, and everything that decides the colours. Only an equal file is returned.
 
 The structures are those of libjpeg's ABI 6.2 on 64 bits (jpeglib.h), which libjpeg-turbo keeps;
-libjpeg itself refuses a caller whose structures have another size.
+libjpeg itself refuses a caller whose structures have other sizes.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ import time
 from typing import Any, BinaryIO, Final
 
 KEEP_TABLES, OPTIMIZE, WARNINGS = range(3)
-"""What is wanted: the file with its own coding tables, or with optimised ones, which takes twice as
-long; or what libjpeg warns of when it decodes the file, a line for each kind of damage."""
+"""Kinds of requests: the file with its own coding tables, or with optimised ones, which takes twice
+as long; or libjpeg's warnings when it decodes the file, one line for each kind of damage."""
 REQUEST: Final = struct.Struct("<IIII")
 ANSWER: Final = struct.Struct("<I")
 
@@ -38,15 +38,15 @@ _MESSAGE_BYTES: Final = 200
 """JMSG_LENGTH_MAX."""
 _MOST_WARNINGS: Final = 10
 _MOST_CPU_S: Final = 60
-"""For a file; then the system ends this process."""
+"""CPU seconds for a file; then the system ends this process."""
 _MOST_PIXELS: Final = 178_956_970
-"""Of a file that is decoded; Pillow refuses more."""
+"""Most pixels of a decoded file; Pillow refuses more."""
 _SCALE: Final = 8
-"""A file is looked through at 1/8, where a block is one pixel, and the memory for it small."""
+"""A file is checked at 1/8, where a block is one pixel, and needs little memory."""
 
 
 def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:
-    """Fields of a structure at their offsets in bytes, with what is never used between them."""
+    """Fields of a structure at their offsets in bytes, with unused space between them."""
     found: list[tuple[str, Any]] = []
     at = 0
     for name, (offset, kind) in fields.items():
@@ -80,7 +80,7 @@ class _Table(ctypes.Structure):
 
 
 _Tables: Final = ctypes.POINTER(_Table) * 4
-"""Of Huffman codes: how many have each length, and what they stand for, the shortest first."""
+"""Of Huffman codes: how many have each length, and their symbols, the shortest first."""
 
 
 class _Component(ctypes.Structure):
@@ -131,7 +131,7 @@ class _Compress(ctypes.Structure):
 
 
 class Libjpeg:
-    """Reads, writes and compares coefficients, for one file after the other."""
+    """Reads, writes and compares coefficients, for one file after another."""
 
     def __init__(self, path: str) -> None:
         self._lib = ctypes.CDLL(path)
@@ -143,7 +143,7 @@ class Libjpeg:
         self._lib.jpeg_read_coefficients.restype = ctypes.POINTER(ctypes.c_void_p)
         self._lib.jpeg_alloc_huff_table.restype = ctypes.POINTER(_Table)
         self._errors = _Errors()
-        self._on_message = _EmitMessage(self._note)  # kept, as libjpeg calls it
+        self._on_message = _EmitMessage(self._note)  # kept, because libjpeg calls it
         self._warnings: list[str] = []
 
     def _created(self, structure: Any, create: Any) -> Any:
@@ -159,7 +159,7 @@ class Libjpeg:
             self._warnings.append(text.value.decode("ascii", "replace"))
 
     def _opened(self, image: bytes) -> Any:
-        """A new decompressor: one that is used again keeps tables, which a file may lack."""
+        """A new decompressor: a used one keeps tables, which a file may lack."""
         self._warnings = []
         source = self._created(_Decompress(), self._lib.jpeg_CreateDecompress)
         self._lib.jpeg_mem_src(ctypes.byref(source), image, ctypes.c_ulong(len(image)))
@@ -167,7 +167,7 @@ class Libjpeg:
         return source
 
     def warnings(self, image: bytes) -> list[str]:
-        """What is wrong with the coded data of a file, each kind once, in the order found."""
+        """Warnings about the coded data of a file, each kind once, in the order found."""
         source = self._opened(image)
         at = ctypes.byref(source)
         if source.size[0] * source.size[1] <= _MOST_PIXELS:
@@ -183,7 +183,7 @@ class Libjpeg:
         return list(dict.fromkeys(self._warnings))
 
     def rewritten(self, image: bytes, interval: int, keeps_tables: bool, metadata: bytes) -> bytes:
-        """The file with restart markers; empty if libjpeg warns of damage, or it is not equal."""
+        """The file with restart markers; empty if libjpeg warns of damage or the result differs."""
         source = self._opened(image)
         coefficients = self._lib.jpeg_read_coefficients(ctypes.byref(source))
         content = b""
@@ -225,7 +225,7 @@ class Libjpeg:
         """Code with the tables of the file itself, each component with its own.
 
         AC coefficients need no others; DC coefficients at the start of an interval may need codes
-        that are not there, and get long ones.
+        that are missing, and get long ones.
         """
         for ours, theirs in (
             (compress.dc_tables, source.dc_tables),
@@ -243,7 +243,7 @@ class Libjpeg:
                 _complete(table.contents)
 
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
-        """Whether a file has the coefficients of the original and is decoded as it is."""
+        """Whether a file has the coefficients of the original and decodes to the same pixels."""
         written = self._opened(content)
         at = ctypes.byref(written)
         found = self._lib.jpeg_read_coefficients(at)
@@ -259,7 +259,7 @@ class Libjpeg:
         return is_equal
 
     def _has_equal_blocks(self, number: int, *both: tuple[Any, Any]) -> bool:
-        """Of a component, without the blocks that only fill up its last MCUs."""
+        """Blocks of a component, without those that only fill up its last MCUs."""
         component = both[0][0].components[number]
         row_bytes = component.width_in_blocks * _BLOCK_BYTES
         for row in range(component.height_in_blocks):
@@ -275,7 +275,7 @@ class Libjpeg:
 
 
 def _frame(file: Any) -> tuple[Any, ...]:
-    """All but the coefficients that decides what a file looks like."""
+    """Everything except the coefficients that decides the pixels."""
     components = [file.components[number] for number in range(file.num_components)]
     return (
         tuple(file.size),

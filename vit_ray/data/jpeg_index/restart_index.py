@@ -1,15 +1,15 @@
-"""Crops of a baseline JPEG with restart markers, decoded from the segments that they touch.
+"""Crops of a baseline JPEG with restart markers, decoded only from the segments that they touch.
 
-Entropy decoding of a JPEG starts at its top, unless it has restart markers: each begins a segment
-that is decoded by itself (ITU T.81, E.2.4). Where every segment is the same part of a row of coded
-units (MCUs), a rectangle of segments is again a JPEG: its width and height in a copy of the header,
-its markers numbered again, its end marked. Any decoder reads it, and gives the same pixels as for
-the whole file, but for those at inner edges that smooth chroma computes with a neighbour that is
-not there; `crop_file` takes one sample of chroma more on each side for them. Parts that decode to
-4 pixels or fewer of width are upsampled otherwise, and may differ in chroma.
+Entropy decoding of a JPEG starts at its top, unless it has restart markers: each starts a segment
+that can be decoded separately (ITU T.81, E.2.4). If every segment is the same part of a row of
+coded units (MCUs), a rectangle of segments is a JPEG again: with its width and height in a copy of
+the header, its markers renumbered, and an end marker. Any decoder reads it, and gives the same
+pixels as for the whole file, except those at inner edges for which smooth chroma needs a neighbour
+that is missing; `crop_file` takes one more sample of chroma on each side for them. Parts that
+decode to a width of 4 pixels or fewer are upsampled differently, and may differ in chroma.
 
-`index_segments` looks once at a file whether it is fit, when a data set is made; a crop reads
-nothing of the file but what it takes.
+`index_segments` checks a file once, when a data set is made; a crop reads only the bytes that it
+needs.
 """
 
 import re
@@ -37,17 +37,17 @@ Box = tuple[int, int, int, int]
 _FIRST_RESTART: Final = 0xD0
 _MOST_SEGMENTS: Final = 1 << 16
 _RESTARTS: Final = (_FIRST_RESTART + np.arange(_MOST_SEGMENTS) % 8).astype(np.uint8)
-"""The markers of segments, one after the other."""
+"""The markers of segments, in sequence."""
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
 
 
 @dataclass(frozen=True, eq=False)
 class RestartIndex:
-    """Where the parts of a JPEG lie that a crop of it is made of.
+    """Offsets of the parts of a JPEG that a crop of it is made from.
 
     Attributes:
         front: bytes at its start that give the colour space: start of image, JFIF or Adobe marker.
-        tables_at: where the tables and the frame header begin, which the first segment follows.
+        tables_at: where the tables and the frame header begin; the first segment follows them.
         size_at: where height and width are, two bytes each.
         unit_height, unit_width: pixels of an MCU.
         columns: segments in a row of MCUs.
@@ -76,7 +76,7 @@ class RestartIndex:
 class IndexColumn:
     """The indices of the images of a row group, as a data set has them.
 
-    All are looked at once, and lists are kept: numpy takes microseconds for one number.
+    All are checked at once, and lists are kept: numpy takes microseconds for one number.
 
     Args:
         column: structs of the fields of `RestartIndex`, null for an image without an index.
@@ -121,7 +121,7 @@ def are_possible(
     """Whether files of these sizes and lengths can have these indices.
 
     Args:
-        numbers: (n, 6), of each image all but the offsets, in the order of `RestartIndex`.
+        numbers: (n, 6), for each image everything but the offsets, in the order of `RestartIndex`.
         ends: (n + 1,), where the offsets of each image begin in `offsets`, and the last end.
         sizes, num_bytes: as in `IndexColumn`.
     """
@@ -144,7 +144,7 @@ def are_possible(
 
 @dataclass(frozen=True, eq=False)
 class CropFile:
-    """A JPEG file of a part of another, and the pixels of the other that it begins with."""
+    """A JPEG file made from a part of another, and the pixel of the other at which it begins."""
 
     image: UInt8Array
     top: int
@@ -152,10 +152,10 @@ class CropFile:
 
 
 def index_segments(image: bytes) -> RestartIndex | None:
-    """The index of a file; None if its segments cannot be taken alone.
+    """The index of a file; None if its segments cannot be used separately.
 
-    It must be baseline, of one scan, with a restart interval that divides its rows, its markers
-    where they belong and numbered in turn, and nothing behind it.
+    It must be baseline, of one scan, with a restart interval that divides its rows, its markers in
+    place and numbered in sequence, and nothing after the image.
     """
     frame = read_frame(image)
     if frame is None or not frame.is_baseline or not frame.interval:
@@ -178,9 +178,9 @@ def index_segments(image: bytes) -> RestartIndex | None:
 
 
 def interval_for(frame: JpegFrame, pixels: int) -> int:
-    """MCUs in a segment, so that it divides a row and has about this many pixels.
+    """MCUs in a segment, such that it divides a row and has about this many pixels.
 
-    Not less than half as many, where a row has them: short segments cost bytes.
+    At least half as many, if a row has them: short segments cost bytes.
     """
     count, of_unit = frame.units_across, frame.unit_height * frame.unit_width
     whole = [k for k in range(1, count + 1) if count % k == 0]
@@ -191,7 +191,7 @@ def interval_for(frame: JpegFrame, pixels: int) -> int:
 def crop_file(
     content: bytes | memoryview, index: RestartIndex, size: tuple[int, int], box: Box
 ) -> CropFile:
-    """The smallest JPEG file from whose pixels a rectangle of the image can be cut.
+    """The smallest JPEG file that contains a rectangle of the image.
 
     Args:
         size: height and width of the image in pixels.
@@ -205,7 +205,7 @@ def crop_file(
     width = min(size[1], last * segment_width) - first * segment_width
     starts, ends = (e[first_row:last_row, first:last] for e in index.segments())
     image, scan_at = memoryview(content), int(index.offsets[0])
-    # The segments of a row lie one behind the other, and whole rows do.
+    # The segments of a row are contiguous, and so are whole rows.
     if starts.shape[1] == index.columns:
         segments = [image[starts[0, 0] : ends[-1, -1]]]
     else:

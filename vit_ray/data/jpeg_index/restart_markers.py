@@ -1,10 +1,10 @@
-"""JPEG files rewritten losslessly with restart markers, so that crops of them can be read alone.
+"""JPEG files rewritten losslessly with restart markers, so that single crops of them can be read.
 
-The coefficients stay as they are, and so do all pixels; comments, profiles and EXIF stay too. What
-rewrites is libjpeg-turbo, the copy that Pillow brings or the system's, in a process of its own,
-which reads what it has written and compares all coefficients. Progressive files become baseline.
-Everything else (arithmetic coding, CMYK, several scans, several pictures in a file, 12 bits,
-damage) stays as it came.
+The coefficients stay unchanged, and so do all pixels; comments, profiles and EXIF are kept.
+libjpeg-turbo rewrites the file, the copy in Pillow or the system's, in a separate process that
+reads the result and compares all coefficients. Progressive files become baseline. All other files
+(arithmetic coding, CMYK, several scans, several pictures in a file, 12 bits, damage) stay
+unchanged.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from vit_ray.data.jpeg_index.restart_index import RestartIndex, index_segments, 
 _LOG: Final = logging.getLogger(__name__)
 
 _SEGMENT_PIXELS: Final = 64 * 16
-"""About: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to its bytes. Crops of twice as
-many take 10 % longer, as more is decoded around them."""
+"""Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
+its bytes. With twice as many, crops take 10 % longer, because more is decoded around them."""
 _MOST_PIXELS: Final = 1 << 26
-"""Of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
+"""Most pixels of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
 _LATER_METADATA: Final = re.compile(rb"\xff[\xe0-\xef\xfe]")
-"""Comments and applications' segments behind the first scan's header, which libjpeg drops."""
+"""Comments and applications' segments after the first scan's header, which libjpeg drops."""
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
-"""Of a segment of JFIF without a thumbnail, and of one of Adobe, with the marker."""
+"""Length of a JFIF segment without a thumbnail, and of an Adobe segment, with the marker."""
 _ANSWER_WITHIN_S: Final = 300.0
-"""The limit for a file is one of processor time, which other work does not use up."""
+"""The limit for a file is in processor time, which other work does not use up."""
 _ENDS_WITHIN_S: Final = 0.5
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
 _GREY_PIXEL: Final = bytes.fromhex(
@@ -52,18 +52,18 @@ _GREY_PIXEL: Final = bytes.fromhex(
 
 _NOT_FOUND: Final = (
     "no libjpeg 6.2 is found here, so JPEG files get no restart markers (convert.index_jpeg) and "
-    "are read more slowly, and damage in them is not seen (convert.damaged); install Pillow from "
-    "PyPI"
+    "are read more slowly, and damage in them is not detected (convert.damaged); install Pillow "
+    "from PyPI"
 )
 _ATTEMPTS: Final = 3
 _BY_THE_FILE: Final = (
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGXCPU,
 )  # fmt: skip
-"""Signals that a file may cause; others come from outside, and say nothing of it."""
+"""Signals that a file may cause; others come from outside, and do not depend on the file."""
 
 
 class Libjpeg:
-    """libjpeg in a process of its own, which is started again where it has ended.
+    """libjpeg in a separate process, which is restarted when it has ended.
 
     `name` differs between versions that write different bytes.
     """
@@ -79,7 +79,7 @@ class Libjpeg:
         """The answer to a request of `libjpeg_process`; None if the file ends the process.
 
         Raises:
-            OSError: the process was killed or did not answer, each time.
+            OSError: the process was killed or did not answer, in every attempt.
         """
         head = REQUEST.pack(wanted, interval, len(image), len(metadata))
         for _ in range(_ATTEMPTS):
@@ -92,7 +92,7 @@ class Libjpeg:
                     return None
         raise OSError(
             f"the process that rewrites JPEG files was killed {_ATTEMPTS} times, or did not answer "
-            f"in {_ANSWER_WITHIN_S:g} s; is memory short?"
+            f"in {_ANSWER_WITHIN_S:g} s; check the machine's memory"
         )
 
     def _answer(self, request: bytes) -> bytes:
@@ -116,7 +116,7 @@ class Libjpeg:
             if not select.select([back], [], [], _ANSWER_WITHIN_S)[0]:
                 raise TimeoutError
             if not (some := os.read(back.fileno(), length - len(content))):
-                raise OSError("the process ended before its answer did")
+                raise OSError("the process ended before it answered")
             content += some
             if len(content) == length == ANSWER.size:
                 length += ANSWER.unpack(content)[0]
@@ -140,9 +140,10 @@ class Libjpeg:
 
 @functools.cache
 def restart_writer() -> Libjpeg | None:
-    """The library that works here; None, with a warning, if there is none.
+    """The library found here; None, with a warning, if there is none.
 
-    A process keeps it: its helper ends with it, when nothing writes to the helper's input any more.
+    A process keeps it: its helper ends with it, when nothing can write to the helper's input any
+    more.
     """
     for writer in _writers():
         if with_restart_markers(_GREY_PIXEL, writer) is not None:
@@ -170,11 +171,11 @@ class RewrittenJpeg:
 
 
 def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
-    """A JPEG rewritten; None if it is to stay as it is."""
+    """A JPEG rewritten; None if it is kept unchanged."""
     frame = read_frame(image)
     if frame is None or frame.height * frame.width > _MOST_PIXELS:
         return None
-    # In coded data 0xff 0xd9 is nothing but the end; behind it may be a second picture.
+    # In coded data 0xff 0xd9 is always the end; a second picture may follow it.
     if image.find(END, frame.scan_at) != len(image) - len(END):
         return None
     metadata = metadata_of(image)
@@ -184,7 +185,7 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
     if _LATER_METADATA.search(image, frame.scan_at):
         return None
     interval = interval_for(frame, _SEGMENT_PIXELS)
-    # The file's own tables may have no room for the codes that they lack.
+    # The file's own tables may have no room for missing codes.
     for wanted in (KEEP_TABLES, OPTIMIZE) if frame.is_baseline else (OPTIMIZE,):
         if rewritten := writer.ask(wanted, image, interval, b"".join(metadata)):
             break
@@ -198,7 +199,7 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
 
 
 def _have_equal_pixels(one: bytes, other: bytes) -> bool:
-    """Not so where a progressive file lacks its last scans: decoders smooth what it has."""
+    """Not if a progressive file lacks its last scans: decoders smooth what it has."""
     flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
     ours, theirs = (cv2.imdecode(np.frombuffer(file, np.uint8), flags) for file in (one, other))
     return ours is not None and theirs is not None and np.array_equal(ours, theirs)

@@ -1,1 +1,1 @@
-"""From images as people keep them to a checked, deduplicated data set."""
+"""From images in their usual formats to a checked, deduplicated data set."""

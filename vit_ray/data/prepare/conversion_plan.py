@@ -1,8 +1,8 @@
-"""What a conversion makes: decided once, when its source is indexed, and kept by restarts.
+"""The result of a conversion: decided once, when its source is indexed, and kept by restarts.
 
 The plan names the settings that decide the bytes of a data set. It is written when the list of each
-shard is, and only then are shards made: so where there is a plan, files of a conversion may be
-there, and without one there are none.
+shard is, and only then are shards made: with a plan, files of a conversion may be there, and
+without one there are none.
 """
 
 import logging
@@ -44,12 +44,12 @@ from vit_ray.storage import Location, absolute
 _LOG: Final = logging.getLogger(__name__)
 _MIB: Final = 1 << 20
 _SAMPLED: Final = 256
-"""Images that are read, and shrunk, to learn the mean size: it is right within 5 to 10 %."""
+"""Images that are read, and shrunk, to estimate the mean size: it is correct within 5 to 10 %."""
 _SAMPLED_PER_TASK: Final = 32
 RESULT: Final = "shard-{:06d}.json"
-"""File of the result of a shard in the staging folder."""
+"""File with the result of a shard in the staging folder."""
 STAGING_VERSION: Final = 6
-"""Of what the staging folder holds; raised when a restart could not read it."""
+"""Version of what the staging folder holds; raised when a restart could not read it."""
 _DO_NOT_DECIDE: Final = {
     "destination", "extend", "keep_damaged_archives", "max_rejected_fraction", "cpus_per_task",
 }  # fmt: skip
@@ -57,7 +57,7 @@ _DO_NOT_DECIDE: Final = {
 
 
 def settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
-    """What a restart must have in common with the first start, as JSON keeps it."""
+    """What a restart must have in common with the first start, as JSON."""
     settings = config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
     source = absolute(config.source)
     classes = settings["classes"] or []
@@ -66,10 +66,10 @@ def settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is made.
+    """The planned shards.
 
     Attributes:
-        settings: as `settings_of` gives them.
+        settings: from `settings_of`.
         extends: fingerprint of the data set that the shards are added to; empty for none.
         first_shard: number of the first file, after those of that set.
         fields: as `SourceIndex.fields`.
@@ -96,7 +96,7 @@ class Plan:
         return ShardRows(self.num_images, self.num_shards, self.settings["rows_per_row_group"])
 
     def label_of(self) -> dict[str, int]:
-        """The label that each of the source's stands for."""
+        """The label for each label of the source."""
         names = map(str, range(len(self.classes))) if self.are_indices else self.classes
         return {name: label for label, name in enumerate(names)}
 
@@ -105,11 +105,11 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
     """The plan of an interrupted conversion, or a new one.
 
     Returns:
-        None where a source that has changed has no new image.
+        None if a source that has changed has no new image.
 
     Raises:
-        ValueError: the interrupted one has other settings, as when a conversion that had lost the
-            folder wrote it; or the source cannot be indexed.
+        ValueError: the interrupted conversion has other settings, for example from another
+            conversion that took the folder over; or the source cannot be indexed.
     """
     staging, settings = folder.child(STAGING_FOLDER), settings_of(config, seed)
     before = open_dataset(folder.uri) if folder.child(MANIFEST_FILE).exists() else None
@@ -137,8 +137,8 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
         for shard in range(plan.num_shards):
             staging.child(RESULT.format(shard)).delete()
             folder.child(plan.name_of(shard)).delete()
-        if before is None:  # else they are of the set that is there
-            for name in LISTS:  # of a refusal; without a plan they would be somebody else's
+        if before is None:  # otherwise they belong to the set that is there
+            for name in LISTS:  # of a refusal; without a plan they could be someone else's
                 folder.child(name).delete()
         staging.child(PLAN).delete()
     with tempfile.TemporaryDirectory() as scratch:
@@ -174,7 +174,7 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
 def _index_growth(
     config: ConvertConfig, before: Manifest, folder: Location, scratch: Path
 ) -> SourceIndex | None:
-    """The images that a data set lacks, which is kept as it is in a folder of its own."""
+    """The images that a data set lacks; the set is kept unchanged in its own folder."""
     record = read_record(folder)
     assert record is not None
     kept = folder.child(VERSIONS_FOLDER).child(before.fingerprint)
@@ -186,7 +186,7 @@ def _index_growth(
 
 
 def _num_shards(config: ConvertConfig, seed: int, index: SourceIndex) -> int:
-    """By the bytes of all images as shards hold them; of a sample where they are not known."""
+    """Bytes of all images as shards hold them; from a sample if they are not known."""
     written = float(index.bytes)
     if config.shrink_to is not None or index.unknown_lengths:
         count = min(_SAMPLED, index.num_images)
@@ -199,6 +199,6 @@ def _num_shards(config: ConvertConfig, seed: int, index: SourceIndex) -> int:
 
 
 def shards_for(written_bytes: float, num_images: int, config: ConvertConfig) -> int:
-    """How many shards hold so many bytes of images, each of one row group at least."""
+    """How many shards hold this many bytes of images, each of at least one row group."""
     groups = -(-num_images // config.rows_per_row_group)
     return min(groups, max(1, round(written_bytes / (config.shard_mib * _MIB))))

@@ -2,10 +2,10 @@
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
 within `MAX_DISTANCE` bits of one and their pixels agree at 64 x 64; with and without uniform
-borders on both sides, and mirrored if asked. A flat image has nothing to hash, and is a duplicate
-only of an image with equal pixels. Or, by features of a model: if the cosine with an evaluation
-image's is high enough. Linear in the data: each image is described once, and looked up. The result
-is a manifest alone and a list of what was left out.
+borders on both sides, and mirrored if requested. A flat image has nothing to hash, and is a
+duplicate only of an image with equal pixels. Or, with features of a model: if the cosine with an
+evaluation image's is high enough. Linear in the data: each image is described once, and looked up.
+The result is only a manifest and a list of what was left out.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from vit_ray.storage import locate
 Pixels = NDArray[np.uint8]
 DUPLICATES_FILE: Final = "duplicates.parquet"
 _DECODED: Final = Augmentation("resize", size=2 * SIDE, flip=False)
-"""Twice as large as what is compared, to find borders to half a pixel of that."""
+"""Twice the compared size, to find borders to half a pixel of that."""
 _MOST_COMPARED: Final = 8
-"""Pictures, the nearest first, that are compared with one of a row pixel by pixel."""
+"""Pictures, the closest first, that are compared with one of a row pixel by pixel."""
 _ROWS_AT_A_TIME: Final = 512
 
 _LIST_SCHEMA: Final = pa.schema(
@@ -62,8 +62,8 @@ _LIST_SCHEMA: Final = pa.schema(
 )
 
 MAX_DISTANCE: Final = 30
-"""Bits of 128 by which the hashes of images may differ whose pixels are compared; measured with
-benchmarks/data_deduplicate.py."""
+"""Bits of 128 by which the hashes of images may differ for their pixels to be compared; measured
+with benchmarks/data_deduplicate.py."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Duplicate:
 class DeduplicateReport:
     """What was left out of `num_images`.
 
-    Images that cannot be decoded, of the source and of the evaluation sets, are compared by their
-    bytes alone.
+    Images that cannot be decoded, in the source and in the evaluation sets, are compared only by
+    their bytes.
     """
 
     num_images: int
@@ -105,7 +105,7 @@ class DeduplicateReport:
         undecodable: int = 0,
         undecodable_evaluation: int = 0,
     ) -> DeduplicateReport:
-        """The report on a data set and what was found in it."""
+        """The report on a data set and the duplicates in it."""
         duplicates = [duplicate for *_, duplicate in found]
         exact = sum(duplicate.is_exact for duplicate in duplicates)
         near = len(duplicates) - exact
@@ -113,7 +113,7 @@ class DeduplicateReport:
 
 
 def refuse_taken(destination: str) -> None:
-    """Raise a ValueError if the destination holds a data set or a list of duplicates already."""
+    """Raise a ValueError if the destination already holds a data set or a list of duplicates."""
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE, CHECKSUMS_FILE)
 
 
@@ -132,11 +132,11 @@ def deduplicate(
     """Write the manifest of a data set without the images of evaluation sets.
 
     Args:
-        flips: leave out mirrored copies, too.
+        flips: also leave out mirrored copies.
 
     Raises:
-        ValueError: if no evaluation set is given, nothing would be left, or the destination holds
-            a data set or a list of duplicates already.
+        ValueError: no evaluation set is given, nothing would be left, or the destination holds a
+            data set or a list of duplicates already.
     """
     if not evaluation_sets:
         raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set")
@@ -162,11 +162,11 @@ def deduplicate_by_features(
     near: Iterable[tuple[int, str, int, str, float]],
     min_cosine: float,
 ) -> DeduplicateReport:
-    """As `deduplicate`, of rows that others have found.
+    """As `deduplicate`, for rows found by another method.
 
     Args:
-        near: sample number and key of a row, which of the evaluation sets it is near to, key there,
-            and cosine of the features.
+        near: sample number and key of a row, which of the evaluation sets it is close to, key
+            there, and cosine of the features.
         min_cosine: by which they were found.
 
     Raises:
@@ -188,15 +188,15 @@ def deduplicate_by_features(
 def leave_out(
     whole: Manifest, found: list[Found], destination: str, origin: dict[str, object]
 ) -> None:
-    """Write the list of what was found, and the manifest without it.
+    """Write the list of duplicates, and the manifest without them.
 
     Raises:
         ValueError: nothing would be left, or the destination is taken.
     """
     if len(found) == whole.num_images:
         raise ValueError(
-            f"deduplicate: all of {whole.path!r} is in {origin['evaluation_sets']}, so nothing is "
-            "left; check which set is which"
+            f"deduplicate: all images of {whole.path!r} are in {origin['evaluation_sets']}, so "
+            "nothing is left; check whether the sets were swapped"
         )
     left_out: dict[int, list[int]] = {}
     for group, row, _ in found:
@@ -254,7 +254,7 @@ def _files_of(manifest: Manifest) -> list[int]:
 
 
 def known_from(images: list[tuple[tuple[str, str], _Described]]) -> _Known:
-    """What is to be known about evaluation images, each with its evaluation set and key."""
+    """What must be known about evaluation images, each with its evaluation set and key."""
     described = [image for _, image in images]
     hashes = b"".join(hashes for image in described for _, hashes in image.pictures)
     # Of equal ones the first.
@@ -271,12 +271,12 @@ def known_from(images: list[tuple[tuple[str, str], _Described]]) -> _Known:
 
 
 class _Described(NamedTuple):
-    """An evaluation image: one that cannot be decoded has neither pictures nor `flat`.
+    """An evaluation image: if it cannot be decoded it has neither pictures nor `flat`.
 
     Attributes:
         digest: of its bytes.
         pictures: encoded thumbnail, and hashes under each crop, of the whole image and, if it has
-            borders, of what they enclose.
+            borders, of the part inside them.
         flat: digest of the thumbnail of a flat image.
     """
 
@@ -286,7 +286,7 @@ class _Described(NamedTuple):
 
 
 def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[str, _Described]]]:
-    """The file's number, and what is kept of each of its images."""
+    """The file's number, and the description of each of its images."""
     found = []
     for number, (_, _, key, image) in enumerate(_images(manifest, file_index), 1):
         found.append((key, describe(image)))
@@ -295,7 +295,7 @@ def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[
 
 
 def describe(image: bytes) -> _Described:
-    """What is kept of an encoded evaluation image."""
+    """The description of an encoded evaluation image."""
     digest, pictures = _digest(image), _pictures(image)
     if pictures and is_flat(pictures[0]):
         return _Described(digest, flat=_digest(pictures[0].tobytes()))
@@ -337,7 +337,7 @@ class Match(NamedTuple):
 def find(
     known: _Known, images: list[bytes], max_distance: int, *, flips: bool = False
 ) -> tuple[list[Match | None], int]:
-    """What each encoded image shows of what is known, and how many cannot be decoded.
+    """The known image that each encoded image shows, and how many cannot be decoded.
 
     Args:
         flips: look for each mirrored, too.
@@ -369,7 +369,7 @@ def _confirmed(known: _Known, picture: Pixels, proposed: Iterable[tuple[int, int
     """The first of the proposed pictures whose pixels agree.
 
     Args:
-        proposed: entries of the index with their distances, the nearest first.
+        proposed: entries of the index with their distances, the closest first.
     """
     nearest: dict[int, tuple[int, int]] = {}
     for entry, distance in proposed:
@@ -382,9 +382,9 @@ def _confirmed(known: _Known, picture: Pixels, proposed: Iterable[tuple[int, int
 
 
 def _pictures(image: bytes) -> list[Pixels]:
-    """The whole image, and what uniform borders enclose if it has any, at 64 x 64.
+    """The whole image, and the part inside uniform borders if it has any, at 64 x 64.
 
-    Nothing of an image that cannot be decoded.
+    Nothing for an image that cannot be decoded.
     """
     try:
         whole = training_crop(image, _DECODED, (0, 0, 0))

@@ -1,4 +1,4 @@
-"""A dev split of a training set, by class or of any, as two manifests over its shards.
+"""A dev split of a training set, by class or not, as two manifests over its shards.
 
 Rows were shuffled at conversion, so those of each class are taken from as few row groups as hold
 enough of them: reading a small dev split reads a small part of the bytes.
@@ -28,20 +28,20 @@ def dev_split(
 ) -> tuple[str, str]:
     """Write the manifests of a training set without its dev split, and of the dev split.
 
-    What is there already is taken: the same arguments give the same split.
+    An existing split is reused: the same arguments give the same split.
 
     Args:
-        destination: folder of the two; a folder of its own for each source, fraction and seed.
+        destination: folder of the two; with a separate folder for each source, fraction and seed.
         fraction: share of the images that are held out, rounded to whole images.
-        by_class: every class has its share; else images are taken whatever they are of, as those
-            of VTAB-1k are by its authors.
+        by_class: every class has its share; otherwise images are taken regardless of class, as the
+            authors of VTAB-1k do.
 
     Returns:
         Addresses of the rest and of the dev split.
 
     Raises:
         ValueError: a class would have no image in one of them; it is named. Not by class: one of
-            them would have none at all.
+            them would have no image at all.
     """
     whole = open_dataset(source)
     name = f"{whole.fingerprint}-{fraction:g}-{seed}{'' if by_class else '-any-class'}"
@@ -68,8 +68,8 @@ def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) ->
         total = round(len(order) * fraction)
         if not 0 < total < len(order):
             raise ValueError(
-                f"sweep.dev_fraction={fraction:g} of {len(order)} images is {total}, and both the "
-                "dev split and the rest need some; change it, or give more images"
+                f"sweep.dev_fraction={fraction:g} of {len(order)} images is {total}, but both the "
+                "dev split and the rest need some; change it, or add images"
             )
         is_dev[order[:total]] = True
     else:  # the first of each class
@@ -81,13 +81,13 @@ def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) ->
 
 
 def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) -> Int64Array:
-    """Images of each class that are held out: in proportion, one at least, and never all.
+    """Images of each class that are held out: in proportion, at least one, and never all.
 
     Args:
-        counts: (K,), images of each class; one without any stays without.
+        counts: (K,), images of each class; a class without any stays without.
 
     Raises:
-        ValueError: there is a class for which that cannot be.
+        ValueError: this is not possible for some class.
     """
     total = round(float(counts.sum()) * fraction)
     has_any = counts > 0
@@ -95,7 +95,7 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
         name = classes[int(np.argmax(counts == 1))]
         raise ValueError(
             f"sweep.dev_fraction={fraction:g}: class {name!r} has a single image, so the dev split "
-            "or the rest would have none of it; give it more images, or leave it out of the set"
+            "or the rest would have none of it; add images to it, or remove it from the set"
         )
     if total < has_any.sum():
         name = _rarest(counts, classes)
@@ -122,7 +122,7 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
 
 
 def _rarest(counts: Int64Array, classes: Sequence[str]) -> str:
-    """The class with the fewest images of those that have any."""
+    """The class with the fewest images among those that have any."""
     return classes[int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))]
 
 

@@ -1,4 +1,4 @@
-"""What a conversion would make: counted and sampled within seconds, without Ray; writes nothing."""
+"""The result of a conversion, counted and sampled within seconds, without Ray; writes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vit_ray.storage import Location, locate
 COUNTED_S: Final = 20.0
 SAMPLED_S: Final = 5.0
 SAMPLED: Final = 128
-"""Images that are read and checked, at most."""
+"""Most images that are read and checked."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Estimate:
     """What a source holds, and what a conversion makes of it.
 
     Attributes:
-        num_images: extrapolated where not all parts were counted.
-        num_classes: at least, where not all parts were counted.
-        splits: of the whole source, and not only of the one that is converted; None = no split.
-        num_parts, num_counted: folders, archives or files, and how many of them were counted whole;
-            the images and bytes of the others are taken to be like these.
-        source_bytes: 0 where lists do not say the sizes of files.
-        written_bytes, seconds: for all images, by those sampled; one core.
-        num_sampled, num_rejected: images that were read, and those of them that are not usable.
+        num_images: extrapolated if not all parts were counted.
+        num_classes: a lower bound if not all parts were counted.
+        splits: of the whole source, not only of the converted one; None = no split.
+        num_parts, num_counted: folders, archives or files, and how many of them were counted
+            completely; the images and bytes of the others are assumed to be similar.
+        source_bytes: 0 if lists do not give the sizes of files.
+        written_bytes, seconds: for all images, extrapolated from the sample; one core.
+        num_sampled, num_rejected: images that were read, and unusable ones among them.
         shorter_side: median of the usable ones, in pixels.
-        reason: why the first of the others is not usable; empty where there is none.
+        reason: why the first of the others is unusable; empty if there is none.
     """
 
     num_images: int
@@ -78,7 +78,7 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
             of the images that were read is usable.
     """
     units = units_of(config)
-    every = units  # where no split is chosen there is one
+    every = units  # if no split is chosen there is one
     if config.split is not None:
         every = list_units(config.source, config.format, ALL_SPLITS)
     order = random.Random(seed)  # noqa: S311  # a sample
@@ -87,7 +87,7 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
         if not found.images:
             raise ValueError(
                 f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} "
-                "parts that were looked at; check its format"
+                "parts that were checked; check its format"
             )
         images, num_bytes = (
             round(n * len(units) / found.parts) for n in (found.images, found.bytes)
@@ -120,13 +120,13 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
 
 
 def num_cores() -> int:
-    """Of this machine, that this process may use."""
+    """Cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 @dataclass
 class _Counted:
-    """Images, their bytes and classes, of so many parts and of a fraction of one."""
+    """Images, their bytes and classes, in this many parts and a fraction of one."""
 
     sample: _Sample
     labels: set[str]
@@ -138,9 +138,9 @@ class _Counted:
 def _counted(
     units: list[SourceUnit], config: ConvertConfig, sample: _Sample, scratch: str
 ) -> _Counted:
-    """Of units one after another, until the time is over.
+    """Counts units one after another, until the time is over.
 
-    A file that images lie in is left in its middle; lists and folders are counted whole.
+    A file with images is left in the middle; lists and folders are counted completely.
     """
     found = _Counted(sample, set(config.classes or ()))
     end_s = time.monotonic() + COUNTED_S
@@ -160,7 +160,7 @@ def _counted(
                 sample.offer(entry)
                 is_inside = entry.path == unit.path and entry.problem is None
                 if is_inside and time.monotonic() > end_s:
-                    # Of a compressed file the offsets are those of its content.
+                    # In a compressed file the offsets are those of its content.
                     size = max(locate(unit.path).info().size or 0, found.bytes, 1)
                     found.parts += max(entry.offset + entry.length, 1) / size
                     return found
@@ -173,7 +173,7 @@ def _counted(
 
 
 def _entries(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
-    """What the index of a unit lists, up to its damage if there is any."""
+    """The index entries of a unit, up to its damage if there is any."""
     try:
         yield from index_unit(unit, pack)
     except DamagedUnitError:
@@ -181,7 +181,7 @@ def _entries(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
 
 
 class _Sample:
-    """Some of the entries that it is offered, each as likely as the others."""
+    """Some of the entries that it is offered, each equally likely."""
 
     def __init__(self, order: random.Random) -> None:
         self._order, self._kept, self._num_offered = order, list[IndexEntry](), 0

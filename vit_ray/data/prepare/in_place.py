@@ -1,4 +1,4 @@
-"""A data set over parquet files of others, which are read where they lie and never written.
+"""A data set over others' parquet files, which are read in place and never written.
 
 Each of their files gets a shard of ours without images, row group by row group: labels, keys, sizes
 and checksums. The manifest says which file has the images, its size and its version (time, or ETag
@@ -26,27 +26,27 @@ def check_in_place(config: ConvertConfig, folder: Location) -> None:
     """Refuse files that cannot be read in place, before anything is written.
 
     Raises:
-        ValueError: they are no parquet files of the Hugging Face layout, or the destination is
-            among them.
+        ValueError: they are not parquet files of the Hugging Face layout, or the destination is
+            inside their folder.
     """
     units = units_of(config)
     if units[0].format != "huggingface":
         raise ValueError(
             f"convert.in_place=true: {config.source!r} is of the format {units[0].format!r}; only "
-            "parquet files in the layout of the Hugging Face hub can be read where they lie"
+            "parquet files in the layout of the Hugging Face hub can be read in place"
         )
     if (folder.uri.rstrip("/") + "/").startswith(units[0].folder.rstrip("/") + "/"):
         raise ValueError(
-            f"convert.destination={folder.uri!r} lies in the folder of the files, "
-            f"{units[0].folder!r}, which convert.in_place leaves as it is; choose one elsewhere"
+            f"convert.destination={folder.uri!r} is in the folder of the files, "
+            f"{units[0].folder!r}, which convert.in_place does not change; choose another folder"
         )
 
 
 def index_in_place(config: ConvertConfig) -> SourceIndex:
-    """What some files hold, by their footers and labels; a shard is to be made of each.
+    """Facts about some files from their footers and labels; a shard is made for each.
 
     Raises:
-        ValueError: a row group cannot be read in place, or what labels are is not clear.
+        ValueError: a row group cannot be read in place, or the meaning of the labels is not clear.
     """
     units = units_of(config)
     shown = Shown(f"reading labels of {config.source}")

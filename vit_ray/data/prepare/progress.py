@@ -1,4 +1,4 @@
-"""How far tasks on images are: a bar on a terminal, a line every 30 s in a log."""
+"""The progress of tasks on images: a bar on a terminal, a line every 30 s in a log."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 LINE_EVERY_S: Final = 30.0
-"""In a log."""
+"""Seconds between lines in a log."""
 _POLL_S: Final = 0.5
 _SENT_EVERY_S: Final = 1.0
-"""By a task."""
+"""Seconds between reports of a task."""
 _ANSWER_S: Final = 10.0
 _SPEED_OVER_S: Final = 120.0
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What the display says of some tasks.
+    """What the display says about some tasks.
 
     Attributes:
         title: what they do, such as `converting data/train`.
-        num_images: of all of them; None where that is not known, and parts are counted.
+        num_images: of all tasks; None if unknown, then parts are counted.
         noted: what the second number of `report_done` counts, such as `rejected`.
     """
 
@@ -47,20 +47,20 @@ class Tally:
         self._done: dict[int, tuple[int, int]] = {}
 
     def put(self, task: int, images: int, noted: int) -> None:
-        """Of one task so far, in the place of what it said before."""
+        """A task's counts so far; replaces its earlier report."""
         self._done[task] = images, noted
 
     def sums(self) -> tuple[int, int]:
-        """Of all tasks."""
+        """Counts of all tasks."""
         return sum(n for n, _ in self._done.values()), sum(n for _, n in self._done.values())
 
 
 @dataclass
 class TaskCount:
-    """What a task has done, which it sends once a second.
+    """A task's counts, which it sends once a second.
 
     Attributes:
-        put: sends the images, and those noted; None where nobody looks.
+        put: sends the images, and those noted; None if nothing is shown.
     """
 
     put: Callable[[int, int], object] | None = None
@@ -78,9 +78,9 @@ TASK: Final[ContextVar[TaskCount]] = ContextVar("task", default=TaskCount())  # 
 
 
 def report_done(images: int, noted: int = 0) -> None:
-    """Say how many images this task has done so far, and how many of them were noted.
+    """Report how many images this task has done so far, and how many of them were noted.
 
-    A task that is tried again counts from 0.
+    A task that is retried counts from 0.
     """
     task = TASK.get()
     task.done = images, noted
@@ -92,12 +92,12 @@ def report_done(images: int, noted: int = 0) -> None:
 def shown_progress(
     shown: Shown | None, num_parts: int, num_ended: Callable[[], int]
 ) -> Iterator[Any]:
-    """Show what tasks have done while the block runs; yields the `Tally` that they report to.
+    """Show the progress of tasks while the block runs; yields the `Tally` that they report to.
 
     Args:
         shown: None shows nothing, and yields None.
         num_parts: tasks.
-        num_ended: tasks that have ended, asked by another thread.
+        num_ended: tasks that have ended, called by another thread.
     """
     if shown is None:
         yield None
@@ -124,7 +124,9 @@ def _show(
         has_ended = False
         while not has_ended:  # and once more when all have ended
             has_ended = ended.wait(_POLL_S)
-            with contextlib.suppress(ray.exceptions.RayError):  # busy or gone: no task ends by it
+            with contextlib.suppress(
+                ray.exceptions.RayError
+            ):  # busy or ended: no task fails because of it
                 images, noted = ray.get(tally.sums.remote(), timeout=_ANSWER_S)
                 display.update(num_ended(), images, noted)
 
@@ -151,7 +153,7 @@ class Display:
         (self._task,) = self.bar.tasks
 
     def update(self, ended: int, images: int, noted: int) -> None:
-        """Take over counts, and print a line where it is time for one."""
+        """Take over counts, and print a line if it is time for one."""
         shown, task, now_s = self._shown, self._task, time.monotonic()
         counts_images = shown.num_images is not None
         self.bar.update(task.id, completed=images if counts_images else ended)

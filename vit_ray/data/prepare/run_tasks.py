@@ -1,4 +1,4 @@
-"""Plain work items through Ray Data: one task each, results that are small."""
+"""Plain work items through Ray Data: one task each, with small results."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ class _Run:
     work: Callable[..., Any]
     shared: list[Any]
     tally: Any = None
-    """Actor that the task reports to; None where nobody looks."""
+    """Actor that the task reports to; None if nothing is shown."""
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        # no limit: the driver has put it there before the task began
+        # no limit: the driver has put it there before the task started
         shared, tally = ray.get(self.shared), self.tally
         count = TaskCount(
             None if tally is None else lambda *done: tally.put.remote(row["number"], *done)
@@ -41,16 +41,16 @@ def run_tasks(
     *shared: Any,
     shown: Shown | None = None,
 ) -> list[Any]:
-    """Do `work(item, *shared)` for every item, as many at a time as the cluster has CPUs.
+    """Do `work(item, *shared)` for every item, as many in parallel as the cluster has CPUs.
 
     Args:
-        shown: what to show of it meanwhile; `work` calls `report_done`.
+        shown: what to show meanwhile; `work` calls `report_done`.
 
     Returns:
         The results, in the order in which they were ready.
 
     Raises:
-        ValueError, OSError: as soon as `work` raises one; the other items are not worked on.
+        ValueError, OSError: as soon as `work` raises one; the other items are not processed.
     """
     if not items:
         return []

@@ -1,7 +1,7 @@
-"""Nested parts of a data set by manifest alone: no image is copied.
+"""Nested subsets of a data set, written as manifests only: no image is copied.
 
 Rows were shuffled at conversion, so any row groups are a random sample. They are taken in an order
-that the seed fixes, so that a smaller part lies inside every larger one (9M / 30M / 90M / 303M).
+that the seed fixes, so that a smaller subset is part of every larger one (9M / 30M / 90M / 303M).
 """
 
 import contextlib
@@ -38,17 +38,17 @@ def subset(
     seed: int = 0,
     num_cpus: float = 1.0,
 ) -> Manifest:
-    """Write the manifest of a part of a data set.
+    """Write the manifest of a subset of a data set.
 
     Args:
         count, fraction: images to take at random; give one of the four.
-        where: an expression of SQLite over the columns that are passed through and `key`, `label`,
+        where: an SQLite expression on the columns that are passed through and `key`, `label`,
             `width` and `height`. Needs Ray, as `keys` does.
         keys: a file with the keys of the images to take.
 
     Raises:
-        ValueError: if not one of them is given, the part would be empty or more than all, a key is
-            not in the data set, or the destination holds a data set already.
+        ValueError: not exactly one of them is given, the subset would be empty or larger than the
+            set, a key is not in the data set, or the destination holds a data set already.
     """
     whole = open_dataset(source)
     given = {"count": count, "fraction": fraction, "where": where, "keys": keys}
@@ -78,7 +78,7 @@ def subset(
 def _matching(
     whole: Manifest, destination: str, where: str | None, keys: str | None, num_cpus: float
 ) -> Manifest:
-    """The images for which an expression holds, or whose keys are listed."""
+    """The images for which an expression is true, or whose keys are listed."""
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     origin: dict[str, object] = {"subset_of": whole.fingerprint, "where": where}
     listed: set[str] = set()
@@ -96,15 +96,15 @@ def _matching(
     if missing := sorted(listed - taken):
         raise ValueError(
             f"subset.keys={keys!r}: {len(missing)} of {len(listed)} keys are not in "
-            f"{whole.path!r}, such as {missing[:3]}; take them out of the list"
+            f"{whole.path!r}, such as {missing[:3]}; remove them from the list"
         )
     if sum(map(len, left_out.values())) == whole.num_images:
-        raise ValueError(f"subset: no image of {whole.path!r} is chosen by {where or keys!r}")
+        raise ValueError(f"subset: no image of {whole.path!r} matches {where or keys!r}; change it")
     return derive(whole, left_out, destination, origin)
 
 
 def _facts_schema(whole: Manifest) -> dict[str, str]:
-    """Type of each column that an expression may name, in SQLite's words."""
+    """SQLite type of each column that an expression may name."""
     fixed = {"key": "TEXT", "label": "TEXT", "width": "INTEGER", "height": "INTEGER"}
     return fixed | dict.fromkeys(whole.text_columns, "NUMERIC")
 
@@ -112,7 +112,7 @@ def _facts_schema(whole: Manifest) -> dict[str, str]:
 def _rejected_rows(
     file_index: int, whole: Manifest, where: str | None, listed: set[str]
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """The stored rows of each row group that are not chosen, and which of the keys are there."""
+    """The stored rows of each row group that do not match, and which of the keys were found."""
     reader, schema = RowGroupReader(whole), _facts_schema(whole)
     left_out, taken, num_images = {}, [], 0
     for group in np.flatnonzero(whole.file_index == file_index).tolist():
@@ -133,19 +133,19 @@ def _rejected_rows(
 
 
 def _rows_where(where: str, schema: Mapping[str, str], rows: list[tuple[Any, ...]]) -> set[int]:
-    """Places of the rows for which an expression holds.
+    """Indices of the rows for which an expression is true.
 
     Raises:
-        ValueError: it is none, names a column that is not there, or has a query in it, which would
-            see these rows alone.
+        ValueError: it is not valid, names a missing column, or has a query in it, which would only
+            see these rows.
     """
     known = {name.lower() for name in schema}
     for match in _QUOTED.finditer(where):
-        # SQLite takes the name of no column for text, which holds for all rows or for none.
+        # SQLite takes an unknown column name for text, which is true for all rows or for none.
         if match[1] is not None and match[1].replace('""', '"').lower() not in known:
             raise ValueError(
                 f"subset.where={where!r}: no such column: {match[1]}; the data set has the columns "
-                f"{', '.join(schema)}, and text stands in single quotes"
+                f"{', '.join(schema)}, and text needs single quotes"
             )
     queries = 0
 
@@ -164,7 +164,7 @@ def _rows_where(where: str, schema: Mapping[str, str], rows: list[tuple[Any, ...
             query = f"SELECT rowid FROM images WHERE ({where}\n)"  # noqa: S608  # the user's own
             return {row - 1 for (row,) in database.execute(query)}
     except sqlite3.Error as error:
-        reason = "it has a query in it" if queries > 1 else error
+        reason = "it contains a query" if queries > 1 else error
         raise ValueError(
             f"subset.where={where!r}: {reason}; the data set has the columns {', '.join(schema)}"
         ) from error
@@ -180,12 +180,12 @@ def derive(
     """Write a manifest over the shards of another data set, and open it.
 
     Args:
-        left_out: for a row group, which of its stored rows the new set lacks, besides those that
-            the other one lacks.
-        groups: row groups to take, in any order; None = all. Those without rows are left out.
+        left_out: for a row group, the stored rows that the new set lacks, in addition to those that
+            the other set lacks.
+        groups: row groups to take, in any order; None = all. Groups without rows are left out.
 
     Raises:
-        ValueError: if the destination holds a data set already.
+        ValueError: the destination holds a data set already.
     """
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     chosen = np.arange(whole.num_row_groups) if groups is None else np.sort(groups)

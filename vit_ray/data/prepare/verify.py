@@ -1,7 +1,6 @@
 """Checks every byte of a data set against its manifest, and decodes a sample of the images.
 
-Where the source of the data set is still there, those of the sample that were rewritten are
-compared with it.
+If the source of the data set still exists, rewritten images in the sample are compared with it.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ _SAMPLE: Final = 6
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong in one file; `key` and `row_group` where it is one image."""
+    """A problem in one file; with `key` and `row_group` if it is one image."""
 
     file: str
     what: str
@@ -41,10 +40,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked and what is wrong; nothing is wrong where `problems` is empty.
+    """What was checked and what is wrong; `problems` is empty if nothing is.
 
-    `source` says how many rewritten JPEG files were found equal to their originals,
-    `num_compared`, or why none was; it is empty where none was to be compared, or none was decoded.
+    `source` says how many rewritten JPEG files were found equal to their originals, `num_compared`,
+    or why none was; it is empty if none had to be compared, or none was decoded.
     """
 
     num_files: int
@@ -58,7 +57,7 @@ class VerifyReport:
         """What to do, in one sentence."""
         damaged = sorted({problem.file for problem in self.problems})
         if not damaged:
-            return "the data set is whole"
+            return "the data set is complete and undamaged"
         return (
             f"restore {', '.join(damaged[:5])}{' and others' if len(damaged) > 5 else ''} from a "
             "copy, or convert again"
@@ -79,7 +78,7 @@ def verify(
         compares_source: compare those of the sample that were rewritten with their originals.
 
     Raises:
-        ValueError: if the manifest itself cannot be read.
+        ValueError: the manifest itself cannot be read.
     """
     manifest = open_dataset(path)
     used = [int(index) for index in np.unique(manifest.file_index)]
@@ -102,7 +101,7 @@ def verify(
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What was found in one file; `rewritten` are the images of the sample that were."""
+    """The findings for one file; `rewritten` are the images of the sample that were rewritten."""
 
     images: int = 0
     decoded: int = 0
@@ -170,7 +169,7 @@ def _check_group(
                     if index is None or any(
                         not np.array_equal(value, known[name])
                         for name, value in vars(index).items()
-                    ):  # a crop would be cut from the wrong places
+                    ):  # a crop would be cut from the wrong region
                         raise ValueError("its restart index is not that of its bytes")
                 if originals is not None and image.index is not None:
                     facts = (int(originals[row]), pixels, min(image.size))

@@ -1,6 +1,6 @@
-"""Rows that cannot be decoded while training: counted over all tasks, and stopped above a limit.
+"""Rows that cannot be decoded during training: counted over all tasks; too many stop the run.
 
-Counts live in the cluster's key-value store, so that a stream without bad rows costs nothing.
+Counts are in the cluster's key-value store, so that a stream without bad rows costs nothing.
 """
 
 import logging
@@ -11,7 +11,7 @@ from vit_ray.ray_internals import _internal_kv_list, _internal_kv_put
 
 _PREFIX: Final = "vit_ray/bad_rows"
 _PROCESSES: Final = 1024
-"""Processes among which the rows that are still allowed are shared out between two counts."""
+"""The remaining allowance is divided among this many processes between two counts."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _LOG: Final = logging.getLogger(__name__)
 class BadRowLimit:
     """How many distinct rows of a data set the tasks of one stream may find undecodable.
 
-    `stream` names the stream in the cluster. Every process keeps one of these per stream.
+    `stream` names the stream in the cluster. Every process has one of these per stream.
     """
 
     stream: str
@@ -34,17 +34,17 @@ class BadRowLimit:
         """Count bad rows: sample number to description.
 
         Raises:
-            ValueError: if more than the allowed fraction of the data set is bad.
+            ValueError: more than the allowed fraction of the data set is bad.
         """
         folder = f"{_PREFIX}/{self.stream}"
         new = {sample: text for sample, text in bad.items() if sample not in self._known}
         for sample, description in new.items():
-            _LOG.warning("not decodable, another row takes its place: %s", description)
+            _LOG.warning("not decodable, replaced by another row: %s", description)
             _internal_kv_put(f"{folder}/{sample}".encode(), description.encode())
         self._known.update(new)
         self._uncounted += len(new)
-        # Counting over all processes reads every key. While no process has found its share of the
-        # rows that are left, all together have not found as many either.
+        # Counting over all processes reads every key. As long as no process has used up its share
+        # of the remaining allowance, all together have not exceeded it either.
         if not new or self._uncounted < self._until_count:
             return
         total = len(_internal_kv_list(f"{folder}/".encode()))

@@ -1,10 +1,10 @@
-"""Positions of a stream to batches of pixels: what runs in every reading task.
+"""Positions of a stream to batches of pixels: the work of every reading task.
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
-"sample": int64 (b,)}, samples as in `order.samples.Rows`. Evaluation batches have "weight": float32
-(b,) too, 0.0 for padding; and where the stream is to give them, "key": uint8 (b, w), UTF-8 padded
-with zeros to the longest.
-Where the device decodes, training batches have the columns of `encoded` in the place of "image".
+"sample": int64 (b,)}, samples as in `order.samples.Rows`. Evaluation batches also have "weight":
+float32 (b,), 0.0 for padding; and if the stream gives keys, "key": uint8 (b, w), UTF-8 padded with
+zeros to the longest. If the device decodes, training batches have the columns of `encoded` instead
+of "image".
 """
 
 import itertools
@@ -34,34 +34,35 @@ from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns
 Batch = dict[str, NDArray[Any]]
 
 LAG_SHARE: Final = 0.05
-"""Most of a node's object store for blocks that only slow trainings still need (`dealt_blocks`)."""
+"""Largest share of a node's object store for blocks that only slow trainings still need
+(`dealt_blocks`)."""
 _PADDING_SAMPLE: Final = -1
 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """What a stream reads and how; everything but who reads it.
+    """What a stream reads and how; everything except its readers.
 
     Attributes:
-        augmentation: of all images; the one with the largest crops where there are several.
-        augmentations: where crops have other sizes by position: the first position of each, a
-            multiple of the global batch, and how images are cut from there on.
+        augmentation: of all images; that with the largest crops if there are several.
+        augmentations: if crops change size by position: the first position of each, a multiple of
+            the global batch, and how images are cropped from there on.
         seed: of the order and of the augmentation.
         rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
-        weights: by which training rows are drawn, as `samples.Plan` takes them; None for each once.
-        repeats: of training images in a global batch; None for each once.
+        weights: by which training rows are drawn, as in `samples.Plan`; None = each row once.
+        repeats: copies of training images in a global batch; None = each image once.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
-        block_rows: rows that travel together, about; a multiple of the micro-batch is used.
-        task_rows: rows that one task makes, about.
-        cache_mib: encoded images that a reading task keeps at hand; one row group at least.
+        block_rows: approximate rows per block; a multiple of the micro-batch is used.
+        task_rows: approximate rows per task.
+        cache_mib: encoded images that a reading task keeps in memory; at least one row group.
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
         cache: on each node's disk, for later epochs; None for none.
-        decode: where training images become pixels: `host`, in the reading tasks, or `device`, in
-            the training workers. Evaluation images are always decoded by reading tasks.
+        decode: where training images are decoded: `host`, in the reading tasks, or `device`, in the
+            training workers. Evaluation images are always decoded by reading tasks.
         label_selector: labels of the nodes that read; empty for all.
         gives_keys: whether evaluation batches have the images' keys.
     """
@@ -92,19 +93,19 @@ class StreamSpec:
         return self.manifest.num_images if self.rows is None else self.rows.count
 
     def augmentation_at(self, position: int) -> Augmentation:
-        """How the image at a position of the run is cut."""
+        """How the image at a position of the run is cropped."""
         found = (cut for first, cut in reversed(self.augmentations) if first <= position)
         return next(found, self.augmentation)
 
     def stretches(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Positions [start, stop), cut where the size of crops changes."""
+        """Positions [start, stop), cut where the crop size changes."""
         firsts = [first for first, _ in self.augmentations if start < first < stop]
         return list(itertools.pairwise([start, *firsts, stop]))
 
 
 @dataclass(frozen=True)
 class StreamJob:
-    """A stream for a known world; `counts` are the rows of each row group that take part."""
+    """A stream for a known number of ranks; `counts`: rows of each row group that take part."""
 
     spec: StreamSpec
     partition: Partition
@@ -116,7 +117,7 @@ class StreamJob:
 
     @property
     def window(self) -> ShuffleWindow | None:
-        """In which rows are dealt out to batches."""
+        """Window in which rows are dealt out to batches."""
         return self.spec.window if self.is_training else None
 
     @property
@@ -134,7 +135,7 @@ class StreamJob:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether images travel as they are stored."""
+        """Whether images are sent encoded."""
         return self.is_training and self.spec.decode == "device"
 
 
@@ -163,7 +164,7 @@ class BatchReader:
         rows, spec = self.plan.rows_at(positions), self._job.spec
         augmentation = spec.augmentation_at(int(positions[0])) if len(positions) else None
         batch = _Batch(self._job, last - first, augmentation or spec.augmentation)
-        # So many rows at a time that their row groups are kept together.
+        # As many rows at a time as keep their row groups in memory together.
         groups = np.unique(rows.groups)
         turns = np.cumsum(spec.manifest.bytes[groups]) // max(1, spec.cache_mib << 20)
         turn_of_place = turns[np.searchsorted(groups, rows.groups)]
@@ -172,7 +173,7 @@ class BatchReader:
         return batch.columns(), batch.bad
 
     def _write(self, batch: "_Batch", rows: Rows, places: NDArray[np.intp]) -> None:
-        """Rows at some places of the batch, whose crops are drawn at once."""
+        """Rows at some places of the batch, whose crops are drawn together."""
         spec, manifest = self._job.spec, self._job.spec.manifest
         epochs, groups, samples = (a[places] for a in (rows.epochs, rows.groups, rows.samples))
         stored = [
@@ -192,7 +193,7 @@ class BatchReader:
     def _fill_with_neighbour(
         self, batch: "_Batch", i: int, encoded: EncodedRows, epoch: int, group: int, bad: int
     ) -> None:
-        """Write the next row of the row group that can be decoded in the place of a bad sample."""
+        """Write the next decodable row of the row group in place of a bad sample."""
         spec, manifest = self._job.spec, self._job.spec.manifest
         first_sample = bad // COPY * COPY + int(manifest.first_samples[group])
         others = self.plan.rows_of_group(group)
@@ -229,7 +230,7 @@ class _RowGroupCache:
 
 
 class _PixelColumns:
-    """Images cut out by the host, written straight into the batch."""
+    """Images cropped by the host, written directly into the batch."""
 
     def __init__(self, augmentation: Augmentation, size: int) -> None:
         self._augmentation = augmentation
@@ -244,7 +245,7 @@ class _PixelColumns:
 
 
 class _Batch:
-    """A batch that is being filled; what is never written is padding.
+    """A batch that is being filled; places that are not written are padding.
 
     Attributes:
         augmentation: of its images.
@@ -270,7 +271,7 @@ class _Batch:
         sample: int,
         box: CropBox,
     ) -> bool:
-        """Write a stored row at a place, unless it is bad."""
+        """Write a stored row to a place, unless it is bad."""
 
         def name() -> str:
             manifest = self._spec.manifest
@@ -292,7 +293,7 @@ class _Batch:
         return True
 
     def columns(self) -> Batch:
-        """The batch as it stands."""
+        """The batch in its present state."""
         batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
         if not self._job.is_training:
             batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)

@@ -1,7 +1,7 @@
 """A batch of pixels as the one row of a block, and back.
 
-Ray Data joins small blocks and slices large ones, by whole rows, and what it takes for small
-depends on estimates. A block of one row it emits as it is.
+Ray Data joins small blocks and splits large ones, by whole rows, with limits that depend on
+estimates. A block of one row is passed on unchanged.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,10 +18,11 @@ def as_one_row(batch: Batch) -> Block:
 
 
 def cut(blocks: Iterable[Block], batch_size: int) -> Iterator[Batch]:
-    """Batches of `batch_size` from blocks of one row, as views; not to be written to.
+    """Batches of `batch_size` from blocks of one row, as views; do not write to them.
 
     Raises:
-        RuntimeError: if a block is no whole number of batches: what has come is not the order.
+        RuntimeError: a block is not a whole number of batches: the data are not in the planned
+            order.
     """
     for block in blocks:
         columns = BlockAccessor.for_block(block).to_batch_format("numpy")
@@ -29,7 +30,7 @@ def cut(blocks: Iterable[Block], batch_size: int) -> Iterator[Batch]:
         rows, count = sizes[0]
         if rows != 1 or set(sizes) != {(1, count)} or count % batch_size:
             raise RuntimeError(
-                f"a block of {sizes} has come, not one row of a multiple of {batch_size} images"
+                f"a block has {sizes}, not one row of a multiple of {batch_size} images"
             )
         for first in range(0, count, batch_size):
             yield {k: column[0, first : first + batch_size] for k, column in columns.items()}

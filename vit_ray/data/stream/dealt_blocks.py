@@ -1,9 +1,9 @@
 """Reads a stream once and deals its blocks to the ranks of one training, or of several.
 
-The order of a stream is arithmetic, so trainings with equal streams can take the same blocks. Each
-takes them at its own pace; what a slow one has not taken yet stays in the object store. If that
-reaches a bound, the others wait for it. If it then takes no block for 20 s, it gets a reading of
-its own, and the others continue.
+The order of a stream is arithmetic, so trainings with equal streams can use the same blocks. Each
+takes them at its own pace; blocks that a slow one has not taken yet stay in the object store. If
+they reach a limit, the others wait for it. If it then takes no block for 20 s, it gets its own
+reading, and the others continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vit_ray.data.stream.ray_datasets import Segment
 PATIENCE_S: Final = 20.0
 """How long others wait for a reader that takes no block."""
 GATHER_S: Final = 20.0
-"""How long a reading waits for expected readers, before they would have missed its first blocks."""
+"""How long a reading waits for expected readers before they would miss its first blocks."""
 LOOK_S: Final = 1.0
 """How often those limits are checked."""
 
@@ -34,7 +34,7 @@ class StreamLostError(RuntimeError):
 
 
 class RankBlock(NamedTuple):
-    """A block of a stream, whose rank it is, and its bytes."""
+    """A block of a stream, its rank, and its bytes."""
 
     rank: int
     block: ray.ObjectRef[Block]
@@ -45,25 +45,25 @@ Blocks = Generator[RankBlock, None, None]
 
 
 class Reader:
-    """What one training has of a reading: a queue of blocks for each of its ranks."""
+    """One training's part of a reading: a queue of blocks for each of its ranks."""
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.num_waiting = 0
         """Ranks that have asked for a block and found none in their queue."""
         self.has_all = False
-        """Whether the stream has ended and nothing but its queues is left to take."""
+        """Whether the stream has ended and only its queues are left to take."""
         self.num_ended = 0
         """Ranks that have taken their last block."""
         self.held_bytes = 0
         """Size of the blocks in its queues."""
         self.behind_s = time.monotonic()
-        """When it last took a block, or later, when its queues reached the bound."""
+        """When it last took a block, or, if later, when its queues reached the limit."""
         self._ready: defaultdict[int, deque[RankBlock]] = defaultdict(deque)
         self._num_taken: Counter[int] = Counter()
 
     def put(self, block: RankBlock, most_bytes: float = 0.0) -> None:
-        """Add a block to the queue of its rank; `most_bytes` is the bound."""
+        """Add a block to the queue of its rank; `most_bytes` is the limit."""
         if self.held_bytes < most_bytes <= self.held_bytes + block.size:
             self.behind_s = time.monotonic()
         self._ready[block.rank].append(block)
@@ -98,8 +98,8 @@ class Reader:
             index: how many blocks the rank has had.
 
         Raises:
-            StreamLostError: it was given another number of them, or the reader was closed.
-            Exception: whatever a reading task raised.
+            StreamLostError: it was given another number of blocks, or the reader was closed.
+            Exception: any error of a reading task.
         """
         return self.reading.next_block(self, rank, index)
 
@@ -124,9 +124,10 @@ class Reading:
         """
         Args:
             read: `read(n)` gives the blocks of the stream from block n on.
-            ranks: that blocks are dealt to; another one is refused, whose blocks would pile up.
-            most_bytes: gives the bound on what a reader may be behind the fastest one; a new reader
-                can join until so many bytes have been read.
+            ranks: that blocks are dealt to; another rank is refused, because its blocks would
+                accumulate.
+            most_bytes: returns the limit on how far a reader may be behind the fastest one; a new
+                reader can join until this many bytes have been read.
             expected: readers that will join; reading waits for them at that point.
             first: number of the block to begin with.
             changed: the condition of the reading whose reader this one takes over.
@@ -138,7 +139,7 @@ class Reading:
         self._changed = changed or threading.Condition()
         self._readers: list[Reader] = []
         self._since_start: list[RankBlock] | None = []
-        """All blocks so far, for a new reader; None once it would come too late."""
+        """All blocks so far, for a new reader; None once it would be too late."""
         self._bytes_since_start = 0
         self._expected, self._gathered_s = expected, time.monotonic() + GATHER_S
         self._has_ended = False
@@ -150,7 +151,7 @@ class Reading:
         return self._since_start is not None and self._error is None
 
     def new_reader(self) -> Reader | None:
-        """Add a reader that gets every block; None if it comes too late."""
+        """Add a reader that gets every block; None if it is too late."""
         with self._changed:
             if self._since_start is None or self._error is not None:
                 return None
@@ -162,7 +163,7 @@ class Reading:
             return reader
 
     def leave(self, reader: Reader) -> None:
-        """Remove a reader. After the last one, reading stops with the current block."""
+        """Remove a reader. After the last one is removed, reading stops with the current block."""
         with self._changed:
             mine = reader.reading
             if reader in mine._readers:
@@ -174,7 +175,7 @@ class Reading:
         mine._stop_if_ended()
 
     def _stop_if_ended(self) -> None:
-        """Stop reading; a thread that is making a block does this when it is done."""
+        """Stop reading; a thread that is making a block stops after it."""
         if self._has_ended and self._turn.acquire(blocking=False):
             try:
                 self._blocks.close()
@@ -186,8 +187,8 @@ class Reading:
         if self._ranks is not None and rank not in self._ranks:
             raise StreamLostError(
                 f"rank {rank} asked the server of ranks {self._ranks.start} to "
-                f"{self._ranks.stop - 1}: several Ray nodes have one address, and their ranks do "
-                "not follow each other; give each node an address of its own"
+                f"{self._ranks.stop - 1}: several Ray nodes have the same address, and their ranks "
+                "are not consecutive; give each node its own address"
             )
         with self._changed:
             reader.check(rank, index)
@@ -207,7 +208,7 @@ class Reading:
         with self._changed:
             if reader.has(rank):
                 return self._take(reader, rank)
-            if not reader.has_all:  # it was closed, which is no end
+            if not reader.has_all:  # it was closed, which is not its end
                 raise StreamLostError(f"the stream of rank {rank} was closed before its end")
             reader.num_ended += 1
         if self._ranks is not None and reader.num_ended == len(self._ranks):
@@ -250,7 +251,9 @@ class Reading:
             return True
 
     def _waits(self, reader: Reader) -> bool:
-        """Whether reading must wait for slow or missing readers; slow ones may get their own."""
+        """Whether reading must wait for slow or missing readers; slow ones may get their own
+        reading.
+        """
         if self._has_ended or reader not in self._readers:
             return False
         now_s, most_bytes = time.monotonic(), self._most_bytes()
@@ -269,7 +272,7 @@ class Reading:
         return waits
 
     def _part(self, reader: Reader) -> None:
-        """Give a reader a reading of its own, from the next block on."""
+        """Give a reader its own reading, from the next block on."""
         own = Reading(self._read, self._ranks, first=self._num_read, changed=self._changed)
         own._since_start = None
         own._readers.append(reader)
@@ -278,18 +281,18 @@ class Reading:
 
 
 def _begun_later(read: Callable[[int], Blocks], first: int) -> Blocks:
-    """The blocks of `read(first)`, which is called only when the first one is taken."""
+    """The blocks of `read(first)`, which is only called when the first one is taken."""
     yield from read(first)
 
 
 def blocks_of(segments: Iterator[Segment]) -> Blocks:
-    """The blocks of consecutive sets; each set starts while the last tasks of the one before run.
+    """The blocks of consecutive sets; each set starts while the last tasks of the previous one run.
 
-    Closing it drops the executions under way, which ends their tasks.
+    Closing it drops the executions in progress, which ends their tasks.
     """
 
     def start_next() -> tuple[Segment, Iterator[Any]] | None:
-        """Plan and execute a set, whose execution ends when the iterator is dropped."""
+        """Plan and execute a set; its execution ends when the iterator is dropped."""
         if (segment := next(segments, None)) is None:
             return None
         bundles = segment.dataset.iter_internal_ref_bundles()
@@ -307,7 +310,7 @@ def blocks_of(segments: Iterator[Segment]) -> Blocks:
 
 
 class KeptBlocks:
-    """Blocks of whole readings, of at most some bytes in all; the last used stay longest."""
+    """Blocks of whole readings, up to a number of bytes; the last used stay longest."""
 
     def __init__(self, most_bytes: float) -> None:
         self._most_bytes = most_bytes
@@ -320,7 +323,7 @@ class KeptBlocks:
             self._readings.clear()
 
     def blocks(self, key: bytes, read: Callable[[], Blocks]) -> Blocks:
-        """What is kept of the reading `key`, or else what `read` gives."""
+        """The kept blocks of the reading `key`, or else those from `read`."""
         with self._lock:
             kept = self._readings.get(key)
             if kept is not None:

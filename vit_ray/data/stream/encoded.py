@@ -1,15 +1,14 @@
-"""Images that travel as they are stored, to be decoded by the training workers.
+"""Images that are sent encoded, to be decoded by the training workers.
 
-A block is then one row, so that Ray Data neither joins nor cuts it, however its bytes vary: column
-`packed` is an Arrow IPC stream of a table with a row per image:
+A block is then one row, so that Ray Data neither joins nor splits it, however its bytes vary:
+column `packed` is an Arrow IPC stream of a table with a row per image:
 
-* `encoded`: a JPEG file, of no more than what the crop touches where the stored file has restart
-  markers; or, for images of any other kind, the pixels of the finished crop.
-* `box`: int32 (4,), the crop in pixels of that file: top, left, bottom, right; zeros where
-  `encoded` is pixels.
-* `is_flipped`: whether the crop is to be mirrored.
-* `where`: names the image in errors.
-* `labels`: int32 (max_labels,), and `sample`: int64, as in a batch of pixels.
+* `encoded`: a JPEG file, with only what the crop touches if the stored file has restart markers;
+  or, for images of any other kind, the pixels of the finished crop.
+* `box`: int32 (4,), the crop in pixels of that file: top, left, bottom, right; zeros if `encoded`
+  is pixels.
+* `is_flipped`: whether to mirror the crop. * `where`: names the image in errors. * `labels`: int32
+(max_labels,), and `sample`: int64, as in a batch of pixels.
 """
 
 from collections.abc import Callable
@@ -27,10 +26,10 @@ from vit_ray.data.images.crops import cut_crop, jpeg_region
 
 @dataclass(frozen=True, eq=False)
 class DrawnCrop:
-    """An image, and the crop of it that a batch is to have.
+    """An image, and its crop for a batch.
 
     Attributes:
-        rng_key: (seed, epoch, sample), of what is random about the finished crop.
+        rng_key: (seed, epoch, sample), for the random operations on the finished crop.
         name: of the image, for errors.
     """
 
@@ -41,7 +40,7 @@ class DrawnCrop:
 
 
 class EncodedColumns:
-    """The encoded images of a batch, and where their crops lie."""
+    """The encoded images of a batch, and the boxes of their crops."""
 
     def __init__(self, augmentation: Augmentation, size: int) -> None:
         self._augmentation = augmentation
@@ -54,9 +53,9 @@ class EncodedColumns:
         """Write one image.
 
         Raises:
-            BadImageError: if it is not a plain JPEG and cannot be decoded.
+            BadImageError: it is not a plain JPEG and cannot be decoded.
         """
-        assert self._augmentation.only_cuts, "a device only cuts"
+        assert self._augmentation.only_cuts, "a device only crops"
         image, box = crop.image, crop.box
         region = None if self._augmentation.border else jpeg_region(image, box)
         if region is None:
@@ -78,7 +77,7 @@ class EncodedColumns:
 
 
 def packed(batch: dict[str, NDArray[Any]]) -> pa.Table:
-    """A batch as the one row in which it travels."""
+    """A batch as the one row in which it is sent."""
     columns = {
         name: pa.array(column)
         if column.ndim == 1

@@ -1,8 +1,9 @@
-"""The training and evaluation streams as Ray Data sets, in an order that no reader changes.
+"""The training and evaluation streams as Ray Data sets, in an order that does not depend on
+readers.
 
-A stream is planned in segments of some thousand tasks, one Ray Data set after the other, so that
-starting costs the same however long the run and wherever it resumes. `batches` has the batch
-contract; `stream_server` executes the sets and deals their blocks to the ranks.
+A stream is planned in segments of some thousand tasks, one Ray Data set after another, so that
+starting costs the same however long the run and wherever it resumes. `batches` describes the
+batches; `stream_server` executes the sets and deals their blocks to the ranks.
 """
 
 import importlib
@@ -33,14 +34,14 @@ from vit_ray.ray_internals import ExecutionCallback
 
 _WARM_WORKERS: Final = 64
 _BLOCKS_READY: Final = 2
-"""Blocks that a task makes ahead of whoever takes them (Ray Data's own setting)."""
+"""Blocks that a task makes in advance (Ray Data's own setting)."""
 _LARGE_BLOCKS: Final = 2
 PAUSE_S: Final = 0.02
-"""Short compared with the time that a full buffer lasts, unless it has a block or two."""
+"""Short compared with the time that a full buffer lasts, unless it has only a block or two."""
 _SEGMENT_TASKS: Final = 1024
-"""Tasks planned at a time: about 0.2 ms each, before the first batch of a segment. What is planned
-stays in memory, where Python's garbage collector walks it again and again: with 8,192 tasks it took
-a quarter of the server's time."""
+"""Tasks planned at a time: about 0.2 ms each, before the first batch of a segment. Planned tasks
+stay in memory, where Python's garbage collector visits them again and again: with 8,192 tasks it
+took a quarter of the server's time."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class Segment:
 
     dataset: ray.data.Dataset
     ranks: list[int]
-    """Whose each block is."""
+    """The rank of each block."""
     next_at: int
-    """With so many blocks left, all tasks have started: the next segment may start, too."""
+    """With this many blocks left, all tasks have started: the next segment may start, too."""
 
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of a group whose blocks one server has read.
+    """The ranks of a group whose blocks one server reads.
 
     Attributes:
         name: of this reading of the stream, the same on all servers of the group.
@@ -70,7 +71,7 @@ class HostRanks:
 
     @property
     def share(self) -> float:
-        """Of the blocks of the whole group, and so of the cluster's means for reading."""
+        """Share of the blocks of the whole group, and so of the cluster's resources for reading."""
         return len(self.ranks) / self.world_size
 
 
@@ -85,15 +86,15 @@ def segments_of(
     """Some ranks' blocks of a stream, in segments that follow each other.
 
     Args:
-        batch_size: rows of a rank that go together.
+        batch_size: rows of a rank that belong together.
         start: training: samples seen before; positions over all epochs joined. Evaluation: images
-            at the beginning that are left out.
+            at the beginning to leave out.
         stop: training: samples seen after. None for an evaluation, which has every image once, in
-            order, padded so that all ranks get equally many whole batches.
-        first_block: blocks at the beginning that are left out.
+            order, padded so that all ranks get the same number of whole batches.
+        first_block: blocks at the beginning to leave out.
 
     Raises:
-        ValueError: if a training's range is empty or not a whole number of passes of all ranks.
+        ValueError: a training's range is empty or not a whole number of passes of all ranks.
     """
     share, partition = readers.share, Partition(readers.world_size, batch_size)
     rows_per_pass = partition.rows_per_pass
@@ -114,8 +115,8 @@ def segments_of(
     most_bytes = spec.object_store_mib and int(share * (spec.object_store_mib << 20))
     most_tasks = max(1, int(share * spec.concurrency)) if spec.concurrency else None
     if most_bytes is not None:
-        # What tasks have ready takes at most half of it. Ray Data counts it only once it knows the
-        # size of the blocks, and starts with as many tasks as there are CPUs.
+        # Finished blocks of tasks take at most half of it. Ray Data counts them only once it knows
+        # the size of the blocks, and starts with as many tasks as there are CPUs.
         tasks = max(1, most_bytes // 2 // (_BLOCKS_READY * _block_bytes(job)))
         most_tasks = min(tasks, most_tasks or tasks)
     last_tasks = reading_tasks(spec, share)
@@ -129,9 +130,8 @@ def segments_of(
     )  # fmt: skip
     tasks_left = without_blocks(itertools.chain.from_iterable(whole), first_block)
     while planned := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
-        # A set takes from the context where its tasks run, unless by their labels. A block that is
-        # made on its ranks' host crosses no network; where there is one server alone, Ray Data
-        # spreads the tasks.
+        # The context decides where a set's tasks run, unless their labels do. A block that is made
+        # on its ranks' host crosses no network; with a single server, Ray Data spreads the tasks.
         current = DataContext.get_current()
         plain = current.scheduling_strategy
         if share < 1:
@@ -149,8 +149,9 @@ def segments_of(
         finally:
             current.scheduling_strategy = plain
         context = dataset.context
-        # Ray Data's output buffer joins what is below this size, and slices what is above, by whole
-        # rows. A block of ours is one row: it is neither joined nor sliced, and is emitted at once.
+        # Ray Data's output buffer joins what is below this size, and splits what is above, by whole
+        # rows. Our blocks are single rows: they are neither joined nor split, and are emitted at
+        # once.
         context.target_max_block_size = 1
         limits = ExecutionResources.inf()
         if most_bytes is not None:
@@ -159,7 +160,7 @@ def segments_of(
         context.enable_progress_bars = False
         context.custom_execution_callback_classes = [PauseWhileFull]
         block_ranks = [rank for task in planned for rank in task.ranks]
-        next_at = 0  # two sets under way would take twice the object store of one
+        next_at = 0  # two sets in progress would take twice the object store of one
         if most_bytes is None:
             last = sum(len(task.ranks) for task in planned[-last_tasks:])
             next_at = min(last, len(block_ranks) - 1)
@@ -167,14 +168,14 @@ def segments_of(
 
 
 def reading_tasks(spec: StreamSpec, share: float = 1.0) -> int:
-    """Most tasks at a time of a share of a stream, if all of the cluster's CPUs were free."""
+    """Most tasks at a time for a share of a stream, if all of the cluster's CPUs were free."""
     cpus = share * ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
     most = share * spec.concurrency if spec.concurrency else _WARM_WORKERS
     return max(1, min(int(cpus / spec.num_cpus), int(most), _WARM_WORKERS))
 
 
 def _block_bytes(job: StreamJob) -> int:
-    """Size of a full block; of encoded images, on average."""
+    """Bytes of a full block; of encoded images, on average."""
     spec = job.spec
     rows = job.shape.full_passes(job.partition) * job.partition.batch_size_per_rank
     if job.is_encoded:
@@ -183,15 +184,16 @@ def _block_bytes(job: StreamJob) -> int:
 
 
 class PauseWhileFull(ExecutionCallback):
-    """A callback of Ray Data, one object for each execution, called after each turn of its loop.
+    """A callback of Ray Data, one object for each execution, called after each iteration of its
+    loop.
 
-    A turn of the loop waits for its tasks. While the buffer is full none may be started, and
+    An iteration of the loop waits for its tasks. While the buffer is full none can start, and
     nothing waits: the loop would take a core from training (Ray 2.60,
     `streaming_executor_state.process_completed_tasks`).
     """
 
     def on_execution_step(self, executor: Any) -> None:
-        """Wait if the next turn would not, and there is one."""
+        """Wait if the next iteration would not, and there is one."""
         operators = executor._topology
         has_tasks = any(op.num_active_tasks() for op in operators)
         if not has_tasks and not all(op.has_completed() for op in operators):
@@ -200,19 +202,19 @@ class PauseWhileFull(ExecutionCallback):
 
 @ray.remote
 def _import_what_tasks_need() -> None:
-    """This module, and with it all that a reading task uses.
+    """Import this module, and with it everything that a reading task uses.
 
-    By its name: Ray sends the function itself, which imports nothing when it is unpickled.
+    By its name: Ray would send the function itself, and unpickling that imports nothing.
     """
     importlib.import_module("vit_ray.data.stream.ray_datasets")
 
 
 def start_beside_server(num_tasks: int) -> None:
-    """Start what a stream waits for while the process that is to serve it starts.
+    """Start what a stream needs while the process that will serve it starts.
 
-    Those are Ray Data's own actor, and the imports of some tasks' processes: these take no CPUs of
-    Ray's, so that no actor waits for its place behind them. For a Ray on one machine, half of whose
-    cores are left for the others: the first batch needs one task, which more imports would delay.
+    These are Ray Data's own actor, and the imports of some tasks' processes; they reserve no CPUs,
+    so that no actor waits behind them. For a Ray on one machine, where half of the cores are left
+    for other processes: the first batch needs one task, which more imports would delay.
     """
     ray_internals.get_or_create_autoscaling_coordinator()
     cores = os.cpu_count() or 1
@@ -221,7 +223,7 @@ def start_beside_server(num_tasks: int) -> None:
 
 
 def warm_up(spec: StreamSpec, share: float) -> None:
-    """Let idle workers of a cluster import while a stream is planned, without waiting for it."""
+    """Let idle workers of a cluster import in the background while a stream is planned."""
     for _ in range(reading_tasks(spec, share)):
         _import_what_tasks_need.options(
             num_cpus=spec.num_cpus, label_selector=dict(spec.label_selector)
@@ -229,7 +231,7 @@ def warm_up(spec: StreamSpec, share: float) -> None:
 
 
 class _BlockSource(Datasource):
-    """One read task per block task; the job travels once, through the object store."""
+    """One read task per block task; the job is sent once, through the object store."""
 
     def __init__(self, name: str, job_ref: Any, tasks: list[BlockTask]) -> None:
         self._tasks = [ReadTask(_Blocks(name, job_ref, task), _UNKNOWN) for task in tasks]
@@ -252,7 +254,7 @@ _UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None,
 
 _STREAMS_HELD: Final = 2
 _READERS: Final[dict[str, tuple[BatchReader, BadRowLimit]]] = {}
-"""Of the streams that this process last worked for: training, and an evaluation during it.
+"""For the streams that this process last worked for: training, and an evaluation during it.
 
 The job itself is fetched once: it holds the manifest, and is the same for all servers.
 """
@@ -268,7 +270,7 @@ class _Blocks:
         if self.name not in _READERS:
             # A task has one core; more threads of OpenCV's pool would only spin.
             cv2.setNumThreads(0)
-            # no limit: the driver has put it there before the task began
+            # no limit: the driver has put it there before the task started
             job: StreamJob = ray.get(self.job_ref)
             limit = BadRowLimit(self.name, job.spec.num_images, job.spec.max_bad_fraction)
             _READERS[self.name] = BatchReader(job), limit

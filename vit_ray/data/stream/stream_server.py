@@ -2,10 +2,10 @@
 
 One actor on each host serves training and every evaluation, for one training after another: it
 executes the Ray Data sets of the host's ranks and deals their blocks to them in turn. Which images
-a block holds is arithmetic (`order.partition`), so servers need not know of each other. A rank asks
-for one block after the other. The decoded blocks of evaluations are kept while they are small: a
-run, and the trials of a sweep, evaluate on the same images again and again. Trainings that run side
-by side and have equal streams use one server on a host, which reads these once (`dealt_blocks`).
+a block holds is arithmetic (`order.partition`), so servers need not communicate with each other. A
+rank asks for one block after another. The decoded blocks of evaluations are kept if they are small:
+a run, and the trials of a sweep, evaluate on the same images repeatedly. Trainings that run in
+parallel and have equal streams use one server per host, which reads them once (`dealt_blocks`).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from vit_ray.data.stream.ray_datasets import HostRanks, segments_of, warm_up
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
-"""Of its node's object store, for decoded evaluation images that a server keeps at most."""
+"""Largest share of its node's object store for decoded evaluation images that a server keeps."""
 ANSWER_LIMIT_S: Final = 120.0
-"""For the handle of a server, which is given before its process has started."""
+"""Time limit for the handle of a server, which is returned before its process has started."""
 
 
 class PassName(NamedTuple):
     """Which reading of a stream by which worker group."""
 
     group: str
-    """The start of a worker group, and after a space its training where it takes several."""
+    """The start of a worker group, and after a space its training if it takes several."""
     stream: str
     """`train`, or the name of an evaluation stream."""
     number: int
@@ -69,24 +69,25 @@ class PassName(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """One reading of a stream from its start to its end by the ranks of one host."""
+    """One reading of a stream from start to end by the ranks of one host."""
 
     name: PassName
     specs: ray.ObjectRef[dict[str, StreamSpec]]
     """What each stream reads, by its name."""
     ranks: range
-    """Of the host, in a group of `world_size`."""
+    """Ranks of the host, in a group of `world_size`."""
     world_size: int
     batch_size_per_rank: int
     start: int = 0
-    """Training: samples seen before; positions over all epochs joined. Evaluation: left out."""
+    """Training: samples seen before; positions over all epochs joined. Evaluation: images left
+    out."""
     stop: int = 0
     """Training: samples seen after."""
     num_sharing: int = 0
-    """How many trainings, this one included, start together with equal streams; 0: not shared."""
+    """How many trainings, including this one, start together with equal streams; 0: not shared."""
 
     def content(self, spec: StreamSpec) -> str:
-        """Digest of all that decides the blocks: two trainings with the same digest can share."""
+        """Digest of everything that decides the blocks: trainings with equal digests can share."""
         how = replace(spec, manifest=None)  # type: ignore[arg-type]
         is_training = self.name.stream == "train"
         which = self.world_size, self.batch_size_per_rank, self.start, self.stop, is_training
@@ -95,7 +96,7 @@ class Pass:
 
 
 class StreamServer:
-    """A thread of its actor runs each call: at most two of a rank at a time."""
+    """A thread of its actor runs each call: at most two per rank at a time."""
 
     def __init__(
         self, *, keeps_statistics: bool = True, warms_up: bool = True, cpus_per_rank: float = 0.0
@@ -103,10 +104,10 @@ class StreamServer:
         """Start without reading anything.
 
         Args:
-            keeps_statistics: Ray Data's, for a dashboard, by a process more.
-            warms_up: the processes of reading tasks import before they are needed; not so where
-                `start_beside_server` has seen to it.
-            cpus_per_rank: that are not for reading.
+            keeps_statistics: Ray Data's, for a dashboard, in an additional process.
+            warms_up: the processes of reading tasks import in advance; not needed after
+                `start_beside_server`.
+            cpus_per_rank: CPUs that are not for reading.
         """
         self._warms_up, self._cpus_per_rank = warms_up, cpus_per_rank
         if not keeps_statistics:
@@ -126,7 +127,7 @@ class StreamServer:
         """The block of a rank after its first `index` ones in a list, empty after its last.
 
         The first call for a pass starts reading it, and ends the passes that it replaces. Later
-        calls give its name alone, which costs the server less.
+        calls only give its name, which costs the server less.
         """
         name = one.name if isinstance(one, Pass) else one
         if isinstance(one, Pass):
@@ -134,7 +135,7 @@ class StreamServer:
         with self._lock:
             reader = self._open.get(name)
         if reader is None:
-            raise StreamLostError(f"{name} is not read here, or no more")
+            raise StreamLostError(f"{name} is not read here, or no longer")
         block = reader.next_block(rank, index)
         return [] if block is None else [block]
 
@@ -175,7 +176,7 @@ class StreamServer:
 
     def _reader(self, one: Pass) -> Reader:
         """Join the reading of an equal stream if there is one, or start a new one."""
-        # no limit: the driver has put it there before the stream began
+        # no limit: the driver has put it there before the stream started
         spec = ray.get(one.specs)[one.name.stream]
         if not one.num_sharing:
             name = "/".join(map(str, one.name))
@@ -196,7 +197,7 @@ class StreamServer:
                 num_readings = len({self._open[name].reading for name in names})
             return min(most_bytes, self._most_behind / max(1, num_readings))
 
-        # The same on all hosts; bad rows are counted under it, for this job alone.
+        # The same on all hosts; bad rows are counted under it, for this job only.
         name = f"{ray.get_runtime_context().get_job_id()}/{content}"
         self._shared[key] = Reading(
             self._read_of(one, spec, name),
@@ -232,8 +233,8 @@ class StreamServer:
 
         if one.name.stream == "train" or spec.object_store_mib is not None:
             return read
-        # An unshared server keeps blocks for one start of a worker group: blocks may be lost with
-        # what the group failed by. A shared one is told of that (`close`).
+        # An unshared server keeps blocks for one start of a worker group: the group's failure may
+        # have lost blocks. A shared server is notified of that (`close`).
         workers = "" if one.num_sharing else one.name.group.partition(" ")[0]
         key = pickle.dumps((workers, _nodes_alive(), one.ranks, one.content(spec)))
 
@@ -264,14 +265,14 @@ def _nodes_alive() -> tuple[str, ...]:
 
 
 class Sharing(NamedTuple):
-    """What a training needs to use servers that other trainings use, too."""
+    """What a training needs to use servers that other trainings also use."""
 
     training: str
-    """Its name, unique among all trainings."""
+    """Its unique name among all trainings."""
     num_sharing: int
     """As in `Pass`."""
     servers: Any = None
-    """Handle of an actor that has `stream_server`, which gives the server of a host."""
+    """Handle of an actor that has `stream_server`, which returns the server of a host."""
 
 
 class RankStreams:
@@ -287,7 +288,7 @@ class RankStreams:
         ranks: range | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        """Read nothing yet.
+        """Reads nothing yet.
 
         Args:
             server: handle of an actor that has `StreamServer.next_block`.
@@ -309,7 +310,7 @@ class RankStreams:
         return self._blocks("train", share, start, stop)
 
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Batch]:
-        """Batches of `share` rows: the batch contract of `batches`, not to be written to."""
+        """Batches of `share` rows, as `batches` describes them; do not write to them."""
         return cut(self.training_blocks(share, start, stop), share)
 
     def evaluation_batches(self, name: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
@@ -338,7 +339,7 @@ class StreamSource:
     """What the streams of one training are read from, for any worker group that trains it."""
 
     servers: Any
-    """Handle of an actor that has `stream_server`, which gives the server of a host's ranks."""
+    """Handle of an actor that has `stream_server`, which returns the server of a host's ranks."""
     specs: ray.ObjectRef[dict[str, StreamSpec]]
     sharing: Sharing | None = None
 

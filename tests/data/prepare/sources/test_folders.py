@@ -53,7 +53,7 @@ def test_what_cannot_be_read_is_rejected(serial: None, tmp_path: Path) -> None:
         "cat/pipe.jpg": "it is not a regular file",
         "cat/gone.jpg": "it cannot be read: No such file or directory",
         "dog/caf\\udce9.jpg": "its name or its label is not valid UTF-8",
-        "beside.jpg": "it lies in no class folder",
+        "beside.jpg": "it is not in a class folder",
     }
 
 
@@ -158,7 +158,7 @@ def test_folders_of_folders_are_not_taken_for_classes(serial: None, tmp_path: Pa
     for part in ("part-1", "part-2"):
         write_images(tmp_path / "source", part)
     source = f"{tmp_path}/source/part-*"
-    with pytest.raises(ValueError, match=r"nothing but folders .* if they hold the classes, give"):
+    with pytest.raises(ValueError, match=r"only contain folders.* if they hold the classes, give"):
         converted(source, tmp_path / "set")
     both = f"{tmp_path}/source/part-{{1,2}}/*"
     assert set(labels_of(converted(both, tmp_path / "all")).values()) == {"cat", "dog"}

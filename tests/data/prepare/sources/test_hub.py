@@ -126,8 +126,11 @@ def test_columns_that_are_not_understood_are_refused(
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        (["cat", "cat\0"], r"train.parquet' has the class name 'cat\\x00', with a control"),
-        (["cat", "dog\nowl"], r"has the class name 'dog\\nowl', with a control"),
+        (
+            ["cat", "cat\0"],
+            r"train.parquet' has the class name 'cat\\x00' with an invisible control",
+        ),
+        (["cat", "dog\nowl"], r"has the class name 'dog\\nowl' with an invisible control"),
         (["cat", " cat"], "has several classes of the name 'cat'"),
     ],
 )
@@ -146,7 +149,7 @@ def test_declared_names_that_look_alike_are_refused(
 def test_a_class_label_with_one_name_twice_is_refused(serial: None, tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     write_hub_file(file, IMAGES, [0, 1, 2] * 4, class_label(["cat", "dog", "cat"]))
-    with pytest.raises(ValueError, match=r"train.parquet' has several classes of the name 'cat'"):
+    with pytest.raises(ValueError, match=r"train.parquet' has several classes with the name 'cat'"):
         converted(file, tmp_path / "set")
 
 
@@ -165,7 +168,7 @@ def test_declared_names_that_are_no_text_are_refused(
 ) -> None:
     feature = {"label": {"names": names, "_type": "ClassLabel"}}
     write_hub_file(tmp_path / "train.parquet", IMAGES, [0, 1] * 6, feature)
-    with pytest.raises(ValueError, match=r"train.parquet.*ClassLabel whose names are no list"):
+    with pytest.raises(ValueError, match=r"train.parquet.*names of its ClassLabel are not a list"):
         converted(tmp_path / "train.parquet", tmp_path / "set")
 
 

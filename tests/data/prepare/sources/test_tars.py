@@ -123,7 +123,7 @@ def test_a_mended_archive_is_indexed_anew(serial: None, tmp_path: Path) -> None:
 def test_data_after_the_end_marker_are_damage(serial: None, tmp_path: Path) -> None:
     """Archives that were joined by `cat`, whose second half tarfile passes over."""
     (tmp_path / "a.tar").write_bytes(SHARD + SHARD)
-    with pytest.raises(ValueError, match=r"more data .* after the mark of an archive's end"):
+    with pytest.raises(ValueError, match=r"more data .* after an archive's end marker"):
         converted(tmp_path / "a.tar", tmp_path / "set")
 
 
@@ -140,7 +140,7 @@ REJECTED = {
     "of two lines": ([("x.jpg", IMAGES[0]), ("x.cls", b"cat\ndog\n")], "has a line break"),
     "unseen": (
         [("x.jpg", IMAGES[0]), ("x.cls", b"ca\x00t")],
-        "has a control character",
+        "has an invisible control character",
     ),
     "long": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 2000)], "the most are 1,000"),
     "large": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 10**5)], "the most are 65,536"),
@@ -198,7 +198,7 @@ def test_links_and_sparse_members_are_rejected(serial: None, tmp_path: Path) -> 
     reasons = rejections(tmp_path / "set")
     assert set(reasons) == {"a/x", "a/y"}
     assert "a link, a sparse or a special file" in reasons["a/y"]
-    assert "no plain file in the archive" in reasons["a/x"]
+    assert "not a plain file in the archive" in reasons["a/x"]
 
 
 def sparse_header(name: str, real_size: int) -> bytes:

@@ -87,10 +87,10 @@ def indexed(path: Path, content: bytes, label_field: str | None = None) -> list[
         (example(label=[1]), r"it has no field image or .*only label"),
         (example(image=b"x"), "it has no field label or labels, only image"),
         (example(image=b"x", label=b"\xff"), "is no text"),
-        (example(image=[7], label=[1]), "its 'image' is no encoded image"),
-        (b"\xff" * 40, "no tf.train.Example"),
-        (TUTORIAL[:-3], "no tf.train.Example"),
-        (b"\x0b", "no tf.train.Example"),
+        (example(image=[7], label=[1]), "its 'image' is not an encoded image"),
+        (b"\xff" * 40, "not a tf.train.Example"),
+        (TUTORIAL[:-3], "not a tf.train.Example"),
+        (b"\x0b", "not a tf.train.Example"),
     ],
 )
 def test_a_record_that_is_no_image_with_a_label_is_rejected_alone(
@@ -248,12 +248,16 @@ def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "features", "problem"),
     [
-        ("clevr-count", {"label": [1]}, "of the feature 'objects/size', and it has only image, la"),
-        ("clevr-count", {"objects/size": [1] * 11}, "is 8, none of 0 to 7"),
-        ("clevr-dist", {"objects/pixel_coords": []}, "is -1, none of 0 to 5"),
+        (
+            "clevr-count",
+            {"label": [1]},
+            "needs the feature 'objects/size', but it only has image, ",
+        ),
+        ("clevr-count", {"objects/size": [1] * 11}, "is 8, not one of 0 to 7"),
+        ("clevr-dist", {"objects/pixel_coords": []}, "is -1, not one of 0 to 5"),
         ("kitti-dist", {"objects/type": [1], "objects/location": []}, "shorter|longer"),
-        ("snorb-azim", {"label_azimuth": b"three"}, "is no list of numbers"),
-        ("snorb-azim", {"label_azimuth": [18]}, "is 18, none of 0 to 17"),
+        ("snorb-azim", {"label_azimuth": b"three"}, "is not a list of numbers"),
+        ("snorb-azim", {"label_azimuth": [18]}, "is 18, not one of 0 to 17"),
     ],
 )
 def test_an_image_without_what_its_label_is_made_of_is_rejected(

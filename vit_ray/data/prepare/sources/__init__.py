@@ -1,1 +1,1 @@
-"""Formats in which people keep images, each turned into the same index."""
+"""Formats of image sets, each turned into the same index."""

@@ -8,20 +8,20 @@ from vit_ray.data.format.schema import RESERVED_NAMES
 
 
 def extra_of(fields: Mapping[str, Any], columns: Sequence[str]) -> tuple[str | None, ...]:
-    """Values of some fields: text as it stands, anything else as JSON, None where there is none."""
+    """Values of some fields: text unchanged, anything else as JSON, None if missing."""
     return tuple(stored_text(fields.get(name)) for name in columns)
 
 
 def check_columns(columns: Sequence[str]) -> None:
-    """Check the names that are asked for.
+    """Check the requested names.
 
     Raises:
-        ValueError: one is named twice, or is a column of every data set.
+        ValueError: a name is given twice, or is a column of every data set.
     """
     for place, name in enumerate(columns):
         if name in RESERVED_NAMES or name in columns[:place]:
             raise ValueError(
-                f"convert.columns={list(columns)}: {name!r} stands there twice, or is one of "
+                f"convert.columns={list(columns)}: {name!r} is given twice, or is one of "
                 f"{list(RESERVED_NAMES)}, which data sets have; name other fields"
             )
 
@@ -30,7 +30,7 @@ def stored_text(value: Any) -> str | None:
     """The value as it is stored.
 
     Raises:
-        ValueError: there are bytes in it, which are no text.
+        ValueError: it contains bytes, which are not text.
     """
     if value is None or isinstance(value, str):
         return value
@@ -38,7 +38,7 @@ def stored_text(value: Any) -> str | None:
 
 
 def _text_of(value: Any) -> str:
-    """Dates and the like."""
+    """Dates and similar values."""
     if isinstance(value, bytes | bytearray | memoryview):
-        raise ValueError("a field of convert.columns has bytes in it, which are no text")
+        raise ValueError("a field of convert.columns contains bytes, which are not text")
     return str(value)

@@ -1,9 +1,9 @@
-"""What the index of a source is made of: units that a task indexes, and a row per image.
+"""The index of a source: units that tasks index, and a row per image.
 
 A source is cut into units (a class folder, a tar shard, a parquet file, a part of a list). The
-index says where the bytes of each image lie (path, offset, length), its key, and its labels as
-text. Whatever is wrong with one image is the `problem` of its row; only what makes the number of
-images unknowable is an error, `DamagedUnitError`.
+index has the position of each image's bytes (path, offset, length), its key, and its labels as
+text. An error in one image is the `problem` of its row; only an error that makes the number of
+images unknown is raised, as `DamagedUnitError`.
 """
 
 import errno
@@ -21,13 +21,14 @@ from vit_ray.retry import with_retries
 from vit_ray.storage import Location, file_version, locate
 
 WHOLE_FILE: Final = -1
-"""Offset of an image that is a file of its own, and the length where it is not known yet."""
+"""Offset of an image in its own file, and the length if it is not known yet."""
 
 MOST_IMAGE_BYTES: Final = 1 << 29
-"""Larger files are no images but mistakes, which would fill a task's memory."""
+"""Larger files are not images but mistakes, which would fill a task's memory."""
 
 MOST_EXTRA_BYTES: Final = 1 << 16
-"""Of all values of `convert.columns` of one image: tasks and indices hold thousands of rows."""
+"""Most bytes of all values of `convert.columns` for one image: tasks and indices hold thousands of
+rows."""
 
 INDEX_SCHEMA: Final = pa.schema(
     [
@@ -47,7 +48,7 @@ IMAGE_SUFFIXES: Final = frozenset(
 )
 
 LabelKind = Literal["name", "index", "text"]
-"""What the source says a label is: a class name, an index into the classes, or it does not say."""
+"""How the source marks a label: a class name, an index into the classes, or not at all."""
 
 
 class DamagedUnitError(ValueError):
@@ -71,12 +72,12 @@ class LargerError(ValueError):
 
 
 class SourceChangedError(ValueError):
-    """A file is another than the one that was indexed; no fault of one image."""
+    """A file differs from the indexed one; no single image is the cause."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
             f"{path} has changed since this conversion indexed it; run the same command again, "
-            "which indexes again what has changed"
+            "which indexes changed files again"
         )
 
 
@@ -85,12 +86,12 @@ class SourceUnit:
     """A part of a source that one task indexes.
 
     Attributes:
-        folder: what keys, and the paths of a list, are relative to.
+        folder: that keys, and the paths of a list, are relative to.
         start, stop: bytes of a list; None = to its end.
         first_line: 1-based number of the line at `start`.
         columns: names of the fields that are passed through.
-        label_field: the field that has the label, or the task of VTAB; None = a usual one.
-        image_field: the field that has the image, or its path in a list; None = a usual one.
+        label_field: the field with the label, or the task of VTAB; None = a usual one.
+        image_field: the field with the image, or its path in a list; None = a usual one.
     """
 
     format: str
@@ -110,13 +111,13 @@ class SourceUnit:
 
     @property
     def id(self) -> str:
-        """By its path, so that it is found again though other units have come or gone."""
+        """By its path, so that it is found again when other units are added or removed."""
         path = f"{self.path}#{self.start}" if self.start else self.path
         return f"index-{hashlib.sha256(path.encode()).hexdigest()[:16]}"
 
     @property
     def staged(self) -> str:
-        """Stem of the files that a conversion keeps of it, another for other settings."""
+        """Stem of the files that a conversion keeps for it, which depends on the settings."""
         return f"index-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 
@@ -124,8 +125,8 @@ class SourceUnit:
 class IndexEntry:
     """One image of a source. `problem` says why it cannot be used, before it is even read.
 
-    `extra` has the values of the unit's `columns`; `version` is that of the file at `path`, as
-    `file_version` gives it, where the index depends on what is in it.
+    `extra` has the values of the unit's `columns`; `version` is that of the file at `path`, from
+    `file_version`, if the index depends on its content.
     """
 
     path: str
@@ -145,7 +146,7 @@ class IndexEntry:
 
     @property
     def characters(self) -> int:
-        """Of all its texts."""
+        """Characters of all its texts."""
         texts = (self.path, self.key, *self.labels, self.problem, *self.extra)
         return sum(len(text) for text in texts if text is not None)
 
@@ -156,9 +157,9 @@ class IndexEntry:
             most: bytes that a file of its own may have.
 
         Raises:
-            ValueError: if the source says that this is no usable image, or it cannot be had.
+            ValueError: the source marks it as unusable, or it cannot be read.
             LargerError: the file has more bytes.
-            SourceChangedError: the file is not the one that was indexed.
+            SourceChangedError: the file differs from the indexed one.
         """
         if self.problem is not None:
             raise ValueError(self.problem)
@@ -172,7 +173,7 @@ class IndexEntry:
                 if self.offset == WHOLE_FILE
                 else location.read_range(self.offset, self.length)
             )
-            # Looked at last: it may change while it is read.
+            # Checked last: it may change while it is read.
             if self.version is None or file_version(location) == self.version:
                 return content
         except (FileNotFoundError, FileExistsError) as error:
@@ -196,19 +197,19 @@ class IndexEntry:
 
 
 def rejected(path: str, key: str, problem: str) -> IndexEntry:
-    """An entry that is no image."""
+    """An entry that is not an image."""
     return IndexEntry(path, 0, 0, key, (), problem)
 
 
 def storable(entry: IndexEntry) -> IndexEntry:
-    """The entry, or a rejected one that can be kept where its texts are no Unicode or too long."""
+    """The entry, or a rejected one that can be stored if its texts are not Unicode or too long."""
     try:
         values = (entry.problem, *entry.extra)
         "".join((entry.path, entry.key, *entry.labels, *filter(None, values))).encode()
         if entry.extra_bytes > MOST_EXTRA_BYTES:
             problem = (
-                f"its fields of convert.columns have {entry.extra_bytes:,} bytes; the most are "
-                f"{MOST_EXTRA_BYTES:,}"
+                f"its fields of convert.columns have {entry.extra_bytes:,} bytes; at most "
+                f"{MOST_EXTRA_BYTES:,} are allowed"
             )
             return replace(with_problem(entry, problem), extra=())
         return entry
@@ -218,26 +219,26 @@ def storable(entry: IndexEntry) -> IndexEntry:
 
 
 def printable(text: str) -> str:
-    r"""The text with what is no Unicode as `\udc..`."""
+    r"""The text, with bytes that are not Unicode as `\udc..`."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def relative(path: str, folder: str) -> str:
-    """The path below a folder that it lies in."""
+    """The path below a folder that contains it."""
     return path[len(folder.rstrip("/")) + 1 :]
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a relative path has a component that begins with a dot."""
+    """Whether a component of a relative path begins with a dot."""
     return any(part.startswith(".") for part in path.split("/"))
 
 
 _OF_THE_FILE: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
-"""What is wrong with one file, or with its path, and not with the disk or this process."""
+"""An error of one file, or of its path, not of the disk or this process."""
 _MOST_KEY_BYTES: Final = 1024
-"""Of an object on S3."""
+"""Longest name of an object on S3, in bytes."""
 
 
 _BUCKET: Final = re.compile(r"[a-zA-Z0-9.\-_]{1,255}")

@@ -19,11 +19,11 @@ from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate, stat_version
 
 _FileFound = tuple[str, int, str, str | None]
-"""Path, size in bytes, version, and why it is no image that can be read."""
+"""Path, size in bytes, version, and why it cannot be read as an image."""
 
 
 def index_folder(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
-    """Files below a class folder, sorted by path; hidden ones are passed over."""
+    """Files below a class folder, sorted by path; hidden ones are skipped."""
     location = locate(unit.path)
     label = unit.path.rsplit("/", 1)[-1]
     found = _walk(location.path, unit.folder) if location.is_local else _listed(location)
@@ -38,9 +38,9 @@ def index_folder(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
 
 
 def index_loose_files(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
-    """Images that lie next to the class folders, and so are of no class."""
+    """Images next to the class folders, which have no class."""
     for path in loose_images(locate(unit.path)):
-        yield rejected(path, relative(path, unit.folder), "it lies in no class folder")
+        yield rejected(path, relative(path, unit.folder), "it is not in a class folder")
 
 
 def loose_images(folder: Location) -> list[str]:
@@ -64,7 +64,7 @@ def _listed(folder: Location) -> Iterator[_FileFound]:
 
 
 def _walk(folder: str, root: str) -> Iterator[_FileFound]:
-    """All that is no folder, each real folder once, however many links lead to it."""
+    """Everything that is not a folder, each real folder once, however many links lead to it."""
     seen = {_identity(root)}
     waiting = [folder]
     while waiting:
@@ -75,7 +75,7 @@ def _walk(folder: str, root: str) -> Iterator[_FileFound]:
         seen.add(_identity(path))
         items = _items_in(path)
         folders = [item for item in items if _is_folder(item)]
-        # Links are taken last, so that a folder has the name of its own wherever it has one.
+        # Links are followed last, so that a folder keeps its own name if it has one.
         waiting[:0] = sorted(item.path for item in folders if item.is_symlink())
         waiting += sorted((i.path for i in folders if not i.is_symlink()), reverse=True)
         yield from (_file(item.path) for item in items if not _is_folder(item))
@@ -84,23 +84,23 @@ def _walk(folder: str, root: str) -> Iterator[_FileFound]:
 def _is_folder(item: os.DirEntry[str]) -> bool:
     try:
         return item.is_dir()
-    except OSError:  # a link that leads to itself
+    except OSError:  # a link to itself
         return False
 
 
 def _items_in(folder: str) -> list[os.DirEntry[str]]:
-    """What lies in a folder.
+    """The content of a folder.
 
     Raises:
-        ValueError: it cannot be looked into, so the number of its images is unknown.
+        ValueError: it cannot be listed, so the number of its images is unknown.
     """
     try:
         with os.scandir(folder) as scan:
             return list(scan)
     except PermissionError as error:
         raise ValueError(
-            f"convert.source: the folder {folder!r} cannot be read ({error.strerror}); give the "
-            f"right to read it, or move it away"
+            f"convert.source: the folder {folder!r} cannot be read ({error.strerror}); grant read "
+            "access, or move it away"
         ) from error
 
 

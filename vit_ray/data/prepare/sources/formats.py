@@ -1,4 +1,4 @@
-"""Which format a source has, and the units that it is cut into."""
+"""The format of a source, and the units that it is cut into."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -27,14 +27,14 @@ Format = Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl", 
 
 @dataclass(frozen=True)
 class _Rules:
-    """What is done with the units of a format.
+    """The functions for the units of a format.
 
     Attributes:
         suffix: of its files.
-        stem: from the name of a unit to what stands before the slash in its keys; None where keys
-            may be anything.
+        stem: from the name of a unit to the part before the slash in its keys; None if keys may be
+            anything.
         declared: reads the class names that a file declares.
-        fields: reads which fields have images and labels; None where records differ in that.
+        fields: reads which fields have images and labels; None if records differ in that.
     """
 
     index: Callable[[SourceUnit, Location], Iterable[IndexEntry]]
@@ -73,9 +73,9 @@ _COMPRESSED: Final = {
     "xz": b"\xfd7zXZ\0",
     "zstd": b"\x28\xb5\x2f\xfd",
 }
-"""What a file begins with."""
+"""The first bytes of a file."""
 _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
-"""Behind the suffix of a file of TensorFlow Datasets."""
+"""Follows the suffix of a file of TensorFlow Datasets."""
 
 
 def index_unit(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
@@ -92,32 +92,32 @@ def index_unit(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         for name, magic in _COMPRESSED.items():
             if head.startswith(magic):
                 raise ValueError(
-                    f"{unit.path!r} is compressed by {name}; decompress it first, since images are "
-                    "read at their places in it"
+                    f"{unit.path!r} is compressed with {name}; decompress it first, since images "
+                    "are read at their offsets in it"
                 ) from error
         raise
 
 
 def key_prefix(unit: SourceUnit) -> str:
-    """What the keys of all images of a unit begin with; empty where they may be anything."""
+    """Common prefix of the keys of all images of a unit; empty if they may be anything."""
     stem = _RULES[unit.format].stem
     return f"{stem(unit.name)}/" if stem else ""
 
 
 def class_names_in_file(unit: SourceUnit) -> list[str] | None:
-    """Class names that are declared in a file, or next to it; None where there are none."""
+    """Class names declared in a file, or next to it; None if there are none."""
     declared = _RULES[unit.format].declared
     return declared(unit) if declared else None
 
 
 def fields_in_file(unit: SourceUnit) -> dict[str, str]:
-    """The fields of images and labels, where all records of a file have the same."""
+    """The fields of images and labels, if they are the same for all records of a file."""
     fields = _RULES[unit.format].fields
     return fields(unit) if fields else {}
 
 
 def files_beside(unit: SourceUnit) -> list[Location]:
-    """Files, there or not, that its index depends on and that are not its own."""
+    """Other files, existing or not, on which its index depends."""
     return [tfrecords.names_beside(unit)] if unit.format == "tfrecord" else []
 
 
@@ -129,22 +129,21 @@ def list_units(source: str, format: Format = "auto", split: str | None = None) -
         split: takes one of several; `all` takes all.
 
     Raises:
-        ValueError: if the source is missing or holds nothing of its format, or a split must be
-            chosen.
+        ValueError: the source is missing or has nothing of its format, or a split must be chosen.
     """
     if is_pattern(source):
         return _units_of_matches(source, matching(source), format, split)
     location = locate(source)
     kind = location.info().type
     if kind == fs.FileType.NotFound:
-        raise ValueError(f"convert.source={source!r}: no such folder or file; check the path.")
+        raise ValueError(f"convert.source={source!r}: no such folder or file; check the path")
     if kind != fs.FileType.Directory:
         return _units_of_matches(source, [Match(location.uri, False)], format, split)
     chosen = detect_format(source) if format == "auto" else format
     if chosen == "folder":
         return _class_folders(source, location, split)
     suffix = _RULES[chosen].suffix
-    is_deep = chosen in ("webdataset", "huggingface", "tfrecord")  # may lie in folders
+    is_deep = chosen in ("webdataset", "huggingface", "tfrecord")  # may be in folders
     names = [relative(i.path, location.path) for i in location.list_files(recursive=is_deep)]
     files = [
         location.child(name).uri
@@ -153,8 +152,8 @@ def list_units(source: str, format: Format = "auto", split: str | None = None) -
     ]
     if not files:
         raise ValueError(
-            f"convert.source={source!r} holds nothing of the format {chosen!r}; "
-            f"expected {location.uri}/*.{suffix}"
+            f"convert.source={source!r} has no files of the format {chosen!r}; expected "
+            f"{location.uri}/*.{suffix}"
         )
     units = _units_of_files(source, files, location.uri, chosen, split)
     # A hub repository may hold several data sets, a folder each.
@@ -173,15 +172,15 @@ def list_units(source: str, format: Format = "auto", split: str | None = None) -
 
 
 def detect_format(source: str) -> str:
-    """Name of the format of a source, by what lies there.
+    """Name of the format of a source, by its files.
 
     Raises:
-        ValueError: if nothing is there, or files of several formats.
+        ValueError: nothing is there, or files of several formats.
     """
     location = locate(source)
     info = location.info()
     if info.type == fs.FileType.NotFound:
-        raise ValueError(f"convert.source={source!r}: no such folder or file; check the path.")
+        raise ValueError(f"convert.source={source!r}: no such folder or file; check the path")
     if info.type == fs.FileType.File:
         return _format_of_file(location.path)
     return _format_of_folder(location, source) or _format_below(location) or "folder"
@@ -204,8 +203,8 @@ def _format_of_folder(folder: Location, source: str) -> str | None:
     found = sorted({_FORMAT_OF[s] for s in map(_suffix, names) if s in _FORMAT_OF})
     if len(found) > 1:
         raise ValueError(
-            f"convert.source={source!r} has files of the formats {', '.join(found)}; "
-            f"say which by convert.format, or give a glob such as {source}/*.tar"
+            f"convert.source={source!r} has files of the formats {', '.join(found)}; choose one "
+            f"with convert.format, or give a glob such as {source}/*.tar"
         )
     if found in (["csv"], ["jsonl"]):
         holders = (n for n in _folders_in(folder) if folders.loose_images(folder.child(n)))
@@ -225,7 +224,7 @@ def _format_of_folder(folder: Location, source: str) -> str | None:
 
 
 _DEPTH: Final = 3
-"""Of folders that are looked into: a hub repository may have CONFIGURATION/SPLIT/FILE."""
+"""Depth of folders that are searched: a hub repository may have CONFIGURATION/SPLIT/FILE."""
 
 
 def _format_below(folder: Location, depth: int = _DEPTH) -> str | None:
@@ -250,20 +249,20 @@ def _suffix(name: str) -> str:
 def _units_of_matches(
     source: str, matches: list[Match], format: Format, split: str | None
 ) -> list[SourceUnit]:
-    """Units of the files that a pattern stands for, or of its folders as class folders."""
+    """Units of the files that a pattern matches, or of its folders as class folders."""
     chosen = [match.path for match in matches if match.is_folder]
     if chosen and len(chosen) == len(matches):
         return _units_of_folders(source, chosen, format, split)
     if chosen:
         raise ValueError(
-            f"convert.source={source!r} stands for files and folders; match one or the other"
+            f"convert.source={source!r} matches files and folders; match one or the other"
         )
     files = [match.path for match in matches]
     found = sorted({_format_of_file(path) for path in files}) if format == "auto" else [format]
     if len(found) > 1 or found == ["folder"]:
         raise ValueError(
-            f"convert.source={source!r} stands for files of the formats {', '.join(found)}; "
-            f"match one of {', '.join(_FORMAT_OF.values())}, or class folders"
+            f"convert.source={source!r} matches files of the formats {', '.join(found)}; match one "
+            f"of {', '.join(_FORMAT_OF.values())}, or class folders"
         )
     return _units_of_files(source, files, _folder_of(files), found[0], split)
 
@@ -274,7 +273,7 @@ def _units_of_folders(
     """Class folders, or the one folder that is the source, or splits with class folders in them.
 
     Raises:
-        ValueError: which is not clear, or they hold files of another format.
+        ValueError: which of these is not clear, or they hold files of another format.
     """
     places = [locate(path) for path in paths]
     with ThreadPoolExecutor(_READERS) as pool:
@@ -286,7 +285,8 @@ def _units_of_folders(
     names = [_name_of(place) for place in places]
     are_classes = not any(below)
     if any(images) and found is None:
-        # Folders that hold classes have folders in them, and no images unless a split's name.
+        # Folders that hold classes contain folders, and no images unless they are named like a
+        # split.
         holders = [
             name
             for name, has_images, has_folders in zip(names, images, below, strict=True)
@@ -294,9 +294,9 @@ def _units_of_folders(
         ]
         if holders and not all(map(named_split, names)):
             raise ValueError(
-                f"convert.source={source!r} stands for folders of images and for others that seem "
-                f"to hold class folders ({', '.join(holders[:5])}); match one or the other, or "
-                "give the folder that holds them"
+                f"convert.source={source!r} matches folders of images and others that seem to hold "
+                f"class folders ({', '.join(holders[:5])}); match one or the other, or give the "
+                "folder that holds them"
             )
         are_classes = not holders
     if found is None and are_classes:
@@ -306,15 +306,14 @@ def _units_of_folders(
         return list_units(paths[0], format, split)
     if found is not None:
         raise ValueError(
-            f"convert.source={source!r} stands for folders of the format {found!r}; give their "
-            f"files, such as {source}/*.{_RULES[found].suffix}"
+            f"convert.source={source!r} matches folders of the format {found!r}; give their files, "
+            f"such as {source}/*.{_RULES[found].suffix}"
         )
     splits = _by_split(places)
     if None in splits:
         raise ValueError(
-            f"convert.source={source!r} stands for folders with nothing but folders in them; if "
-            f"they are classes, give the folder that holds them; if they hold the classes, give "
-            f"{source}/*"
+            f"convert.source={source!r} matches folders that only contain folders; if they are "
+            f"classes, give the folder that holds them; if they hold the classes, give {source}/*"
         )
     common = locate(_folder_of([place.uri for place in places]))
     chosen = choose_split(splits, split, source)
@@ -336,7 +335,7 @@ def _check_no_split(source: str, split: str | None) -> None:
     if split is not None:
         raise ValueError(
             f"convert.split={split!r}: {source!r} has no folders such as train and val with class "
-            f"folders in them; leave convert.split out"
+            "folders in them; leave convert.split out"
         )
 
 
@@ -345,7 +344,7 @@ def _folders_in(folder: Location) -> list[str]:
 
 
 def _folder_of(paths: list[str]) -> str:
-    """The folder that holds all of them, at whatever depth."""
+    """The folder that holds all of them, at any depth."""
     parents = [path.rpartition("/")[0] for path in paths]
     if parents[0].startswith("s3://"):
         return "s3://" + commonpath([parent.removeprefix("s3://") for parent in parents])
@@ -357,7 +356,7 @@ def _units_of_files(
 ) -> list[SourceUnit]:
     splits: dict[str | None, list[SourceUnit]] = {}
     for path in files:
-        # What the user named in full, such as the folder, is the same for all files.
+        # Folders that the user named in full are the same for all files.
         splits.setdefault(split_of(relative(path, folder)), []).append(
             SourceUnit(format, path, folder)
         )
@@ -369,8 +368,8 @@ def _units_of_files(
 
 def _class_folders(source: str, root: Location, split: str | None) -> list[SourceUnit]:
     """A unit per class folder, of the root or of its splits, and one for images next to them."""
-    # Folders that are named as splits are splits where one of them has class folders in it and no
-    # images. A class may be called `train`, too; so where only one folder is named so, none next to
+    # Folders that are named like splits are splits if one of them has class folders in it and no
+    # images. A class may be named `train`, too; so if only one folder has such a name, none next to
     # it may hold images.
     children = [root.child(name) for name in _folders_in(root)]
     named = [at for at in children if named_split(_name_of(at))]
@@ -389,8 +388,8 @@ def _units_of_root(source: str, root: Location, folder: Location) -> list[Source
     names = _folders_in(root)
     if not names:
         raise ValueError(
-            f"convert.source={source!r} holds nothing of the format 'folder'; "
-            f"expected {root.uri}/CLASS/IMAGE"
+            f"convert.source={source!r} has no files of the format 'folder'; expected "
+            f"{root.uri}/CLASS/IMAGE"
         )
     units = [SourceUnit("folder", root.child(name).uri, folder.uri) for name in names]
     has_loose = bool(folders.loose_images(root))

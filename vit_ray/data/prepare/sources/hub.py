@@ -1,7 +1,7 @@
-"""Parquet files as the Hugging Face hub keeps them: `image` = {bytes, path}, `label` or `labels`.
+"""Parquet files as on the Hugging Face hub: `image` = {bytes, path}, `label` or `labels`.
 
-The type that a file declares for its labels decides what they are: a `ClassLabel` is an index into
-its names, text is a name, a plain integer is an index into names that are to be given.
+The type that a file declares for its labels decides their meaning: a `ClassLabel` is an index into
+its names, text is a name, a plain integer is an index into names that must be given.
 """
 
 import functools
@@ -32,11 +32,11 @@ IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
 _ROWS_AT_A_TIME: Final = 64
 MOST_ROWS: Final = 10_000_000
-"""Of a row group; a footer that says more is damaged."""
+"""Most rows of a row group; a footer that says more is damaged."""
 
 
 def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
-    """Rows of a file, whose images are packed into a plain file that can be read at any place.
+    """Rows of a file, whose images are packed into a plain file that can be read at any offset.
 
     Raises:
         DamagedUnitError: the file cannot be opened.
@@ -59,7 +59,7 @@ def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
 def rows_of(unit: SourceUnit) -> Iterator[tuple[int, IndexEntry, bytes]]:
     """Row group, entry and image of each row of a file; errors as `index_parquet`.
 
-    The path of an entry is empty where there is an image, and else that of the file.
+    The path of an entry is empty if there is an image, and else that of the file.
     """
     location = locate(unit.path)
     stem = unit.name.removesuffix(".parquet")
@@ -80,12 +80,12 @@ def rows_of(unit: SourceUnit) -> Iterator[tuple[int, IndexEntry, bytes]]:
 
 
 class InPlace(NamedTuple):
-    """What a file says of itself before its images are read.
+    """What a file's metadata says before its images are read.
 
     Attributes:
-        column: of the encoded images, as parquet names it.
-        groups: rows of each row group, and bytes of its images as they are read.
-        labels: of all rows, and `kinds` of these, as `IndexEntry.label_kind`.
+        column: of the encoded images, by its name in parquet.
+        groups: rows of each row group, and bytes of its images when they are read.
+        labels: of all rows, and their `kinds`, as `IndexEntry.label_kind`.
     """
 
     column: str
@@ -95,7 +95,7 @@ class InPlace(NamedTuple):
 
 
 def facts_in_place(unit: SourceUnit, *, with_labels: bool = True) -> InPlace:
-    """What is known of a file before its images are read, by its footer and its labels."""
+    """What is known about a file before its images are read, from its footer and its labels."""
     location = locate(unit.path)
     with location.filesystem.open_input_file(location.path) as file:
         source = _opened(file, unit.path)
@@ -124,17 +124,17 @@ def facts_in_place(unit: SourceUnit, *, with_labels: bool = True) -> InPlace:
 
 
 def check_in_place_bytes(unit: SourceUnit, group: int, image_bytes: int) -> None:
-    """Raises ValueError for a row group whose images are too many bytes to be read as one piece."""
+    """Raises ValueError for a row group whose images have too many bytes to be read at once."""
     if image_bytes > MOST_ROW_GROUP_BYTES:
         raise ValueError(
-            f"{unit.path!r}: row group {group} has {image_bytes >> 20:,} MiB of images, and what "
-            f"can be read in place has at most {MOST_ROW_GROUP_BYTES >> 20:,} MiB; convert to "
-            "another folder with convert.in_place=false"
+            f"{unit.path!r}: row group {group} has {image_bytes >> 20:,} MiB of images, but in "
+            f"place at most {MOST_ROW_GROUP_BYTES >> 20:,} MiB can be read; convert to another "
+            "folder with convert.in_place=false"
         )
 
 
 def declared_classes(unit: SourceUnit) -> list[str] | None:
-    """The names of a file's `ClassLabel`; None where it declares none."""
+    """The names of a file's `ClassLabel`; None if it declares none."""
     location = locate(unit.path)
     with location.filesystem.open_input_file(location.path) as file:
         return _columns_of(_opened(file, unit.path).schema_arrow, unit).class_names
@@ -154,7 +154,9 @@ def _opened(file: Any, path: str) -> pq.ParquetFile:
         metadata = source.metadata
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if any(not 0 <= count <= MOST_ROWS for count in rows):
-            raise ValueError(f"a row group of {max(rows):,} rows; the most are {MOST_ROWS:,}")
+            raise ValueError(
+                f"a row group of {max(rows):,} rows; at most {MOST_ROWS:,} are allowed"
+            )
         return source
     except (pa.ArrowException, OSError, ValueError) as error:
         _raise_if_of_the_store(error)
@@ -167,7 +169,7 @@ def _raise_if_of_the_store(error: Exception) -> None:
 
 
 class _Columns(NamedTuple):
-    """Which columns hold images and labels, and what the labels are."""
+    """Which columns hold images and labels, and the kind of the labels."""
 
     image: str
     image_path: str
@@ -180,7 +182,7 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
     """The columns that a file is read by.
 
     Raises:
-        ValueError: they are missing, there twice, not clear, or of types that cannot be read.
+        ValueError: they are missing, duplicated, ambiguous, or of types that cannot be read.
     """
     whose = repr(unit.path)
     try:
@@ -195,7 +197,7 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
     label = chosen_field("label", unit.label_field, usual, schema.names, whose)
     for name in (image, label, *unit.columns):
         if schema.names.count(name) > 1:
-            raise ValueError(f"{whose} has two columns {name!r}; name one otherwise")
+            raise ValueError(f"{whose} has two columns {name!r}; rename one")
     for name in unit.columns:
         if name not in schema.names or _has_binary(schema.field(name).type):
             lacks = "no text in its column" if name in schema.names else "no column"
@@ -220,14 +222,14 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
     if names is not None:
         if not isinstance(names, list) or any(type(name) is not str for name in names):
             raise ValueError(
-                f"{whose}: a ClassLabel whose names are no list of text: {str(names)[:80]}"
+                f"{whose}: the names of its ClassLabel are not a list of texts: {str(names)[:80]}"
             )
         check_names(names, whose)
     return _Columns(image, image_path, label, names)
 
 
 def path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
-    """The column of encoded images, or the one in it, without the file names next to them.
+    """The column of encoded images, or that inside it, without the file names next to them.
 
     Raises:
         ValueError: its type is another.
@@ -244,7 +246,7 @@ def path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
 
 
 def _has_binary(kind: pa.DataType) -> bool:
-    """Whether there are bytes in it, however deep."""
+    """Whether it contains bytes, at any depth."""
     if isinstance(kind, pa.DictionaryType | pa.BaseExtensionType):
         return _has_binary(
             kind.value_type if isinstance(kind, pa.DictionaryType) else kind.storage_type
@@ -255,7 +257,7 @@ def _has_binary(kind: pa.DataType) -> bool:
 
 
 def _names(feature: Any) -> Any:
-    """The names of a `ClassLabel`, or of a list of them, as they stand there."""
+    """The names of a `ClassLabel`, or of a list of them, unchanged."""
     if isinstance(feature, list) and len(feature) == 1:
         return _names(feature[0])
     if not isinstance(feature, dict):
@@ -264,7 +266,7 @@ def _names(feature: Any) -> Any:
 
 
 _Row = tuple[int, bytes | Exception, Callable[[str], Any]]
-"""Number in the row group, encoded image or why there is none, and its columns when asked for."""
+"""Number in the row group, encoded image or why there is none, and its columns on request."""
 
 
 def _rows(

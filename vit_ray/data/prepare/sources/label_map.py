@@ -1,4 +1,4 @@
-"""Class names in label order, from the labels of a source and what it declares of them."""
+"""Class names in label order, from the labels of a source and its declarations."""
 
 import re
 from collections import Counter
@@ -24,16 +24,17 @@ def class_names(
 ) -> tuple[list[str], bool]:
     """Class names in label order, and whether labels are indices into them.
 
-    Without names they are the labels, sorted, as numbers where they are integers.
+    Without names they are the labels, sorted, as numbers if they are integers.
 
     Args:
         found: labels of the source.
-        kinds: what the source says that its labels are: `name`, `index`, or neither.
+        kinds: how the source marks its labels: `name`, `index`, or neither.
         names: as given or declared.
-        of_folders: labels are the names of folders, and names of classes whatever they look like.
+        of_folders: labels are the names of folders, and so class names even if they look like
+            numbers.
 
     Raises:
-        ValueError: a label is none of the names, or what the labels are is not clear.
+        ValueError: a label is not one of the names, or the meaning of the labels is not clear.
     """
     labels = sorted(found)
     check_class_count(len(labels), "the source")
@@ -42,7 +43,7 @@ def class_names(
         if labels_are == "indices":
             if wrong := [one for one in labels if not are_numbers or str(abs(int(one))) != one]:
                 raise ValueError(
-                    f"convert.labels_are=indices: labels such as {wrong[:5]} are no integers from "
+                    f"convert.labels_are=indices: labels such as {wrong[:5]} are not integers from "
                     "0 on; correct them, or set convert.labels_are=names"
                 )
             count = max(map(int, labels), default=-1) + 1
@@ -57,22 +58,22 @@ def class_names(
         what = f"indices of the {len(names)} classes" if are_indices else "in the classes"
         raise ValueError(
             f"convert: labels {unknown[:5]} are not {what} {names[:20]}; correct convert.classes, "
-            f"or say by convert.labels_are whether labels are names or indices"
+            "or set convert.labels_are to names or indices"
         )
     return list(names), are_indices
 
 
 def check_names(names: Sequence[str], whose: str) -> None:
-    """Raises ValueError if two classes have one name, or names that look like one."""
+    """Raises ValueError if two classes have the same name, or names that look the same."""
     if hidden := [name for name in names if has_control_character(name)]:
         raise ValueError(
-            f"{whose} has the class name {hidden[0]!r}, with a control character, which no one "
-            "sees; take it out"
+            f"{whose} has the class name {hidden[0]!r} with an invisible control character; remove "
+            "it"
         )
     counts = Counter(name.strip() for name in names)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(
-            f"{whose} has several classes of the name {twice[0]!r}; give each a name of its own"
+            f"{whose} has several classes with the name {twice[0]!r}; give each its own name"
         )
 
 
@@ -98,26 +99,26 @@ def _check_gapless(labels: list[str]) -> None:
         return
     if numbers[0] < 0:
         raise ValueError(
-            f"convert: a label is {numbers[0]}, which by convention says that an image is not "
-            f"labelled, and the source declares no class names; take such images out, or make it a "
-            f"class by convert.labels_are=names"
+            f"convert: a label is {numbers[0]}, which by convention means that an image is not "
+            "labelled, and the source declares no class names; remove such images, or make it a "
+            "class with convert.labels_are=names"
         )
     missing = next((k for k in range(len(numbers)) if k not in numbers), None)
     text = f"without {missing}" if missing is not None else f"such as {labels[:3]}"
     raise ValueError(
         f"convert: labels are the integers {numbers[0]} to {numbers[-1]}, {text}, and the source "
-        "declares no class names; set convert.labels_are=indices to keep each as it is, "
-        "convert.labels_are=names to number what there is from 0 on, or give convert.classes"
+        "declares no class names; set convert.labels_are=indices to keep them, "
+        "convert.labels_are=names to renumber them from 0 on, or give convert.classes"
     )
 
 
 def _are_indices(
     labels: list[str], kinds: Set[str], names: list[str], labels_are: LabelsAre
 ) -> bool:
-    """As the source declares; where it does not say, integers are indices into names of words.
+    """As the source declares; if it does not, integers are indices when names are words.
 
     Raises:
-        ValueError: both labels and class names are numbers, and not the same.
+        ValueError: both labels and class names are numbers, but not the same.
     """
     if labels_are != "auto" or kinds <= {"name"} or kinds == {"index"}:
         return labels_are == "indices" if labels_are != "auto" else kinds == {"index"}
@@ -128,8 +129,8 @@ def _are_indices(
     if all(name == str(i) for i, name in enumerate(names)):
         return False
     raise ValueError(
-        f"convert: labels such as {labels[:5]} may be names or indices of the classes "
-        f"{names[:5]}; say which by convert.labels_are=names or convert.labels_are=indices"
+        f"convert: labels such as {labels[:5]} may be names or indices of the classes {names[:5]}; "
+        "set convert.labels_are=names or convert.labels_are=indices"
     )
 
 
@@ -137,5 +138,5 @@ def check_class_count(count: int, source: str) -> None:
     """Raises ValueError for more labels than any data set has classes."""
     if count > MOST_CLASSES:
         raise ValueError(
-            f"{source!r} has more than {MOST_CLASSES:,} different labels; are they labels?"
+            f"{source!r} has more than {MOST_CLASSES:,} different labels; check convert.label_field"
         )

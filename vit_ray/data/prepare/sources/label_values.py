@@ -1,7 +1,7 @@
-"""Labels of one image as the source gives them, with what the source says they are.
+"""Labels of one image as the source gives them, with how it marks them.
 
 Several labels are a list: a JSON list, a list column of parquet, or a CSV column `labels`. Text is
-one label as it stands, whatever commas it holds.
+one label, even if it contains commas.
 """
 
 import json
@@ -13,9 +13,9 @@ from vit_ray.data.prepare.sources.entries import LabelKind
 
 MOST_LABEL_CHARACTERS: Final = 1000
 MOST_TEXT_BYTES: Final = 1 << 16
-"""Of a `.cls` file of a tar shard."""
+"""Most bytes of a `.cls` file of a tar shard."""
 MOST_JSON_BYTES: Final = 1 << 20
-"""Of a `.json` file of a tar shard, and of a line of a list."""
+"""Most bytes of a `.json` file of a tar shard, and of a line of a list."""
 
 LABEL_FIELDS: Final = ("labels", "label", "cls", "class")
 
@@ -23,10 +23,10 @@ Labels = tuple[tuple[str, ...], LabelKind]
 
 
 def labels_of_record(fields: Mapping[str, Any], label_field: str | None = None) -> Labels:
-    """Labels of a JSON object, under `label_field` or the one of `LABEL_FIELDS` that it has.
+    """Labels of a JSON object, from `label_field` or its field among `LABEL_FIELDS`.
 
     Raises:
-        ValueError: it has none, several of these, or something else than text, integers or a list
+        ValueError: it has none, several of these, or something other than text, integers or a list
             of them.
     """
     given = [name for name, value in fields.items() if value is not None]
@@ -38,15 +38,15 @@ def labels_of_record(fields: Mapping[str, Any], label_field: str | None = None) 
 def chosen_field(
     what: str, wanted: str | None, usual: Sequence[str], names: Sequence[str], whose: str
 ) -> str:
-    """The name of the field that has the image, or the label.
+    """The name of the field with the image, or the label.
 
     Args:
         what: `image` or `label`, as in `convert.image_field`.
-        wanted: by the user; None takes the only one of the usual names that is there.
-        names: that are there.
+        wanted: by the user; None takes the only usual name that is there.
+        names: of the existing fields.
 
     Raises:
-        ValueError: it is not there, or several of the usual names are.
+        ValueError: it does not exist, or several of the usual names do.
     """
     found = [name for name in dict.fromkeys(usual) if name in names]
     if wanted is not None and wanted not in names:
@@ -57,16 +57,16 @@ def chosen_field(
         several = f"several fields that may be the {what}: {', '.join(found)}"
         none = f"no field {' or '.join(dict.fromkeys(usual))}, only {', '.join(sorted(names)[:20])}"
         raise ValueError(
-            f"{whose} has {several if found else none}; choose one by convert.{what}_field"
+            f"{whose} has {several if found else none}; choose one with convert.{what}_field"
         )
     return wanted or found[0]
 
 
 def labels_of_value(value: Any) -> Labels:
-    """Labels of a value as JSON or parquet has it.
+    """Labels of a value from JSON or parquet.
 
     Raises:
-        ValueError: it is nothing but text, an integer, or a list of one of them.
+        ValueError: it is not text, an integer, or a list of these.
     """
     values = value if isinstance(value, list) else [value]
     if not values or any(v is None for v in values):
@@ -124,9 +124,10 @@ def checked_label(text: str) -> str:
     if "\n" in label or "\r" in label:
         raise ValueError(f"its label has a line break: {label[:40]!r}")
     if has_control_character(label):
-        raise ValueError(f"its label has a control character, which no one sees: {label[:40]!r}")
+        raise ValueError(f"its label has an invisible control character: {label[:40]!r}")
     if len(label) > MOST_LABEL_CHARACTERS:
         raise ValueError(
-            f"its label has {len(label):,} characters; the most are {MOST_LABEL_CHARACTERS:,}"
+            f"its label has {len(label):,} characters; at most {MOST_LABEL_CHARACTERS:,} are "
+            "allowed"
         )
     return label

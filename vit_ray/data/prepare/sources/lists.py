@@ -27,11 +27,11 @@ from vit_ray.storage import Location, locate
 
 PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
 PART_BYTES: Final = 1 << 24
-"""Of a list that one task indexes: some 200,000 rows, seconds."""
+"""Bytes of a list that one task indexes: some 200,000 rows, seconds."""
 _BUFFER: Final = 1 << 20
 _STRICT_FIELD: Final = r'(?:"(?:[^"]|"")*+"|[^",]*+)'
 _STRICT_ROW: Final = re.compile(f"{_STRICT_FIELD}(?:,{_STRICT_FIELD})*+\r?\n?")
-"""As RFC 4180 has it: quotes stand around a whole field, and are doubled inside one."""
+"""As in RFC 4180: quotes enclose a whole field, and are doubled inside one."""
 
 
 def cut_list(unit: SourceUnit) -> list[SourceUnit]:
@@ -55,7 +55,7 @@ def cut_list(unit: SourceUnit) -> list[SourceUnit]:
 
 
 def _starts(file: io.BufferedReader, unit: SourceUnit) -> Iterator[tuple[int, int]]:
-    """Offset and line of the first row of each part: a row may span lines where it is quoted."""
+    """Offset and line of the first row of each part: a quoted row may span lines."""
     lines = _Lines(file, unit)
     rows: Iterable[Any] = _CsvRows(lines) if unit.format == "csv" else lines
     last = 0
@@ -67,7 +67,7 @@ def _starts(file: io.BufferedReader, unit: SourceUnit) -> Iterator[tuple[int, in
 
 
 class _Lines:
-    """The lines of a unit, one that is too long cut short; knows where it stands."""
+    """The lines of a unit, with over-long lines truncated; knows its position."""
 
     def __init__(self, file: IO[bytes], unit: SourceUnit) -> None:
         self._file, self._stop = file, unit.stop
@@ -89,10 +89,10 @@ class _Lines:
 
 
 class _CsvRows:
-    """The rows of a CSV file, or why there is none; after an error it continues on the next line.
+    """The rows of a CSV file, or the error in one; after an error it continues on the next line.
 
     Attributes:
-        text: of the current row, as it stands in the file.
+        text: of the current row, as in the file.
         lines: their numbers, 1-based.
         is_open: whether the data ended inside quotes, so that `text` is all that follows them.
     """
@@ -105,7 +105,8 @@ class _CsvRows:
 
     def _read(self) -> Iterator[str]:
         for line in self._lines:
-            # What is not UTF-8 is kept as surrogates, so that a row is rejected and not the file.
+            # Bytes that are not UTF-8 are kept as surrogates, so that a row is rejected, not the
+            # file.
             self.text.append(line.decode("utf-8", "surrogateescape"))
             yield self.text[-1]
         self.is_open = bool(self.text)
@@ -193,7 +194,7 @@ def fields_of_csv(unit: SourceUnit) -> dict[str, str]:
 
 
 class _Header(NamedTuple):
-    """Names of the columns, in small letters, and which of them have the path and the label."""
+    """Names of the columns, in lower case, and which of them have the path and the label."""
 
     names: list[str]
     path: str
@@ -216,31 +217,34 @@ def _header(file: IO[bytes], unit: SourceUnit) -> _Header:
         )
     used = (path, label, *map(str.lower, unit.columns))
     if repeated := [name for name in used if names.count(name) > 1]:
-        raise ValueError(f"{unit.path!r} has two columns {repeated[0]!r}; name one otherwise")
+        raise ValueError(f"{unit.path!r} has two columns {repeated[0]!r}; rename one")
     return _Header(names, path, label)
 
 
 def _csv_problem(header: _Header, row: list[str] | csv.Error, at: _CsvRows) -> str | None:
     if isinstance(row, csv.Error):
-        return f"{row}; is a quote never closed?"
+        return f"{row}; check for an open quote"
     if len(row) != len(header.names):
         return f"it has {len(row)} fields, the header {len(header.names)}"
     for name in (header.path, header.label):
         text = row[header.names.index(name)]
         what = "path" if name == header.path else "label"
         if "\n" in text or "\r" in text:
-            return f"its {what} has a line break; is a quote never closed?"
+            return f"its {what} has a line break; check for an open quote"
         if '"' in text and not _STRICT_ROW.fullmatch("".join(at.text)):
-            return f'its {what} has a quote in it and none around it; write "" for it, and quotes'
+            return (
+                f'its {what} has a quote inside but none around it; write "" for it, and put '
+                "quotes around the field"
+            )
     place = header.names.index(header.path)
-    # A line inside a quoted text seems to be a row that an open quote has taken in, where it has as
+    # A line inside a quoted text looks like a row that an open quote has swallowed if it has as
     # many fields as the header, and another path that ends as the row's own does.
     for fields in (line.split(",") for line in at.text[1:]):
         if len(fields) == len(row):
             path = fields[place].strip(' "')
             endings = {text.rpartition(".")[2].lower() for text in (path, row[place])}
             if path != row[place] and len(endings) == 1:
-                return "one of its lines is a row itself; is a quote never closed?"
+                return "one of its lines is itself a row; check for an open quote"
     return None if row[place].strip() else "it has no path"
 
 

@@ -17,20 +17,20 @@ _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 _MAGIC: Final = re.compile(r"[*?\[]")
 MOST_PATHS: Final = 100_000
-"""That the braces of one address may stand for."""
+"""Most paths that the braces of one address may give."""
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a{000..127}` and `{a,b}` as every path that they stand for; other braces stay.
+    """`a{000..127}` and `{a,b}` as all their paths; other braces stay.
 
     Raises:
-        ValueError: they stand for more than `MOST_PATHS`.
+        ValueError: they give more than `MOST_PATHS`.
     """
     paths = list(islice(_expanded(pattern), MOST_PATHS + 1))
     if len(paths) > MOST_PATHS:
         raise ValueError(
-            f"convert.source={pattern!r} stands for more than {MOST_PATHS:,} files; "
-            f"use a glob such as *.tar instead"
+            f"convert.source={pattern!r} gives more than {MOST_PATHS:,} files; use a glob such as "
+            "*.tar instead"
         )
     return list(dict.fromkeys(paths))
 
@@ -52,23 +52,23 @@ def _expanded(path: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Match:
-    """A file or folder that a pattern stands for."""
+    """A file or folder that a pattern matches."""
 
     path: str
     is_folder: bool
 
 
 def is_pattern(source: str) -> bool:
-    """Whether an address stands for several; one that exists as it is written does not."""
+    """Whether an address is a pattern; an address that exists literally is not."""
     has_magic = bool(_MAGIC.search(source)) or len(expand_braces(source)) > 1
     return has_magic and not locate(source).exists()
 
 
 def matching(source: str) -> list[Match]:
-    """The files and folders that a pattern stands for, sorted by path, each once.
+    """The files and folders that a pattern matches, sorted by path, each once.
 
     Raises:
-        ValueError: a glob matches nothing, or what a brace range names is not there.
+        ValueError: a glob matches nothing, or a path of a brace range does not exist.
     """
     paths = expand_braces(source)
     globs = [path for path in paths if _MAGIC.search(path)]
@@ -89,15 +89,15 @@ def _existing(paths: list[str], source: str) -> list[Match]:
     missing = [p for p, i in zip(paths, infos, strict=True) if i.type == fs.FileType.NotFound]
     if missing:
         raise ValueError(
-            f"convert.source={source!r}: {len(missing)} of the {len(paths)} files that it names "
-            f"are not there, the first {missing[0]!r}; get them, or change the range"
+            f"convert.source={source!r}: {len(missing)} of the {len(paths)} files that it names do "
+            f"not exist, the first {missing[0]!r}; add them, or change the range"
         )
     are_folders = [info.type == fs.FileType.Directory for info in infos]
     return [Match(at.uri, folder) for at, folder in zip(locations, are_folders, strict=True)]
 
 
 def _matches_of(glob: str, source: str) -> list[Match]:
-    """What matches below the last folder that has no magic in its name."""
+    """The matches below the last folder whose name has no glob characters."""
     magic = _MAGIC.search(glob)
     assert magic is not None
     begin = glob[: magic.start()].rfind("/") + 1
@@ -111,5 +111,5 @@ def _matches_of(glob: str, source: str) -> list[Match]:
         found += [Match(folder.child(name).uri, True) for name in names]
     found = [match for match in found if not is_hidden(relative(match.path, folder.uri))]
     if not found:
-        raise ValueError(f"convert.source={source!r}: nothing matches {glob!r}; check the pattern.")
+        raise ValueError(f"convert.source={source!r}: nothing matches {glob!r}; check the pattern")
     return found

@@ -27,14 +27,14 @@ class SourceCount:
 
 
 def is_source(source: str) -> bool:
-    """Whether anything is there; a pattern is taken to be."""
+    """Whether anything exists there; for a pattern, assumed."""
     return is_pattern(source) or locate(source).exists()
 
 
 def count_source(source: str, format: Format = "auto", split: str | None = None) -> SourceCount:
     """Count by listing files and reading indices; images are not opened.
 
-    An archive that is damaged counts up to the damage.
+    A damaged archive is counted up to the damage.
 
     Raises:
         ValueError: the source is missing or empty, or does not declare its classes.
@@ -44,8 +44,8 @@ def count_source(source: str, format: Format = "auto", split: str | None = None)
         names = class_names_in_file(units[0])
         if names is None:
             raise ValueError(
-                f"convert.source={source!r} does not declare its classes, which are counted as it "
-                "is converted; set plan.num_images and plan.num_classes, or convert it first"
+                f"convert.source={source!r} does not declare its classes, which are only counted "
+                "in a conversion; set plan.num_images and plan.num_classes, or convert it first"
             )
         return SourceCount(sum(map(_num_rows, units)), len(names))
     count, labels = 0, set[str]()

@@ -1,7 +1,7 @@
-"""The index of a whole source: made in parallel, kept on disk, read from its begin to its end.
+"""The index of a whole source: made in parallel, kept on disk, read in order.
 
-Each unit's index is a parquet file in the staging folder, so that a restart does not repeat it.
-It is never read at random places: `shard_lists.py` draws it into another order.
+Each unit's index is a parquet file in the staging folder, so that a restart does not repeat it. It
+is never read at random; `shard_lists.py` draws it into another order.
 """
 
 import hashlib
@@ -45,15 +45,15 @@ from vit_ray.retry import with_retries
 from vit_ray.storage import Location, file_version, locate
 
 ENTRIES_AT_A_TIME: Final = 1 << 14
-"""Rows of a row group of an index file, at most."""
+"""Most rows of a row group of an index file."""
 CHARACTERS_AT_A_TIME: Final = 16 << 20
-"""After which one ends: captions, or lists of labels, may be long."""
+"""Characters after which a row group ends: captions, or lists of labels, may be long."""
 BY_CONTENT: Final = ("folder", "loose", "csv", "jsonl")
-"""Formats whose images are files of their own, so that the index says all that there is."""
+"""Formats with one file per image, so that the index has all the information."""
 _FOLDERS: Final = ("folder", "loose")
 _HASHES_AT_A_TIME: Final = 1 << 24
 REPEATED: Final = (
-    "its key stands in an earlier row of the source; give all labels of an image in one row"
+    "an earlier row of the source has the same key; give all labels of an image in one row"
 )
 
 
@@ -65,13 +65,14 @@ class SourceIndex:
         parts: parquet files of `INDEX_SCHEMA`, one per unit.
         rows: entries of each part, usable or not.
         classes: class names in label order.
-        are_indices: whether labels are indices into `classes`, and not names of them.
+        are_indices: whether labels are indices into `classes`, not names of them.
         digest: differs between sources.
         bytes: of all images whose length is known, and of the fields that are passed through.
         unknown_lengths: entries of unknown length.
-        repeated: rows whose key stands in an earlier row, sorted.
+        repeated: rows with the key of an earlier row, sorted.
         units: path and version of each unit, by its id.
-        fields: names of those that images, and labels, are read from, where a file has one.
+        fields: names of those that images, and labels, are read from, if a file has the same for
+            all.
     """
 
     parts: list[Location]
@@ -87,11 +88,11 @@ class SourceIndex:
 
     @property
     def num_images(self) -> int:
-        """Entries, usable or not."""
+        """Number of entries, usable or not."""
         return sum(self.rows)
 
     def tables(self) -> Iterator[tuple[int, pa.Table]]:
-        """Number of the first row, and some rows, from the begin to the end."""
+        """Number of the first row, and some rows, in order."""
         first = 0
         for part in self.parts:
             for table in read_row_groups(part):
@@ -125,7 +126,7 @@ class SourceIndex:
 
 
 def units_of(config: ConvertConfig) -> list[SourceUnit]:
-    """The units of the source of a conversion, as it is now."""
+    """The units of the source of a conversion, in its present state."""
     fields = {
         "columns": config.columns,
         "label_field": config.label_field,
@@ -139,7 +140,7 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
     """Index every unit that has not been indexed.
 
     Raises:
-        ValueError: if the source has no images, an archive is damaged, a label is no given class,
+        ValueError: the source has no images, an archive is damaged, a label is not a given class,
             or no image has one of the columns.
     """
     units = units_of(config)
@@ -147,8 +148,8 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
     for key in ("columns", "label_field", "image_field"):
         if (value := getattr(config, key)) and format in _FOLDERS:
             raise ValueError(
-                f"convert.{key}={value!r}: class folders have no fields for their images; leave "
-                "it out, or give a list (CSV, JSONL) of the images"
+                f"convert.{key}={value!r}: class folders have no fields; leave it out, or give a "
+                "list (CSV, JSONL) of the images"
             )
     facts = index_units(units, staging, config)
     parts = [staging.child(f"{unit.staged}.parquet") for unit in units]
@@ -156,7 +157,7 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
     if not sum(rows):
         raise ValueError(
             f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
-            f"that were looked at; check its format"
+            "that were checked; check its format"
         )
     found = {name for fact in facts for name in fact.columns}
     if missing := [name for name in config.columns if name not in found]:
@@ -189,15 +190,15 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
 
 @dataclass
 class UnitFacts:
-    """What is kept of a unit besides its index.
+    """What is kept of a unit in addition to its index.
 
     Attributes:
-        version: what it was when it was indexed, as `versions_of` gives it.
+        version: when it was indexed, from `versions_of`.
         kinds: of its labels, as `IndexEntry.label_kind`.
-        declared: its class names, where it says them.
-        columns: those that are passed through and that an image has.
-        damage: where and why its index ends before the unit.
-        fields: those that images and labels are read from, where the whole unit has the same.
+        declared: its class names, if it declares them.
+        columns: those that are passed through and that some image has.
+        damage: position and reason if its index ends before the unit.
+        fields: those that images and labels are read from, if they are the same for the whole unit.
     """
 
     version: str = ""
@@ -247,11 +248,11 @@ def versions_by_id(units: list[SourceUnit], facts: list[UnitFacts]) -> dict[str,
 def index_units(
     units: list[SourceUnit], staging: Location, config: ConvertConfig
 ) -> list[UnitFacts]:
-    """The facts of each unit; what the staging folder has of units that are the same stays.
+    """The facts of each unit; those in the staging folder are reused for unchanged units.
 
     Raises:
-        ValueError: one is damaged, and `convert.keep_damaged_archives` is not set. Its facts are
-            removed, so that one that is mended with equal size and time is read again.
+        ValueError: a unit is damaged, and `convert.keep_damaged_archives` is not set. Its facts are
+            removed, so that a repaired file of equal size and time is read again.
     """
     files = {unit.id: staging.child(f"{unit.staged}.json") for unit in units}
     done = {info.base_name for info in staging.list_files()}
@@ -276,17 +277,17 @@ def index_units(
     if damages:
         listed = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
         raise ValueError(
-            f"convert: {len(damages)} files of the source are damaged: {listed}. Replace them, or "
-            "set convert.keep_damaged_archives=true to take what stands before the damage"
+            f"convert: {len(damages)} files of the source are damaged: {listed}; replace them, or "
+            "set convert.keep_damaged_archives=true to keep the images before the damage"
         )
     return found
 
 
 def versions_of(units: list[SourceUnit], num_cpus: float) -> dict[str, str]:
-    """What each unit is now, by its id.
+    """The present version of each unit, by its id.
 
     Args:
-        units: with their columns and label field, as they are indexed.
+        units: with the columns and label field with which they are indexed.
     """
     shown = Shown("comparing the source with what was converted")
     return dict(run_tasks(_id_and_version, units, num_cpus, shown=shown))
@@ -297,10 +298,10 @@ def _id_and_version(unit: SourceUnit) -> tuple[str, str]:
 
 
 def _version_of(unit: SourceUnit) -> str:
-    """That of an archive, and of the file next to it that names its classes.
+    """Version of an archive, and of the file next to it with its class names.
 
-    Of a folder or a list of files it is what it says, so that one that was only touched has not
-    changed.
+    For a folder or a list of files it is the content, so that touching a file does not count as a
+    change.
     """
     location = locate(unit.path)
     if unit.format in BY_CONTENT:
@@ -309,7 +310,7 @@ def _version_of(unit: SourceUnit) -> str:
 
 
 def _index(unit: SourceUnit, staging_uri: str) -> None:
-    """Write the index of a unit, and its facts when the index is whole."""
+    """Write the index of a unit, and its facts when the index is complete."""
     staging = locate(staging_uri)
     facts = with_retries(lambda: _write_index(unit, staging), f"indexing {unit.path}")
     lists = {name: sorted(v) if isinstance(v, set) else v for name, v in vars(facts).items()}
@@ -348,7 +349,7 @@ def _write_index(unit: SourceUnit, staging: Location) -> UnitFacts:
 
 
 def content_text(total: int) -> str:
-    """Of the sum of the digests of some entries."""
+    """Text of the sum of some entries' digests."""
     return f"{total % (1 << 128):032x}"
 
 
@@ -363,7 +364,7 @@ def content_of(entry: IndexEntry) -> int:
 
 
 def in_pieces(entries: Iterable[IndexEntry]) -> Iterator[list[IndexEntry]]:
-    """The entries in lists that a process can hold, each of one at least."""
+    """The entries in lists that fit into a process, each with at least one."""
     piece: list[IndexEntry] = []
     characters = 0
     for entry in entries:
@@ -391,7 +392,7 @@ def table_entries(table: pa.Table) -> Iterator[IndexEntry]:
 
 
 def find_repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArray[np.int64]:
-    """Rows whose key stands in an earlier row; the hashes of all keys are sorted on disk."""
+    """Rows with the key of an earlier row; the hashes of all keys are sorted on disk."""
     hashes = np.memmap(scratch / "hashes", np.int64, "w+", shape=(rows,))
     for first, keys in _keys(parts):
         hashes[first : first + len(keys)] = hashes_of(keys)
@@ -412,7 +413,7 @@ def find_repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArr
 
 
 def hashes_of(keys: list[str]) -> NDArray[np.int64]:
-    """Of texts, the same in this process alone."""
+    """Hashes of texts, the same only within this process."""
     return np.fromiter(map(hash, keys), np.int64, len(keys))
 
 

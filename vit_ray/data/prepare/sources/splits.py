@@ -1,7 +1,7 @@
-"""Which split a file or folder is of, by the names that the field uses, and the choice of one.
+"""The split of a file or folder, by the usual names, and the choice of one.
 
-As the Hugging Face hub reads names: `data/NAME-00000-of-00002.parquet` is of the split NAME; else
-the first word that is the name of a split decides, in the file's name or in its folders'.
+As the Hugging Face hub reads names: `data/NAME-00000-of-00002.parquet` is in the split NAME;
+otherwise the first word that names a split decides, in the file's name or in its folders'.
 """
 
 import re
@@ -31,12 +31,12 @@ class SeveralSplitsError(ValueError):
 
 
 def named_split(name: str) -> str | None:
-    """The split whose name this is as a whole; None if it is none's."""
+    """The split with exactly this name; None if there is none."""
     return _SPLIT_OF_WORD.get(name.lower())
 
 
 def split_of(path: str) -> str | None:
-    """The split of a file by its relative path; None if nothing says."""
+    """The split of a file by its relative path; None if the path has no split name."""
     *folders, file = path.split("/")
     stem = file.partition(".")[0]
     if numbered := _NUMBERED.fullmatch(stem):
@@ -54,22 +54,22 @@ def choose_split(
     """The items of the wanted split; of the only one there is if none is wanted.
 
     Args:
-        items: by split; those under None are of no split.
+        items: by split; None is the key of items without a split.
 
     Raises:
         SeveralSplitsError: there are several and none is wanted.
-        ValueError: there is not the one that is wanted.
+        ValueError: the wanted split does not exist.
     """
-    listed = ", ".join(split or "(files of no split)" for split in sorted(items, key=str))
+    listed = ", ".join(split or "(files without a split)" for split in sorted(items, key=str))
     if wanted == ALL_SPLITS or (wanted is None and len(items) == 1):
         return [item for split in sorted(items, key=str) for item in items[split]]
     if wanted is None:
         raise SeveralSplitsError(
             f"convert.source={source!r} has several splits: {listed}; give one as convert.split, "
-            f"or convert.split={ALL_SPLITS} to make one data set of them all",
+            f"or convert.split={ALL_SPLITS} to make one data set from all of them",
             tuple(items),
         )
     split = named_split(wanted) or wanted
     if split not in items:
-        raise ValueError(f"convert.split={wanted!r} is not in {source!r}; it has {listed}.")
+        raise ValueError(f"convert.split={wanted!r} is not in {source!r}; it has {listed}")
     return list(items[split])

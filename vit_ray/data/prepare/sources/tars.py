@@ -1,10 +1,10 @@
-"""WebDataset tar shards: neighbouring members that share a name are one sample.
+"""WebDataset tar shards: consecutive members that share a name are one sample.
 
 The name ends at the first dot of the file's, as in WebDataset, so that `img.0001.jpg` is the file
-`0001.jpg` of the sample `img`, and no image of it. Each such image is a rejected row.
+`0001.jpg` of the sample `img`, not an image of it. Each such image is a rejected row.
 
-tarfile ends quietly at the first header that it cannot read. Here an archive ends at its end
-marker, with nothing but zeros after it, or it is damaged.
+tarfile stops silently at the first header that it cannot read. Here an archive must end at its end
+marker, with only zeros after it, or it counts as damaged.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 _BUFFER: Final = 1 << 20
 """tarfile reads 512 bytes at a time, each a request to an object store."""
 MOST_HEADER_BYTES: Final = 1 << 20
-"""Of a name or other property of a member, which tarfile takes into memory whole."""
+"""Most bytes of a name or other property of a member, which tarfile reads into memory at once."""
 MOST_FILES: Final = 1000
-"""Of a sample; more are files whose names differ after their first dot only."""
+"""Most files of a sample; more means files whose names differ only after their first dot."""
 
 _Members = list[tuple[str, tarfile.TarInfo]]
 """Suffix and header of each file of one sample."""
@@ -51,7 +51,8 @@ def index_tar(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     """Samples of a shard.
 
     Raises:
-        DamagedUnitError: the archive is cut or broken; all samples before that have been yielded.
+        DamagedUnitError: the archive is truncated or broken; all samples before that have been
+            yielded.
     """
     shard = unit.name.removesuffix(".tar")
     location = locate(unit.path)
@@ -62,7 +63,7 @@ def index_tar(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
 
 
 class _BoundedReads:
-    """What tarfile needs of a file, without headers of any size."""
+    """The file object for tarfile, which refuses very large headers."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.seek, self.tell, self._read = file.seek, file.tell, file.read
@@ -70,7 +71,7 @@ class _BoundedReads:
     def read(self, size: int) -> bytes:
         if size > MOST_HEADER_BYTES:
             raise tarfile.ReadError(
-                f"a header of {size:,} bytes; the most are {MOST_HEADER_BYTES:,}"
+                f"a header of {size:,} bytes; at most {MOST_HEADER_BYTES:,} are allowed"
             )
         return self._read(size)
 
@@ -89,7 +90,7 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 if tar.offset <= at:
                     raise tarfile.ReadError("a header that leads backwards")
-                # The size of a sparse member counts holes that are not stored.
+                # The size of a sparse member includes holes that are not stored.
                 is_plain = member.isreg() and not member.issparse()
                 end = member.offset_data + member.size if is_plain else tar.offset - _BLOCK + 1
                 if end > size:
@@ -105,18 +106,18 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
     file.seek(at)
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:
-        raise DamagedUnitError(path, at, "the file ends without the mark of an archive's end")
+        raise DamagedUnitError(path, at, "the file ends without an archive's end marker")
     if any(block):
         raise DamagedUnitError(path, at, "a header that cannot be read")
     while piece := file.read(_BUFFER):
         if any(piece):
             raise DamagedUnitError(
-                path, at, f"more data up to byte {size:,} after the mark of an archive's end"
+                path, at, f"more data up to byte {size:,} after an archive's end marker"
             )
 
 
 def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members]]:
-    """Neighbouring members with one name, up to the first dot of the file's."""
+    """Consecutive members with one name, up to the first dot of the file's."""
     current: str | None = None
     sample: _Members = []
     suffixes: set[str] = set()
@@ -147,7 +148,7 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members
 def _entries(
     unit: SourceUnit, key: str, members: _Members, file: IO[bytes]
 ) -> Iterator[IndexEntry]:
-    """The entry of a sample; where it has no image but files that may be some, one for each."""
+    """The entry of a sample; if it has no image but possible image files, one for each."""
     suffixes = [suffix for suffix, _ in members]
     images = [s for s in suffixes if s.rpartition(".")[2] in IMAGE_SUFFIXES]
     if unit.image_field or not images or not IMAGE_SUFFIXES.isdisjoint(suffixes):
@@ -157,8 +158,8 @@ def _entries(
         yield rejected(
             unit.path,
             f"{key}.{suffix}",
-            f"its name has several dots, and WebDataset takes it for the file {suffix!r} of the "
-            f"sample {key!r}; write another character for all dots but the last",
+            f"its name has several dots, so that WebDataset takes it for the file {suffix!r} of "
+            f"the sample {key!r}; replace all dots but the last",
         )
 
 
@@ -168,7 +169,7 @@ def _entry(unit: SourceUnit, key: str, members: _Members, file: IO[bytes]) -> In
     found = sorted(suffix for suffix, _ in members)[:20]
     if len(images) != 1:
         how_many = "no image, only" if not images else "several images among"
-        advice = "" if not images else "; choose one by convert.image_field"
+        advice = "" if not images else "; choose one with convert.image_field"
         return rejected(path, key, f"the sample has {how_many} {found}{advice}")
     image = images[0]
     entry = IndexEntry(path, image.offset_data, image.size, key, ())
@@ -182,7 +183,7 @@ def _entry(unit: SourceUnit, key: str, members: _Members, file: IO[bytes]) -> In
         extra: tuple[str | None, ...] = ()
         if unit.columns:
             fields: dict[str, Any] = {}
-            # A file of its own says more than a field of the JSON file.
+            # A separate file is more specific than a field of the JSON file.
             for name in dict.fromkeys(["json", *unit.columns]):
                 if name in files:
                     text = _text(files, name, file, "cannot be passed through")
@@ -209,18 +210,18 @@ def _labels(files: Mapping[str, tarfile.TarInfo], file: IO[bytes], wanted: str |
 
 
 def _text(files: Mapping[str, tarfile.TarInfo], suffix: str, file: IO[bytes], problem: str) -> str:
-    """Of a small regular member; a sparse one may be of any size.
+    """Content of a small regular member; a sparse one may have any size.
 
     Raises:
-        ValueError: it is another, or no text.
+        ValueError: it is not such a member, or not text.
     """
     member = files[suffix]
     most = MOST_TEXT_BYTES if suffix == "cls" else MOST_JSON_BYTES
     with _explained(suffix, problem):
         if not member.isreg() or member.issparse():
-            raise ValueError("it is no plain file in the archive")
+            raise ValueError("it is not a plain file in the archive")
         if member.size > most:
-            raise ValueError(f"it has {member.size:,} bytes; the most are {most:,}")
+            raise ValueError(f"it has {member.size:,} bytes; at most {most:,} are allowed")
         file.seek(member.offset_data)
         return file.read(member.size).decode("utf-8-sig")
 

@@ -1,9 +1,9 @@
-"""TFRecord files of `tf.train.Example`, as TensorFlow Datasets (TFDS) keeps them; no TensorFlow.
+"""TFRecord files of `tf.train.Example`, as TensorFlow Datasets (TFDS) writes them; no TensorFlow.
 
 A record is its length (uint64) and that number's checksum, its bytes and their checksum. An Example
-is a protocol buffer of named lists of bytes, floats or integers. TFDS keeps the encoded image as
-`image`, its class as the index `label`, and the names in `label.labels.txt` next to the files;
-other features may be the label in its place, or what a task of VTAB computes from them.
+is a protocol buffer of named lists of bytes, floats or integers. TFDS stores the encoded image as
+`image`, its class as the index `label`, and the names in `label.labels.txt` next to the files; the
+label may also be another feature, or computed from features for a task of VTAB.
 """
 
 import io
@@ -82,7 +82,8 @@ def index_tfrecord(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     """The records of a file, in its order.
 
     Raises:
-        DamagedUnitError: the file is cut or broken; all records before that have been yielded.
+        DamagedUnitError: the file is truncated or broken; all records before that have been
+            yielded.
     """
     entries = _entries(unit)
     if unit.label_field in VTAB_LABELS and VTAB_LABELS[unit.label_field].is_binary:
@@ -97,7 +98,7 @@ def _packed_brighter(
     """Images of ones and zeros as images of 255 and 0, in a plain file.
 
     Raises:
-        DamagedUnitError: as `index_tfrecord`; the file has what was before the damage.
+        DamagedUnitError: as `index_tfrecord`; the file has the records before the damage.
     """
     offset = 0
     damage: DamagedUnitError | None = None
@@ -160,7 +161,7 @@ def names_beside(unit: SourceUnit) -> Location:
 
 
 def declared_classes(unit: SourceUnit) -> list[str] | None:
-    """The names of a task of VTAB, or those next to a file; None where there are none."""
+    """The names of a task of VTAB, or those next to a file; None if there are none."""
     if unit.label_field in VTAB_LABELS:
         return [str(label) for label in range(VTAB_LABELS[unit.label_field].num_classes)]
     location = names_beside(unit)
@@ -172,7 +173,7 @@ def declared_classes(unit: SourceUnit) -> list[str] | None:
 
 
 def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes | str]]:
-    """Offset and bytes of each record; in place of the bytes, why they cannot be used."""
+    """Offset and bytes of each record; instead of the bytes, why they cannot be used."""
     at = 0
     while at < size:
         header = file.read(_HEADER.size)
@@ -183,7 +184,7 @@ def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes
             raise DamagedUnitError(path, at, "the length of a record has another checksum")
         start = at + _HEADER.size
         if start + length + _CHECKSUM_BYTES > size:
-            raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are not there")
+            raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are missing")
         if length > MOST_IMAGE_BYTES:
             yield (
                 start,
@@ -205,7 +206,7 @@ def _entry(unit: SourceUnit, key: str, offset: int, record: bytes) -> IndexEntry
         field = chosen_field("image", unit.image_field, _IMAGE_FIELDS, names, "it")
         image = features[field]
         if len(image) != 1 or not isinstance(image[0], bytes):
-            raise ValueError(f"its {field!r} is no encoded image")
+            raise ValueError(f"its {field!r} is not an encoded image")
         labels, kind = labels_of_value(_label(unit, features))
         fields: dict[str, Any] = {}
         for name in filter(features.__contains__, unit.columns):
@@ -214,15 +215,15 @@ def _entry(unit: SourceUnit, key: str, offset: int, record: bytes) -> IndexEntry
         extra = extra_of(fields, unit.columns)
     except ValueError as error:
         return rejected(unit.path, key, str(error))
-    at = offset + record.index(image[0])  # or where the same bytes stand before it
+    at = offset + record.index(image[0])  # or where the same bytes appear before it
     return IndexEntry(unit.path, at, len(image[0]), key, labels, label_kind=kind, extra=extra)
 
 
 def _label(unit: SourceUnit, features: dict[str, list[Value]]) -> Any:
-    """The label as `labels_of_value` takes it.
+    """The label for `labels_of_value`.
 
     Raises:
-        ValueError: the features do not have what it is made of, or a text is none.
+        ValueError: the features do not include what it is made from, or a text is not UTF-8.
     """
     if unit.label_field in VTAB_LABELS:
         return vtab_label(unit.label_field, features)
@@ -231,31 +232,31 @@ def _label(unit: SourceUnit, features: dict[str, list[Value]]) -> Any:
 
 
 def _plain(value: Value) -> float | str:
-    """A number, or bytes as the text that they are.
+    """A number, or bytes as text.
 
     Raises:
-        ValueError: they are no text.
+        ValueError: they are not text.
     """
     if not isinstance(value, bytes):
         return value
     if len(value) > MOST_TEXT_BYTES:
-        raise ValueError(f"a text of {len(value):,} bytes; the most are {MOST_TEXT_BYTES:,}")
+        raise ValueError(f"a text of {len(value):,} bytes; at most {MOST_TEXT_BYTES:,} are allowed")
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"its label or a field of convert.columns is no text: {error}") from None
+        raise ValueError(f"its label or a field of convert.columns is not text: {error}") from None
 
 
 def features_of(record: bytes) -> dict[str, list[Value]]:
     """The values of each feature of a `tf.train.Example`.
 
     Raises:
-        ValueError: it is no such message.
+        ValueError: it is not such a message.
     """
     try:
         entries = _Example.FromString(record).features.entry
     except DecodeError as error:
-        raise ValueError(f"no tf.train.Example: {error}") from None
+        raise ValueError(f"not a tf.train.Example: {error}") from None
     return {
         entry.name.decode("utf-8", "backslashreplace"): [
             *entry.feature.texts.value, *entry.feature.floats.value, *entry.feature.numbers.value,
@@ -265,6 +266,6 @@ def features_of(record: bytes) -> dict[str, list[Value]]:
 
 
 def masked_crc32c(content: bytes) -> int:
-    """As TFRecord files have it (tensorflow/core/lib/hash/crc32c.h)."""
+    """As in TFRecord files (tensorflow/core/lib/hash/crc32c.h)."""
     crc = crc32c(content)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

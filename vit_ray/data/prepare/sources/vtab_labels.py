@@ -1,4 +1,4 @@
-"""Labels that tasks of VTAB compute from what TensorFlow Datasets (TFDS) keeps with an image.
+"""Labels that tasks of VTAB compute from the features of TensorFlow Datasets (TFDS).
 
 Zhai et al., "A Large-scale Study of Representation Learning with the Visual Task Adaptation
 Benchmark" (arXiv:1910.04867); thresholds of google-research/task_adaptation, `data/clevr.py`,
@@ -19,18 +19,18 @@ _NO_VEHICLE_M: Final = 1000.0
 _KITTI_VEHICLES: Final = (0, 1, 2)
 """Car, van and truck, by TFDS's names of the types."""
 _FEWEST_OBJECTS: Final = 3
-"""In an image of CLEVR."""
+"""Fewest objects in an image of CLEVR."""
 
 
 @dataclass(frozen=True)
 class VtabLabel:
-    """How the label of a task is found.
+    """How the label of a task is computed.
 
     Attributes:
         num_classes: of the task, named by their numbers.
-        of: label of an image; raises KeyError where a feature is missing, ValueError where it has
-            no label.
-        is_binary: pixels are 0 and 1, where others are 0 to 255.
+        of: label of an image; raises KeyError if a feature is missing, ValueError if it has no
+            label.
+        is_binary: pixels are 0 and 1, not 0 to 255.
     """
 
     num_classes: int
@@ -59,7 +59,7 @@ def _bin(value: float, bounds: Sequence[float]) -> int:
 
 
 def _grouped(name: str, count: int, num_classes: int, features: Features) -> int:
-    """Neighbours of `count` values are one class."""
+    """Every `count` consecutive values are one class."""
     (value,) = features[name]
     return int(value * num_classes // count)
 
@@ -87,9 +87,9 @@ def vtab_label(task: str, features: Features) -> int:
         label = rule.of(features)
     except KeyError as error:
         found = ", ".join(sorted(features)[:20])
-        raise ValueError(f"{task} is of the feature {error}, and it has only {found}") from None
+        raise ValueError(f"{task} needs the feature {error}, but it only has {found}") from None
     except TypeError:
-        raise ValueError(f"a feature that {task} is of is no list of numbers") from None
+        raise ValueError(f"a feature for {task} is not a list of numbers") from None
     if not 0 <= label < rule.num_classes:
-        raise ValueError(f"its label of {task} is {label}, none of 0 to {rule.num_classes - 1}")
+        raise ValueError(f"its label of {task} is {label}, not one of 0 to {rule.num_classes - 1}")
     return label

@@ -232,7 +232,7 @@ def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(
     with hold_lock(folder, ignore) as number:
         monkeypatch.setattr(Location, "write", hang)
         assert hangs.wait(60)
-    assert "stays behind: its storage has not answered in 0.1 s" in caplog.text
+    assert "is left: its storage has not answered in 0.1 s" in caplog.text
     (keeper,) = [thread for thread in threading.enumerate() if thread.name == "lock"]
     answers.set()
     keeper.join(60)
@@ -266,7 +266,7 @@ def test_a_lock_file_that_is_listed_and_never_there_is_an_error(
 ) -> None:
     monkeypatch.setattr(lock, "POLL_S", 0.0)
     monkeypatch.setattr(lock, "_numbers", lambda *_: [7])
-    with pytest.raises(OSError, match="listed and cannot be read"):
+    with pytest.raises(OSError, match="listed but cannot be read"):
         lock._newest(folder)
 
 

@@ -64,7 +64,7 @@ def test_a_recipe_has_the_catalogs_name_and_the_size_that_the_other_name_says() 
 
 
 def test_a_name_of_another_size_than_the_one_given_is_refused() -> None:
-    message = "vit_base_patch16_384 is of 384 pixels and image_size=224; give image_size=384"
+    message = "vit_base_patch16_384 is for 384 pixels, but image_size=224; give image_size=384"
     with pytest.raises(ValueError, match=message):
         load_recipe(
             RECIPES / "finetune" / "imagenet.yaml",

@@ -58,13 +58,13 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": own_model("Convnet")}, "Convnet in .*parts.py is nothing that can be called; "
+        ({"model": own_model("Convnet")}, "Convnet in .*parts.py is not callable; "
          "did you mean ConvNet?"),
         ({"model": {"name": "tests.parts2.ConvNet"}}, "there is no module tests.parts2 in .*"
          "`ray job submit --working-dir`"),
         ({"model": own_model("NOT_A_FUNCTION")}, "is a int; give a function or class"),
         ({"model": own_model("without_size")}, r"it does not take without_size\(num_classes, "
-         r"image_size\), as BuildsModel of docs/own_parts.md has it: too many"),
+         r"image_size\), as BuildsModel in docs/own_parts.md requires: too many"),
         ({"model": own_model("ConvNet", depth=3)}, "got an unexpected keyword argument 'depth'"),
         ({"model": own_model("no_module")}, "returned a function; return a torch.nn.Module"),
         ({"model": own_model("Headless")}, r"its layer `head` has \[\] outputs .* give it a "

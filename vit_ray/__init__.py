@@ -36,16 +36,17 @@ __all__ = [
     "trust_modules",
 ]
 
-# Before mlflow is imported anywhere: only one's own server hears of a training.
+# Before mlflow is imported anywhere: information about a training only goes to the user's own
+# server.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-# Before Ray is imported: under `uv run` it would start every worker by another `uv run`, in an
-# environment without Ray, without end. The workers have the driver's environment.
+# Before Ray is imported: under `uv run` it would start every worker with another `uv run`, in an
+# environment without Ray, repeatedly. The workers have the driver's environment.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 __version__ = "0.1.0"
 
 _CALLABLE = ("evaluate", "train")
-# Imported when they are asked for: torch, Ray and MLflow take seconds.
+# Imported on first use: torch, Ray and MLflow take seconds.
 _ROOMS = {
     "Recipe": "config",
     "build_model": "models",
@@ -65,13 +66,13 @@ _ROOMS = {
 
 
 class CallableRoom(ModuleType):
-    """A package whose name is that of a function, too: `vit_ray.train(recipe)` trains.
+    """A package that is also a function: `vit_ray.train(recipe)` trains.
 
-    It is called as the function of the same name in `vit_ray.api`, which has its documentation.
+    Calling it calls the function of the same name in `vit_ray.api`, which has the documentation.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By name, as any module: functions that are sent to workers refer to it."""
+        """By name, like any module: functions that are sent to workers refer to it."""
         return importlib.import_module, (self.__name__,)
 
     def __call__(self, *args: Any, **options: Any) -> Any:

@@ -1,23 +1,23 @@
-"""Which addresses of storage and MLflow can be used, as far as that takes no library."""
+"""Which addresses of storage and MLflow can be used, as far as no library is needed to check."""
 
 from pathlib import Path
 from typing import Final
 
 PLACEHOLDER: Final = "s3://BUCKET"
-"""In shipped recipes, which leave the place of data and runs to their user."""
+"""Placeholder in shipped recipes for the user's own place of data and runs."""
 _SQLITE: Final = b"SQLite format 3\0"
-"""How its files begin (sqlite.org/fileformat.html); one without a table yet is empty."""
+"""First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty."""
 
 
 def is_placeholder(path: str) -> bool:
-    """Whether a shipped recipe's user has not said yet where this is to be."""
+    """Whether the path is still the placeholder of a shipped recipe."""
     return f"{path}/".startswith(f"{PLACEHOLDER}/")
 
 
 def check_address(path: str) -> None:
     """
     Raises:
-        ValueError: the address has a scheme that is not served, names no bucket or the recipes'
+        ValueError: the address has an unsupported scheme, names no bucket or the recipes'
             placeholder, or holds credentials, which are not repeated.
     """
     if path.startswith("s3://"):
@@ -25,32 +25,31 @@ def check_address(path: str) -> None:
             raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder")
         if is_placeholder(path):
             raise ValueError(
-                f"{path!r} is a placeholder of a shipped recipe: give the key that has it "
-                "(`--dry-run` shows which) a folder of yours, s3://my-bucket/folder or a local one"
+                f"{path!r} is a placeholder of a shipped recipe: set its key (`--dry-run` shows "
+                "which) to your own folder, s3://my-bucket/folder or a local one"
             )
-        # A secret may itself have a slash in it, so that its @ comes later.
+        # A secret may contain a slash, so that its @ comes later.
         if set("@:") & set(path.split("/")[2]):
             raise ValueError(
-                "an s3:// address has an @ or a : in its bucket; credentials come from the "
-                "environment only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its "
-                "secret"
+                "an s3:// address has an @ or a : in its bucket, as if it held credentials; give "
+                "s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the environment"
             )
     elif path.startswith(("gs://", "gcs://")):
         raise ValueError(
-            "a gs:// address is not served; Google's storage answers to S3, too: give "
+            "a gs:// address is not supported, but Google's storage also has an S3 interface: give "
             "s3://bucket/folder, and set AWS_ENDPOINT_URL=https://storage.googleapis.com, "
-            "AWS_REQUEST_CHECKSUM_CALCULATION=when_required, and an HMAC key as "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "AWS_REQUEST_CHECKSUM_CALCULATION=when_required, and an HMAC key as AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY"
         )
     elif "://" in path and not path.startswith("file://"):
         raise ValueError(
-            f"an address with the scheme {path.partition('://')[0]!r} has a scheme that is not "
-            "served; use a local path or s3://bucket/folder"
+            f"the scheme {path.partition('://')[0]!r} of an address is not supported; use a local "
+            "path or s3://bucket/folder"
         )
 
 
 def require_store(uri: str) -> None:
-    """A report reads; it must not leave an empty database where a path was mistyped.
+    """A report only reads; a mistyped path must not leave an empty database.
 
     Raises:
         ValueError: the address is of a SQLite file that does not exist, or of another file.

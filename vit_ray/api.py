@@ -1,7 +1,7 @@
 """The Python interface: recipes, models, weights, data sets, and whole trainings.
 
-`vit_ray` has the same names, but for `run_sweep` and the results, and imports what they need when
-they are used.
+`vit_ray` has the same names, except `run_sweep` and the results, and imports what they need on
+first use.
 """
 
 from vit_ray.config import Recipe, load_recipe

@@ -1,14 +1,14 @@
-"""Every private name of DeepSpeed that this project uses, and nothing else uses one.
+"""Every private name of DeepSpeed that this project uses, in one file.
 
-Each is here because no public name of DeepSpeed 0.19 serves; a test finds every one. The functions
-below are all that touches them: quiet imports, the norm and the waits of a step, and where each
-ZeRO stage keeps master weights and optimizer state.
+Each is here because no public name of DeepSpeed 0.19 works instead; a test finds every one. Only
+the functions below use them: quiet imports, the norm and the host-device syncs of a step, and where
+each ZeRO stage keeps master weights and optimizer state.
 
-The public `safe_get_*` and `safe_set_*` functions do not serve. Those of whole parameters
-all-reduce a zero-filled fp32 copy of each parameter, where reading a part costs nothing; under
-ZeRO 3 the setters read past the end of a parameter that the ranks do not divide. Those of local
-partitions exist for ZeRO 3 alone, return copies instead of views where the optimizer is offloaded,
-and count padding as values. None knows ZeRO 0, and none says where a partition starts. So the
+The public `safe_get_*` and `safe_set_*` functions are not sufficient. Those for whole parameters
+all-reduce a zero-filled fp32 copy of each parameter, where reading a part costs nothing; under ZeRO
+3 the setters read past the end of a parameter that the ranks do not divide. Those for local
+partitions exist only for ZeRO 3, return copies instead of views with an offloaded optimizer, and
+count padding as values. None supports ZeRO 0, and none says where a partition starts. So the
 addresses are read from the attributes that those functions read themselves.
 """
 
@@ -29,10 +29,12 @@ from vit_ray.internals import Internal
 from vit_ray.optional_imports import hide_modules
 
 VERSION: Final = "0.19"
-"""Of DeepSpeed, for which all of this was read and tested."""
+"""Version of DeepSpeed for which all of this was read and tested."""
 _ZERO: Final = "deepspeed.runtime.zero"
 _SHARDS: Final = "Checkpoints and averages work on views of the part that a rank holds."
-_NORM: Final = "Steps refuse a gradient that is not finite on the device; the host does not wait."
+_NORM: Final = (
+    "Steps refuse a gradient that is not finite on the device, without a host-device sync."
+)
 
 INTERNALS: Final = (
     Internal(
@@ -75,7 +77,7 @@ INTERNALS: Final = (
     ),
     Internal(
         "deepspeed.runtime.engine", "DeepSpeedEngine",
-        "bf16 takes the optimizers that fp32 takes, and stage 0 sums gradients by itself.", "",
+        "bf16 accepts the optimizers that fp32 accepts, and stage 0 sums gradients by itself.", "",
         {
             "_do_optimizer_sanity_check": ("self", "basic_optimizer"),
             "empty_partition_cache": ("self",),
@@ -103,29 +105,29 @@ INTERNALS: Final = (
         source=("lp_param._hp_mapping =",),
     ),
     Internal(
-        f"{_ZERO}.partition_parameters", "", f"{_SHARDS} `safe_set_*` write masters alone.",
+        f"{_ZERO}.partition_parameters", "", f"{_SHARDS} `safe_set_*` only write masters.",
         "#2056", source=("param.ds_numel =", "param.ds_tensor ="),
     ),
     Internal(
         "deepspeed.runtime.compiler", "compile",
         "DeepSpeed imports an optimizer whose kernels load torch's compiler, in 3 CPU seconds and "
-        "150 MiB; nothing here uses it.", "",
+        "150 MiB; it is not used here.", "",
     ),
     Internal(
         "deepspeed.ops", "_probe_compatible_ops",
-        "Not called: it tries compilers and devices for a score of kernels on every worker, and "
-        "`__compatible_ops__` keeps what it found.", "#6892",
+        "Not called: it tries compilers and devices for about twenty kernels on every worker, and "
+        "`__compatible_ops__` keeps the result.", "#6892",
         {"": ()}, source=("__compatible_ops__",),
     ),
     Internal(
         "deepspeed.comm.comm", "cdb",
-        "It would keep using a process group that was destroyed.", "",
+        "Otherwise it would keep using a process group that was destroyed.", "",
     ),
 )  # fmt: skip
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, quiet and without what it would only need elsewhere; takes a second or more."""
+    """DeepSpeed, without its messages and without optional imports; takes a second or more."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -133,8 +135,8 @@ def import_deepspeed() -> Any:
         import deepspeed
     # Importing it resets the level of its own logger.
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
-    # None of its own kernels are called. Asked for the list, it would try compilers and devices for
-    # each of them, and then compile one for 25 s that only inference calls.
+    # None of its own kernels are called. If the list were read, it would try compilers and devices
+    # for each of them, and then compile one for 25 s that only inference calls.
     deepspeed.ops.__compatible_ops__ = {}
     _import_muon_uncompiled()
     _leave_steps_to_the_device()
@@ -142,7 +144,7 @@ def import_deepspeed() -> Any:
 
 
 def _import_muon_uncompiled() -> None:
-    """An optimizer that DeepSpeed asks every other one to differ from.
+    """An optimizer class that DeepSpeed checks every other one against.
 
     It would load torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB.
     """
@@ -151,14 +153,14 @@ def _import_muon_uncompiled() -> None:
     compile_of_deepspeed = compiler.compile
     compiler.compile = lambda: lambda function: function
     try:
-        with contextlib.suppress(ImportError):  # where it is not, nothing loads the compiler
+        with contextlib.suppress(ImportError):  # if it is missing, nothing loads the compiler
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     finally:
         compiler.compile = compile_of_deepspeed
 
 
 def _leave_steps_to_the_device() -> None:
-    """Have ZeRO ask nothing of a norm, and bf16 take the optimizers that fp32 takes.
+    """Make ZeRO skip its check of a norm, and bf16 accept the optimizers that fp32 accepts.
 
     `StepGuard` refuses what is not finite. For bf16 at stage 1 DeepSpeed would choose an optimizer
     that all-reduces after the backward pass, and at stage 0 one that steps tensor by tensor.
@@ -171,17 +173,17 @@ def _leave_steps_to_the_device() -> None:
 
     engine.DeepSpeedEngine._do_optimizer_sanity_check = choose
     stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda norm: False
-    # It would copy a number to the device for each group of weights; what combines their norms
-    # takes those that are not finite as they are.
+    # It would copy a number to the device for each group of weights; the code that combines their
+    # norms accepts values that are not finite.
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = lambda norm, device: None
 
 
 def keep_host_ahead(zero: Any, stage: int) -> None:
     """Let the device's stream, not the host, wait for the sums that run during a backward pass.
 
-    With overlap, DeepSpeed has the host wait after every pass, which leaves the device idle
-    until the next is handed out: for all of the device at stages 1 and 2, and at stage 3 for the
-    stream of the sums. Other waits of stage 3 stay: they bound the memory of what is under way.
+    With overlap, DeepSpeed has the host wait after every pass, which leaves the device idle until
+    the next pass is launched: for the whole device at stages 1 and 2, and at stage 3 for the stream
+    of the sums. Other waits of stage 3 stay: they bound the memory of operations in flight.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -202,11 +204,12 @@ def keep_host_ahead(zero: Any, stage: int) -> None:
 
 
 def round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:
-    """Have the norm of offloaded gradients be that of gradients on the device, to the last bit.
+    """Make the norm of offloaded gradients equal that of gradients on the device, bit by bit.
 
-    Of the same squares DeepSpeed takes the root by Python where the optimizer is offloaded,
-    and else by torch, whose root in fp32 differs in the last bit of one in seven; under stage 3 it
-    adds them up in fp32 there and in fp64 here. What is clipped by that norm differs everywhere.
+    From the same squares DeepSpeed takes the root in Python if the optimizer is offloaded, and else
+    in torch, whose fp32 root differs in the last bit in one of seven cases; under stage 3 it adds
+    them up in fp32 in one case and in fp64 in the other. Everything clipped by that norm would
+    differ.
     """
 
     def complete(parameters: list[nn.Parameter]) -> Tensor:
@@ -219,10 +222,10 @@ def round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:
 
 
 def keep_norms_on_device(zero: Any) -> None:
-    """Have stage 3 measure norms without the host waiting for the device.
+    """Make stage 3 measure norms without a host-device sync.
 
-    DeepSpeed copies a number to the device for each group of weights, to put it in the place
-    of a norm that is not finite. What combines the groups' norms takes those as they are.
+    DeepSpeed copies a number to the device for each group of weights, to replace a norm that is not
+    finite. The code that combines the groups' norms accepts such norms.
     """
 
     def norm(gradients: list[Tensor], _: list[nn.Parameter]) -> Tensor:
@@ -232,7 +235,7 @@ def keep_norms_on_device(zero: Any) -> None:
 
 
 def _norm_over_ranks(norms: list[Tensor], stage: int) -> Tensor:
-    """Of this rank's norms and all others', in the precision in which the stage adds them up."""
+    """Norm over this and all other ranks' norms, in the stage's precision for sums."""
     precision = torch.float64 if stage == 3 else torch.float32
     squares = torch.stack(norms).pow(2.0).sum().to(precision)
     torch.distributed.all_reduce(squares)
@@ -263,33 +266,33 @@ def watch_norm(zero: Any, note: Callable[[Tensor], None]) -> None:
 
 
 def sum_no_gradients(engine: Any) -> None:
-    """Of stage 0, whose optimizer sums them beside the backward pass."""
+    """For stage 0, whose optimizer sums them during the backward pass."""
     engine.enable_backward_allreduce = False
 
 
 def destroy_process_groups() -> None:
-    """Those that DeepSpeed, if it has been imported, has made of the world's."""
+    """Process groups that DeepSpeed, if it was imported, has made from the world's."""
     comm: Any = sys.modules.get("deepspeed.comm.comm")
     if comm is not None and comm.cdb is not None:
-        comm.destroy_process_group()  # its own clones of the world group too
+        comm.destroy_process_group()  # also its own clones of the world group
         comm.cdb = None
 
 
 class Place(NamedTuple):
-    """Where ZeRO keeps the master weights of a run of consecutive elements of a parameter."""
+    """Where ZeRO keeps the master weights of consecutive elements of a parameter."""
 
     start: int
-    """In the flattened parameter."""
+    """Start in the flattened parameter."""
     owner: Tensor
     """The flat tensor that the optimizer steps; its state is kept under this key."""
     offset: int
-    """In the flattened owner."""
+    """Start in the flattened owner."""
     size: int
-    """Elements, without padding."""
+    """Number of elements, without padding."""
 
 
 def place_of(optimizer: Any, parameter: nn.Parameter, stage: int, rank: int) -> Place | None:
-    """This rank's part of a parameter under stage 1, 2 or 3; None if it has none, or padding."""
+    """This rank's part of a parameter under stage 1, 2 or 3; None without one."""
     if stage == 3:
         group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * per_rank
@@ -312,11 +315,11 @@ def flat_groups(optimizer: Any, stage: int) -> list[Tensor]:
 
 
 def forget_gathered(engine: Any) -> None:
-    """Have stage 3 gather parameters once more: a forward pass leaves them gathered."""
+    """Make stage 3 gather parameters again: a forward pass leaves them gathered."""
     engine.empty_partition_cache()
 
 
 def shard_of(parameter: nn.Parameter) -> Tensor:
-    """What this rank owns of a parameter of stage 3, as the module has it, padding included."""
+    """This rank's part of a parameter of stage 3, as in the module, padding included."""
     shard: Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
     return shard

@@ -1,13 +1,14 @@
-"""One process at a time for a local file: by `flock`, or by `lock` where the file system has none.
+"""One process at a time for a local file: by `flock`, or by `lock` if the file system has no
+`flock`.
 
-Lustre may be mounted without `flock`, and some FUSE file systems do not have it. There the lock is
-a folder next to the file: it names the holder's process, its start and the machine's boot, so that
-the lock of a process that was killed is taken over, and it is renewed, so that another machine sees
-whether its holder lives.
+Lustre may be mounted without `flock`, and some FUSE file systems do not have it. Then the lock is a
+folder next to the file: it names the holder's process, its start and the machine's boot, so that
+the lock of a killed process is taken over, and it is renewed, so that another machine sees whether
+its holder is alive.
 
-`flock` may also fail for one process and work for another: on another machine, or while a server of
-NFS starts. So each kind of holder leaves a mark before it looks for the mark of the other kind:
-`flock` writes into the file, and the folder stays. Where both are there, the folder decides.
+`flock` may also fail for one process and work for another: on another machine, or while an NFS
+server starts. So each kind of holder leaves a mark before it looks for the mark of the other kind:
+`flock` writes into the file, and the folder stays. If both are there, the folder decides.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vit_ray.storage import locate
 
 POLL_S: Final = 0.05
 PASSING_S: Final = 3.0
-"""How long "no locks available" may be a passing error of the file's server."""
+"""How long "no locks available" may be a temporary error of the file's server."""
 _WITHOUT_FLOCK: Final = {
     errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY,
 }  # fmt: skip
@@ -38,14 +39,14 @@ logger = logging.getLogger(__name__)
 def lock_file(
     path: Path, limit_s: float, on_lost: Callable[[str], None] = logger.error
 ) -> contextlib.ExitStack | None:
-    """Lock a file until what is returned is closed or the process ends.
+    """Lock a file until the returned object is closed or the process ends.
 
     Args:
-        on_lost: called once, from a thread, with the reason when a process of another machine has
-            taken the lock over; only where there is no `flock`.
+        on_lost: called once, from a thread, with the reason, if a process of another machine has
+            taken over the lock; only without `flock`.
 
     Returns:
-        None if another process has the lock for all of `limit_s`, or may have it.
+        None if another process has the lock for the whole of `limit_s`, or may have it.
 
     Raises:
         OSError: the file cannot be written.
@@ -66,7 +67,7 @@ def lock_file(
             try:
                 held.enter_context(hold_lock(locate(str(folder)), on_lost))
                 break
-            except HeldError:  # which waits for seconds by itself
+            except HeldError:  # which itself waits for seconds
                 if time.monotonic() > deadline_s:
                     return None
         if is_locked or not path.stat().st_size:
@@ -75,7 +76,7 @@ def lock_file(
 
 
 def _flock(file: TextIO, deadline_s: float) -> bool | None:
-    """Whether the file is locked now; None where there is no `flock`."""
+    """Whether the file is locked now; None without `flock`."""
     passing_s = min(deadline_s, time.monotonic() + PASSING_S)
     while True:
         try:

@@ -1,6 +1,6 @@
-"""How a private name of a library is listed in the one file that may use it, its door.
+"""How a private name of a library is listed in the one file that may use it.
 
-The doors are `ray_internals.py`, `deepspeed_internals.py` and `mlflow_internals.py`;
+These files are `ray_internals.py`, `deepspeed_internals.py` and `mlflow_internals.py`;
 `tests/test_internals.py` finds every name in the installed version.
 """
 
@@ -15,13 +15,13 @@ class Internal:
 
     module: str
     name: str
-    """In the module; empty = the module itself."""
+    """Attribute of the module; empty = the module itself."""
     why: str
     upstream: str
-    """Issue or pull request of the library where it is discussed; empty = none is known."""
+    """Issue or pull request of the library that discusses it; empty = none is known."""
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Method, or "" for the name itself, to the parameters that it must have, in their order."""
+    """Method, or "" for the name itself, to the parameters that it must have, in order."""
     attributes: tuple[str, ...] = ()
-    """Of an instance or of the class."""
+    """Attributes of an instance or of the class."""
     source: tuple[str, ...] = ()
-    """Expressions that its source must contain: what is replaced is what is called."""
+    """Expressions that its source must contain, because the code replaces them."""

@@ -1,10 +1,10 @@
 """One process at a time for a folder, on a disk that machines share or on S3.
 
-Each holder makes a file of its own, `lock-N.json`, where N is one more than that of the holder
-before. The file is made by an exclusive create (O_EXCL; If-None-Match on S3), so of two processes
-that start together one gets N. Nobody else ever writes it and no N is used twice, so a late
-renewal cannot overwrite a newer holder. N is also the fencing token: who holds an N that is no
-longer the newest has lost the folder.
+Each holder creates its own file, `lock-N.json`, where N is one more than that of the previous
+holder. The file is created exclusively (O_EXCL; If-None-Match on S3), so of two processes that
+start together one gets N. No other process writes it and no N is used twice, so a late renewal
+cannot overwrite a newer holder. N is also the fencing token: a holder whose N is no longer the
+newest has lost the folder.
 
 A holder renews its file; on the same machine the lock of a dead process is taken over at once, and
 on another when its file has not changed for some time. Clocks of machines are not compared.
@@ -32,16 +32,16 @@ from vit_ray.storage import RIGHTS_PROBE, Creation, Location
 
 RENEW_S = 10.0
 RELEASE_LIMIT_S = 30.0
-"""How long the end of a holder waits for its storage; the next one waits until it is sure."""
+"""How long the end of a holder waits for its storage; the next holder waits until it is sure."""
 PATIENCE_S = 90.0
 """How long a file must have gone without renewal before the lock is taken over."""
 RELEASE_S = 20.0
-"""How long a process that was killed may take to end, such as a trial of a sweep."""
+"""How long a killed process may take to end, such as a trial of a sweep."""
 SETTLE_S = 4.0
-"""Where the store does not create exclusively: how long a file must have stayed as written."""
+"""For a store without exclusive creation: how long a file must have stayed as written."""
 POLL_S = 0.5
 SHOWN_S = 10.0
-"""How late a file may appear on another node: NFS remembers for seconds what a folder held."""
+"""How late a file may appear on another node: NFS caches folder contents for seconds."""
 _MOST_LOOKS: Final = 20
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
 
@@ -57,16 +57,16 @@ class HeldError(ValueError):
 
 
 class LockLostError(RuntimeError):
-    """Another process has taken the folder over; this one must not write there."""
+    """Another process has taken over the folder; this one must not write there."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a folder."""
+    """The holder of a folder."""
 
     host: str
     pids: str
-    """Where its process number counts: the machine's boot and the namespace of processes."""
+    """Where its process number is valid: the machine's boot and the namespace of processes."""
     pid: int
     started: str
     """In the kernel's ticks; distinguishes a process from a later one with the same number."""
@@ -94,7 +94,7 @@ class Owner:
 
 
 _UNKNOWN: Final = Owner("", "", 0, "", "")
-"""Of a file that cannot be read as one: it may be in the middle of being written."""
+"""For a file that cannot be parsed: it may be in the middle of being written."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
     """Hold `folder` inside this block; yields the fencing token for `check_lock`.
 
     Args:
-        on_lost: called once, from a thread, with the reason when another process has taken the
-            folder over, which happens where this one could not reach its storage for a long time.
+        on_lost: called once, from a thread, with the reason, if another process has taken over the
+            folder; this happens if this one could not reach its storage for a long time.
 
     Raises:
         HeldError: another process holds it.
@@ -129,31 +129,32 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
     finally:
         ended.set()
         renewing.join(RELEASE_LIMIT_S)
-        if renewing.is_alive():  # a storage that hangs must not keep the process
+        if renewing.is_alive():  # a hanging storage must not keep the process from ending
             logger.warning(
-                "the lock of %s stays behind: its storage has not answered in %g s",
+                "the lock of %s is left: its storage has not answered in %g s",
                 folder.uri,
                 RELEASE_LIMIT_S,
             )
 
 
 def check_lock(folder: Location, number: int) -> None:
-    """Return if `number` is still the newest of `folder`; for each process of its holder.
+    """Return if `number` is still the newest in `folder`; for each process of its holder.
 
     Raises:
         LockLostError: there is a newer one.
-        OSError: the folder cannot be read, or is another one, as of a disk that is not mounted.
+        OSError: the folder cannot be read, or is another one, for example because a disk is not
+            mounted.
     """
     newest = max(_numbers(folder), default=0)
     if newest < number:
         raise OSError(
-            f"{_file(folder, number).path}, the file of this run's lock, is gone; mount the disk "
-            "again that was there, or restore the file"
+            f"{_file(folder, number).path}, the file of this run's lock, no longer exists; mount "
+            "its disk again, or restore the file"
         )
     if newest > number:
         raise LockLostError(
-            f"{folder.uri} has been taken over by {_read(folder, newest)}; nothing more is "
-            "written there by this one"
+            f"{folder.uri} has been taken over by {_read(folder, newest)}; this process no longer "
+            "writes there"
         )
 
 
@@ -168,7 +169,7 @@ def sees_lock(folder: Location, number: int) -> bool:
 
 
 def held_by(folder: Location) -> Owner | None:
-    """Who holds the folder now; None if it looks free. Takes nothing and writes nothing.
+    """The present holder of the folder; None if it looks free. Takes nothing and writes nothing.
 
     Raises:
         OSError: the folder cannot be read.
@@ -176,7 +177,7 @@ def held_by(folder: Location) -> Owner | None:
     found = _newest(folder)
     if found is None or found.owner.is_gone():
         return None
-    if found.owner.is_gone() is None:  # elsewhere, where it renews its file
+    if found.owner.is_gone() is None:  # on another machine, where it renews its file
         written = _file(folder, found.number).info().mtime
         if written is None or time.time() - written.timestamp() > PATIENCE_S:
             return None
@@ -184,7 +185,7 @@ def held_by(folder: Location) -> Owner | None:
 
 
 def is_lock_file(name: str) -> bool:
-    """Whether a file of this name is one of a lock, or of the look at rights before it."""
+    """Whether a file of this name belongs to a lock, or to the check of access rights before it."""
     return name == RIGHTS_PROBE or bool(_FILE.fullmatch(name))
 
 
@@ -206,18 +207,19 @@ def _acquire(folder: Location) -> tuple[int, Owner]:
                 except OSError as error:  # the next holder deletes them
                     logger.info("old lock files of %s could not be deleted: %s", folder.uri, error)
                 return number, mine
-            # It was free again: others have held it and a later one since it was looked at.
+            # It was free again: others have held it and a later one since the last look.
             _file(folder, number).delete()
         time.sleep(POLL_S)
     raise OSError(
         f"the lock of {folder.uri} could not be taken in {_MOST_LOOKS} attempts: others take it in "
         f"turn, or the storage ignores If-None-Match and needs more than {SETTLE_S / 2:g} s for a "
-        "request; look at the storage, then try again"
+        "request; check the storage, then try again"
     )
 
 
 def _wait_until_gone(folder: Location, first: _Held) -> _Held | None:
-    """Wait until the holder ends, releases the lock, or has long not renewed its file (returned).
+    """Wait until the holder ends, releases the lock, or has not renewed its file for long
+    (returned).
 
     Raises:
         HeldError: it is alive.
@@ -237,16 +239,16 @@ def _wait_until_gone(folder: Location, first: _Held) -> _Held | None:
 
 
 def _create(folder: Location, number: int, mine: Owner, looked_s: float) -> bool:
-    """Make the file of `number`; False if somebody else has."""
+    """Create the file of `number`; False if another process has."""
     file = _file(folder, number)
     creation = file.create(_content(mine))
     if creation is Creation.EXISTS:
-        # A create whose answer was lost on the way, and which was sent again, meets itself.
+        # A create request that was sent again because its answer was lost finds its own file.
         return _read(folder, number).token == mine.token
     if creation is Creation.CREATED:
         return True
-    # Of all who wrote the file after they saw that it was free, the last one holds it. Everybody's
-    # writing is done within half of the time that everybody waits, or is taken back.
+    # Of all that wrote the file after they saw that it was free, the last one holds it. Every write
+    # is finished within half of the waiting time, or is taken back.
     _warn_of_store()
     if time.monotonic() - looked_s > SETTLE_S / 2:
         file.write(_content(replace(mine, is_released=True)))
@@ -257,10 +259,10 @@ def _create(folder: Location, number: int, mine: Owner, looked_s: float) -> bool
 
 @lru_cache(maxsize=1)
 def _warn_of_store() -> None:
-    """Once for each process."""
+    """Warned once for each process."""
     logger.warning(
-        "this object store ignores If-None-Match; of two processes that start in the same moment "
-        "one is refused by waiting %g s, which holds while requests take less than half of that",
+        "this object store ignores If-None-Match; of two processes that start at the same moment "
+        "one is refused by waiting %g s, which works while requests take less than half of that",
         SETTLE_S,
     )
 
@@ -283,16 +285,16 @@ def _keep(
         except LockLostError as error:
             on_lost(str(error))
             return
-        except OSError as error:  # what cannot be reached now may be reached the next time
+        except OSError as error:  # the next attempt may reach it
             if not has_warned:
                 logger.warning("the lock of %s cannot be renewed: %s", folder.uri, error)
             has_warned = True
-    # Said in the file, which stays: its number is never used again.
+    # Written in the file, which stays: its number is never used again.
     try:
         if max(_numbers(folder), default=0) == number:
             _file(folder, number).write(_content(replace(mine, is_released=True)))
-    except OSError as error:  # the work is done; the next one waits until it is sure of that
-        logger.warning("the lock of %s stays behind: %s", folder.uri, error)
+    except OSError as error:  # the work is done; the next holder waits until it is sure of that
+        logger.warning("the lock of %s is left: %s", folder.uri, error)
 
 
 def _numbers(folder: Location) -> list[int]:
@@ -307,11 +309,11 @@ def _newest(folder: Location) -> _Held | None:
             return None
         try:
             content = _file(folder, max(numbers)).read()
-        except FileNotFoundError:  # followed by a newer one in this moment
+        except FileNotFoundError:  # replaced by a newer one at this moment
             time.sleep(POLL_S)
             continue
         return _Held(max(numbers), _parse(content), content)
-    raise OSError(f"{folder.uri}: a lock file is listed and cannot be read; look at the storage")
+    raise OSError(f"{folder.uri}: a lock file is listed but cannot be read; check the storage")
 
 
 def _read(folder: Location, number: int) -> Owner:
@@ -325,7 +327,7 @@ def _parse(content: bytes) -> Owner:
     try:
         return Owner(**json.loads(content))
     except (ValueError, TypeError):
-        return _UNKNOWN  # not written to its end, of another version, or damaged
+        return _UNKNOWN  # incompletely written, of another version, or damaged
 
 
 def _content(owner: Owner) -> bytes:
@@ -343,13 +345,13 @@ def _started(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         try:
             os.kill(pid, 0)
-        except PermissionError:  # there, of another user whose /proc is not shown (hidepid)
+        except PermissionError:  # there, but of another user whose /proc is hidden (hidepid)
             return None
         except ProcessLookupError:
             pass
         return ""
     fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]  # a zombie: dead, and not yet reaped
+    return "" if fields[0] in "ZX" else fields[19]  # a zombie: dead, but not yet reaped
 
 
 def _pids() -> str:

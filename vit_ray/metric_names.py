@@ -1,6 +1,6 @@
 """The names of all metrics that runs record: `group/name_unit`.
 
-A name that holds a number of shots, a data set or a task is made of a group below.
+Names with a number of shots, a data set or a task are built from a group below.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Final
 # Of training, at each logged step.
 TRAIN_LOSS: Final = "train/loss"
 TRAIN_LABEL_LOSS: Final = "train/label_loss"
-"""With a teacher: the part of the loss that labels have, without its weight."""
+"""With a teacher: the labels' part of the loss, without its weight."""
 TRAIN_TEACHER_LOSS: Final = "train/teacher_loss"
-"""The teacher's part."""
+"""The teacher's part of the loss."""
 TRAIN_LR: Final = "train/lr"
 TRAIN_GRAD_NORM: Final = "train/grad_norm"
 TRAIN_SPIKES: Final = "train/spikes"
@@ -35,14 +35,14 @@ PERF_COMPILED: Final = "perf/compiled"
 CHECKPOINT_STALL_S: Final = "checkpoint/stall_s"
 CHECKPOINT_INTERVAL_MIN: Final = "checkpoint/interval_min"
 
-# Of an evaluation. `eval/` and `dev/` (training images that are held out) have the same names.
+# Of an evaluation. `eval/` and `dev/` (held-out training images) have the same names.
 EVAL_GROUP: Final = "eval/"
 DEV_GROUP: Final = "dev/"
 EVAL_TOP1: Final = "eval/top1"
 EVAL_TOP5: Final = "eval/top5"
 EVAL_LOSS: Final = "eval/loss"
 EVAL_MEAN_AVERAGE_PRECISION: Final = "eval/mean_average_precision"
-"""Of sets whose images have several labels."""
+"""For sets whose images have several labels."""
 EVAL_LAST_TOP1: Final = "eval/last_top1"
 EVAL_AVERAGED_TOP1: Final = "eval/averaged_top1"
 DEV_TOP1: Final = "dev/top1"
@@ -54,14 +54,14 @@ EXTRACT_IMAGES: Final = "extract/images"
 EXTRACT_IMAGES_PER_S: Final = "extract/images_per_s"
 
 AVERAGED: Final = "/averaged_"
-"""In the name of every metric of the averaged weights."""
+"""Part of the name of every metric with averaged weights."""
 
-# Of a run that keeps its best evaluation.
+# For a run that keeps its best evaluation.
 BEST: Final = "/best_"
-"""In the name of every metric of it."""
+"""Part of the name of each of its metrics."""
 RESULT_STEP: Final = "result/step"
 RESULT_EVALUATIONS: Final = "result/evaluations"
-"""Evaluations so far, of which it is the best."""
+"""Number of evaluations from which the best was selected."""
 
 # Of a whole run.
 RUN_GROUP: Final = "run/"
@@ -69,17 +69,17 @@ RUN_GOODPUT: Final = "run/goodput"
 RUN_WALL_S: Final = "run/wall_s"
 COST_CORE_DAYS: Final = "cost/core_days"
 COST_GPU_HOURS: Final = "cost/gpu_hours"
-"""Of all time that workers held GPUs."""
+"""Hours in which workers held GPUs."""
 COST_PRICE: Final = "cost/price"
-"""Of these hours, at `plan.price_per_gpu_hour`."""
+"""Cost of these hours, at `plan.price_per_gpu_hour`."""
 COST_PRICE_TRAINING: Final = "cost/price_training"
-"""The part of it that trained something new."""
+"""The share of it that trained new steps."""
 STUDY_EXAFLOPS: Final = "study/exaflops"
 STUDY_FORWARD_GMACS: Final = "study/forward_gmacs"
 STUDY_IMAGES_SEEN: Final = "study/images_seen"
 STUDY_TRAIN_IMAGES: Final = "study/train_images"
 
-# Of many runs, by their parent.
+# Over many runs, recorded by their parent.
 STUDY_CELLS: Final = "study/cells"
 STUDY_FAILED_CELLS: Final = "study/failed_cells"
 STUDY_EXAFLOPS_TOTAL: Final = "study/exaflops_total"
@@ -90,22 +90,22 @@ VTAB_GROUP: Final = "vtab/"
 VTAB_NUM_TASKS: Final = "vtab/tasks"
 
 PLAN_GROUP: Final = "plan/"
-"""Of `vit-ray plan --scale`, at the number of GPUs as the step."""
+"""From `vit-ray plan --scale`, with the number of GPUs as the step."""
 
 SYSTEM_GROUP: Final = "system/"
-"""Of MLflow's own sampler of the machines."""
+"""From MLflow's own sampler of the machines."""
 
 
 def few_shot_top1(shots: int, group: str = FEW_SHOT_GROUP) -> str:
-    """Accuracy with so many images of each class, by least squares or (`KNN`) neighbours."""
+    """Accuracy with this many images per class, by least squares or (`KNN`) neighbours."""
     return f"{group}{shots}_shot_top1"
 
 
 def best_key(key: str) -> str:
-    """Of a metric of an evaluation, in the best one."""
+    """The name of an evaluation's metric for the best evaluation."""
     return BEST.join(key.rsplit("/", 1))
 
 
 def averaged_key(key: str) -> str:
-    """The same metric, of the averaged weights."""
+    """The same metric, with averaged weights."""
     return key.replace("/", AVERAGED, 1)

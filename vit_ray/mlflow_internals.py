@@ -1,8 +1,8 @@
-"""Every private name of MLflow that this project uses, and nothing else uses one.
+"""Every private name of MLflow that this project uses, in one file.
 
-Each is here because no public name of MLflow 3.17 serves; a test finds every one. MLflow is
-imported by the functions and not with this file: `tracking/mlflow_api.py` imports it without what
-it does not need.
+Each is here because no public name of MLflow 3.17 works instead; a test finds every one. MLflow is
+imported by the functions, not with this file: `tracking/mlflow_api.py` imports it without what it
+does not need.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 VERSION: Final = "3.17"
-"""Of MLflow, for which all of this was read and tested."""
+"""Version of MLflow for which all of this was read and tested."""
 
 Record = tuple[int, int, float]
-"""Step, milliseconds since the epoch and value. Of several of one step the greatest counts, as the
-latest value does for MLflow."""
+"""Step, milliseconds since the epoch and value. Of several for one step the greatest counts, like
+the latest value in MLflow."""
 
 METRICS: Final = "metrics"
-"""Table of all points of a store in SQL."""
+"""Table of all points in an SQL store."""
 METRICS_COLUMNS: Final = ("run_uuid", "key", "step", "timestamp", "value", "is_nan")
 METRICS_INDEX: Final = ("run_uuid", "key", "step")
 ALL_STEPS: Final = (-(2**62), 2**62)
-"""Without bounds SQLite takes the index of the primary key, and reads the points of every run."""
+"""Without bounds SQLite uses the index of the primary key, and reads the points of every run."""
 BULK_HISTORY: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
-"""What MLflow's own pages ask of a server."""
+"""What MLflow's own pages request from a server."""
 VIEW_TAG: Final = "mlflow.sharedViewState."
-"""Of an experiment: what MLflow's page of it shows, under a key. The page of MLflow 3.17 reads the
-fields that `view_state` writes; a field that another version lacks is left out there."""
+"""Tag of an experiment: what MLflow's page of it shows, under a key. The page of MLflow 3.17 reads
+the fields that `view_state` writes; other versions ignore fields that they do not have."""
 VIEW_PARAMETER: Final = "viewStateShareKey"
-"""Of the page's address: the key."""
+"""Parameter of the page's address: the key."""
 VIEW_FIELDS: Final = (
     "compareRunCharts", "compareRunSections", "isAccordionReordered", "selectedColumns",
     "orderByKey", "orderByAsc",
@@ -83,21 +83,21 @@ INTERNALS: Final = (
     ),
     Internal(
         "mlflow.system_metrics.system_metrics_monitor", "SystemMetricsMonitor",
-        "It ends at the first request that fails, and has no public way to learn of it.", "",
+        "It ends at the first request that fails, and has no public way to notice that.", "",
         attributes=("_process",),
     ),
 )  # fmt: skip
 
 
 def engine_of(client: MlflowClient) -> Any:
-    """SQLAlchemy's engine of a client whose store is in SQL; None for any other."""
+    """SQLAlchemy's engine of a client with an SQL store; None for any other."""
     return getattr(client._tracking_client.store, "engine", None)
 
 
 def sample_of_server(
     client: MlflowClient, run_ids: Sequence[str], key: str, most: int, timeout_s: float
 ) -> list[tuple[str, Record]] | None:
-    """Even samples of histories, each with its run id; None where a server lacks the call."""
+    """Even samples of histories, each with its run id; None if a server lacks the call."""
     rest: Any = importlib.import_module("mlflow.utils.rest_utils")
     store: Any = client._tracking_client.store
     start, end = ALL_STEPS
@@ -112,7 +112,7 @@ def sample_of_server(
     if reply.status_code in _NO_SUCH_CALL:
         return None
     held = rest.verify_rest_response(reply, BULK_HISTORY).json().get("metrics", [])
-    return [  # what is 0 may be left out
+    return [  # a value of 0 may be left out
         (
             one["run_id"],
             (int(one.get("step", 0)), int(one.get("timestamp", 0)), float(one["value"])),
@@ -122,17 +122,17 @@ def sample_of_server(
 
 
 def view_state(section: str, metrics: Sequence[str], columns: Sequence[str], order_by: str) -> str:
-    """A view of an experiment, as a tag keeps it.
+    """A view of an experiment, in the form of its tag.
 
-    Runs stand in one list, with those under a parent; by default these are folded, and drawn in no
-    chart.
+    Runs are in one list, with child runs expanded; by default these are collapsed, and not drawn in
+    charts.
 
     Args:
         section: title of the first charts.
-        metrics: of these charts, in order; a bar where no step is above 0. Other metrics stand
-            below in sections of their own.
+        metrics: of these charts, in order; a bar if no step is above 0. Other metrics are below in
+            their own sections.
         columns: of the list of runs: `metrics.`, `params.` or `attributes.` and a name.
-        order_by: the one of them that the list is sorted by, the greatest first.
+        order_by: the column that sorts the list, the greatest first.
     """
 
     def quoted(column: str) -> str:

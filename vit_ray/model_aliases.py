@@ -1,6 +1,6 @@
 """Names that timm and Hugging Face have for models of the catalog.
 
-Recipes and models both read them; models import nothing that torch alone does not have.
+Both recipes and models read them; models import nothing besides torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 _SIZES: Final = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
-# What follows a full stop in timm, and an owner or data set in the hub, are of weights.
+# The part after a full stop in timm, and an owner or data set in the hub, name weights.
 _OWNER, _TAG = r"(?:[\w.-]+/)?", r"(?:\.\w+|-in21k)?"
 _VIT: Final = re.compile(
     rf"{_OWNER}(?:vit|deit)[_-]({'|'.join(_SIZES)})[_-]patch(\d+)[_-](\d+){_TAG}"
@@ -19,11 +19,11 @@ _BIT: Final = re.compile(rf"resnetv2_(\d+x\d)_bit{_TAG}|(?:google/)?bit-(\d+)")
 
 
 def canonical_model(name: str) -> tuple[str, int | None]:
-    """The catalog's name of a model, and the side in pixels that another name of it says.
+    """The catalog's name of a model, and the side in pixels that its other name gives.
 
     Args:
-        name: such as `vit_base_patch16_224.augreg_in21k` of timm, `google/vit-base-patch16-224` of
-            the hub; any other is returned as it is.
+        name: such as `vit_base_patch16_224.augreg_in21k` in timm, `google/vit-base-patch16-224` on
+            the hub; any other name is returned unchanged.
     """
     if found := _VIT.fullmatch(name):
         return f"ViT-{_SIZES[found[1]]}/{found[2]}", int(found[3])
@@ -35,20 +35,20 @@ def canonical_model(name: str) -> tuple[str, int | None]:
 
 
 def resolved_model(name: str, image_size: object) -> tuple[str, object]:
-    """The catalog's name of a model, and its image size where another name says it.
+    """The catalog's name of a model, and its image size if its other name gives it.
 
     Args:
-        image_size: as it is given; None = not at all.
+        image_size: as given; None = not given.
 
     Raises:
-        ValueError: the name is of another size than the one that is given.
+        ValueError: the name is for another size than the given one.
     """
     known, side = canonical_model(name)
     if side is None or image_size in (side, (side, side), [side, side]):
         return known, image_size
     if image_size is not None:
         raise ValueError(
-            f"name={name} is of {side} pixels and image_size={image_size}; "
-            f"give image_size={side}, or name={known}"
+            f"name={name} is for {side} pixels, but image_size={image_size}; give "
+            f"image_size={side}, or name={known}"
         )
     return known, side

@@ -1,4 +1,4 @@
-"""Importing libraries without what they use only if it is there."""
+"""Importing libraries without their optional dependencies."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LOCK: Final = threading.RLock()
 
 @contextlib.contextmanager
 def hide_modules(*names: str) -> Iterator[None]:
-    """Let imports inside the block find none of these, unless they have been imported already.
+    """Make imports inside the block not find these, unless they have been imported already.
 
-    For optional imports that cost seconds and that nothing here uses, in processes of our own:
-    what is imported inside behaves as where `names` are not installed. Other threads that import
-    one of them meanwhile would not find it either, so this belongs to the start of a process.
+    For optional imports that cost seconds and that nothing here uses, in our own processes: what is
+    imported inside behaves as if `names` were not installed. Other threads that import one of them
+    meanwhile would not find it either, so use this at the start of a process.
     """
     with _LOCK:
         hidden = [name for name in names if name not in sys.modules]

@@ -1,7 +1,7 @@
-"""How a run or a trial ends, and what happens to it before: values that cross processes.
+"""How a run or a trial ends, and its events before: values that cross processes.
 
-Decisions follow these values; their texts are for people. MLflow's tags, the histories
-and logs on disk and `sweep/trials.csv` hold the values of the enums, which therefore stay.
+Decisions follow these values; their texts are for users. MLflow's tags, the histories and logs on
+disk and `sweep/trials.csv` hold the values of the enums, so these must not change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class EventKind(StrEnum):
-    """What an event of a run's history is about."""
+    """Kind of an event in a run's history."""
 
     BRANCH = "branch"
     CALLBACK_FAILED = "callback failed"
@@ -46,7 +46,7 @@ class EventKind(StrEnum):
     TRIAL_DIVERGED = "trial diverged"
     TRIAL_STOPPED = "trial stopped early"
     UNKNOWN = "unknown"
-    """Read from a file that another version has written."""
+    """Reads a value that another version may have written."""
     WEIGHTS = "weights"
     WORKER_FAILED = "worker failed"
 
@@ -57,7 +57,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ends where a restart would not help."""
+    """Why a run ends when a restart would not help."""
 
     reason: str
     has_diverged: bool = False
@@ -66,13 +66,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker is, as it has introduced itself, and how far."""
+    """Place of a worker, as it introduced itself, and its step."""
 
     host: str
     node: str
     """Ray's id of its node."""
     detail: str
-    """GPU, process and log file, as errors name them."""
+    """GPU, process and log file, for errors."""
     step: int
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
-"""Parts of a user's own: a model, loss, augmentation, optimizer, metric or callback by dotted name.
+"""A user's own parts: a model, loss, augmentation, optimizer, metric or callback by dotted name.
 
-A part is a callable of a Python module, such as `train.loss: mymodule.focal_loss`. What it is
-called with, and what it returns, is a Protocol here; `own_part` finds parts of all kinds.
+A part is a callable of a Python module, such as `train.loss: mymodule.focal_loss`. Its arguments
+and its return value are a Protocol here; `own_part` finds parts of all kinds.
 
 Importing a module runs its code. A module is imported only if the user has named it: in the recipe
-of a command, by `--module`, or by `trust_modules`. Recipes of checkpoints and of MLflow's runs name
-parts, too; that alone imports nothing.
+of a command, with `--module`, or with `trust_modules`. Recipes in checkpoints and in MLflow's runs
+also name parts; that alone imports nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BuildsModel(Protocol):
         num_classes: K.
         image_size: (H, W) in pixels.
         **options: the other keys of `model` that the recipe sets, such as `depth` and `width`. With
-            `dropout` or `stochastic_depth` the module is called with `keys`, int64 (B,), too.
+            `dropout` or `stochastic_depth` the module is also called with `keys`, int64 (B,).
     """
 
     def __call__(self, num_classes: int, image_size: tuple[int, int]) -> nn.Module: ...
@@ -51,7 +51,7 @@ class Loss(Protocol):
 
     Args:
         logits: float32 (B, K).
-        labels: int64 (B, L), lists of classes that are padded with -1.
+        labels: int64 (B, L), lists of classes padded with -1.
     """
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor: ...
@@ -61,14 +61,14 @@ class Metric(Protocol):
     """An item of `evaluate.metrics`: a number for each image, (B,), whose mean is reported.
 
     Args:
-        logits, labels: as of `Loss`.
+        logits, labels: as in `Loss`.
     """
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor: ...
 
 
 class Random(Protocol):
-    """Random numbers of one image, a function of seed, epoch and sample."""
+    """Random numbers of one image, which depend only on seed, epoch and sample."""
 
     def draw(self) -> float:
         """The next number, uniform in [0, 1)."""
@@ -81,11 +81,11 @@ class Random(Protocol):
 
 
 class Augments(Protocol):
-    """`data.augment.own`: a training crop, changed; uint8 (H, W, 3), as it came.
+    """`data.augment.own`: returns a changed training crop, uint8 (H, W, 3), of the same shape.
 
     Args:
         crop: uint8 (H, W, 3), cut, flipped and resized; it may be changed in place.
-        random: the only source of random numbers that makes a run repeatable.
+        random: the only source of random numbers with which a run is repeatable.
     """
 
     def __call__(self, crop: NDArray[np.uint8], random: Random) -> NDArray[np.uint8]: ...
@@ -104,10 +104,10 @@ class BuildsOptimizer(Protocol):
 
 
 class Callback(Protocol):
-    """An item of `train.callbacks`: sees on rank 0 what is logged.
+    """An item of `train.callbacks`: is called on rank 0 with what is logged.
 
     Args:
-        step: so many steps are done.
+        step: number of completed steps.
         metrics: a copy.
     """
 
@@ -118,12 +118,12 @@ Contract = TypeVar("Contract")
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is of a part of the user's own: no built-in part has such a name."""
+    """Whether a name is that of a user's own part: no built-in part has such a name."""
     return _DOTTED.fullmatch(name) is not None
 
 
 def trust_modules(*names: str) -> None:
-    """Allow modules of these names, and those in them, to be imported for parts."""
+    """Allow modules with these names, and their submodules, to be imported for parts."""
     _TRUSTED.update(names)
 
 
@@ -143,26 +143,26 @@ def _texts(tree: Any) -> Iterator[str]:
 def own_part(
     name: str, key: str, contract: type[Contract], options: Mapping[str, Any] = _OPTIONS
 ) -> Contract:
-    """The part of a dotted name.
+    """The part with a dotted name.
 
     Args:
         name: module and attribute.
         key: of the recipe, for errors.
         contract: a Protocol of this module.
-        options: what it is called with beside the parameters of the contract.
+        options: further arguments in addition to the parameters of the contract.
 
     Raises:
-        ValueError: the module is not trusted or not there, it has no such attribute, or that takes
-            other parameters.
+        ValueError: the module is not trusted or does not exist, it has no such attribute, or that
+            takes other parameters.
     """
     told, (module_name, _, attribute) = f"{key}={name}", name.rpartition(".")
     if not any(f"{module_name}.".startswith(f"{trusted}.") for trusted in _TRUSTED):
         raise ValueError(
-            f"{told}: module {module_name} is named by a checkpoint or a run alone, and importing "
+            f"{told}: module {module_name} is only named by a checkpoint or a run, and importing "
             f"it runs its code; add --module {module_name} to the command if you trust it, or call "
             f"vit_ray.trust_modules({module_name!r})"
         )
-    if os.getcwd() not in sys.path:  # of a command that is installed
+    if os.getcwd() not in sys.path:  # of an installed command
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -170,15 +170,18 @@ def own_part(
         if f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(
                 f"{told}: there is no module {error.name} in {os.getcwd()} or on the Python path; "
-                "run the command in the folder that has it, or submit that folder with "
-                "`ray job submit --working-dir`"
+                "run the command in the folder that has it, or submit that folder with `ray job "
+                "submit --working-dir`"
             ) from None
-        raise ValueError(f"{told}: its module imports {error.name}, which is not there") from error
+        raise ValueError(
+            f"{told}: its module imports {error.name}, which is not installed; install it, or "
+            "change the module"
+        ) from error
     part = getattr(module, attribute, None)
     if not callable(part):
         others = [other for other in vars(module) if callable(vars(module)[other])]
         near = difflib.get_close_matches(attribute, others, n=3)
-        what = "nothing that can be called" if part is None else f"a {type(part).__name__}"
+        what = "not callable" if part is None else f"a {type(part).__name__}"
         hint = f"did you mean {', '.join(near)}?" if near else "give a function or class"
         raise ValueError(f"{told}: {attribute} in {module.__file__} is {what}; {hint}")
     _, *wanted = inspect.signature(contract.__call__).parameters
@@ -187,7 +190,7 @@ def own_part(
     except TypeError as error:
         call = ", ".join([*wanted, *(f"{option}=..." for option in options)])
         raise ValueError(
-            f"{told}: it does not take {attribute}({call}), as {contract.__name__} of "
-            f"docs/own_parts.md has it: {error}"
+            f"{told}: it does not take {attribute}({call}), as {contract.__name__} in "
+            f"docs/own_parts.md requires: {error}"
         ) from None
     return cast("Contract", part)

@@ -1,8 +1,8 @@
-"""Every private name of Ray that this project uses, and nothing else.
+"""Every private name of Ray that this project uses, in one file.
 
-Each is here because no public name of Ray 2.60 serves; a test finds every one with the parameters
-that are counted on. Names are imported when they are first asked for, so that a task that reads
-data does not import Ray Train.
+Each is here because no public name of Ray 2.60 works instead; a test finds every one with the
+parameters that are used. Names are imported on first use, so that a task that reads data does not
+import Ray Train.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     node_labels_match_selector: Callable[[dict[str, str], dict[str, str]], bool]
 
 VERSION: Final = "2.60"
-"""Of Ray, for which all of this was read and tested."""
+"""Version of Ray for which all of this was read and tested."""
 _COUNTED_FOR_S: Final = 10.0
 """How old a count of the cluster's resources may be; each asks the head."""
 _TRAIN: Final = "ray.train.v2._internal"
@@ -92,7 +92,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.execution.failure_handling.default", "_is_preemption_failure",
-        "Nodes that are taken back do not count as failures, as in Ray's own policy.", "#64360",
+        "Preempted nodes do not count as failures, as in Ray's own policy.", "#64360",
         {"": ("training_failed_error",)},
     ),
     Internal(
@@ -117,7 +117,7 @@ INTERNALS: Final = (
     Internal(f"{_TRAIN}.execution.scaling_policy", "ScalingDecision", _DECISIONS, ""),
     Internal(
         "ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer",
-        "The step that hands policies to the controller is overridden.", "#51067",
+        "The method that passes policies to the controller is overridden.", "#51067",
         {"_initialize_and_run_controller": ("self", "controller_init_kwargs")},
     ),
     Internal(
@@ -127,7 +127,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.execution.callback", "ControllerCallback",
-        "A checkpoint is asked for before the group changes its size; `ray.train.UserCallback` is "
+        "A checkpoint is requested before the group changes its size; `ray.train.UserCallback` is "
         "not called then.", "",
         {
             "after_controller_state_update": ("self", "previous_state", "current_state"),
@@ -149,7 +149,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.callbacks.preemption_callback", "PreemptionCallback",
-        "Ray leaves it out where it replaces single workers, whose handles it would keep.", "",
+        "Ray skips it when it replaces single workers, whose handles it would keep.", "",
         {"after_worker_group_start": ("self", "worker_group")},
     ),
     Internal(
@@ -166,7 +166,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "SchedulingState",
-        "A group begins to wait for its place.", "",
+        "A group starts waiting for its place.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "PreemptingState",
@@ -175,8 +175,7 @@ INTERNALS: Final = (
     Internal(
         f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
         "AUTOSCALING_REQUESTS_EXPIRE_TIME_S",
-        "What the group of a driver that was killed had asked for is kept from the next one for "
-        "that long.", "",
+        "The request of a killed driver's group blocks the next group for that long.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
@@ -186,20 +185,20 @@ INTERNALS: Final = (
     Internal(
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
         "_AutoscalingCoordinatorActor",
-        "Counts nodes and requests every 20 s, or when it is asked to.", "",
+        "Counts nodes and requests every 20 s, or on request.", "",
         {"get_reserved_resources": ("self", "requester_id", "recompute")},
     ),
     Internal(
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
         "get_or_create_autoscaling_coordinator",
-        "Ray Data starts it when it executes, and knows of no CPUs before it answers; it can start "
-        "at the same time as the process that executes.", "",
+        "Ray Data starts it when it executes, and knows no CPUs before it answers; it can start at "
+        "the same time as the process that executes.", "",
         {"": ()},
     ),
     Internal(
         "ray.data._internal.stats", "get_or_create_stats_actor",
-        "Ray Data starts it where it first executes, and there it stays: a node that has an actor "
-        "is never idle.", "",
+        "Ray Data starts it where it first executes, and it stays there: a node with an actor is "
+        "never idle.", "",
         {"": ()},
     ),
     Internal(
@@ -208,13 +207,13 @@ INTERNALS: Final = (
     ),
     Internal(
         "ray.autoscaler.v2.utils", "is_autoscaler_v2",
-        "Nodes may come on demand, though what the autoscaler may start is not known.", "",
+        "Nodes may come on demand, although it is not known what the autoscaler may start.", "",
         {"": ("fetch_from_server", "gcs_client")},
     ),
     Internal(
         "ray.data._internal.stats", "_StatsManager",
-        "It keeps numbers for a dashboard in a process of its own; on a Ray without a dashboard "
-        "they are not seen.", "",
+        "It keeps numbers for a dashboard in a separate process; a Ray without a dashboard does "
+        "not show them.", "",
         {
             "register_dataset_to_stats_actor": (
                 "dataset_tag", "operator_tags", "topology", "data_context",
@@ -228,8 +227,8 @@ INTERNALS: Final = (
     Internal(
         "ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler",
         "RateBasedClusterAutoscaler",
-        "Data sets under way at the same time get of each node its free CPUs divided by their "
-        "number, rounded down: none, where there are more hosts than a host has CPUs.", "",
+        "Data sets that execute at the same time get of each node its free CPUs divided by their "
+        "number, rounded down: none, if there are more hosts than a host has CPUs.", "",
         {"get_total_resources": ("self",)},
     ),
     Internal(
@@ -240,16 +239,16 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.callbacks.datasets", "DatasetsCallback",
-        "Left out: streams are served by a process of our own, and this would start another.", "",
+        "Left out: our own process serves streams, and this would start another one.", "",
     ),
     Internal(
         f"{_TRAIN}.callbacks.placement_group_callback", "PlacementGroupCleanerCallback",
-        "Left out: the cleaner is a process, which stays where it cannot ask the dashboard.", "",
+        "Left out: the cleaner is a process, which does not end without a dashboard.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.worker_group.worker_group", "placement_group",
         "A group that is given up while it waits for its place is found by a name; Ray Train gives "
-        "it none, and hears of nothing while it waits.", "",
+        "it none, and receives no messages while it waits.", "",
         {
             "": (
                 "bundles", "strategy", "name", "lifetime", "_soft_target_node_id",
@@ -259,7 +258,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_DATA}.execution_callback", "ExecutionCallback",
-        "The type of what the context takes as `custom_execution_callback_classes`.", "",
+        "The type of the context's `custom_execution_callback_classes`.", "",
         {"on_execution_step": ("self", "executor")},
     ),
     Internal(
@@ -282,32 +281,32 @@ INTERNALS: Final = (
     ),
     Internal(
         "ray._private.worker", "print_to_stdstream",
-        "The scheduler's messages are printed whatever `log_to_driver` says.", "#63800",
+        "The scheduler's messages are printed whatever `log_to_driver` is.", "#63800",
         {"": ("data", "ignore_prefix")},
     ),
     Internal(
         "ray._raylet", "AuthenticationTokenLoader",
-        "A client of an address does not use the token that this machine has.", "#64755",
+        "A client of an address does not use this machine's token.", "#64755",
         {"has_token": ("self", "ignore_auth_mode")},
     ),
     Internal(
         "ray._raylet", "node_labels_match_selector",
-        "Whether any node could take a worker is asked before Ray waits for one.", "",
+        "Whether any node could take a worker is checked before Ray waits for one.", "",
     ),
     Internal("ray._raylet", "Config", "Reads the authentication mode again.", "#64755"),
     Internal(
         "ray._private.grpc_utils", "init_grpc_channel",
-        "Ray tries for 20 s to join a cluster that refuses its token, and does not say that.", "",
+        "Ray tries for 20 s to join a cluster that refuses its token, without a message.", "",
         {"": ("address", "options", "asynchronous", "credentials")},
     ),
 )  # fmt: skip
 _A_QUESTION: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""Of those who are about to join a cluster; its message is empty."""
+"""A request of clients that are about to join a cluster; its message is empty."""
 _MODULES: Final = {internal.name: internal.module for internal in INTERNALS}
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the table, imported now."""
+    """A name of the table, imported on first use."""
     if name not in _MODULES:
         raise AttributeError(name)
     return getattr(importlib.import_module(_MODULES[name]), name)
@@ -320,7 +319,7 @@ def preemption_notice() -> Any:
 
 
 def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:
-    """Keep lines of the cluster's messages off this process's terminal, once and for all."""
+    """Keep lines of the cluster's messages off this process's terminal, permanently."""
     worker: Any = importlib.import_module(_MODULES["print_to_stdstream"])
     plain = worker.print_to_stdstream
     if getattr(plain, "hides_messages", False):
@@ -334,12 +333,12 @@ def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:
     worker.print_to_stdstream = print_the_others
 
 
-# Texts of Ray 2.60 for which it has no type.
+# Texts of Ray 2.60 for errors without a type.
 STARTUP_TIMEOUT: Final = "The current node timed out during startup"
 _VERSION_MISMATCH: Final = "Version mismatch: "
 _MANY_ACTORS: Final = "worker processes have been started"
 _MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
-"""In a text of several lines; the last is of Ray's settings."""
+"""In a text of several lines; the last is about Ray's settings."""
 
 
 def is_startup_timeout(error: Exception) -> bool:
@@ -348,7 +347,7 @@ def is_startup_timeout(error: Exception) -> bool:
 
 
 def version_mismatch(error: Exception) -> str | None:
-    """What differs, where `ray.init` raised it for another Ray or Python; None for other errors."""
+    """What differs, if `ray.init` raised it for another Ray or Python; None for other errors."""
     text = " ".join(str(error).split())
     return text.removeprefix(_VERSION_MISMATCH) if text.startswith(_VERSION_MISMATCH) else None
 
@@ -359,19 +358,19 @@ def is_warning_of_many_actors(line: str) -> bool:
 
 
 def memory_kill(error: BaseException) -> tuple[str, str] | None:
-    """Host, and use of its memory, where Ray has ended a process for lack of it; else None."""
+    """Host, and use of its memory, if Ray has ended a process for lack of it; else None."""
     found = _MEMORY_KILL.search(str(error))
     return (found[1], found[2]) if found else None
 
 
 def has_auth_token() -> bool:
-    """Whether this machine or environment has a token, whatever the authentication mode."""
+    """Whether this machine or environment has a token, in any authentication mode."""
     raylet = importlib.import_module("ray._raylet")
     return bool(raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
 
 
 def token_problem(address: str, timeout_s: float) -> str | None:
-    """Why the cluster at `HOST:PORT` refuses this process's token; None: it does not."""
+    """Why the cluster at `HOST:PORT` refuses this process's token; None if it does not."""
     grpc = importlib.import_module("grpc")
     connect = importlib.import_module(_MODULES["init_grpc_channel"]).init_grpc_channel
     with connect(address, [("grpc.enable_http_proxy", 0)]) as channel:  # as Ray itself joins
@@ -392,12 +391,12 @@ def has_second_autoscaler() -> bool:
 
 
 def reload_ray_config() -> None:
-    """Take over `RAY_*` variables that were set after Ray was imported."""
+    """Apply `RAY_*` variables that were set after Ray was imported."""
     importlib.import_module("ray._raylet").Config.initialize("")
 
 
 def expire_resource_requests_after(seconds: int, repeat_s: int) -> None:
-    """Of elastic groups whose controller runs in this process, which repeats them."""
+    """For elastic groups whose controller runs in this process, which repeats the requests."""
     for name, value in (
         ("AUTOSCALING_REQUESTS_EXPIRE_TIME_S", seconds),
         ("AUTOSCALING_REQUESTS_INTERVAL_S", repeat_s),
@@ -406,7 +405,7 @@ def expire_resource_requests_after(seconds: int, repeat_s: int) -> None:
 
 
 def keep_no_dataset_statistics() -> None:
-    """Of Ray Data sets that this process executes."""
+    """For Ray Data sets that this process executes."""
     manager = importlib.import_module(_MODULES["_StatsManager"])._StatsManager
     methods = next(i for i in INTERNALS if i.name == "_StatsManager").parameters
     for name in methods:
@@ -414,9 +413,9 @@ def keep_no_dataset_statistics() -> None:
 
 
 def start_data_actors() -> None:
-    """Ray Data's own actors, on this process's node, for as long as the cluster lives.
+    """Start Ray Data's own actors on this process's node, for as long as the cluster lives.
 
-    Ray never takes back the node on which they are, and at its end waits for them in vain: it
+    Ray never removes the node on which they are, and at its end waits for them without result: it
     should be that of the driver, which is the head by default.
     """
     for name in (
@@ -428,12 +427,12 @@ def start_data_actors() -> None:
 
 
 def give_datasets(share: float, reserved_cpus: float) -> None:
-    """What Ray Data sets that this process executes may take, from now on.
+    """Limit what Ray Data sets that this process executes may use, from now on.
 
     Args:
-        share: of the cluster's object store and of its CPUs, CPU-only nodes included; 1 for what
-            Ray Data itself gives them.
-        reserved_cpus: of the cluster, that are not counted.
+        share: of the cluster's object store and of its CPUs, CPU-only nodes included; 1 for Ray
+            Data's own limits.
+        reserved_cpus: of the cluster, which are not counted.
     """
     from ray.data import ExecutionResources
 
@@ -468,7 +467,7 @@ def give_datasets(share: float, reserved_cpus: float) -> None:
 
 
 def name_placement_groups(name: str) -> None:
-    """Of worker groups that this process, a controller, starts: `name`, and a number from 0."""
+    """For worker groups that this process, a controller, starts: `name`, and a number from 0."""
     module: Any = importlib.import_module(_MODULES["placement_group"])
     plain, numbers = module.placement_group, itertools.count()
 
@@ -479,7 +478,7 @@ def name_placement_groups(name: str) -> None:
 
 
 def refresh_reserved_resources(policy: Any, timeout_s: float) -> None:
-    """Have the nodes and requests counted now, by which an elastic policy takes its places."""
+    """Count the nodes and requests now, for an elastic policy that requests its places."""
     counted = policy._autoscaling_coordinator.get_reserved_resources.remote(
         policy._requester_id, recompute=True
     )

@@ -1,11 +1,11 @@
 """Trying again when an object store is slow, throttles, or drops a connection.
 
 pyarrow's own retries give up within seconds, do not know all of the answers that mean "later", and
-are lost when a file system is pickled; so they are switched off, and this stands around each whole
-operation instead.
+are lost when a file system is pickled; so they are switched off, and each whole operation is
+retried here instead.
 
-An operation may consist of others that are retried. Attempts and waits are not multiplied then:
-what an inner operation has given up is not tried again by the outer one, whose policy both follow.
+An operation may contain others that are retried. Attempts and waits are not multiplied then: when
+an inner operation has given up, the outer one does not try again; both follow the outer policy.
 """
 
 import errno
@@ -29,24 +29,24 @@ _TRANSIENT: Final = re.compile(
     r"|timed? ?out|Connection (?:reset|was closed|refused|broken)|Could(?:n't| not) connect",
     re.IGNORECASE,
 )
-"""In the errors of pyarrow 25's S3FileSystem, for which it has no other type than OSError."""
+"""In the errors of pyarrow 25's S3FileSystem, which have no other type than OSError."""
 _TRANSIENT_ERRNO: Final = {
     errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN,
 }  # fmt: skip
-"""What network file systems say while their server is away."""
+"""Errors of network file systems while their server is away."""
 _PERHAPS_THROTTLED: Final = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP status 403")
-"""In those of pyarrow 25, likewise."""
+"""In those of pyarrow 25, in the same way."""
 _WRONG_CREDENTIALS: Final = re.compile(
     r"Invalid_?Access_?Key_?Id|Signature_?Does_?Not_?Match|Request_?Time_?Too_?Skewed"
     r"|Expired_?Token|Invalid_?Token",
     re.IGNORECASE,
 )
-"""S3's codes, as botocore and as pyarrow write them."""
+"""S3's codes, as written by botocore and pyarrow."""
 
 
 class TransientError(OSError):
-    """The store asks to try again later, or its answer was cut short."""
+    """The store asks to try again later, or its answer was incomplete."""
 
 
 class DeniedError(OSError):
@@ -66,9 +66,10 @@ class RetryPolicy:
     max_delay_s: float = 15.0
     budget_s: float = 180.0
     tries_every_error: bool = False
-    """Also those that do not look transient: for what must not end by an unknown one's first."""
+    """Also retry errors that do not look transient: for operations that an unknown error must not
+    end."""
     tell: Callable[[str], object] = field(default=_LOG.info, compare=False)
-    """Hears of each attempt that fails and is followed by another."""
+    """Called for each attempt that fails and is followed by another."""
 
 
 DEFAULT_POLICY: Final = RetryPolicy()
@@ -76,12 +77,12 @@ ONE_ATTEMPT: Final = RetryPolicy(attempts=1)
 
 _policy: Final = ContextVar("retry_policy", default=DEFAULT_POLICY)
 _GIVEN_UP: Final = "vit_ray_given_up"
-"""Attribute of an error after whose last attempt there is no other, at whatever level."""
+"""Attribute of an error after the last attempt, so that no level tries again."""
 
 
 @contextmanager
 def retry_policy(policy: RetryPolicy) -> Iterator[None]:
-    """What all operations of this block follow, in this thread."""
+    """The policy of all operations in this block, in this thread."""
     before = _policy.set(policy)
     try:
         yield
@@ -100,10 +101,10 @@ def with_retries(
 
     Args:
         what: names the operation in the log.
-        policy: of this operation and those within it; that of the block around it when not given.
+        policy: of this operation and those inside it; by default that of the surrounding block.
 
     Raises:
-        OSError: that of the last attempt, with the number of attempts in its notes.
+        OSError: from the last attempt, with the number of attempts in its notes.
     """
     policy = policy or _policy.get()
     start_s = clock()
@@ -129,10 +130,10 @@ def with_retries(
 def read_again(
     read: Callable[[], Result], *differs: type[Exception], pause_s: float = 0.0
 ) -> Result:
-    """What a read gives, or its second attempt: bytes may be changed on their way.
+    """The result of a read, or of its second attempt: bytes may be changed in transit.
 
     Args:
-        differs: what is raised where something is not as it was written.
+        differs: the error that means that something is not as written.
         pause_s: before the second attempt; a network file system may show files late.
     """
     try:
@@ -145,7 +146,7 @@ def read_again(
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether the store, and not what is stored, is at fault."""
+    """Whether the store is the cause, not what is stored."""
     if isinstance(error, FileNotFoundError):
         return False
     if isinstance(error, ConnectionError | TimeoutError | TransientError):
@@ -160,7 +161,7 @@ def is_denied(error: Exception) -> bool:
 
 
 def has_wrong_credentials(error: Exception) -> bool:
-    """Whether the store does not know the key, its secret or the time: no right is missing."""
+    """Whether the store does not know the key, its secret or the time; else a right is missing."""
     return bool(_WRONG_CREDENTIALS.search(str(error)))
 
 

@@ -1,9 +1,9 @@
-"""S3 operations that pyarrow lacks: a PUT that does not replace, an upload that can be given up,
-and a read without a request for the size before it.
+"""S3 operations that pyarrow lacks: a PUT that does not replace, an upload that can be aborted, and
+a read without a request for the size before it.
 
-By botocore's own client, which is imported late: it takes a while, and many processes never need
-it. Its retries are off; `with_retries` stands around each request instead. Errors are
-`OSError`, with `FileNotFoundError` for what is not there.
+Uses botocore's own client, which is imported late: it takes time, and many processes never need it.
+Its retries are off; `with_retries` wraps each request instead. Errors are `OSError`, with
+`FileNotFoundError` for missing objects.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ CONNECT_TIMEOUT_S: Final = 5.0
 _REQUEST_TIMEOUT_S: Final = 30.0
 _PART_BYTES: Final = 16 << 20
 _PARTS_OF_A_SIZE: Final = 1000
-"""After so many the parts double in size: S3 takes 10,000, of 5 GiB at most."""
+"""After this many parts their size doubles: S3 accepts 10,000, of 5 GiB at most."""
 _UPLOADS_AT_ONCE: Final = 4
 _COPY_BYTES: Final = 1 << 30
 """A larger object is copied in parts; S3 copies 5 GiB at once at most."""
 _DELETES_AT_ONCE: Final = 1000
-"""Keys of one request; S3 takes no more."""
+"""Keys of one request; S3 accepts no more."""
 
 logger = logging.getLogger(__name__)
 
 
 def region() -> str | None:
-    """botocore by itself reads AWS_DEFAULT_REGION only."""
+    """botocore by itself only reads AWS_DEFAULT_REGION."""
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
 
 
 def request_timeout_s() -> float:
-    """How long one answer may take."""
+    """Time limit of one answer."""
     return float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S))
 
 
 def client() -> Any:
-    """Of this process's environment; threads may share it."""
+    """For this process's environment; threads may share it."""
     return client_of(os.getpid())
 
 
 @lru_cache
 def client_of(pid: int) -> Any:
-    """Of one process: a forked one that shared its connections would read answers of others."""
+    """For one process: a forked one that shared its connections would read answers of others."""
     import botocore.config
     import botocore.session
 
@@ -93,10 +93,10 @@ def delete(path: str, keys: list[str] | None = None) -> None:
 
 
 def move(path: str, target: str) -> None:
-    """Copy every key below `path`, and only when all are there delete them.
+    """Copy every key below `path`, and delete the originals only when all are copied.
 
     Raises:
-        OSError: what could not be copied is still where it was.
+        OSError: what could not be copied is still in its old place.
     """
     sizes = {found.key: found.size for found in list_objects(path)}
     (bucket, _, root), new_root = path.partition("/"), target.partition("/")[2]
@@ -104,8 +104,8 @@ def move(path: str, target: str) -> None:
         _copy(bucket, key, new_root + key.removeprefix(root), size)
     copied = {root + f.key.removeprefix(new_root): f.size for f in list_objects(target)}
     if not sizes.items() <= copied.items():
-        raise OSError(f"{path} could not be copied to {target}; it stays as it is")
-    delete(path, list(sizes))  # and nothing that has come since
+        raise OSError(f"{path} could not be copied to {target}; it is not changed")
+    delete(path, list(sizes))  # and nothing that was added since
 
 
 def _copy(bucket: str, key: str, new_key: str, size: int) -> None:
@@ -125,7 +125,7 @@ def _copy(bucket: str, key: str, new_key: str, size: int) -> None:
 
 
 class Object(NamedTuple):
-    """What is stored under a key; `etag` is another for other content, here without its quotes."""
+    """What is stored under a key; `etag` differs for different content, here without its quotes."""
 
     key: str
     size: int
@@ -133,12 +133,12 @@ class Object(NamedTuple):
 
 
 def etag_of(path: str) -> str:
-    """Of `bucket/key`."""
+    """The etag of `bucket/key`."""
     return str(_request("head_object", path)["ETag"]).strip('"')
 
 
 def read(path: str, offset: int, length: int) -> bytes:
-    """Some bytes of `bucket/key`, by one request."""
+    """Some bytes of `bucket/key`, in one request."""
     return _read(path, offset, length)[0]
 
 
@@ -166,7 +166,7 @@ def read_if(path: str, etag: str, offset: int = 0, length: int | None = None) ->
 
 
 def _read(path: str, offset: int, length: int | None, **condition: str) -> tuple[bytes, str]:
-    """Content and etag; neither where no bytes are asked for, which S3 has no range for."""
+    """Content and etag; empty if no bytes are requested, for which S3 has no range."""
     if length == 0:
         return b"", ""
     part = {} if length is None else {"Range": f"bytes={offset}-{offset + length - 1}"}
@@ -192,8 +192,9 @@ def list_objects(path: str) -> list[Object]:
 class Upload(io.RawIOBase):
     """A stream to one object that exists only when `publish` has been called.
 
-    Small content goes by one PUT; more goes in parts, some at a time, each tried again by itself.
-    Closing the stream publishes nothing, so that an error between writing and closing leaves none.
+    Small content is sent in one PUT; larger content in parts, some at a time, each retried
+    separately. Closing the stream publishes nothing, so that an error between writing and closing
+    leaves no object.
     """
 
     def __init__(self, path: str) -> None:
@@ -212,7 +213,7 @@ class Upload(io.RawIOBase):
         return self._position
 
     def write(self, content: Any) -> int:
-        """Take bytes; blocks while as many parts are under way as may be."""
+        """Take bytes; blocks while the maximum number of parts is in flight."""
         view = memoryview(content).cast("B")
         self._position += len(view)
         taken = 0
@@ -227,7 +228,7 @@ class Upload(io.RawIOBase):
         return len(view)
 
     def publish(self) -> None:
-        """Make the object.
+        """Create the object.
 
         Raises:
             OSError: some part could not be stored; nothing has been published.
@@ -254,8 +255,8 @@ class Upload(io.RawIOBase):
             )
         except OSError as error:
             logger.warning(
-                "%s: parts of the unfinished upload %s stay in the bucket (%s); delete them by "
-                "`aws s3api abort-multipart-upload` or by a lifecycle rule",
+                "%s: parts of the unfinished upload %s stay in the bucket (%s); delete them with "
+                "`aws s3api abort-multipart-upload` or a lifecycle rule",
                 self._path,
                 self._upload_id,
                 error,
@@ -319,7 +320,7 @@ def _request(operation: str, path: str, **values: Any) -> Any:
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket} if operation in _WHOLE_BUCKET else {"Bucket": bucket, "Key": key}
     if "Body" in values:
-        # By this checksum every store rejects corrupted content; not all support newer ones.
+        # Every store checks content with this checksum; not all support newer ones.
         digest = hashlib.md5(values["Body"], usedforsecurity=False).digest()
         values["ContentMD5"] = base64.b64encode(digest).decode()
     with _as_os_errors(path):
@@ -337,7 +338,7 @@ def _as_os_errors(path: str) -> Iterator[None]:
         code = error.response.get("Error", {}).get("Code", "")
         raise _type_of(status, code)(f"{path}: {error} (HTTP status {status})") from error
     except (
-        exceptions.HTTPClientError,  # no answer, or half of one
+        exceptions.HTTPClientError,  # no answer, or an incomplete one
         exceptions.IncompleteReadError,
         exceptions.ConnectTimeoutError,
         exceptions.EndpointConnectionError,
@@ -359,7 +360,7 @@ _TRANSIENT_CODES: Final = {
     "OperationAborted", "RequestThrottled", "RequestTimeout", "ServiceUnavailable", "SlowDown",
     "Throttling", "ThrottlingException",
 }  # fmt: skip
-"""Of S3, with HTTP statuses 400, 409 and 5xx, or of one of the keys of a request."""
+"""The error for S3's HTTP statuses 400, 409 and 5xx, or for one of the keys of a request."""
 
 
 def _type_of(status: int | None, code: str) -> type[OSError]:

@@ -32,9 +32,10 @@ READS_OLDER: Final = "bf285d9"
 """The last commit that reads what was written before the formats of this code."""
 
 RIGHTS_PROBE: Final = "rights-probe"
-"""File by which a start tries its rights; one that could not be deleted is replaced by the next."""
+"""File by which a start tries its access rights; one that could not be deleted is replaced by the
+next."""
 _PROBE_POLICY: Final = replace(DEFAULT_POLICY, denied_attempts=6)
-"""A store that throttles may answer as one that refuses: 6 s more, before the job is ended."""
+"""A store that throttles may answer like one that refuses: 6 s more, before the job is ended."""
 _RIGHTS: Final = {
     "list": "s3:ListBucket",
     "read": "s3:GetObject",
@@ -49,7 +50,7 @@ class Creation(Enum):
     CREATED = "created"
     EXISTS = "exists"
     NOT_EXCLUSIVE = "not exclusive"
-    """Written, but this store would have replaced a file, and perhaps has."""
+    """Written, but this store would have replaced a file, and may have."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +65,30 @@ class Location:
         return Location(self.filesystem, f"{self.path.rstrip('/')}/{name}")
 
     def exists(self) -> bool:
-        """Whether a file or folder is there."""
+        """Whether a file or folder exists."""
         return self.info().type != fs.FileType.NotFound
 
     def refuse_file_in_its_place(self, key: str) -> None:
-        """Look whether a folder can be here.
+        """Check whether a folder can be here.
 
         Raises:
-            ValueError: a file is here, or where a folder above is to be; `key` says of what.
+            ValueError: a file is here, or in place of a parent folder; `key` names the recipe's
+                key.
         """
         if not self.is_local:
             return
         path = Path(self.path)
-        # os.path raises nothing: what cannot be looked at is an error of its first use.
+        # os.path raises nothing: a path that cannot be checked raises an error when it is first
+        # used.
         first = next((place for place in (path, *path.parents) if os.path.exists(place)), path)
         if os.path.isfile(first):
             raise ValueError(
-                f"{key}={self.path!r} is to be a folder, but {str(first)!r} is a file; choose "
+                f"{key}={self.path!r} must be a folder, but {str(first)!r} is a file; choose "
                 "another folder, or move the file away"
             )
 
     def info(self) -> fs.FileInfo:
-        """Type and size of what is there."""
+        """Type and size of the file."""
         return with_retries(
             lambda: self.filesystem.get_file_info([self.path])[0], f"looking at {self.path}"
         )
@@ -95,7 +98,7 @@ class Location:
         return with_retries(self._read_once, f"reading {self.path}")
 
     def read_twice(self) -> list[bytes]:
-        """The whole file, asked for twice by one opening, which on S3 is a request too."""
+        """The whole file, read twice with one opening, which on S3 is also a request."""
 
         def read_once() -> list[bytes]:
             with self.filesystem.open_input_file(self.path) as file:
@@ -117,7 +120,7 @@ class Location:
             return bytes(stream.read())
 
     def write(self, content: bytes) -> None:
-        """Write a file so that no reader ever sees half of it."""
+        """Write a file so that no reader ever sees a part of it."""
 
         def write_once() -> None:
             with (
@@ -136,7 +139,8 @@ class Location:
 
         def create_once() -> Creation:
             if not self.is_local:
-                # By a PUT that must not replace; made twice, to see whether the store honours it.
+                # By a PUT that must not replace; sent twice, to see whether the store follows the
+                # condition.
                 if not s3.put_if_none(self.path, content):
                     return Creation.EXISTS
                 is_exclusive = not s3.put_if_none(self.path, content)
@@ -158,10 +162,10 @@ class Location:
 
     @contextlib.contextmanager
     def atomic_output(self) -> Iterator["Location"]:
-        """A place to write to that becomes this file when the block ends without an error.
+        """A stream that becomes this file when the block ends without an error.
 
-        A file of another name, on the disk before it takes its own; on S3 an upload that is
-        published at the end, and given up with all its parts if the block raises.
+        A file with another name, on the disk before it gets its own name; on S3 an upload that is
+        published at the end, and aborted with all its parts if the block raises.
         """
         if not self.is_local:
             upload = s3.Upload(self.path)
@@ -204,20 +208,20 @@ class Location:
         def list_once() -> list[fs.FileInfo]:
             try:
                 return self.filesystem.get_file_info(selector)
-            except FileNotFoundError:  # a folder that came or went while it was looked at
+            except FileNotFoundError:  # a folder that was added or removed meanwhile
                 return self.filesystem.get_file_info(selector)
 
         return with_retries(list_once, f"listing {self.path}")
 
     def delete(self) -> None:
-        """Delete this file, or this folder and all below it; nothing if it is not there.
+        """Delete this file, or this folder and all below it; nothing if it does not exist.
 
-        On S3 keys and nothing else: pyarrow writes and deletes folder markers besides, which some
+        On S3 only keys are deleted: pyarrow also writes and deletes folder markers, which some
         servers take for files (rclone 1.75).
         """
 
         def delete_once() -> None:
-            with contextlib.suppress(FileNotFoundError):  # somebody else deletes it, too
+            with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
                 if not self.is_local:
                     s3.delete(self.path)
                 elif os.path.isdir(self.path):
@@ -230,7 +234,7 @@ class Location:
     def move_to(self, target: "Location") -> None:
         """Give this folder another name on the same file system.
 
-        S3 has no names to change: everything is copied, and then deleted here.
+        S3 cannot rename: everything is copied, and then deleted here.
 
         Raises:
             OSError: it could not be done; nothing is lost.
@@ -257,9 +261,9 @@ Resource = TypeVar("Resource", bound=Any)
 
 @contextlib.contextmanager
 def closed_after(resource: Resource) -> Iterator[Resource]:
-    """As `contextlib.closing`, but what went wrong in the block is what comes out of it.
+    """As `contextlib.closing`, but an error in the block is raised, not the one of closing.
 
-    A writer whose storage failed fails again when it is closed, and with another error.
+    A writer whose storage failed fails again when it is closed, with another error.
     """
     try:
         yield resource
@@ -276,7 +280,7 @@ class _OneUpload(fs.FSSpecHandler):
     def __init__(self, upload: s3.Upload) -> None:
         import fsspec  # only writers need it
 
-        super().__init__(fsspec.filesystem("memory"))  # in which nothing is ever put
+        super().__init__(fsspec.filesystem("memory"))  # in which nothing is ever stored
         self._upload = upload
 
     def open_output_stream(self, path: str, metadata: object) -> pyarrow.PythonFile:
@@ -289,7 +293,7 @@ def _sync_file(path: str) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Put names on the disk, where the file system can."""
+    """Flush names to the disk, if the file system can."""
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -299,10 +303,10 @@ def _sync_folder(path: str) -> None:
 
 
 def other_format(what: str, found: int, read: int) -> str:
-    """Error of a checkpoint or a data set whose format this code does not read.
+    """Error for a checkpoint or a data set whose format this code does not read.
 
     Args:
-        what: what it is and where it lies.
+        what: its kind and location.
         found: its format.
         read: the one format that is read.
     """
@@ -318,8 +322,8 @@ def locate(path: str) -> Location:
             S3 come from the environment (`AWS_*`) only.
 
     Raises:
-        ValueError: if the address has another scheme, names no bucket or the recipes' placeholder,
-            or holds credentials, which are not repeated.
+        ValueError: the address has another scheme, names no bucket or the recipes' placeholder, or
+            holds credentials, which are not repeated.
     """
     check_address(path)
     if path.startswith("s3://"):
@@ -336,7 +340,7 @@ def absolute(path: str) -> str:
 def _s3(pid: int) -> fs.S3FileSystem:
     """The object store of this process's environment; `with_retries` does the retrying.
 
-    Of one process: a forked one that shared its connections would read answers of others.
+    For one process: a forked one that shared its connections would read answers of others.
     """
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     scheme, _, host = endpoint.rpartition("://")
@@ -353,13 +357,13 @@ def _s3(pid: int) -> fs.S3FileSystem:
 
 @contextlib.contextmanager
 def needing_right(right: str, uri: str) -> Iterator[None]:
-    """Errors in the block say which right is missing, and what to allow.
+    """Errors in the block say which access right is missing, and what to allow.
 
     Args:
         right: `list`, `read`, `write` or `delete`.
 
     Raises:
-        ValueError: the place refuses it.
+        ValueError: the location refuses it.
     """
     try:
         yield
@@ -380,10 +384,10 @@ def needing_right(right: str, uri: str) -> Iterator[None]:
                 "choose another place"
             )
             if right == "read":
-                # The answer to a HEAD has no body, and so no code that tells these apart.
+                # The answer to a HEAD has no body, and so no code that distinguishes these.
                 remedy += (
-                    "; the store may say the same of a wrong secret, and without s3:ListBucket of "
-                    "what does not exist"
+                    "; the store may give the same answer for a wrong secret, and, without "
+                    "s3:ListBucket, for an object that does not exist"
                 )
         raise ValueError(f"{uri}: {wrong}: {text}; {remedy}") from None
 
@@ -406,7 +410,10 @@ def check_rights(folder: Location) -> None:
         for right, use in uses.items():
             with retry_policy(_PROBE_POLICY), needing_right(right, folder.uri):
                 if use() is False:
-                    raise OSError(f"{folder.uri}: to {right} what was written does not work there")
+                    raise OSError(
+                        f"{folder.uri}: the attempt to {right} what was written failed there; "
+                        "check the access rights"
+                    )
     except FileNotFoundError as error:
         if folder.is_local or right != "write":
             raise
@@ -416,7 +423,7 @@ def check_rights(folder: Location) -> None:
             "place"
         ) from None
     except BaseException:
-        with contextlib.suppress(Exception):  # what is wrong has been said
+        with contextlib.suppress(Exception):  # the error has been reported
             probe.delete()
         raise
 
@@ -425,7 +432,7 @@ def file_version(location: Location) -> str:
     """Size and time of the last change of a file, or the etag of an object.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: it cannot be checked.
     """
     if not location.is_local:
         what = f"looking at {location.path}"

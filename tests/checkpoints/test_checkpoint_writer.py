@@ -466,7 +466,7 @@ def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_pa
             assert not any(output.iterdir())
             ((kind, text),) = events
             assert kind == "checkpoint failed"
-            assert "lock-00000001.json, the file of this run's lock, is gone" in text
+            assert "lock-00000001.json, the file of this run's lock, no longer exists" in text
             subprocess.run(mount, check=True)
             writer.write(snapshot(3))
             assert steps(run) == [3, 1]

@@ -323,7 +323,7 @@ def test_figures_go_to_a_folder_of_this_machine(tmp_path: Path) -> None:
     Image.new("RGB", (40, 48)).save(tmp_path / "image.png")
     for path, message in [
         ("s3://models/figures", "is remote; give a local folder"),
-        (str(tmp_path / "file"), "is to be a folder, but"),
+        (str(tmp_path / "file"), "must be a folder, but"),
     ]:
         inspection = {"images": str(tmp_path), "path": path}
         with pytest.raises(ValueError, match=message):

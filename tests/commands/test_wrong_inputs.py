@@ -96,14 +96,14 @@ MISTAKES = [
     ("convert digits", "convert is not set; give convert.source and convert.destination"),
     (f"{CONVERT} convert.source=nosuch", "convert.source='nosuch': no such folder or file"),
     (f"{CONVERT} convert.source=note.txt", "note.txt' is a file of no known format; give"),
-    (f"{CONVERT} convert.source=gs://a/b", "gs:// address is not served; .*give s3://"),
+    (f"{CONVERT} convert.source=gs://a/b", "gs:// address is not supported.*give s3://"),
     (f"{CONVERT} convert.source=s3://", "'s3://' names no bucket; give s3://bucket/folder"),
     (f"{CONVERT} convert.destination=recipes", "'recipes' is in convert.source='recipes'; choose"),
     (f"{CONVERT} convert.destination=./recipes/a --dry-run", "'./recipes/a' is in convert.source="),
-    (f"{CONVERT} convert.destination=note.txt", "destination=.*note.txt' is to be a folder, but"),
+    (f"{CONVERT} convert.destination=note.txt", "destination=.*note.txt' must be a folder, but"),
     (
         f"{CONVERT} convert.destination=note.txt/a",
-        "a' is to be a folder, but .*note.txt' is a file",
+        "a' must be a folder, but .*note.txt' is a file",
     ),
     ("verify digits", "verify is not set; give verify.path"),
     (
@@ -314,10 +314,10 @@ TRANSFERS = [
     ),
     ("extract_features tiny.yaml init_from=sets/fits.npz", "extract is not set; give extract.data"),
     (f"{EXTRACT} extract.data=nosuch init_from=sets/fits.npz", "no data set at .*nosuch'"),
-    (f"{EXTRACT} extract.path=note.txt init_from=sets/fits.npz", "extract.path=.*is to be a folde"),
+    (f"{EXTRACT} extract.path=note.txt init_from=sets/fits.npz", "extract.path=.*must be a folder"),
     (
         "inspect_model tiny.yaml init_from=sets/fits.npz inspect.path=note.txt",
-        "inspect.path=.*note.txt' is to be a folder",
+        "inspect.path=.*note.txt' must be a folder",
     ),
 ]
 

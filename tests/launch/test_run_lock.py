@@ -55,7 +55,7 @@ def test_a_driver_whose_run_was_taken_ends(run: Location) -> None:
         run.child("lock-00000002.json").write(json.dumps(asdict(owner)).encode())
         assert other.wait(30) == 1
         told = other.stderr.read()
-    assert "on node-7; nothing more is written there by this one; this driver ends" in told
+    assert "on node-7; this process no longer writes there; this driver ends" in told
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do() -> None:

@@ -30,7 +30,7 @@ HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
 env: $(STAMP)
 
-# The stamps are the environment's: made anew only when what it was made from changes.
+# Stamps of the environment: it is rebuilt only when its inputs change.
 $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"vit_ray needs Python 3.11 or 3.12, this is {v[0]}.{v[1]}; set PYTHON=python3.12")'
 	$(MAKE_VENV)
@@ -84,7 +84,7 @@ test-gpu: env
 test-faults: env
 	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/faults
 
-# Hours; given again it goes on. SOAK_FAULTS=10 is an hour's part of it.
+# Hours; the same command continues it. SOAK_FAULTS=10 takes about an hour.
 SOAK_FAULTS ?= 200
 soak: env
 	$(BIN)/python -m tests.faults.soak build/soak-$(SOAK_FAULTS) --faults $(SOAK_FAULTS)

@@ -88,7 +88,7 @@ def test_the_studys_gpus_bound_the_plans() -> None:
 
 
 def test_a_cell_wider_than_the_cluster_is_refused() -> None:
-    told = r"plan.num_gpus=2: cell 'grid-H-data1-epochs7' has 4 workers"
+    told = r"plan.num_gpus=2: cell 'grid-H-data1-epochs7' needs 4 GPUs"
     with pytest.raises(ValueError, match=told):
         plan_study(paper_study({"num_gpus": 2}))
 

@@ -67,7 +67,7 @@ def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused() -> 
     assert recipe.sweep is not None
     told = (
         r'sweep\.space: model={"name": "ViT-S/16"}: model \'ViT-S/16\' has no option depth, width, '
-        r".*; options inherited from another model"
+        r".*options inherited from another model"
     )
     with pytest.raises(ValueError, match=told):
         points_of(recipe, recipe.sweep)

@@ -142,7 +142,7 @@ def test_two_rows_that_make_one_cell_are_refused() -> None:
         ({"data": {"fraction": 0.5}}, r"changes.data.fraction .* give data_fractions"),
         ({"optim.epochs": 3}, r"changes.optim.epochs .* give epochs"),
         ({"name": "x"}, r"changes.name .* give label"),
-        ({"tracking": {"uri": "x"}}, r"changes.tracking.uri: all cells .* have one tracking"),
+        ({"tracking": {"uri": "x"}}, r"changes.tracking.uri: all cells .* share tracking"),
         ({"plan.device": "A100"}, r"changes.plan.device: all cells"),
         ({"study": {"epochs": [1]}}, r"changes.study.epochs: all cells"),
         ({"optim.name": "sgd", "optim": {"name": "adamw"}}, r"optim.name is given twice"),
@@ -165,7 +165,7 @@ def test_what_is_told_of_a_rows_own_data_may_differ() -> None:
 
 def test_a_cell_wider_than_the_studys_gpus_is_refused() -> None:
     text = refusal(row("a", changes={"workers.num_workers": 4}), max_gpus=2)
-    assert text.startswith("study.max_gpus=2: cell 'grid-a-data1-epochs1' has 4 workers")
+    assert text.startswith("study.max_gpus=2: cell 'grid-a-data1-epochs1' needs 4 workers")
 
 
 @pytest.mark.parametrize("key", ["data_fractions", "epochs", "steps", "images", "seeds"])

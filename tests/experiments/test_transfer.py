@@ -101,7 +101,7 @@ def test_a_task_that_cannot_be_is_refused_with_its_name(base: str, changes: Any,
 
 
 def test_a_recipe_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match=r"finetune/petz.*near: .*finetune/pets"):
+    with pytest.raises(ValueError, match=r"finetune/petz.*similar: .*finetune/pets"):
         task_recipe(cell(), StudyTask(name="tune", recipe="finetune/petz"))
 
 

@@ -169,7 +169,7 @@ def test_what_cannot_be_compared_is_told(store):
     row = {"mlflow.parentRunId": other, "vit_ray.study_label": "unheard of"}
     store.run("other-cell", {"eval/top1": 0.5}, tags=row)
     for words, told in (
-        (("digits", "digist"), "-here' has no run 'digist'; near: digits"),
+        (("digits", "digist"), "-here' has no run 'digist'; similar: digits"),
         (("digits", "0" * 32), "MLflow has no run 0000"),
         (("digits", "twice"), rf"2 runs are named 'twice': {second} \(finished\); .*give an id"),
         (

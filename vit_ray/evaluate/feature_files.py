@@ -43,7 +43,7 @@ class FeatureRows:
 
 
 def part_name(first: int, last: int, rank: int, world_size: int) -> str:
-    """File of a rank for positions [first, last), of which all ranks have a part."""
+    """A rank's file of its part of positions [first, last)."""
     return f"features-{first:012d}-{last:012d}-{rank:05d}-of-{world_size:05d}.parquet"
 
 

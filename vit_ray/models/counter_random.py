@@ -85,8 +85,8 @@ def _(keys: Tensor, count: int) -> Tensor:
 def _mix(words: Any) -> Any:
     """A bijection of 64-bit words in which every bit depends on all bits.
 
-    For a tensor, or for a number on the host, of which the lower 64 bits count: a tensor of it
-    would have to be copied to the device, and the host would wait for that.
+    For a tensor, or for a number on the host modulo 2^64: as a tensor, the number would have to be
+    copied to the device, and the host would wait for that.
     """
     words = (words ^ _shift_right(words, 30)) * _MIX_1
     words = (words ^ _shift_right(words, 27)) * _MIX_2

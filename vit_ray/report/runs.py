@@ -304,8 +304,7 @@ class RecordedRun:
 
     @property
     def best_of_tests(self) -> int | None:
-        """Evaluations on the test set of which its accuracy is the best; None: it was not selected
-        so.
+        """Number of test-set evaluations from which the best was selected; None: not selected.
 
         The last evaluation is not selected, nor is one that held-out training images selected.
         """

@@ -22,7 +22,7 @@ RETRIES: Final = RetryPolicy(
 """Time limit of each request during the selection: an error would end the run."""
 
 ASK_S: Final = 30.0
-"""Interval at which rank 0 tells the others whether the selection is done."""
+"""Interval at which rank 0 sends the others whether the selection is done."""
 CHOICE_LIMIT_S: Final = 4 * 3600.0
 """Time limit for reading the newest checkpoint back, and older ones if it is damaged."""
 

@@ -86,7 +86,7 @@ def test_a_driver_outside_of_the_cluster_is_refused_for_experiments(
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     refuse_client()
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
-    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=ray://head:10001: only single runs work"):
+    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=ray://head:10001: through Ray Client only"):
         refuse_client()
 
 

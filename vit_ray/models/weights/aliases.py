@@ -135,7 +135,7 @@ def _with_qkv_biases(tensors: Tensors) -> Tensors:
 
 
 def _taken_apart(name: str, tensor: Tensor) -> Tensors:
-    """Tensors of a ViT by its rules and shapes, several of which towers keep in one."""
+    """Tensors of a ViT by its rules and shapes; towers keep several of them in one."""
     stem, _, leaf = name.rpartition(".")
     if stem == "attn_pool.kv":
         parts = zip("kv", tensor.chunk(2), strict=True)

@@ -5,7 +5,7 @@ window.addEventListener("hashchange", openTarget);
 openTarget();
 if (document.getElementById("vega")) unpack().then(drawAll);
 
-// The script that draws is packed; the browser runs it by its hash in the rules of the page.
+// The drawing script is compressed; the page's policy allows it by its hash.
 async function unpack() {
   const packed = atob(document.getElementById("vega").textContent);
   const bytes = new Blob([Uint8Array.from(packed, (one) => one.charCodeAt(0))]);
@@ -15,7 +15,7 @@ async function unpack() {
   document.body.append(script);
 }
 
-// Each chart is drawn again over the one that readers without scripts see; a folded one has no
+// Each chart is drawn again over the static chart for readers without scripts; a closed one has no
 // width before it is opened.
 function drawAll() {
   for (const figure of document.querySelectorAll("figure[data-chart]")) {
@@ -30,14 +30,14 @@ async function draw(figure) {
   const spec = JSON.parse(document.getElementById(figure.dataset.chart).textContent);
   if (place.clientWidth < 480) makeNarrow(spec);
   const options = {
-    // Errors alone: that no point of a line is picked is no news.
+    // Only errors: it is normal that no point of a line is selected.
     mode: "vega-lite", logLevel: 1, renderer: "svg", actions: false, defaultStyle: false,
     tooltip: {theme: "page", disableDefaultStyle: true},
-    ast: true, // expressions are interpreted: the page's own rules forbid to make code of text
+    ast: true, // expressions are interpreted: the page's policy forbids turning text into code
   };
   const drawing = document.createElement("div");
   drawing.style.width = "100%";
-  place.append(drawing); // it has to have a width before anything is drawn in it
+  place.append(drawing); // it needs a width before anything is drawn in it
   const {view} = await vegaEmbed(drawing, spec, options);
   place.querySelector(".still").remove();
   for (const empty of drawing.querySelectorAll("g.mark-symbol:empty"))
@@ -59,14 +59,14 @@ async function draw(figure) {
   figure.dataset.drawn = "yes";
 }
 
-// Names at the ends of lines stand inside, so that the lines have all the width.
+// Names at the ends of lines are inside, so that the lines have the full width.
 function makeNarrow(spec) {
   for (const layer of spec.layer.filter((one) => one.name?.startsWith("late_")))
     Object.assign(layer.mark, {align: "right", dx: -2, dy: -10});
   spec.padding.right = 8;
 }
 
-// Arrow keys go from point to point and show the values of each, Escape hides them.
+// Arrow keys move from point to point and show the values of each, Escape hides them.
 function walk(event, place) {
   const step = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
   const points = [...place.querySelectorAll(".mark-symbol.role-mark path")];
@@ -104,7 +104,7 @@ function makeSortable(table) {
   });
 }
 
-// What is not known comes last, whichever way the others are sorted.
+// Unknown values come last, in either sort order.
 function compare(a, b, falls) {
   const [x, y] = [a, b].map((cell) => cell.dataset.value ?? cell.textContent);
   if (x === "" || y === "") return (x === "") - (y === "");

@@ -131,7 +131,7 @@ def test_columns_that_are_not_understood_are_refused(
             r"train.parquet' has the class name 'cat\\x00' with an invisible control",
         ),
         (["cat", "dog\nowl"], r"has the class name 'dog\\nowl' with an invisible control"),
-        (["cat", " cat"], "has several classes of the name 'cat'"),
+        (["cat", " cat"], "has several classes with the name 'cat'"),
     ],
 )
 def test_declared_names_that_look_alike_are_refused(

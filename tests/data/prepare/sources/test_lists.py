@@ -100,7 +100,12 @@ REJECTED = {
     "of many lines": ({10: '008.jpg,cat,"n', 15: '013.jpg,dog,"n"'}, 10, 15, "'\"'"),
     "of a label, closed late": ({10: '008.jpg,"cat', 12: 'x",n'}, 10, 12, "its label has a line"),
     "of a path, closed late": ({10: '"008', 12: '.jpg",cat,n'}, 10, 12, "its path has a line"),
-    "of a note, closed late": ({10: '008.jpg,cat,"n', 13: '011.jpg,dog,5"'}, 10, 13, "is a row"),
+    "of a note, closed late": (
+        {10: '008.jpg,cat,"n', 13: '011.jpg,dog,5"'},
+        10,
+        13,
+        "is itself a row",
+    ),
     "an opening quote is missing": ({10: '008.jpg,cat",n'}, 10, 10, 'write ""'),
     "a quote behind quotes": ({10: '008.jpg,"cat"s,n'}, 10, 10, "'\"'"),
 }

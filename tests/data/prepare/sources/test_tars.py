@@ -142,9 +142,9 @@ REJECTED = {
         [("x.jpg", IMAGES[0]), ("x.cls", b"ca\x00t")],
         "has an invisible control character",
     ),
-    "long": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 2000)], "the most are 1,000"),
-    "large": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 10**5)], "the most are 65,536"),
-    "large json": ([("x.jpg", IMAGES[0]), ("x.json", b" " * (1 << 21))], "the most are 1,048,576"),
+    "long": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 2000)], "at most 1,000"),
+    "large": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 10**5)], "at most 65,536"),
+    "large json": ([("x.jpg", IMAGES[0]), ("x.json", b" " * (1 << 21))], "at most 1,048,576"),
     "two images": (
         [("x.jpg", IMAGES[0]), ("x.png", IMAGES[1]), ("x.cls", b"1")],
         "several images among ['cls', 'jpg', 'png']",

@@ -86,7 +86,7 @@ def indexed(path: Path, content: bytes, label_field: str | None = None) -> list[
     [
         (example(label=[1]), r"it has no field image or .*only label"),
         (example(image=b"x"), "it has no field label or labels, only image"),
-        (example(image=b"x", label=b"\xff"), "is no text"),
+        (example(image=b"x", label=b"\xff"), "is not text"),
         (example(image=[7], label=[1]), "its 'image' is not an encoded image"),
         (b"\xff" * 40, "not a tf.train.Example"),
         (TUTORIAL[:-3], "not a tf.train.Example"),

@@ -204,8 +204,8 @@ def test_a_longer_run_keeps_the_crops_that_its_steps_had() -> None:
     for step in (7, 20):
         told = (
             r"data\.augment\.sizes was 112 from step 0, 224 from step 14 and is 112 from step 0, "
-            r"224 from step 21; restore the earlier value \(data\.augment\.sizes=(.*) has the sizes of before"
-            r"\), "
+            r"224 from step 21; restore the earlier value "
+            r"\(data\.augment\.sizes=(.*) has the sizes of before\), "
             f"choose another name, or set resume=changed to continue it from step {step}"
         )
         with pytest.raises(ValueError, match=told) as refused:

@@ -50,7 +50,7 @@ def test_a_run_that_cut_its_evaluation_images_otherwise_says_so() -> None:
     older = position(7)
     del older.recipe["data"]["eval_augment"]["crop"]
     (event,) = accepted(linear_recipe(), older)
-    assert event.startswith("data.eval_augment.crop was whole_pixels and is exact: accuracies")
+    assert event.startswith("data.eval_augment.crop was whole_pixels and is exact: from here on")
     as_before = linear_recipe(data={"eval_augment": {"crop": "whole_pixels"}})
     assert accepted(as_before, older) == []
     assert len(accepted(linear_recipe(), position(7, begun=as_before))) == 1

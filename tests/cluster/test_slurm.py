@@ -119,6 +119,11 @@ class Slurm:
             assert goes_on, f"{told}\n{logs}"
             time.sleep(1)
 
+    def exit_code(self, job: str) -> int:
+        """Of the job's script."""
+        told = self.run("scontrol", "show", "job", job)
+        return int(re.search(r" ExitCode=(\d+):", told)[1])  # type: ignore[index]
+
     def wait_until_nothing_is_left(self) -> None:
         """Until no host has a process of Ray or a driver, or a file of a job."""
         deadline = time.monotonic() + 120
@@ -230,6 +235,7 @@ def test_at_the_time_limit_a_run_is_saved_and_queued_again_and_ends_with_the_sam
     (saved,) = checkpoint_steps(limited)
     assert 0 < saved < STEPS
     assert slurm.wait(job, is_over) == "COMPLETED 1", slurm.log(limited).read_text()
+    slurm.wait_until_nothing_is_left()
     assert same_weights(weights_of(limited), weights_of(straight))
 
 
@@ -248,7 +254,15 @@ def test_a_signal_while_ray_starts_queues_a_job_again_or_ends_it(
     job = slurm.submit(recipe)
     slurm.wait(job, has_said("Local node IP", recipe, slurm))
     slurm.run("scancel", "--batch", "--signal=TERM", job)
-    assert slurm.wait(job, is_over) == "FAILED 0"
+    assert (slurm.wait(job, is_over), slurm.exit_code(job)) == ("FAILED 0", 3)
+    slurm.wait_until_nothing_is_left()
+    # Before there is a step of Ray, too, and once more while it ends.
+    job = slurm.submit(recipe)
+    slurm.wait(job, lambda state: state == "RUNNING 0")
+    signal = ("scancel", "--batch", "--signal=TERM", job)
+    while slurm.nodes["node1"].run(*signal, environment=slurm.environment)[0] == 0:
+        time.sleep(0.5)  # until it is over
+    assert (slurm.wait(job, is_over), slurm.exit_code(job)) == ("FAILED 0", 3)
     slurm.wait_until_nothing_is_left()
 
 
@@ -260,7 +274,7 @@ def test_a_ray_that_cannot_start_ends_the_job_at_once(
     slurm.nodes["node1"].start(sys.executable, "-c", listen)
     try:
         job = slurm.submit(recipe)
-        assert slurm.wait(job, is_over) == "FAILED 0"
+        assert (slurm.wait(job, is_over), slurm.exit_code(job)) == ("FAILED 0", 1)
     finally:
         slurm.nodes["node1"].run("pkill", "-f", "create_server")
     log = slurm.log(recipe).read_text()
@@ -291,7 +305,7 @@ def test_a_run_that_is_stopped_is_saved_and_not_queued_again(
     job = slurm.submit(recipe)
     slurm.wait(job, has_begun(recipe, slurm))
     slurm.run("scancel", "--batch", "--signal=TERM", job)
-    assert slurm.wait(job, is_over) == "FAILED 0"  # by exit code 3
+    assert (slurm.wait(job, is_over), slurm.exit_code(job)) == ("FAILED 0", 3)
     (saved,) = checkpoint_steps(recipe)
     assert 0 < saved < STEPS
     slurm.log(recipe).unlink()

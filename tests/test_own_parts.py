@@ -83,7 +83,7 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
         ({"train": {"loss": "tests.parts.mean_loss"}}, r"train.loss=tests.parts.mean_loss returns "
          r"\[\] for 2 images; return a tensor with a value for each"),
         ({"train": {"loss": "tests.parts.loss_of_logits"}}, r"it does not take "
-         r"loss_of_logits\(logits, labels\), as Loss of"),
+         r"loss_of_logits\(logits, labels\), as Loss in"),
         ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, r"evaluate.metrics: .* returns "
          r"\[\]"),
         ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"returns \[8, 8, 3\] float64 "

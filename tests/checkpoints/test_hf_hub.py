@@ -168,7 +168,7 @@ def test_a_part_that_is_missing_or_short_is_named(split: tuple[torch.nn.Module, 
     _, folder = split
     first, second = sorted(folder.glob("model-*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
-    with pytest.raises(ValueError, match=rf"not whole: {first.name} lacks "):
+    with pytest.raises(ValueError, match=rf"are incomplete: {first.name} lacks "):
         open_weights(str(folder))
     first.unlink()
     with pytest.raises(ValueError, match=rf"part {first.name}, do not exist"):

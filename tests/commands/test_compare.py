@@ -95,7 +95,7 @@ def test_a_recipe_says_where_the_runs_are(
 def test_what_is_wrong_is_told_in_a_line(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = (f"tracking.uri={uri}", "tracking.experiment=mine")
     for words, told in (
-        (("a", *place), "error: report compare: expected two runs, given 1 words"),
+        (("a", *place), "error: report compare: expected two runs, given 1 arguments"),
         (("a", "c", *place), "error: compare: experiment 'mine' has no run 'c'"),
         (("a", "b", f"tracking.uri={uri}"), "error: tracking.experiment=vit_ray: MLflow has no"),
         (("a", "b", "tracking.ury=x"), "did you mean tracking.uri"),

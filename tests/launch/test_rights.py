@@ -152,6 +152,6 @@ def test_what_cannot_be_read_is_named_before_anything_starts(
     rights: Rights, sections: dict[str, str], place: str, allow: Callable[[Rights], None]
 ) -> None:
     allow({**rights, "runs": ALL})
-    told = f"{place}: no right to read .*allow s3:GetObject.*of what does not exist$"
+    told = f"{place}: no right to read .*allow s3:GetObject.*for an object that does not exist$"
     with pytest.raises(ValueError, match=told):
         prepare("unread", **sections)

@@ -174,12 +174,15 @@ def test_what_cannot_be_compared_is_told(store):
         (("digits", "twice"), rf"2 runs are named 'twice': {second} \(finished\); .*give an id"),
         (
             ("digits", "elsewhere"),
-            rf"{store.there}' has one; give tracking.experiment={store.there} or",
+            rf"{store.there}' has one: give tracking.experiment={store.there} or",
         ),
         (("digits", "silent"), "no metric in common: eval/top1 here, mine there"),
         (("digits", "study"), "'digits' is a single run and 'study' a study of 4 trainings"),
         (("study", "empty"), "study 'empty' has no finished trainings to compare yet"),
-        (("study", "other"), r"no cell of 'study' \(ViT-S; R50\) is one of 'other' \(unheard of\)"),
+        (
+            ("study", "other"),
+            r"no cell of 'study' \(ViT-S; R50\) is a cell of 'other' \(unheard of\)",
+        ),
         (("digits", 'it\'s "quoted"'), "has no run"),
     ):
         with pytest.raises(ValueError, match=told):

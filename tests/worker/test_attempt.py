@@ -194,7 +194,9 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_pat
 
     job = make_job(tmp_path, data={"eval": "somewhere"})
     worker = Worker(job, evaluation_batches=too_large)
-    with pytest.raises(UnrecoverableError, match=r"evaluate\.batch_size=256 images do not fit"):
+    with pytest.raises(
+        UnrecoverableError, match=r"evaluate\.batch_size=256: so many images do not fit"
+    ):
         run(worker)
     assert worker.actor.failed is not None
     assert kept_limit(job) is None

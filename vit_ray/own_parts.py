@@ -155,10 +155,10 @@ def own_part(
         ValueError: the module is not trusted or does not exist, it has no such attribute, or that
             takes other parameters.
     """
-    told, (module_name, _, attribute) = f"{key}={name}", name.rpartition(".")
+    where, (module_name, _, attribute) = f"{key}={name}", name.rpartition(".")
     if not any(f"{module_name}.".startswith(f"{trusted}.") for trusted in _TRUSTED):
         raise ValueError(
-            f"{told}: module {module_name} is only named by a checkpoint or a run, and importing "
+            f"{where}: module {module_name} is only named by a checkpoint or a run, and importing "
             f"it runs its code; add --module {module_name} to the command if you trust it, or call "
             f"vit_ray.trust_modules({module_name!r})"
         )
@@ -169,12 +169,12 @@ def own_part(
     except ModuleNotFoundError as error:
         if f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"{told}: there is no module {error.name} in {os.getcwd()} or on the Python path; "
+                f"{where}: there is no module {error.name} in {os.getcwd()} or on the Python path; "
                 "run the command in the folder that has it, or submit that folder with `ray job "
                 "submit --working-dir`"
             ) from None
         raise ValueError(
-            f"{told}: its module imports {error.name}, which is not installed; install it, or "
+            f"{where}: its module imports {error.name}, which is not installed; install it, or "
             "change the module"
         ) from error
     part = getattr(module, attribute, None)
@@ -183,14 +183,14 @@ def own_part(
         near = difflib.get_close_matches(attribute, others, n=3)
         what = "not callable" if part is None else f"a {type(part).__name__}"
         hint = f"did you mean {', '.join(near)}?" if near else "give a function or class"
-        raise ValueError(f"{told}: {attribute} in {module.__file__} is {what}; {hint}")
+        raise ValueError(f"{where}: {attribute} in {module.__file__} is {what}; {hint}")
     _, *wanted = inspect.signature(contract.__call__).parameters
     try:
         inspect.signature(part).bind(*wanted, **options)
     except TypeError as error:
         call = ", ".join([*wanted, *(f"{option}=..." for option in options)])
         raise ValueError(
-            f"{told}: it does not take {attribute}({call}), as {contract.__name__} in "
+            f"{where}: it does not take {attribute}({call}), as {contract.__name__} in "
             f"docs/own_parts.md requires: {error}"
         ) from None
     return cast("Contract", part)

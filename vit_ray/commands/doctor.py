@@ -98,10 +98,10 @@ def _gpus(recipe: Recipe) -> str:
             raise ValueError("none here, with workers.use_gpu=true; set it to auto or false")
         return "none on this machine"
     unknown = sorted({name for name in names if find_device(name) is None})
-    told = (
+    unknown_peak = (
         f"; the peak of {', '.join(unknown)} is not known, so MFU is not shown" if unknown else ""
     )
-    return f"{len(names)} x {names[0]}{told}"
+    return f"{len(names)} x {names[0]}{unknown_peak}"
 
 
 def _shared_memory(_: Recipe) -> str:

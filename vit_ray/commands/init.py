@@ -112,8 +112,8 @@ def _destination(source: Location, name: str) -> PurePosixPath:
     """A folder for the converted splits, outside of the source."""
     usual = PurePosixPath("data", name)
     if f"{locate(str(usual)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):
-        beside = PurePosixPath(source.path).with_name(f"{name}-converted")
-        return PurePosixPath(os.path.relpath(beside))
+        converted = PurePosixPath(source.path).with_name(f"{name}-converted")
+        return PurePosixPath(os.path.relpath(converted))
     return usual
 
 

@@ -212,13 +212,13 @@ class SweepConfig(Section):
     def problems(self) -> dict[str, object]:
         """Keys that contradict each other; values that give no search space."""
         is_grid = self.search == "grid"
-        told = {
+        bad_space = {
             f"space: {key}={value_text(values)} {problem}": True
             for key, values in (self.space or {}).items()
             if (problem := _space_problem(values))
         }
         return {
-            **told,
+            **bad_space,
             f"search={self.search} and num_trials={self.num_trials}: random and optuna need "
             "num_trials, and a grid must not have it; set num_trials for random and optuna, unset "
             "it for a grid": (is_grid != (self.num_trials is None)),
@@ -303,8 +303,10 @@ class _Axes(Section):
     def problems(self) -> dict[str, object]:
         """Lengths given in more than one kind."""
         kinds = list(given_lengths(self))
-        told = f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
-        return {f"{told}and set the others to null": len(kinds) > 1}
+        problem = (
+            f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
+        )
+        return {f"{problem}and set the others to null": len(kinds) > 1}
 
 
 class StudyModel(_Axes):
@@ -361,11 +363,11 @@ class StudyConfig(_Axes):
 
     def problems(self) -> dict[str, object]:
         """A task that is named like the mean over all tasks."""
-        told = (
+        problem = (
             "transfer: a task is named 'mean', which stands for the mean over all tasks; give the "
             "task another name"
         )
-        return super().problems() | {told: "mean" in [task.name for task in self.transfer]}
+        return super().problems() | {problem: "mean" in [task.name for task in self.transfer]}
 
 
 class ExportConfig(Section):
@@ -539,8 +541,8 @@ class PlanConfig(Section):
     def problems(self) -> dict[str, object]:
         """One of the two counts without the other."""
         images, classes = self.num_images, self.num_classes
-        told = f"num_images={images} and num_classes={classes}: give both, or neither"
-        return {told: (images is None) != (classes is None)}
+        problem = f"num_images={images} and num_classes={classes}: give both, or neither"
+        return {problem: (images is None) != (classes is None)}
 
     def failure_s(self, num_gpus: int) -> float:
         """Mean seconds between failures of a run on this many GPUs, those of servers included."""

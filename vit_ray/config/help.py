@@ -77,8 +77,8 @@ def require_keys(recipe: Recipe, keys: Sequence[str], example: str) -> None:
             what = [f"{key}.{name}" for name in names if names[name].is_required()]
             what = what or [f"{key}.{next(iter(names))}"]
         meaning = _one_line(field.description).partition(";")[0]
-        told = " and ".join(what) or f"{meaning[:1].lower()}{meaning[1:]}"
-        raise ValueError(f"{key} is not set; give {told}, such as `{example}`")
+        expected = " and ".join(what) or f"{meaning[:1].lower()}{meaning[1:]}"
+        raise ValueError(f"{key} is not set; give {expected}, such as `{example}`")
 
 
 def _sections(schema: type[BaseModel], values: Node, name: str) -> Iterator[SectionHelp]:

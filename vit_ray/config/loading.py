@@ -107,8 +107,10 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in names:
-                    told = f"the key {key.value!r} is given twice in this section; keep one of them"
-                    raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+                    problem = (
+                        f"the key {key.value!r} is given twice in this section; keep one of them"
+                    )
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
                 names.add(key.value)
         return node
 
@@ -161,9 +163,9 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise ValueError(f"{whose}: base={base!r}: expected the name of one recipe")
-    beside = path.parent / base
-    is_shipped = not beside.is_file() and shipped_recipe(base) is not None
-    below = _read_tree(Path(base) if is_shipped else beside, (*seen, path.resolve()))
+    local = path.parent / base
+    is_shipped = not local.is_file() and shipped_recipe(base) is not None
+    below = _read_tree(Path(base) if is_shipped else local, (*seen, path.resolve()))
     return _merge(below, tree)
 
 
@@ -183,8 +185,8 @@ def _find(path: Path, whose: str) -> Path:
             f"file{f' in it, such as {inside},' if inside else ''} or one that `vit-ray recipes` "
             "lists"
         )
-    beside = [file.name for file in path.parent.glob("*.yaml")]
-    near = difflib.get_close_matches(path.name, beside, 3)
+    siblings = [file.name for file in path.parent.glob("*.yaml")]
+    near = difflib.get_close_matches(path.name, siblings, 3)
     near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)
     hint = f"; similar: {', '.join(near)}" if near else ""
     raise ValueError(

@@ -312,8 +312,8 @@ def _repeated(section: Section, prefix: str = "") -> str | None:
         if is_list(field.annotation) and name != "stages":
             values = [_identity(one) for one in parts if not isinstance(one, StudyModel)]
             if twice := [one for place, one in enumerate(values) if one in values[:place]]:
-                told = f"{prefix}{name}={value_text(values)}"
-                return f"{told} has {value_text(twice[0])} twice; list each once"
+                setting = f"{prefix}{name}={value_text(values)}"
+                return f"{setting} has {value_text(twice[0])} twice; list each once"
         for place, part in enumerate(parts):
             below = f"{prefix}{name}.{place}." if parts is value else f"{prefix}{name}."
             if isinstance(part, Section) and (problem := _repeated(part, below)):

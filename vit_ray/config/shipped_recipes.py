@@ -51,5 +51,5 @@ def header_of(path: Path) -> Header:
             break
         lines.append(line.removeprefix("#").strip())
     parts = re.split(rf"(?:^|\s)({'|'.join(_TITLES)})[:,]\s", " ".join(lines))
-    told = dict(zip(parts[1::2], parts[2::2], strict=True))
-    return Header(parts[0].strip(), told.get("Expected", ""), told.get("Cost", ""))
+    fields = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return Header(parts[0].strip(), fields.get("Expected", ""), fields.get("Cost", ""))

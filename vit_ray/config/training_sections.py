@@ -706,8 +706,8 @@ class WorkersConfig(Section):
 
     def problems(self) -> dict[str, object]:
         """An empty range of workers."""
-        told = f"num_workers={self.num_workers} has its minimum above its maximum"
-        return {told: len(self.sizes) == 0}
+        problem = f"num_workers={self.num_workers} has its minimum above its maximum"
+        return {problem: len(self.sizes) == 0}
 
 
 class TrackingConfig(Section):

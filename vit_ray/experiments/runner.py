@@ -189,8 +189,8 @@ class Runner:
             if room.holds(need, taken):
                 if held and work.takes is None and work.training.reads in held:
                     continue
-                beside = self._beside(work, room, [*taken, need])
-                if self._gathers(work, beside):
+                together = self._together(work, room, [*taken, need])
+                if self._gathers(work, together):
                     taken.append(need)
                     held.add(work.training.reads)
                     continue
@@ -201,14 +201,14 @@ class Runner:
                     except Exception as error:
                         self.error = self.error or error
                         return None
-                if self._alike(work, [*self._running, *beside]):
-                    num_sharing = 1 + len(self._alike(work, [*self._just_started(), *beside]))
+                if self._alike(work, [*self._running, *together]):
+                    num_sharing = 1 + len(self._alike(work, [*self._just_started(), *together]))
                     work.training = replace(work.training, num_sharing=num_sharing)
                 self._running[work] = _Run(place, need, time.monotonic())
                 return work
         return None
 
-    def _beside(self, work: Work, room: Room, taken: list[Room]) -> list[Work]:
+    def _together(self, work: Work, room: Room, taken: list[Room]) -> list[Work]:
         """Waiting trainings that still fit if this one starts; empty for planned ones."""
         found: list[Work] = []
         for _, other in self._waiting if work.takes is None else ():
@@ -230,7 +230,7 @@ class Runner:
         reads = work.training.reads
         return [one for one in others if one is not work and one.training.reads == reads]
 
-    def _gathers(self, work: Work, beside: list[Work]) -> bool:
+    def _gathers(self, work: Work, together: list[Work]) -> bool:
         """Whether it waits for another place, to start together with equal streams."""
         if work.takes is not None:
             return False
@@ -240,7 +240,7 @@ class Runner:
         waiting = self._alike(work, (one for _, one in self._waiting))
         new = self._just_started()
         may_end = self._alike(work, (one for one in self._running if one not in new))
-        return bool(may_end) and len(waiting) > len(self._alike(work, beside))
+        return bool(may_end) and len(waiting) > len(self._alike(work, together))
 
     def goes_on(self, work: Work, outcome: Outcome) -> bool:
         """Whether a training continues after an outcome."""

@@ -67,8 +67,8 @@ def _check(recipe: Recipe, point: Point, space: Mapping[str, Any]) -> None:
     except InvalidValueError as error:
         is_fraction = "int_type" in error.types
         if is_fraction and any(isinstance(values, dict) for values in space.values()):
-            told = "a range has numbers with a fraction; list the values of a whole number"
-            raise ValueError(f"{error}; {told}") from None
+            hint = "a range has numbers with a fraction; list the values of a whole number"
+            raise ValueError(f"{error}; {hint}") from None
         raise
     with errors_of_point(recipe, point):
         check_model(changed)

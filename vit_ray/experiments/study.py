@@ -123,8 +123,8 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
                     tried = _check_sweep(recipe, recipe.sweep, resolved.num_images)
                     total_steps += tried + recipe.sweep.seeds * steps
             except ValueError as error:
-                told = f"study.transfer {task.name!r} of cell {cell.name!r}: {error}"
-                raise ValueError(told) from None
+                message = f"study.transfer {task.name!r} of cell {cell.name!r}: {error}"
+                raise ValueError(message) from None
     return total_steps
 
 

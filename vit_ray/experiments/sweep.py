@@ -407,11 +407,11 @@ class Trials:
         for row in rows:
             if row.state is TrialState.STOPPED_EARLY and row.result:
                 training = self._training(row.point)
-                told = f"step {row.result.steps} of {row.result.total_steps}"
+                progress = f"step {row.result.steps} of {row.result.total_steps}"
                 tag_ended_run(
                     training.recipe,
                     row.run_id,
-                    {"vit_ray.stopped_early": told},
+                    {"vit_ray.stopped_early": progress},
                     training.parent,
                     training.node_id,
                 )

@@ -150,8 +150,8 @@ class RememberedSearch:
         (kept,) = (one for one in self._kept.value if one["point"] == point)
         trial = self._drawn.pop(point_name(point), None)
         if trial is not None:
-            told = None if top1 is None else {_METRIC: top1}
-            self._searcher.on_trial_complete(trial, told, error=top1 is None)
+            metrics = None if top1 is None else {_METRIC: top1}
+            self._searcher.on_trial_complete(trial, metrics, error=top1 is None)
         elif top1 is not None and kept[_METRIC] is None:  # an earlier driver's
             self._searcher.add_evaluated_point(dict(point), top1)
         kept[_METRIC] = top1

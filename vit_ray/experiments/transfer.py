@@ -111,6 +111,6 @@ def transfer(
         return {key: swept.mean, f"{key}_std": swept.deviation}
     (outcome,) = yield [Work(parent.training(recipe, "finetune", tags=tags, retries=retries))]
     if outcome.top1 is None:
-        told = "it has no accuracy; set data.eval in the task's changes"
-        raise RunFailedError(outcome.error or told)
+        missing = "it has no accuracy; set data.eval in the task's changes"
+        raise RunFailedError(outcome.error or missing)
     return {key: outcome.top1}

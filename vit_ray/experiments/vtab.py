@@ -198,9 +198,9 @@ def _task(
                 raise RunFailedError(outcome.error or "its evaluation has no accuracy")
             row = replace(row, top1=outcome.top1, run_id=outcome.run_id)
     except (RunFailedError, ValueError) as error:
-        told = (str(error).strip() or repr(error)).splitlines()[0]
-        parent.run.record.event(EventKind.TASK_FAILED, f"{task.name}: {told}", 0)
-        row = replace(row, error=f"failed: {told}")
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        parent.run.record.event(EventKind.TASK_FAILED, f"{task.name}: {reason}", 0)
+        row = replace(row, error=f"failed: {reason}")
     parent.run.control.child_ended(task.name, row.top1)
     return row
 

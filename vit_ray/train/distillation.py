@@ -95,7 +95,7 @@ def check_teacher(recipe: Recipe, num_classes: int) -> _Saved | None:
     config = recipe.distill
     if config is None:
         return None
-    told = f"distill.teacher={config.teacher}"
+    setting = f"distill.teacher={config.teacher}"
     try:
         weights = meta_state_of(config.teacher)
         saved = _Saved(weights.num_classes or num_classes, weights.num_classes is not None)
@@ -107,19 +107,19 @@ def check_teacher(recipe: Recipe, num_classes: int) -> _Saved | None:
     classes = weights.num_classes or "no"
     if config.kind != "features" and classes != num_classes:
         raise ValueError(
-            f"{told} has {classes} classes, and the data set has {num_classes}; fine-tune the "
+            f"{setting} has {classes} classes, and the data set has {num_classes}; fine-tune the "
             "teacher on this data set first, or set distill.kind=features"
         )
     height, width = recipe.model.sides
     if weights.sides not in (None, recipe.model.sides) or report.grids is not None:
         trained = f" of {'x'.join(map(str, weights.sides))}" if weights.sides else ""
         raise ValueError(
-            f"{told} was trained on images of another size{trained}, and the student sees "
+            f"{setting} was trained on images of another size{trained}, and the student sees "
             f"{height}x{width}; set model.image_size to the teacher's size, or fine-tune the "
             "teacher at the student's"
         )
     if new := [name for name in report.new if not name.startswith("head.")]:
-        raise ValueError(f"{told} has no {', '.join(new)}; describe its model in distill.model")
+        raise ValueError(f"{setting} has no {', '.join(new)}; describe its model in distill.model")
     return saved
 
 

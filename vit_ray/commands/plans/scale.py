@@ -173,11 +173,11 @@ def scale_points(recipe: Recipe, facts: TrainingFacts) -> list[ScalePoint]:
 
 def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     plan, batch = recipe.plan, recipe.train.global_batch_size
-    told = recipe.train.micro_batch_size
+    given = recipe.train.micro_batch_size
     micro = None
-    if isinstance(told, int):  # the largest pass that a share can be divided into
+    if isinstance(given, int):  # the largest pass that a share can be divided into
         sizes = pass_sizes(recipe, num_gpus)
-        micro = max([size for size in sizes if size <= told], default=sizes[0])
+        micro = max([size for size in sizes if size <= given], default=sizes[0])
     cluster = planned_cluster(recipe.with_changes(plan={"num_gpus": num_gpus}))
     stage = plan_stage(recipe, facts, cluster, recipe.train.zero_stage, micro)
     network = cluster.pace.network

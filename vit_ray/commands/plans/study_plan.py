@@ -120,8 +120,8 @@ class StudyPlan:
     def num_gpus(self) -> int:
         """GPUs of the cluster: as planned, or of the widest cell; at most `study.max_gpus`."""
         widest = max(one.num_gpus for one in self.cells)
-        told = self.recipe.plan.num_gpus or widest
-        return min(told, study_of(self.recipe).max_gpus or told)
+        planned = self.recipe.plan.num_gpus or widest
+        return min(planned, study_of(self.recipe).max_gpus or planned)
 
     @cached_property
     def critical_path(self) -> tuple[float, Sequence[PlannedCell]]:

@@ -94,8 +94,8 @@ def explain_step(
             f"the run {run.recipe.name!r} has one step, and no other to compare it with"
         )
     groups, size = (sum(column) for column in zip(*map(batches.cost, steps), strict=True))
-    told = f"reads {groups:,} row groups, {size / 2**20:,.1f} MiB"
-    print(f"{told}; computes {len(steps)} batches", file=sys.stderr, flush=True)
+    reading = f"reads {groups:,} row groups, {size / 2**20:,.1f} MiB"
+    print(f"{reading}; computes {len(steps)} batches", file=sys.stderr, flush=True)
     far = step - checkpoint.position.step
     if replays and far:
         images = far * run.recipe.train.global_batch_size
@@ -222,23 +222,23 @@ def _print_verdict(
 ) -> None:
     step = facts[0].step
     size, others = len(found[step].shares), sorted(one for one in found if one != step)
-    beside = " and ".join(map(str, others))
+    compared = " and ".join(map(str, others))
     usual = max(found[one].norm for one in others)
     factor = found[step].norm / usual if usual else float("inf")
     if places is None:
         print(
-            f"verdict: the gradient is {factor:.1f} times that of step {beside}, because of more "
+            f"verdict: the gradient is {factor:.1f} times that of step {compared}, because of more "
             "than a quarter of the images: the whole batch is unusual, or it is for these weights"
         )
     elif places:
         print(
             f"verdict: {len(places)} of {size} images make the gradient {factor:.1f} times that of "
-            f"step {beside}; without them it is not larger"
+            f"step {compared}; without them it is not larger"
         )
     else:
         print(
             f"verdict: no image is the cause; with these weights the gradient is {factor:.1f} "
-            f"times that of step {beside}, and a spike is {SPIKE_FACTOR:g} times or more"
+            f"times that of step {compared}, and a spike is {SPIKE_FACTOR:g} times or more"
         )
     if not places and (stale := [f"{n} ({v:.1f})" for n, v in rms.items() if v > STALE_RMS]):
         print(

@@ -107,15 +107,15 @@ class _Samples:
             )
         raise ValueError(f"the samples of {steps} differ from the planned order; this is a defect")
 
-    def _say_cost(self, told: str, steps: range) -> None:
+    def _say_cost(self, named: str, steps: range) -> None:
         size = sum(map(self._bytes_of, steps))
         cost = f"{len(steps) * self._size:,} images, up to {size / 2**30:,.2f} GiB"
         if size > MOST_BYTES and not self._is_large:
             raise ValueError(
-                f"the samples of {told} differ from the planned order: a defect, or neighbours of "
+                f"the samples of {named} differ from the planned order: a defect, or neighbours of "
                 f"undecodable images; to find out, give --large, which decodes {cost}"
             )
         print(
-            f"decodes the images of {told}, {cost}, because undecodable ones may be replaced",
+            f"decodes the images of {named}, {cost}, because undecodable ones may be replaced",
             file=sys.stderr,
         )

@@ -198,9 +198,9 @@ def crop_file(
     """
     top, left, bottom, right = box
     segment_width = -(-size[1] // (index.columns * index.unit_width)) * index.unit_width
-    above, beside = index.unit_height // BLOCK, index.unit_width // BLOCK
+    above, margin = index.unit_height // BLOCK, index.unit_width // BLOCK
     first_row, last_row = _touched(top - above, bottom + above, index.unit_height, index.rows)
-    first, last = _touched(left - beside, right + beside, segment_width, index.columns)
+    first, last = _touched(left - margin, right + margin, segment_width, index.columns)
     height = min(size[0], last_row * index.unit_height) - first_row * index.unit_height
     width = min(size[1], last * segment_width) - first * segment_width
     starts, ends = (e[first_row:last_row, first:last] for e in index.segments())

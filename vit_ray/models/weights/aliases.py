@@ -187,8 +187,8 @@ def without_training_state(tensors: Tensors) -> tuple[Tensors, list[str]]:
     for prefix in ("params/", "opt/target/"):
         if any(name.startswith(prefix) for name in tensors):
             kept = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            beside = Counter(name.partition("/")[0] for name in tensors if name not in kept)
-            return kept, [f"{name} ({count} of training)" for name, count in beside.items()]
+            ignored = Counter(name.partition("/")[0] for name in tensors if name not in kept)
+            return kept, [f"{name} ({count} of training)" for name, count in ignored.items()]
     return tensors, []
 
 

@@ -100,8 +100,8 @@ def fit_state_dict(
                 f"build it with {name}={there}"
             )
     is_objective = any(name.startswith("model.") for name in state_dict)
-    beside = {n for n in state_dict if is_objective and n.startswith(_OBJECTIVE_PREFIXES)}
-    state = {n.removeprefix("model."): t for n, t in state_dict.items() if n not in beside}
+    of_objective = {n for n in state_dict if is_objective and n.startswith(_OBJECTIVE_PREFIXES)}
+    state = {n.removeprefix("model."): t for n, t in state_dict.items() if n not in of_objective}
     wanted = model.state_dict()
     fresh = _fresh_names(wanted, state, new_head)
     # A required head means nothing without the layers that it was trained after.
@@ -117,7 +117,7 @@ def fit_state_dict(
         "of another shape": [],
     }
     report = LoadReport(source, new=sorted(fresh))
-    report.ignored = sorted(spare | (fresh & set(state)) | beside)
+    report.ignored = sorted(spare | (fresh & set(state)) | of_objective)
     grid: Grid | None = getattr(model, "grid", None)
     has_class_row = "class_token.token" in state
     drops_class_row = has_class_row and getattr(model, "class_token", None) is None

@@ -135,7 +135,7 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
         ValueError: it keeps something else, does not start with zeros, or mixes elements: ZeRO
             gives each rank flat pieces of tensors, and a checkpoint holds them by element.
     """
-    told = f"optim.name={config.name}"
+    where = f"optim.name={config.name}"
 
     def stepped(shape: tuple[int, ...], kinds: Mapping[str, torch.dtype] | None) -> Any:
         """Weights after three steps, flat, and the state."""
@@ -156,14 +156,14 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
     others = [k for k, v in state.items() if k != _COUNT and getattr(v, "shape", ()) != (16, 64)]
     if others:
         raise ValueError(
-            f"{told} keeps {', '.join(others)} in its state; keep tensors of a weight's shape, and "
-            f"the number of steps as {_COUNT!r}, which checkpoints hold"
+            f"{where} keeps {', '.join(others)} in its state; keep tensors of a weight's shape, "
+            f"and the number of steps as {_COUNT!r}, which checkpoints hold"
         )
     kinds |= {_COUNT: torch.float32} if _COUNT in state else {}
     for shape in ((16, 64), (1024,)):
         if not torch.allclose(stepped(shape, kinds)[0], expected, rtol=1e-5, atol=1e-7):
             raise ValueError(
-                f"{told} takes different steps from a state of zeros, or for a flattened tensor; "
+                f"{where} takes different steps from a state of zeros, or for a flattened tensor; "
                 "ZeRO and checkpoints need an optimizer that treats each element alike and starts "
                 "with zeros"
             )

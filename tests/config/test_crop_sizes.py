@@ -24,7 +24,18 @@ def test_shares_of_the_steps_become_first_steps() -> None:
 
 
 def test_a_size_without_a_step_is_left_out() -> None:
-    assert crop_sizes(((0.0, 16), (0.2, 24), (0.25, 32)), 32, 4).lengths(4) == [(16, 1), (32, 3)]
+    sizes = crop_sizes(((0.0, 16), (0.2, 24), (0.25, 32), (0.9, 24)), 32, 4)
+    assert str(sizes) == "16 from step 0, 32 from step 1"
+    assert sizes.lengths(4) == [(16, 1), (32, 3)]
+    assert sizes == crop_sizes(((0.0, 16), (0.25, 32)), 32, 4)
+
+
+def test_shares_of_steps_that_were_rounded_to_one_make_a_recipe() -> None:
+    sizes = crop_sizes(((0.0, 16), (0.001, 32), (0.5, 24)), 32, 20)
+    shares = sizes.shares(40)
+    assert shares == [[0.0, 32], [0.25, 24]]
+    recipe = recipe_with("r", model=TINY, data={"augment": {"sizes": shares}})
+    assert crop_sizes(recipe.data.augment.sizes, 32, 40) == sizes
 
 
 def test_without_sizes_all_steps_have_the_models() -> None:

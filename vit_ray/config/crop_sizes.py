@@ -37,11 +37,13 @@ class CropSizes:
 def crop_sizes(
     sizes: tuple[tuple[float, int], ...], image_size: ImageSize, total_steps: int
 ) -> CropSizes:
-    """The crop sizes of a run.
+    """The crop sizes of a run; a size that no step would have is left out.
 
     Args:
         sizes: `data.augment.sizes`; none = all crops have the model's size.
         image_size: of the model.
     """
-    pieces = [(round(share * total_steps), side) for share, side in sizes]
-    return CropSizes(tuple(pieces) or ((0, image_size),))
+    # Of those that begin at the same step, the last decides.
+    pieces = {round(share * total_steps): side for share, side in sizes}
+    pieces.pop(total_steps, None)
+    return CropSizes(tuple(pieces.items()) or ((0, image_size),))

@@ -68,6 +68,9 @@ TOWERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dinov3": (
         lambda: DINOv3ViTModel(DINOv3ViTConfig(**SIZE, **MLP, num_register_tokens=4)), DINOV3,
     ),
+    "dinov3 without registers": (
+        lambda: DINOv3ViTModel(DINOv3ViTConfig(**SIZE, **MLP)), {**DINOV3, "reg_tokens": 0},
+    ),
     "dinov3 without biases": (
         lambda: DINOv3ViTModel(DINOv3ViTConfig(
             **SIZE, **MLP, num_register_tokens=4, query_bias=False, value_bias=False,

@@ -81,6 +81,8 @@ def canonical_names(
     # big_vision may keep all blocks in one tensor, with the block as its first axis.
     stacked, renamed = "Transformer/encoderblock/", dict[str, Tensor]()
     for whole_name, whole in tensors.items():
+        if not whole.numel():  # as transformers writes a DINOv3 without registers
+            continue
         for index, tensor in enumerate(whole if stacked in whole_name else [whole]):
             name = whole_name.replace(stacked, f"Transformer/encoderblock_{index}/")
             for pattern, replacement in _SPELLINGS[layout]:

@@ -140,18 +140,35 @@ def accepted_changes(
     return notes
 
 
-def size_change(before: Recipe, now: Recipe, num_images: int) -> Change | None:
-    """That some steps have crops of another size, by the shares of all steps or their number.
+def size_change(
+    before: Recipe, now: Recipe, num_images: int, images_before: int | None = None
+) -> Change | None:
+    """That some images are cut to another size, by the shares of all steps or their number.
 
     Args:
         num_images: of an epoch.
+        images_before: of an epoch before, where it may have been another number.
     """
-    batch, whole = before.train.global_batch_size, before.model.image_size
+    if not (before.data.augment.sizes or now.data.augment.sizes):
+        return None
+    whole, epochs = before.model.image_size, (images_before or num_images, num_images)
+    batches = [one.train.global_batch_size for one in (before, now)]
     sizes = [
-        crop_sizes(one.data.augment.sizes, whole, one.optim.total_steps(num_images, batch))
-        for one in (before, now)
+        crop_sizes(one.data.augment.sizes, whole, one.optim.total_steps(epoch, batch))
+        for one, epoch, batch in zip((before, now), epochs, batches, strict=True)
     ]
-    return None if sizes[0] == sizes[1] else Change(CROP_SIZES, *map(str, sizes))
+    firsts = [
+        [(first * batch, size) for first, size in one.pieces]
+        for one, batch in zip(sizes, batches, strict=True)
+    ]
+    if firsts[0] == firsts[1]:
+        return None
+    texts = list(map(str, sizes))
+    if batches[0] != batches[1]:
+        texts = [
+            f"{text} ({batch} images each)" for text, batch in zip(texts, batches, strict=True)
+        ]
+    return Change(CROP_SIZES, *texts)
 
 
 def _refuse_too_late(

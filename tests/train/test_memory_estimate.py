@@ -416,7 +416,8 @@ class MuonStep(NamedTuple):
     """Bytes of each all-reduce of matrices in a step."""
     peak: int
     """Most bytes of its own that the optimizer has at a time while it makes them orthogonal."""
-    macs: int
+    macs: list[int]
+    """Multiply-adds of each gather."""
 
 
 def with_muon(stage: int, layer_decay: float) -> Recipe:
@@ -430,11 +431,14 @@ def measure_muon(rank: int) -> dict[int, MuonStep]:
     calls: list[Call] = []
     _count_calls("all_reduce", calls)
     plain, peaks = muon.Muon._make_orthogonal, []
+    counter, macs = FlopCounterMode(display=False), list[int]()
 
     def counted(*args: Any) -> None:
         first, memory = len(calls), ActivationMemory([args[-1]])  # beside the gradient
+        before = counter.get_total_flops()
         with memory:
             plain(*args)
+        macs.append((counter.get_total_flops() - before) // 2)
         peaks.append((memory.peak, [call.size for call in calls[first:]]))
 
     muon.Muon._make_orthogonal = counted  # type: ignore[method-assign]
@@ -444,11 +448,12 @@ def measure_muon(rank: int) -> dict[int, MuonStep]:
         for _ in range(2):
             _passes_of(engine)
             peaks.clear()
-            with FlopCounterMode(display=False) as counter:
+            macs.clear()
+            with counter:
                 engine.step(1e-3)
         sizes = [size for _, sent in peaks for size in sent]
         most = max(peak for peak, _ in peaks)
-        found[stage] = MuonStep(sizes, most, counter.get_total_flops() // 2)
+        found[stage] = MuonStep(sizes, most, [*macs])
         engine.close()
     return found
 
@@ -472,8 +477,38 @@ def test_muon_sums_whole_matrices_and_holds_them_twice(monkeypatch: pytest.Monke
             assert 0 < held <= peak <= held + 8 * largest
         # Each matrix on one rank, or all of them on each.
         macs = [found[stage].macs for found in ranks]
-        assert sum(macs) == 2 * optimizer_macs(recipe, 5, 2, stage) > 0
+        alone_macs = optimizer_macs(recipe, 5, 1, stage)
+        assert sum(map(sum, macs)) == alone_macs * (1 if stage else 2) > 0
+        slowest = sum(map(max, zip(*macs, strict=True)))
+        assert slowest == optimizer_macs(recipe, 5, 2, stage)
         assert traffic_per_step(state_shape(recipe, 5, 1), PASSES).total == 0.0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 6, 64])
+def test_muons_time_is_that_of_the_rank_with_the_most_matrices_in_each_gather(
+    num_ranks: int,
+) -> None:
+    """ViT-H/14: 32 blocks of width D = 1280, in units of 5 D^3 and of D^2 elements."""
+    # Output 3, queries, keys and values 3 each, and 2 * 4 + 1 for both matrices of the MLP.
+    block = [(1, [3]), (3, [3, 3, 3]), (4, [9]), (4, [9])]
+    most, gathers = 2**26 // 1280**2, list[list[int]]()
+    held = most
+    for elements, costs in block * 32:
+        if held + elements > most:
+            gathers.append([])
+            held = 0
+        gathers[-1] += costs
+        held += elements
+    assert len(gathers) == 10
+    loads = [torch.zeros(num_ranks, dtype=torch.int64) for _ in gathers]
+    for load, costs in zip(loads, gathers, strict=True):
+        for number, cost in enumerate(costs):
+            load[number % num_ranks] += cost
+    slowest = sum(int(load.max()) for load in loads)
+    assert slowest == {1: 32 * 30, 6: 315, 64: 10 * 9}[num_ranks]
+    recipe = recipe_with("h", model={"name": "ViT-H/14"}, optim={"name": "muon"})
+    assert optimizer_macs(recipe, 1000, num_ranks, 1) == slowest * 5 * 1280**3
+    assert optimizer_macs(recipe, 1000, num_ranks, 0) == 32 * 30 * 5 * 1280**3
 
 
 def _engine(recipe: Recipe) -> DeepSpeedEngine:

@@ -26,6 +26,7 @@ from vit_ray.models.flops import TrainingMacs, count_exaflops, forward_macs, tra
 from vit_ray.own_parts import is_own
 from vit_ray.train.distillation import Teacher, teacher_macs, unread_teacher
 from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.train.optim.muon import Matrices, busiest_macs
 from vit_ray.train.optim.optimizers import bytes_per_element, gathered_matrices
 
 META: Final = torch.device("meta")
@@ -46,10 +47,8 @@ class _Sizes(NamedTuple):
 
     trained: list[int]
     frozen: list[int]
-    gathers: tuple[int, ...]
-    """Elements of the matrices that Muon makes orthogonal, one entry per gather."""
-    gathered_macs: int
-    """Multiply-adds of making them orthogonal."""
+    gathers: tuple[list[Matrices], ...]
+    """The matrices that Muon makes orthogonal, one list per gather."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,17 +59,18 @@ def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
     return _Sizes(
         [p.numel() for p in parameters if p.requires_grad],
         [p.numel() for p in parameters if not p.requires_grad],
-        tuple(together[-1].end for together in gathers),
-        sum(matrices.macs for together in gathers for matrices in together),
+        tuple(gathers),
     )
 
 
-def optimizer_macs(recipe: Recipe, num_classes: int, world_size: int, stage: int) -> float:
-    """Multiply-adds of one worker in an optimizer's step: Muon's, of its share under ZeRO 1 to 3.
+def optimizer_macs(recipe: Recipe, num_classes: int, world_size: int, stage: int) -> int:
+    """Multiply-adds in an optimizer's step: Muon's, by the slowest worker of each gather.
 
     What other optimizers do with each element is not counted.
     """
-    return _parameter_sizes(recipe, num_classes).gathered_macs / (world_size if stage else 1)
+    num_ranks = world_size if stage else 1
+    gathers = _parameter_sizes(recipe, num_classes).gathers
+    return sum(busiest_macs(together, num_ranks) for together in gathers)
 
 
 def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
@@ -183,7 +183,8 @@ def state_shape(
 ) -> StateShape:
     """The sizes behind the memory of the training state, under some ZeRO stage."""
     stage = recipe.train.zero_stage if stage is None else stage
-    trained, frozen, gathers, _ = _parameter_sizes(recipe, num_classes)
+    trained, frozen, matrices = _parameter_sizes(recipe, num_classes)
+    gathers = tuple(together[-1].end for together in matrices)
     height, width = recipe.model.sides
     return StateShape(
         num_parameters=sum(trained),

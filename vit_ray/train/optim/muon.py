@@ -68,6 +68,12 @@ def gathers(shapes: Mapping[str, Sequence[int]]) -> list[list[Matrices]]:
     return found
 
 
+def busiest_macs(gathered: Sequence[Matrices], num_ranks: int) -> int:
+    """Multiply-adds of the rank that has the most in this gather; the others wait for it."""
+    each = [m.macs // m.shape[0] for m in gathered for _ in range(m.shape[0])]
+    return max(sum(each[rank::num_ranks]) for rank in range(num_ranks))
+
+
 class Muon(HalfMomentAdamW):
     """`torch.optim.Muon` with `match_rms_adamw` on hidden matrices, AdamW on everything else.
 

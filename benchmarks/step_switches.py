@@ -13,6 +13,7 @@ model, is a row that says so.
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ MULTIPLE = 16
 def attention_by(backend: SDPBackend, name: str) -> nn.Module:
     """Our model with attention by this kernel alone, whether or not its blocks are compiled.
 
+    Torch chooses that of the last block, which asks for the class token alone: cuDNN's is refused
+    for a single query (https://github.com/pytorch/pytorch/issues/138531).
+
     The choice is in the code that is compiled: torch compiles once for equal code, and keeps it.
     """
     if backend == SDPBackend.CUDNN_ATTENTION and DEVICE.type == "cpu":
@@ -41,9 +45,12 @@ def attention_by(backend: SDPBackend, name: str) -> nn.Module:
     model = our_model(name)
 
     class Chosen(Attention):  # a function for each of them would be compiled for each block
-        def forward(self, *args: Any) -> Tensor:
-            with sdpa_kernel(backend):
-                return super().forward(*args)
+        def forward(
+            self, x_BND: Tensor, weights_to: Any = None, num_queries: int | None = None,
+            rope_2NK: Tensor | None = None,
+        ) -> Tensor:  # fmt: skip
+            with nullcontext() if num_queries else sdpa_kernel(backend):
+                return super().forward(x_BND, weights_to, num_queries, rope_2NK)
 
     for module in model.modules():
         if isinstance(module, Attention):

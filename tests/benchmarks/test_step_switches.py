@@ -53,14 +53,9 @@ def test_padded_patches_are_the_same_product() -> None:
     torch.testing.assert_close(padded.weight.grad, projection.weight.grad, rtol=1e-4, atol=1e-3)
 
 
-def kernels_of(model: nn.Module, *, is_compiled: bool) -> list[str]:
-    """Operations of a forward pass, of the blocks alone where these are compiled, by graph."""
-    images = torch.zeros(1, 3, 32, 32)
-    if not is_compiled:
-        with torch.profiler.profile() as profile:
-            model(images)
-        return [" ".join(event.key for event in profile.key_averages())]
-    graphs: list[str] = []
+def kernels_of(model: nn.Module) -> list[str]:
+    """Operations of a forward pass of compiled blocks, by graph."""
+    images, graphs = torch.zeros(1, 3, 32, 32), list[str]()
 
     def keep(graph: Any, _: Any) -> Any:
         graphs.append(str(graph.graph))
@@ -73,17 +68,37 @@ def kernels_of(model: nn.Module, *, is_compiled: bool) -> list[str]:
     return graphs
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_attention_is_by_the_kernel_that_is_named(is_compiled: bool) -> None:
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def test_attention_of_compiled_blocks_is_by_the_kernel_that_is_named() -> None:
     torch.manual_seed(0)
     flash, math = (
-        kernels_of(attention_by(backend, "ViT-Ti/16"), is_compiled=is_compiled)
+        kernels_of(attention_by(backend, "ViT-Ti/16"))
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
     )
-    # One for all blocks but the last, which works out the class token alone.
-    assert len(flash) == len(math) == (2 if is_compiled else 1)
-    assert all("_scaled_dot_product_flash_attention_for_cpu" in graph for graph in flash)
-    assert all("_flash_attention" not in graph and "softmax" in graph for graph in math)
+    # One for all blocks but the last, which works out the class token alone, as torch chooses.
+    assert len(flash) == len(math) == 2
+    assert all(FLASH in graph for graph in flash)
+    assert "_flash_attention" not in math[0]
+    assert "softmax" in math[0]
+    assert FLASH in math[1]
+
+
+def test_a_kernel_is_named_only_where_all_queries_are_asked_for() -> None:
+    """Of one query cuDNN's is refused."""
+    shown: list[tuple[int, bool]] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        shown.append((query.shape[-2], torch.backends.cuda.flash_sdp_enabled()))
+        return plain(query, *rest, **options)
+
+    model = attention_by(SDPBackend.MATH, "ViT-Ti/16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        model(torch.zeros(1, 3, 32, 32))
+    assert shown == [(5, False)] * 11 + [(1, True)]
 
 
 def test_a_switch_that_cannot_be_or_changes_nothing_is_a_row_that_says_so(

@@ -188,7 +188,7 @@ def test_what_is_not_used_decides_nothing_until_it_is() -> None:
 
 def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule() -> None:
     (event,) = accepted(linear_recipe(optim={"epochs": 4.0}), position(20))
-    assert "optim.epochs was 2.0 and is 4.0, which makes 40 steps of 20" in event
+    assert "optim.epochs was 2.0 and is 4.0, which makes 40 steps instead of 20" in event
     # Linear decay from 0.1 to 0: at its end after 20 of 20 steps, half way after 20 of 40.
     assert "the learning rate after step 20 is 0.05, and would have been 0" in event
 

@@ -668,6 +668,24 @@ def test_nodes_that_read_too_slowly_are_named():
     assert "data will limit" not in written(*SMALL, "cluster.gpus=8", "workers.cpus_per_worker=7.5")
 
 
+def test_what_reading_takes_of_a_nodes_memory_is_told():
+    """By hand: 64 - 8 CPUs or 32 for tasks of 0.66; 110 MiB of libraries; 303 M images by 64."""
+    paper = ("plan.num_images=303000000", "plan.num_classes=18291")
+    sizes = ("cluster.gpus=8", "cluster.data_nodes=1", "cluster.memory_gib_per_data_node=24")
+    lines = written(*SMALL, *paper, *sizes, "data.task_memory_mib=390").splitlines()
+    trains, reads = (one for one in lines if one.startswith("# memory for reading "))
+    shared = 303e6 / 64 * (2 * (4 + 4 + 4 + 8 + 4 + 8) + 2 * (8 + 8)) / 2**20
+    assert f"{(84 * 500 + shared) / 1024:.1f} GiB where it trains, of 412 outside" in trains
+    assert trains.endswith(
+        f"84 tasks of 500 MiB, and {shared:.0f} MiB of manifest and order for all"
+    )
+    assert f"{(48 * 500 + shared) / 1024:.1f} GiB where it reads, of 17 outside" in reads
+    assert reads.endswith("; too little: lower data.task_memory_mib or data.max_tasks")
+    lines = written(*SMALL, *paper, *sizes, "data.max_tasks=3").splitlines()
+    assert len([one for one in lines if "3 tasks of 366 MiB" in one]) == 2
+    assert not [one for one in lines if "too little" in one]
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_the_same_after_it_was_written_down(name, tmp_path):
     recipe = load_recipe(name)

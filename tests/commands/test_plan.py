@@ -196,8 +196,11 @@ def test_the_source_is_counted_before_it_is_converted(tmp_path: Path) -> None:
 def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Path) -> None:
     text = describe_plan(recipe_of("data.task_memory_mib=512"))
     assert (
-        "up to 2,048 MiB in a task: task_memory_mib, and 1,536 for the image of 134,217,728" in text
+        "up to 2,048 MiB in a task: task_memory_mib, and 1,536 for the image of 134,217,728 pixels;"
+        " 433 MiB for all tasks of a host: manifest and order" in text
     )
+    of_part = describe_plan(recipe_of("data.fraction=0.1"))
+    assert "; 506 MiB for all tasks of a host: manifest and order" in of_part
     counts = {"files": [], "classes": ["a"], "max_labels": 1, "origin": {}}
     columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 5000, 10**6)), {}, np.array([0]))
     for name, pixels in (("set", 5_000_000), ("other", 0)):
@@ -209,6 +212,7 @@ def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Pat
     assert (
         "up to 313 MiB in a task: task_memory_mib, and 57 for the largest image, of 5,000" in text
     )
+    assert "for all tasks of a host" not in text  # of one row group
 
 
 def test_a_wrong_model_is_told_before_a_missing_data_set() -> None:

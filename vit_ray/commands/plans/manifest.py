@@ -16,9 +16,10 @@ from typing import Any, Final
 import yaml
 
 from vit_ray.addresses import PLACEHOLDER
-from vit_ray.commands.plans.plan import plan_stage, planned_cluster, told_facts
+from vit_ray.commands.plans.plan import plan_stage, planned_cluster, shared_mib, told_facts
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ClusterConfig
+from vit_ray.measure.memory import READER_MIB
 
 CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
 """CPU ms per image by `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of
@@ -46,6 +47,8 @@ class ClusterSizes:
     """CPUs that reading this many images per second takes."""
     free_cpus: float
     """CPUs of the training nodes that their workers leave free."""
+    shared_mib: float
+    """Manifest and order, which the reading tasks of a node share."""
 
 
 def cluster_sizes(recipe: Recipe) -> ClusterSizes:
@@ -76,9 +79,8 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
     if "network_gb_per_s" not in recipe.plan.model_fields_set:
         plan["network_gb_per_s"] = NETWORK_GB_PER_S[cluster.network]
     planned = recipe.with_changes(plan=plan)
-    stage = plan_stage(
-        planned, told_facts(planned), planned_cluster(planned), recipe.train.zero_stage
-    )
+    facts = told_facts(planned)
+    stage = plan_stage(planned, facts, planned_cluster(planned), recipe.train.zero_stage)
     if stage.largest_micro_batch is None:
         raise ValueError(
             f"not one image of {recipe.model.name} fits on a {recipe.plan.device} under "
@@ -94,7 +96,10 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
         data_nodes = max(0, math.ceil(missing / cluster.cpus_per_data_node))
     if cluster.kind == "slurm":
         data_nodes = 0
-    return ClusterSizes(gpus, gpu_nodes, data_nodes, images_per_s, reading, gpu_nodes * free)
+    shared = shared_mib(recipe, facts)
+    return ClusterSizes(
+        gpus, gpu_nodes, data_nodes, images_per_s, reading, gpu_nodes * free, shared
+    )
 
 
 def describe_sizes(recipe: Recipe) -> str:
@@ -122,6 +127,22 @@ def _size_lines(recipe: Recipe, sizes: ClusterSizes) -> list[str]:
     ]
     if sizes.reading_cpus > sizes.free_cpus + sizes.data_nodes * cluster.cpus_per_data_node:
         lines[-1] += "; data will limit training"
+    kinds = [("trains", sizes.free_cpus / sizes.gpu_nodes, cluster.memory_gib_per_node)]
+    if sizes.data_nodes:
+        kinds.append(("reads", cluster.cpus_per_data_node, cluster.memory_gib_per_data_node))
+    each_mib = recipe.data.task_memory_mib + READER_MIB
+    for name, cpus, memory_gib in kinds:
+        tasks = int(cpus / recipe.data.cpus_per_task)
+        tasks = min(tasks, recipe.data.max_tasks or tasks)
+        needed_gib = (tasks * each_mib + sizes.shared_mib) / 1024
+        left_gib = memory_gib - _store_gib(memory_gib)
+        lines.append(
+            f"memory for reading   {needed_gib:,.1f} GiB where it {name}, of {left_gib} outside "
+            f"the object store: {tasks} tasks of {each_mib} MiB, and {sizes.shared_mib:,.0f} MiB "
+            "of manifest and order for all"
+        )
+        if needed_gib > left_gib:
+            lines[-1] += "; too little: lower data.task_memory_mib or data.max_tasks"
     return lines
 
 
@@ -285,12 +306,17 @@ def _labels(recipe: Recipe, sizes: ClusterSizes) -> tuple[dict[str, str], dict[s
     return trains if sizes.data_nodes else reads | trains, reads
 
 
+def _store_gib(memory_gib: int) -> int:
+    """Of a node's object store."""
+    return min(_MOST_STORE_GIB, memory_gib * 3 // 10)
+
+
 def _fill_group(group: dict[str, Any], cpus: int, memory_gib: int, gpus: dict[str, str]) -> None:
     """Set the sizes of a worker group's pod.
 
     By default Ray gives its object store 30 % of the memory; it is in `/dev/shm`.
     """
-    store_gib = min(_MOST_STORE_GIB, memory_gib * 3 // 10)
+    store_gib = _store_gib(memory_gib)
     group["rayStartParams"]["object-store-memory"] = str(store_gib << 30)
     pod = group["template"]["spec"]
     held = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **gpus}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
@@ -20,7 +21,7 @@ from vit_ray.data.stream.batches import LAG_SHARE
 from vit_ray.launch.inputs.streams import reads_of, resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
-from vit_ray.measure.memory import MemoryEstimate
+from vit_ray.measure.memory import MemoryEstimate, shared_reading_mib
 from vit_ray.measure.network import Network
 from vit_ray.measure.step_time import (
     DAY_S,
@@ -45,6 +46,7 @@ from vit_ray.train.memory.memory_estimate import (
 )
 
 STAGES = (0, 1, 2, 3)
+GROUP_IMAGES: Final[int] = ConvertConfig.model_fields["rows_per_row_group"].default
 BYTES_PER_PIXEL = 12  # of an image that is decoded whole, at most: PNG of 16 bits, or CMYK
 
 
@@ -57,6 +59,7 @@ class TrainingFacts:
         largest_pixels: of the largest image; 0 if unknown.
         image_bytes: mean size of a stored image; 0 if unknown.
         group_images: mean number of images in a row group.
+        num_row_groups: of the whole data set; by `group_images` where it is not there yet.
     """
 
     num_images: int
@@ -67,7 +70,8 @@ class TrainingFacts:
     exaflops: float
     largest_pixels: int = 0
     image_bytes: float = 0.0
-    group_images: float = ConvertConfig.model_fields["rows_per_row_group"].default
+    group_images: float = GROUP_IMAGES
+    num_row_groups: int = 0
 
 
 def told_facts(recipe: Recipe) -> TrainingFacts:
@@ -90,8 +94,9 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or PLACEHOLDER]
     if all(not is_placeholder(path) and locate(path).exists() for path in paths):
         plan = resolve_run(recipe)
-        facts = _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
-        of_set = plan.manifest
+        of_set, where = plan.manifest, ", ".join(paths)
+        groups = of_set.num_row_groups
+        facts = _facts(recipe, plan.num_images, of_set.num_classes, where, groups)
         return replace(
             facts,
             largest_pixels=of_set.largest_pixels,
@@ -103,7 +108,8 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     count = count_source(convert.source, convert.format, convert.split)
     num_classes = len(convert.classes or ()) or count.num_classes
     where = f"counted in {convert.source}, which is not converted yet"
-    return _facts(recipe, _share(recipe, count.num_images), num_classes, where)
+    groups = math.ceil(count.num_images / GROUP_IMAGES)
+    return _facts(recipe, _share(recipe, count.num_images), num_classes, where, groups)
 
 
 def _told_facts(recipe: Recipe) -> TrainingFacts:
@@ -113,7 +119,8 @@ def _told_facts(recipe: Recipe) -> TrainingFacts:
             f"data.train={train!r} is not a data set; give the folder of a converted one, or "
             "plan.num_images and plan.num_classes"
         )
-    return _facts(recipe, _share(recipe, plan.num_images), plan.num_classes, "plan.num_images")
+    num_images, groups = _share(recipe, plan.num_images), math.ceil(plan.num_images / GROUP_IMAGES)
+    return _facts(recipe, num_images, plan.num_classes, "plan.num_images", groups)
 
 
 def _share(recipe: Recipe, num_images: int) -> int:
@@ -122,12 +129,22 @@ def _share(recipe: Recipe, num_images: int) -> int:
     return round(kept * recipe.data.fraction)
 
 
-def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> TrainingFacts:
+def _facts(
+    recipe: Recipe, num_images: int, num_classes: int, source: str, num_row_groups: int
+) -> TrainingFacts:
     model, batch = recipe.model, recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
     macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
     exaflops = run_exaflops(recipe, num_classes, steps * batch, steps)
-    return TrainingFacts(num_images, num_classes, source, steps, macs, exaflops)
+    return TrainingFacts(
+        num_images, num_classes, source, steps, macs, exaflops, num_row_groups=num_row_groups
+    )
+
+
+def shared_mib(recipe: Recipe, facts: TrainingFacts) -> float:
+    """MiB of manifest and order that the reading tasks of a host share."""
+    is_part = recipe.data.fraction < 1 or recipe.data.held_out_fraction > 0
+    return shared_reading_mib(facts.num_row_groups, is_part=is_part)
 
 
 @dataclass(frozen=True)
@@ -272,7 +289,7 @@ def _network_text(network: Network, num_gpus: int) -> str:
 
 
 def _reading_text(recipe: Recipe, facts: TrainingFacts) -> str:
-    """What a reading task holds at most: its row groups, and the largest image, fully decoded."""
+    """What a reading task holds at most (row groups, largest image), and what tasks share."""
     limit = (
         recipe.convert.max_pixels
         if recipe.convert
@@ -281,10 +298,14 @@ def _reading_text(recipe: Recipe, facts: TrainingFacts) -> str:
     pixels = facts.largest_pixels or limit
     of_image = pixels * BYTES_PER_PIXEL / 2**20
     what = f"largest image, of {pixels:,}" if facts.largest_pixels else f"image of {pixels:,}"
-    return (
+    text = (
         f"up to {recipe.data.task_memory_mib + of_image:,.0f} MiB in a task: task_memory_mib, and "
         f"{of_image:,.0f} for the {what} pixels"
     )
+    shared = shared_mib(recipe, facts)
+    if shared >= 1:
+        text += f"; {shared:,.0f} MiB for all tasks of a host: manifest and order"
+    return text
 
 
 def _stage_table(

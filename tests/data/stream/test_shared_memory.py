@@ -1,0 +1,51 @@
+"""What the reading processes of a host share, as a stream sends it to them; without Ray."""
+
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.shard_files import ShardFile, ShardFiles
+from vit_ray.data.order.partition import Partition
+from vit_ray.data.order.samples import rows_per_group
+from vit_ray.data.order.selection import select
+from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.measure.memory import shared_reading_mib
+
+GROUPS = 600_000
+
+
+def as_ray_sends(found: Any) -> tuple[bytes, list[memoryview]]:
+    """What each process unpickles, and the arrays that it shares with others."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(found, protocol=5, buffer_callback=buffers.append)
+    return body, [buffer.raw().toreadonly() for buffer in buffers]
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.1])
+def test_processes_share_all_of_manifest_and_order_and_the_plan_counts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: float
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    numbers, rows = np.arange(GROUPS, dtype=np.int32), np.full(GROUPS, 64, np.int32)
+    manifest = Manifest(
+        numbers // 100, numbers % 100, rows, rows.astype(np.int64), {}, numbers.astype(np.uint32),
+        path="", root="", num_images=64 * GROUPS, classes=["a"], max_labels=1, fingerprint="",
+        files=ShardFiles(ShardFile(f"{i}", 6400, 6400, 0) for i in range(GROUPS // 100)),
+    )  # fmt: skip
+    part, _ = select(manifest, seed=0, held_out_fraction=held_out, fraction=1.0)
+    spec = StreamSpec(manifest, rows=part if held_out else None)
+    counts = rows_per_group(manifest, spec.rows)
+    job = StreamJob(spec, Partition(1, 64), 0, is_training=True, counts=counts)
+    body, buffers = as_ray_sends(job)
+    assert len(body) < 10_000
+    plan = BatchReader(pickle.loads(body, buffers=buffers)).plan
+    plan.rows_at(np.array([plan.num_images - 1, plan.num_images]))
+    sent = sum(buffer.nbytes for buffer in buffers + as_ray_sends(manifest)[1])
+    files = sum(file.stat().st_size for file in tmp_path.glob("*/*"))
+    expected_mib = shared_reading_mib(GROUPS, is_part=held_out > 0)
+    assert expected_mib == pytest.approx((sent + files) / 2**20, rel=0.05)

@@ -132,7 +132,9 @@ def test_muon_is_planned_with_its_sums_and_its_own_work(stage: int) -> None:
     for num_gpus, one in own.items():
         before, shares = plain[num_gpus].step, num_gpus if stage else 1
         added_s = one.step.device_s - before.device_s
-        assert added_s * 0.4 * 989e12 == pytest.approx(flops / shares, rel=1e-6)
+        # A gather ends with its busiest GPU, which has at most one matrix of the MLP in excess.
+        mean, largest = flops / shares, 2 * 45 * 768**3 if stage and num_gpus > 1 else 0
+        assert mean * (1 - 1e-6) <= added_s * 0.4 * 989e12 <= mean * (1 + 1e-6) + 2 * largest
         sent = 4 * (num_gpus - 1) / num_gpus * 4 * weights if stage else 0.0
         rate = ASSUMED.bus_gb_per_s(num_gpus) * GB
         assert (one.step.sent_s - before.sent_s) * rate == pytest.approx(sent)

@@ -101,7 +101,7 @@ def plan_first_task(prepared: Any, start_fraction: float) -> tuple[int, int]:
     tasks = list(itertools.islice(planned, 8 * WORLD_SIZE))
     reader = BatchReader(job)
     rows = sum(
-        len(reader._plan.rows_at(start + partition.offsets(*block)).samples)
+        len(reader.plan.rows_at(start + partition.offsets(*block)).samples)
         for block in tasks[-1].blocks()
     )
     return len(tasks), rows

@@ -121,8 +121,8 @@ class Slurm:
 
     def exit_code(self, job: str) -> int:
         """Of the job's script."""
-        told = self.run("scontrol", "show", "job", job)
-        return int(re.search(r" ExitCode=(\d+):", told)[1])  # type: ignore[index]
+        shown = self.run("scontrol", "show", "job", job)
+        return int(re.search(r" ExitCode=(\d+):", shown)[1])  # type: ignore[index]
 
     def wait_until_nothing_is_left(self) -> None:
         """Until no host has a process of Ray or a driver, or a file of a job."""

@@ -318,12 +318,12 @@ def test_a_length_with_which_trained_steps_had_other_crops_is_refused(recipe: Re
     )
     folder = begin(sized)
     out = str(Path(sized.output) / "out")
-    told = (
+    expected = (
         "data.augment.sizes was 8 from step 0, 16 from step 5 and is 8 from step 0, 16 from step 10"
     )
     code, text = said(folder, "step=6", "optim.steps=20", "--out", out)
     assert code == 2
-    assert told in " ".join(text.split())
+    assert expected in " ".join(text.split())
     same = ("optim.steps=20", "data.augment.sizes=[[0, 8], [0.25, 16]]")
     code, text = said(folder, "step=6", *same, "--out", out)
     assert code == 0, text

@@ -183,8 +183,18 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     assert found.position.progress == Progress(STEP, metrics={"train/loss": 0.3})
 
 
+def write_parent(recipe: Recipe) -> Any:
+    """A run of this recipe with a checkpoint at `STEP`, in global batches of 16."""
+    facts = {
+        "recipe": resolve_run(recipe).recipe.recorded(), "global_batch_size": 16,
+        "samples_seen": STEP * 16,
+        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
+    }  # fmt: skip
+    return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+
+
 @pytest.mark.parametrize(
-    ("length", "words", "told"),
+    ("length", "words", "expected"),
     [
         # 0.7 of 20 and of 40 steps.
         ({"steps": 20}, ["optim.steps=40"], "8 from step 0, 16 from step 28"),
@@ -202,25 +212,20 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
 )  # fmt: skip
 def test_a_fork_says_where_crops_of_another_size_begin(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    length: dict[str, Any], words: list[str], told: str,
+    length: dict[str, Any], words: list[str], expected: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     recipe = recipe_on(
         sets, data={"augment": {"sizes": [[0, 8], [0.7, 16]]}}, output=str(tmp_path / "runs"),
         optim=length,
     )  # fmt: skip
-    facts = {
-        "recipe": resolve_run(recipe).recipe.recorded(), "global_batch_size": 16,
-        "samples_seen": STEP * 16,
-        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
-    }  # fmt: skip
-    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    parent = write_parent(recipe)
     code, text = said(parent, f"step={STEP}", "name=fork", *words, "--dry-run")
     assert code == 0, text
     then = round(0.7 * resolve_run(recipe).total_steps)
-    batch = " (16 images each)" if "each" in told else ""
-    change = f"data.augment.sizes was 8 from step 0, 16 from step {then}{batch} and is {told}"
-    assert (f"{change}\n" in text) if told else "augment.sizes" not in text, text
+    batch = " (16 images each)" if "each" in expected else ""
+    change = f"data.augment.sizes was 8 from step 0, 16 from step {then}{batch} and is {expected}"
+    assert (f"{change}\n" in text) if expected else "augment.sizes" not in text, text
 
 
 @pytest.mark.parametrize("batch", [8, 28])
@@ -274,12 +279,7 @@ def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = recipe_on(sets, data={"shuffle_window": 32}, output=str(tmp_path / "runs"))
-    facts = {
-        "recipe": resolve_run(recipe).recipe.recorded(), "global_batch_size": 16,
-        "samples_seen": STEP * 16,
-        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
-    }  # fmt: skip
-    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    parent = write_parent(recipe)
     words = (parent, "step=7", "name=fork", "train.global_batch_size=8", "optim.steps=40")
     code, text = said(*words)
     assert (code, "fork at a step that is a multiple of 2" in text) == (2, True), text

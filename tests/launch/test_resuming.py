@@ -202,15 +202,15 @@ def test_a_longer_run_keeps_the_crops_that_its_steps_had() -> None:
     """From step 14 of 20 on they have 224 pixels; they would have from step 21 of 30."""
     before = sized_recipe(2.0, [0, 112], [0.7, 224])
     for step in (7, 20):
-        told = (
+        refusal = (
             r"data\.augment\.sizes was 112 from step 0, 224 from step 14 and is 112 from step 0, "
             r"224 from step 21; restore the earlier value "
             r"\(data\.augment\.sizes=(.*) has the sizes of before\), "
             f"choose another name, or set resume=changed to continue it from step {step}"
         )
-        with pytest.raises(ValueError, match=told) as refused:
+        with pytest.raises(ValueError, match=refusal) as refused:
             accepted(sized_recipe(3.0, [0, 112], [0.7, 224]), position(step, before))
-        sizes = json.loads(re.search(told, str(refused.value))[1])  # type: ignore[index]
+        sizes = json.loads(re.search(refusal, str(refused.value))[1])  # type: ignore[index]
         assert sizes == [[0.0, 112], [0.46666667, 224]]
         (event,) = accepted(sized_recipe(3.0, *sizes), position(step, before))
         assert "which makes 30 steps instead of 20" in event

@@ -223,7 +223,7 @@ def take_pictures(uri: str, folder: Path) -> list[str]:
         pages = Pages(driver, address, sweep, folder)
         pages.runs()
         pages.compared()
-        pages.scatter("study/exaflops", "dev/top1")
+        pages.scatter("optim.learning_rate", "dev/top1")
         pages.artifacts()
         return pages.console_errors
 

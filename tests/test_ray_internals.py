@@ -1,6 +1,5 @@
 """What the functions of Ray's door do; `test_internals.py` finds the names."""
 
-import functools
 import importlib
 import subprocess
 import sys
@@ -36,30 +35,6 @@ def test_hidden_messages_are_not_printed_and_others_are(monkeypatch: pytest.Monk
     for line in ("8 workers have been started", "a worker died"):
         worker.print_to_stdstream({"lines": [line]}, False)
     assert printed == [["a worker died"]]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "is_started"),
-    [
-        ("RAY_USAGE_STATS_ENABLED", "1", True),
-        ("RAY_USAGE_STATS_ENABLED", "0", False),
-        ("RAY_DATA_USAGE_DISABLED", "1", False),
-    ],
-)
-def test_the_actor_of_usage_statistics_is_started_only_where_they_are_on(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_started: bool
-) -> None:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
-    monkeypatch.delenv("RAY_DATA_USAGE_DISABLED", raising=False)
-    monkeypatch.setenv(variable, value)
-    started: list[str] = []
-    for entry in ray_internals.INTERNALS:
-        if entry.name.startswith("get_or_create_"):
-            start = functools.partial(started.append, entry.name)
-            monkeypatch.setattr(importlib.import_module(entry.module), entry.name, start)
-    ray_internals.start_data_actors()
-    assert started[:2] == ["get_or_create_autoscaling_coordinator", "get_or_create_stats_actor"]
-    assert started[2:] == ["get_or_create_usage_collection_actor"] * is_started
 
 
 def test_requests_of_a_group_expire_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,11 +206,6 @@ INTERNALS: Final = (
         {"": ()},
     ),
     Internal(
-        "ray.data._internal.usage.collector", "usage_collection_disabled",
-        "Ray Data does not start that actor where the user has switched usage statistics off.", "",
-        {"": ()},
-    ),
-    Internal(
         "ray.autoscaler.v2.utils", "is_autoscaler_v2",
         "Nodes may come on demand, although it is not known what the autoscaler may start.", "",
         {"": ("fetch_from_server", "gcs_client")},
@@ -423,11 +418,11 @@ def start_data_actors() -> None:
     Ray never removes the node on which they are, and at its end waits for them without result: it
     should be that of the driver, which is the head by default.
     """
-    names = ["get_or_create_autoscaling_coordinator", "get_or_create_stats_actor"]
-    usage = importlib.import_module(_MODULES["usage_collection_disabled"])
-    if not usage.usage_collection_disabled():
-        names.append("get_or_create_usage_collection_actor")
-    for name in names:
+    for name in (
+        "get_or_create_autoscaling_coordinator",
+        "get_or_create_stats_actor",
+        "get_or_create_usage_collection_actor",
+    ):
         getattr(importlib.import_module(_MODULES[name]), name)()
 
 

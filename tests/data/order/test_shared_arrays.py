@@ -194,6 +194,30 @@ def test_files_that_no_process_maps_are_deleted_and_no_others(tmp_path: Path) ->
     np.testing.assert_array_equal(found, 3 * NUMBERS)
 
 
+def test_what_no_process_maps_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def usage(folder: Path) -> SimpleNamespace:
+        taken = sum(file.stat().st_size for file in Path(folder).iterdir())
+        return SimpleNamespace(free=3 * LEAST_BYTES - taken)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    numbers(1)
+    np.testing.assert_array_equal(numbers(2), 2 * NUMBERS)
+    assert not caplog.messages
+    assert len(names(tmp_path)) == 1
+
+
+def test_another_version_of_the_functions_is_not_given_an_old_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = numbers(1)
+    monkeypatch.setattr(shared_arrays, "_VERSION", shared_arrays._VERSION + 1)
+    new = shared_array((1,), COUNTS, (COUNT,), lambda: 7 * NUMBERS)
+    np.testing.assert_array_equal(old, NUMBERS)
+    np.testing.assert_array_equal(new, 7 * NUMBERS)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 4096, 8 * COUNT, 8 * COUNT + 3])
 def test_what_a_killed_process_has_left_is_written_again(tmp_path: Path, cut: int) -> None:
     numbers()

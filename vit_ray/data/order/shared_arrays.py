@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ LEAST_BYTES: Final = 4 << 20
 WAIT_S: Final = 60.0
 """For another process to write an array: the order of 5 million row groups takes it 1.5 s."""
 _POLL_S: Final = 0.02
+_VERSION: Final = 1
+"""Of the functions that make arrays; raised when one gives another array for the same key."""
 _NAME: Final = re.compile("[0-9a-f]{64}")
 """Of the files; no other is ever deleted."""
 _CHECKSUM_BYTES: Final = 4
@@ -58,7 +61,8 @@ def shared_array(
     num_bytes = 8 * math.prod(shape)
     if num_bytes < LEAST_BYTES:
         return make()
-    digest = hashlib.sha256(repr((key, shape, counts.dtype.str)).encode())
+    decides = (_VERSION, sys.byteorder, key, shape, counts.dtype.str)
+    digest = hashlib.sha256(repr(decides).encode())
     digest.update(np.ascontiguousarray(counts).data)
     make = cache(make)
     try:
@@ -105,9 +109,9 @@ def _mapped(path: Path, num_bytes: int, make: Callable[[], Int64Array]) -> mmap.
             if not found.st_nlink or (found.st_size == num_bytes + _CHECKSUM_BYTES) != is_full:
                 continue  # deleted or written before the lock was ours
             if not is_full:
+                _delete_unused(path)
                 if shutil.disk_usage(path.parent).free < 2 * num_bytes:
                     raise OSError(f"{path.parent} has no room for {num_bytes >> 20} MiB")
-                _delete_unused(path)
                 content = np.ascontiguousarray(make()).data.cast("B")
                 try:
                     file.truncate(0)  # what a process has left that was killed
@@ -133,7 +137,7 @@ def _delete_unused(path: Path) -> None:
         if not _NAME.fullmatch(other.name) or other == path:
             continue
         # Another process maps it, or is deleting it, too.
-        with contextlib.suppress(OSError), other.open("rb") as file:
+        with contextlib.suppress(OSError), other.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             other.unlink()
 

@@ -88,7 +88,7 @@ class Location:
             )
 
     def info(self) -> fs.FileInfo:
-        """Type and size of the file."""
+        """Type and size of what is at the path: a file, a folder or nothing."""
         return with_retries(
             lambda: self.filesystem.get_file_info([self.path])[0], f"looking at {self.path}"
         )
@@ -162,7 +162,7 @@ class Location:
 
     @contextlib.contextmanager
     def atomic_output(self) -> Iterator["Location"]:
-        """A stream that becomes this file when the block ends without an error.
+        """A place to write to that becomes this file when the block ends without an error.
 
         A file with another name, on the disk before it gets its own name; on S3 an upload that is
         published at the end, and aborted with all its parts if the block raises.
@@ -328,12 +328,13 @@ def locate(path: str) -> Location:
     check_address(path)
     if path.startswith("s3://"):
         return Location(_s3(os.getpid()), path.removeprefix("s3://").rstrip("/"))
-    return Location(fs.LocalFileSystem(), absolute(path.removeprefix("file://")))
+    return Location(fs.LocalFileSystem(), absolute(path))
 
 
 def absolute(path: str) -> str:
     """A local path from the root on; an address, such as `s3://bucket`, as it is."""
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    local = path.removeprefix("file://")
+    return local if "://" in local else os.path.abspath(os.path.expanduser(local))
 
 
 @lru_cache

@@ -14,6 +14,7 @@ from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.deduplicate import deduplicate
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
+from vit_ray.storage import absolute
 
 
 def test_tasks_in_another_working_directory_find_what_the_driver_names(
@@ -40,3 +41,15 @@ def test_tasks_in_another_working_directory_find_what_the_driver_names(
     found = deduplicate("set", ["part"], "clean")
     assert found.num_exact >= part.num_images
     assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [("a/b", "{here}/a/b"), ("file://a/b", "{here}/a/b"), ("file:///a", "/a"), ("~/a", "{home}/a"),
+     ("s3://bucket/a", "s3://bucket/a"), ("hf://a/b", "hf://a/b")],
+)  # fmt: skip
+def test_local_paths_become_absolute_and_addresses_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, found: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute(path) == found.format(here=tmp_path, home=Path.home())

@@ -146,11 +146,15 @@ def read_at_most(path: str, most: int) -> bytes | int:
     """All of `bucket/key` by one request, or its size where that is more than `most` bytes."""
     with _as_os_errors(path):
         answer = _request("get_object", path)
-        size = int(answer["ContentLength"])
+        size = int(answer.get("ContentLength") or 0)
         if size > most:
             answer["Body"].close()
             return size
-        return bytes(answer["Body"].read())
+        # A gateway may leave the length out; where it is known, a shorter body is an error.
+        content = bytes(answer["Body"].read(None if size else most + 1))
+    if len(content) > most:
+        raise OSError(f"{path} has more than {most:,} bytes, and the store does not give its size")
+    return content
 
 
 def read_if(path: str, etag: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -360,7 +364,7 @@ _TRANSIENT_CODES: Final = {
     "OperationAborted", "RequestThrottled", "RequestTimeout", "ServiceUnavailable", "SlowDown",
     "Throttling", "ThrottlingException",
 }  # fmt: skip
-"""The error for S3's HTTP statuses 400, 409 and 5xx, or for one of the keys of a request."""
+"""Error codes of S3 with HTTP statuses 400, 409 and 5xx, or for one of the keys of a request."""
 
 
 def _type_of(status: int | None, code: str) -> type[OSError]:

@@ -30,6 +30,10 @@ def test_a_size_without_a_step_is_left_out() -> None:
     assert sizes == crop_sizes(((0.0, 16), (0.25, 32)), 32, 4)
 
 
+def test_a_size_that_does_not_change_is_one_piece() -> None:
+    assert crop_sizes(((0.0, 16), (0.5, 16), (0.75, 32)), 32, 4).lengths(4) == [(16, 3), (32, 1)]
+
+
 def test_shares_of_steps_that_were_rounded_to_one_make_a_recipe() -> None:
     sizes = crop_sizes(((0.0, 16), (0.001, 32), (0.5, 24)), 32, 20)
     shares = sizes.shares(40)

@@ -46,4 +46,8 @@ def crop_sizes(
     # Of those that begin at the same step, the last decides.
     pieces = {round(share * total_steps): side for share, side in sizes}
     pieces.pop(total_steps, None)
-    return CropSizes(tuple(pieces.items()) or ((0, image_size),))
+    found: list[tuple[int, ImageSize]] = []
+    for first, size in pieces.items():
+        if not found or found[-1][1] != size:
+            found.append((first, size))
+    return CropSizes(tuple(found) or ((0, image_size),))

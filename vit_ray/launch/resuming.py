@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -112,7 +113,8 @@ def accepted_changes(
         put_back = "restore the earlier value"
         if sizes and before.data.augment.sizes and total_steps > steps_before:
             trained = crop_sizes(before.data.augment.sizes, before.model.image_size, steps_before)
-            put_back += f" ({CROP_SIZES}={trained.shares(total_steps)} has the sizes of before)"
+            shares = json.dumps(trained.shares(total_steps), separators=(",", ":"))
+            put_back += f" ({CROP_SIZES}={shares} has the sizes of before)"
         raise ValueError(
             f"run {recipe.name!r} was started with another recipe: {_listed(changes)}; {put_back}, "
             f"choose another name, or set resume=changed to continue it from step {step}"

@@ -124,15 +124,18 @@ class Slurm:
         shown = self.run("scontrol", "show", "job", job)
         return int(re.search(r" ExitCode=(\d+):", shown)[1])  # type: ignore[index]
 
+    def folders(self, job: str = "") -> list[str]:
+        """Of jobs, or of one, on all hosts."""
+        found = [host.folder.glob(f"tmp-ray/ray-{job or '*'}-*") for host in self.nodes.values()]
+        return [str(path) for paths in found for path in paths]
+
     def wait_until_nothing_is_left(self) -> None:
         """Until no host has a process of Ray or a driver, or a file of a job."""
         deadline = time.monotonic() + 120
         while True:
             left = [p for host in self.nodes.values() for p in host.processes()]
             left = [p for p in left if re.search(rf"ray::|raylet|gcs_server|{DRIVER}", p)]
-            left += [
-                str(p) for host in self.nodes.values() for p in host.folder.glob("tmp-ray/ray-*")
-            ]
+            left += self.folders()
             if not left:
                 return
             assert time.monotonic() < deadline, left
@@ -258,9 +261,11 @@ def test_a_signal_while_ray_starts_queues_a_job_again_or_ends_it(
     slurm.wait_until_nothing_is_left()
     # Before there is a step of Ray, too, and once more while it ends.
     job = slurm.submit(recipe)
-    slurm.wait(job, lambda state: state == "RUNNING 0")
+    slurm.wait(job, lambda _: slurm.folders(job) != [])  # made after the traps are set
     signal = ("scancel", "--batch", "--signal=TERM", job)
+    deadline = time.monotonic() + 120
     while slurm.nodes["node1"].run(*signal, environment=slurm.environment)[0] == 0:
+        assert time.monotonic() < deadline, slurm.log(recipe).read_text()
         time.sleep(0.5)  # until it is over
     assert (slurm.wait(job, is_over), slurm.exit_code(job)) == ("FAILED 0", 3)
     slurm.wait_until_nothing_is_left()

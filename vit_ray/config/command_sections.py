@@ -78,8 +78,8 @@ class ConvertConfig(Section):
     shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
     """JPEG quality of re-encoded images."""
     apply_orientation: bool = False
-    """Rotate images as their EXIF says, and re-encode those as JPEG of `shrink_quality`; `false`
-    keeps the stored pixels, as other training pipelines do."""
+    """Rotate and mirror images as their EXIF says, and re-encode those as JPEG of `shrink_quality`;
+    `false` keeps the stored pixels, as other training pipelines do."""
     license: str | None = None
     """Licence of the images, kept in the manifest of the set and of its subsets."""
     source_url: str | None = None
@@ -122,7 +122,7 @@ class VerifyConfig(Section):
 
 
 class SubsetConfig(Section):
-    """A subset of a data set, written as a manifest only."""
+    """A nested subset of a data set, written as a manifest only."""
 
     source: str
     """Converted data set to take from."""

@@ -86,7 +86,7 @@ class SourceUnit:
     """A part of a source that one task indexes.
 
     Attributes:
-        folder: that keys, and the paths of a list, are relative to.
+        folder: keys, and the paths of a list, are relative to it.
         start, stop: bytes of a list; None = to its end.
         first_line: 1-based number of the line at `start`.
         columns: names of the fields that are passed through.

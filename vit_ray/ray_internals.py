@@ -293,6 +293,11 @@ INTERNALS: Final = (
         "ray._raylet", "node_labels_match_selector",
         "Whether any node could take a worker is checked before Ray waits for one.", "",
     ),
+    Internal(
+        "ray._private.state", "state",
+        "Which nodes drain, and so take no new work, is in no public list.", "",
+        attributes=("get_draining_nodes",),
+    ),
     Internal("ray._raylet", "Config", "Reads the authentication mode again.", "#64755"),
     Internal(
         "ray._private.grpc_utils", "init_grpc_channel",
@@ -316,6 +321,12 @@ def preemption_notice() -> Any:
     """Ray Train's notice for this worker's group, without waiting for the other workers."""
     context = importlib.import_module(_MODULES["get_train_context"]).get_train_context()
     return context.preemption_context.preemption_info
+
+
+def draining_nodes() -> frozenset[str]:
+    """Ids of the nodes of the connected cluster that take no new work and are about to leave."""
+    state = importlib.import_module(_MODULES["state"]).state
+    return frozenset(state.get_draining_nodes())
 
 
 def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:

@@ -87,3 +87,8 @@ def test_it_is_said_what_is_needed_what_there_is_and_what_to_do() -> None:
         "0 of them free); start nodes, wait for or end what else runs there, or "
         "lower workers.num_workers"
     )
+
+
+def test_nodes_that_drain_are_named_since_their_free_cpus_cannot_be_used() -> None:
+    text = describe_missing(2, {"CPU": 1.5}, {"CPU": 4.0}, {"CPU": 4.0}, ["10.0.0.5"])
+    assert "4 of them free); draining nodes among them take no new work: 10.0.0.5; start" in text

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import ray
 
 from vit_ray.outcomes import EventKind
+from vit_ray.ray_internals import draining_nodes
 from vit_ray.worker.job import TrainJob
 
 TELL_S: Final = 60.0
@@ -78,16 +79,24 @@ def describe_missing(
     each: Mapping[str, float],
     total: Mapping[str, float],
     free: Mapping[str, float],
+    draining: Sequence[str] = (),
 ) -> str:
-    """What `num_workers` need, what the cluster has, and what to do."""
+    """What `num_workers` need, what the cluster has, and what to do.
+
+    Args:
+        draining: addresses of nodes that are counted, and take no new work.
+    """
     held = ", ".join(
         f"{num_workers * count:g} {key} (the cluster has {total.get(key, 0):g}, "
         f"{free.get(key, 0):g} of them free)"
         for key, count in each.items()
     )
     who = "1 worker needs" if num_workers == 1 else f"{num_workers} workers need"
+    leaving = ""
+    if draining:
+        leaving = f"; draining nodes among them take no new work: {', '.join(draining)}"
     return (
-        f"{who} {held}; start nodes, wait for or end what else runs there, or lower "
+        f"{who} {held}{leaving}; start nodes, wait for or end what else runs there, or lower "
         "workers.num_workers"
     )
 
@@ -97,7 +106,13 @@ def missing_now(
 ) -> str:
     """`describe_missing` of the connected cluster, and the labels that the nodes must have."""
     total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
-    text = describe_missing(num_workers, each, total, free)
+    drains = draining_nodes()
+    draining = [
+        node["NodeManagerAddress"]
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"] and node["NodeID"] in drains
+    ]
+    text = describe_missing(num_workers, each, total, free, draining)
     if labels:
         text += f"; only nodes with workers.label_selector={json.dumps(dict(labels))} are used"
     return text

@@ -304,6 +304,14 @@ def test_of_saves_that_were_never_whole_the_last_two_stay_and_what_was_whole(run
     assert len(told) == 7
 
 
+def test_a_save_in_which_rank_0_wrote_nothing_never_was_whole(run: Location) -> None:
+    for step in range(1, 5):
+        write_snapshot(snapshots(step)[1], run.child(folder_name(step)))
+    write_checkpoint(run, 5)
+    prune(run, keep_last=1, warn=ignore)
+    assert names(run) == [*(f"{folder_name(step)}.damaged" for step in (3, 4)), folder_name(5)]
+
+
 def test_a_checkpoint_whose_marker_was_lost_is_not_taken_for_one_that_never_was_whole(
     run: Location,
 ) -> None:

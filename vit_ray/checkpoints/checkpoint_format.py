@@ -5,8 +5,8 @@ for the fragments that it owns, and then `rank-0000r-of-0000n.json`, its index: 
 checksum of the tensors' file, and their keys. Rank 0's index also holds the run's position. A rank
 reads its tensors back before it writes their index. When all indexes are there, rank 0 writes
 `commit.json`, which lists every file with its size and checksum, and has one of itself. The
-checkpoint is what that lists; other files do not count. Rank 0's first file is `uncommitted`, which
-goes right before the commit: a folder that has it never was whole.
+checkpoint is what that lists; other files do not count. The first file of every rank is the same
+empty `uncommitted`, which goes right before the commit: a folder that has it never was whole.
 
 A kind has a number for each element of a parameter, but for Adafactor's: `exp_avg_sq_by_row` and
 `exp_avg_sq_by_column` have one for each row and column of its matrices, all in rank 0's file.
@@ -95,8 +95,7 @@ def write_part(
         DamagedCheckpointError: what was read back is not what was written.
         OSError: the folder cannot be read or written.
     """
-    if rank == 0:
-        folder.child(_UNCOMMITTED).write(b"")
+    folder.child(_UNCOMMITTED).write(b"")
     name, sha256 = index_name(rank, world_size), _sha256(content)
     facts = {"format_version": FORMAT_VERSION, "bytes": len(content), "sha256": sha256}
     folder.child(tensors_name(name)).write(content)

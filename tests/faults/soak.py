@@ -42,6 +42,8 @@ PATIENCE_S: Final = 600.0
 """A run that has written no checkpoint for so long hangs, and the soak has failed."""
 STOPPED: Final = 3
 """Exit code of a driver that was stopped on request."""
+NOTICE_S: Final = 20.0
+"""Between the notice that a node is taken back and its end."""
 SLOW: Final = "endpoint URL"
 """Said at the end of a driver that could not start because S3 did not answer in time."""
 _DRAIN: Final = """
@@ -55,7 +57,7 @@ node = alive.get(sys.argv[1])  # it may be gone at this moment
 reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 client = GcsClient(address=ray.get_runtime_context().gcs_address)
 if node:
-    client.drain_node(node, reason, "taken back", int((time.time() + 20) * 1e3))
+    client.drain_node(node, reason, "taken back", int((time.time() + float(sys.argv[2])) * 1e3))
 """
 
 
@@ -118,6 +120,13 @@ class Soak(HostCluster):
         self.struck_s = time.time()
         return self.hosts[host].run(*command)[0] == 0
 
+    def replace_host(self, name: str, after_s: float = 0.0) -> None:
+        """End a host as without power, and start it again."""
+        self.hosts[name].lose()
+        time.sleep(after_s)
+        self.hosts[name] = self.net.join(name)
+        self.start_raylet(name)
+
     def signal_worker(self, number: signal.Signals) -> None:
         """To one training process, on a host that has one."""
         for name in self.rng.sample(WORKERS, len(WORKERS)):
@@ -159,18 +168,18 @@ def kill_raylet(soak: Soak) -> None:
 
 
 def drain_node(soak: Soak) -> None:
-    """A node is taken back with 20 s of notice, and its host returns."""
-    host = soak.hosts[soak.rng.choice(WORKERS)]
-    soak.hosts["head"].run(sys.executable, "-c", _DRAIN, host.address)
+    """A node is taken back after a notice, and another host takes its place."""
+    name = soak.rng.choice(WORKERS)
+    soak.hosts["head"].run(sys.executable, "-c", _DRAIN, soak.hosts[name].address, str(NOTICE_S))
+    soak.struck_s = time.time()
+    # Ray ends a drained node when it is idle, and `ray start --block` does not.
+    time.sleep(NOTICE_S)
+    soak.replace_host(name)
 
 
 def lose_host(soak: Soak) -> None:
     """A host has no power for a while."""
-    name = soak.rng.choice(WORKERS)
-    soak.hosts[name].lose()
-    time.sleep(soak.rng.uniform(1.0, 20.0))
-    soak.hosts[name] = soak.net.join(name)
-    soak.start_raylet(name)
+    soak.replace_host(soak.rng.choice(WORKERS), soak.rng.uniform(1.0, 20.0))
 
 
 def cut_host(soak: Soak) -> None:

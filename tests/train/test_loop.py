@@ -23,6 +23,7 @@ from tests.worker.fakes import (
     sum_of_one,
 )
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute
@@ -179,6 +180,24 @@ def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
     metrics = hooks.logged[0][1]
     assert metrics["train/loss"] == np.arange(mine).mean() + 1.5
     assert metrics["train/grad_norm"] == 1.0 + 1.5
+
+
+@pytest.mark.parametrize("refused", [(), (0, 5, TOTAL - 1)])
+def test_the_digest_of_a_run_is_of_all_ranks_samples(refused: tuple[int, ...]) -> None:
+    """Also of those in refused steps.
+
+    For each of two ranks, the sum over the ranks is twice its own digest.
+    """
+    mine, found = BATCH // 2, []
+    twice = {"world_size": 2, "all_sum": lambda values: [2 * float(one) for one in values]}
+    for rank in (0, 1):
+        stream = ({k: v[rank * mine :][:mine] for k, v in batch.items()} for batch in batches())
+        progress = Progress()
+        engine = FakeEngine(refused=refused)
+        run(engine, FakeHooks(), short_recipe(), progress, stream=stream, rank=rank, **twice)
+        found.append(int(progress.samples_digest, 16))
+    expected = samples_digest(0, np.arange(TOTAL * BATCH))
+    assert add_digests(*found) == add_digests(expected, expected)
 
 
 def test_it_logs_its_first_step_then_by_cadence_and_at_the_end() -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from ray.train import PreemptionInfo
 
 from tests import parts
-from tests.worker.fakes import BATCH, MICRO, TOTAL, FakeEngine, Worker, make_job
+from tests.worker.fakes import BATCH, MICRO, TOTAL, FakeEngine, Worker, make_job, sum_of_one
 from vit_ray import trust_modules
 from vit_ray.checkpoints.checkpoint import open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
@@ -143,6 +144,19 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
     assert found == {  # what `batches` gives: sample and place are the same number
         (1, step): samples_digest(BATCH, np.arange(BATCH, step * BATCH)) for step in (3, 6, 9, 10)
     }
+
+
+def test_ranks_do_not_meet_for_a_save(tmp_path: Path) -> None:
+    met: dict[int | None, int] = {}
+    for every in (None, 1):
+        worker = Worker(make_job(tmp_path / str(every), checkpoint={"every_steps": every}))
+        attempt, sums = worker.attempt(), []
+        attempt.context = replace(
+            attempt.context, all_sum=lambda values, to=sums: to.append(1) or sum_of_one(values)
+        )
+        run_attempt(worker.link, lambda one=attempt: one)
+        met[every] = len(sums)
+    assert met[None] == met[1] >= TOTAL
 
 
 def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Path) -> None:

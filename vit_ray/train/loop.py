@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
 from vit_ray.config import Recipe
 from vit_ray.config.cadence import Cadence
 from vit_ray.measure.failures import MOST_AUTO_S, best_interval_s
@@ -227,6 +228,11 @@ class _Training:
         self._first_step = progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = progress.step, clock()
+        if not progress.samples_digest:
+            progress.digest_from = progress.step
+        self._digest_before = int(progress.samples_digest or "0", 16)
+        self._digest = self._digest_of_all = 0
+        """Digests of this attempt's samples: this rank's, and all ranks'."""
 
     @property
     def saving(self) -> Cadence:
@@ -260,6 +266,9 @@ class _Training:
         rate = lr_at(progress.step, self._recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
         usual = spikes.Usual.of(progress)  # while the device works
+        samples = np.asarray(batch["sample"], np.int64)
+        place = progress.step * self._recipe.train.global_batch_size + context.rank * share
+        self._digest = add_digests(self._digest, samples_digest(place, samples))
         limit = usual.grad_norm_limit if self._recipe.train.on_spike == "skip" else None
         result = engine.step(rate, limit)
         # Rank 0's clock decides for all: clocks of ranks differ.
@@ -270,8 +279,10 @@ class _Training:
         # are known before the next one. The GPU idles for the first kernel launches of that step.
         # Stage 3 bounds its gathers and sums in flight by syncs of its own, and an offloaded
         # optimizer waits for its gradients.
-        sums = context.all_sum([loss, result.refused, result.grad_norm, *flags])
+        digest = to_floats(self._digest)
+        sums = context.all_sum([loss, result.refused, result.grad_norm, *flags, *digest])
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
+        self._digest_of_all = of_floats(sums[-len(digest) :])
         step_s = self._clock() - start_s
         if not progress.worker_seconds:  # a checkpoint that has only seconds left
             progress.worker_seconds = progress.train_seconds * context.world_size
@@ -290,7 +301,7 @@ class _Training:
         else:
             progress.nonfinite_steps += 1
             self._hooks.handle_nonfinite(progress, batch)
-        agreed = (count > 0 for count in sums[3:])
+        agreed = (count > 0 for count in sums[3 : 3 + len(flags)])
         return _Step(mean_loss, grad_norm, rate, spike is not None, *agreed)
 
     def log_if_due(self, step: _Step) -> None:
@@ -373,6 +384,8 @@ class _Training:
             is_noted = context.rank == 0 and hooks.note_evaluation(progress)
             if context.all_sum([float(is_noted)])[0] > 0:
                 return
+        digest = add_digests(self._digest_before, self._digest_of_all)
+        progress.samples_digest = f"{digest:016x}"
         hooks.save(progress)
         self._saved_step, self._saved_s = progress.step, self._clock()
         if self._recipe.checkpoint.every_minutes == "auto":

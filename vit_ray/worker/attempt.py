@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
 from vit_ray.config.sample_numbers import COPY
 from vit_ray.evaluate.examples import NUM_TRAINING, training_files
 from vit_ray.measure.goodput import TimeClass
@@ -91,10 +88,6 @@ class Attempt:
     _leaves_at_s: float | None = field(default=None, init=False)
     """Unix time at which a node of this run leaves, for the next checkpoint."""
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
-    _digest: int = field(default=0, init=False)
-    """Digest of this rank's samples in this attempt."""
-    _digest_before: int = field(default=0, init=False)
-    """Digest of all ranks' samples in earlier attempts."""
 
     def run(self) -> None:
         """Train to the end, or evaluate once.
@@ -141,10 +134,6 @@ class Attempt:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         if progress.step == 0 and self.context.rank == 0:
             batches = self._shown(batches)
-        if not progress.samples_digest:
-            progress.digest_from = progress.step
-        self._digest_before = int(progress.samples_digest or "0", 16)
-        batches = self._digested(batches)
         hooks = LoopHooks(
             note_step=self.note_step,
             log=self.log,
@@ -187,15 +176,6 @@ class Attempt:
         self.link.show_files(files, "images")
         yield first
         yield from batches
-
-    def _digested(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; their samples are included in the digest of later checkpoints."""
-        size = self.job.recipe.train.global_batch_size
-        for step, batch in enumerate(batches, self.progress.step):
-            samples = np.asarray(batch["sample"], np.int64)
-            first = step * size + self.context.rank * len(samples)
-            self._digest = add_digests(self._digest, samples_digest(first, samples))
-            yield batch
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Metrics for MLflow, and on rank 0 a copy for the recipe's callbacks.
@@ -274,8 +254,6 @@ class Attempt:
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log how long training stood still."""
-        whole = of_floats(self.context.all_sum(to_floats(self._digest)))
-        progress.samples_digest = f"{add_digests(self._digest_before, whole):016x}"
         with self.link.clock.within(TimeClass.CHECKPOINT):
             stall_s = self.saver.save(progress, self._leaves_at_s)
         self._leaves_at_s = None

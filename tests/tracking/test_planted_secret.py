@@ -65,6 +65,6 @@ def test_nothing_that_a_run_writes_holds_a_secret(
     assert any(b"postgresql://db/mlflow" in path.read_bytes() for path in files)
     job: Any = SimpleNamespace(recipe=recipe, data_fingerprint="f", data_terms=())
     engine: Any = SimpleNamespace(applied_steps=0, shapes={})
-    assert SECRET not in str(asdict(make_position(job, engine, Progress(), None)))
+    assert SECRET not in str(asdict(make_position(job, engine, Progress())))
     shown = capfd.readouterr()
     assert SECRET not in shown.out + shown.err + caplog.text

@@ -153,6 +153,14 @@ def test_the_run_id_is_asked_for_on_rank_0(actor: FakeRun) -> None:
     assert link_of(actor, rank=1).tracking_run_id() is None
 
 
+def test_the_run_id_is_asked_for_until_it_is_known(actor: FakeRun) -> None:
+    answers: list[str | None] = [None, "run-id", "another"]
+    actor.run_id = lambda wait_s: answers.pop(0)  # type: ignore[method-assign]
+    link = link_of(actor)
+    assert [link.tracking_run_id() for _ in range(4)] == [None, *["run-id"] * 3]
+    assert answers == ["another"]
+
+
 def test_what_all_ranks_know_is_sent_by_rank_0(actor: FakeRun) -> None:
     for rank in (0, 1):
         link = link_of(actor, rank)

@@ -33,11 +33,11 @@ def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
     terms = {"license": "CC-BY-4.0"}
     job, engine = replace(make_job(tmp_path), data_terms=(terms,)), FakeEngine(weight=3.0)
     progress = Progress(step=4, metrics={"train/loss": 1.0})
-    position = make_position(job, engine, progress, "run-id")
+    position = make_position(job, engine, progress)
     progress.step, progress.metrics["train/loss"] = 5, 9.0
     assert position.progress == Progress(step=4, metrics={"train/loss": 1.0})
     assert (position.applied_steps, position.samples_seen) == (3, 4 * BATCH)
-    assert (position.tracking_run_id, position.data_fingerprint) == ("run-id", "print")
+    assert position.data_fingerprint == "print"
     assert position.recipe["name"] == "run"
     assert Position.from_json(position.to_json()).data_terms == [terms]
     assert set(position.versions) == {"ray", "torch"}
@@ -50,6 +50,7 @@ def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
     assert checkpoint is not None
     assert checkpoint.position.progress == Progress(step=2, train_seconds=1.5)
     assert float(checkpoint.weights()["w"]) == 2.0
+    assert checkpoint.position.tracking_run_id == "run-id"
 
 
 def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
@@ -66,6 +67,19 @@ def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
     second.join(timeout=30)
     assert not second.is_alive()
     assert len(writes) == 2
+
+
+def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path: Path) -> None:
+    """Its process may be busy, or wait for MLflow."""
+    worker = Worker(make_job(tmp_path))
+    writes: list[Callable[[], None]] = []
+    worker.saver._run_beside = writes.append
+    asked: list[float] = []
+    worker.actor.run_id = lambda wait_s: asked.append(wait_s)  # type: ignore[method-assign]
+    worker.saver.save(Progress(step=1))
+    assert asked == []
+    writes[0]()
+    assert len(asked) == 1
 
 
 def test_storage_that_refuses_too_often_fails_the_run(
@@ -129,7 +143,7 @@ def test_only_a_checkpoint_that_was_committed_was_in_time(
 ) -> None:
     worker = Worker(make_job(tmp_path))
     worker.saver.abandon()  # the other rank's part is not waited for
-    position = make_position(worker.job, FakeEngine(), Progress(step=1), None)
+    position = make_position(worker.job, FakeEngine(), Progress(step=1))
     snapshot = replace(snapshot_of_two(FakeEngine(), position), world_size=world_size)
     worker.saver._write(snapshot, time.time(), time.time() + 270)
     assert worker.kinds() == kinds

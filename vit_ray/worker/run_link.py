@@ -125,6 +125,7 @@ class RunLink:
         """Sent until it has arrived: a heartbeat is small."""
         self.log = record.metrics if rank == 0 else lambda step, values: None
         """Takes metrics of a step, which are the same on all ranks; rank 0 sends them."""
+        self._tracking_run_id: str | None = None
         self.stop_reason: str | None = None
         """Why the workers were asked to stop, by the last answer to a heartbeat."""
         self._saves_requested = 0
@@ -223,10 +224,12 @@ class RunLink:
                 self.keep_file(name, content, folder, SHOW_S)
 
     def tracking_run_id(self) -> str | None:
-        """MLflow's id of the run on rank 0; None if it is not known in time."""
-        if self.rank > 0:
-            return None  # only rank 0's position is kept
-        try:
-            return self._record.run_id(RUN_ID_S)
-        except (ray.exceptions.RayError, RuntimeError):
-            return None  # training continues without its tracking
+        """MLflow's id of the run on rank 0; None if it is not known in time.
+
+        It never changes, so it is asked for until it is known.
+        """
+        if self.rank == 0 and self._tracking_run_id is None:  # only rank 0's position is kept
+            # Training continues without its tracking.
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+                self._tracking_run_id = self._record.run_id(RUN_ID_S)
+        return self._tracking_run_id

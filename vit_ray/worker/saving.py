@@ -95,7 +95,7 @@ class CheckpointSaver:
         start_s, asked_s = time.perf_counter(), time.time()
         self._watchdog.pause()  # waiting has its own limits
         self.wait_until_written()  # storage slower than the cadence must not accumulate copies
-        position = make_position(self._job, self._state, progress, self._link.tracking_run_id())
+        position = make_position(self._job, self._state, progress)
         position = replace(position, teacher_digest=self.teacher_digest)
         snapshot = self._state.snapshot(position)
         self._written.clear()
@@ -161,7 +161,9 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot, asked_s: float, leaves_at_s: float | None) -> None:
         try:
-            committed_s = self._writer.write(snapshot)
+            run_id = self._link.tracking_run_id()  # the answer may take seconds
+            position = replace(snapshot.position, tracking_run_id=run_id)
+            committed_s = self._writer.write(replace(snapshot, position=position))
             if leaves_at_s is not None and committed_s is not None:
                 text = _time_taken(asked_s, committed_s, leaves_at_s)
                 self._link.note(EventKind.PREEMPTION, text, snapshot.position.step)
@@ -197,10 +199,11 @@ def check_folder_is_shared(job: TrainJob, node: str) -> None:
         )
 
 
-def make_position(
-    job: TrainJob, state: TrainingState, progress: Progress, tracking_run_id: str | None
-) -> Position:
-    """The run's present position; the loop may advance `progress` afterwards."""
+def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Position:
+    """The run's present position; the loop may advance `progress` afterwards.
+
+    It has no MLflow run id: that is asked for while training continues.
+    """
     batch = job.recipe.train.global_batch_size
     return Position(
         progress=deepcopy(progress),
@@ -211,7 +214,6 @@ def make_position(
         recipe=job.recipe.recorded(),
         data_fingerprint=job.data_fingerprint,
         data_terms=list(job.data_terms),
-        tracking_run_id=tracking_run_id,
         versions={"ray": version("ray"), "torch": torch.__version__},
     )
 

@@ -100,7 +100,8 @@ def save(folder: str, ranks: list[int], world_size: int, step: int) -> tuple[int
     import torch
 
     from vit_ray.checkpoints import checkpoint_writer
-    from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot
+    from vit_ray.checkpoints.checkpoint import Position, Progress
+    from vit_ray.checkpoints.snapshot import take_snapshot
     from vit_ray.config.training_sections import CheckpointConfig
     from vit_ray.storage import locate
 
@@ -123,8 +124,8 @@ def save(folder: str, ranks: list[int], world_size: int, step: int) -> tuple[int
                 lambda *event: events.append(str(event)),
             )
         time.sleep(when.random())
-        tensors = {f"weight|w|{rank * ELEMENTS}": torch.zeros(ELEMENTS)}
-        writers[rank].write(Snapshot(rank, world_size, tensors, position))
+        entries = [("weight", "w", rank * ELEMENTS, torch.zeros(ELEMENTS))]
+        writers[rank].write(take_snapshot(entries, position, rank, world_size))
 
     checkpoint_writer.commit = commit  # type: ignore[assignment]
     try:

@@ -1,8 +1,11 @@
 """Writing to S3: all or nothing, in parts that are tried again, and no part left behind."""
 
+import errno
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 from botocore.exceptions import (
     ClientError,
@@ -133,6 +136,39 @@ def test_a_folder_that_cannot_be_copied_stays(bucket: Location, proxy: FaultProx
     proxy.faults.set("", 0)
     assert old.child("one").read() == b"1"
     assert old.child("two").read() == b"2"
+
+
+@pytest.mark.parametrize("size", [0, 100, 2 * MIB, 3 * MIB + 5])
+def test_the_hash_of_what_is_written_is_that_of_the_file(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a file system is away in the middle of the first attempt."""
+    monkeypatch.setattr(retry.time, "sleep", lambda _: None)
+    place, synced = locate(str(tmp_path)).child("file"), []
+    plain = storage._sync_file
+
+    def sync(path: str) -> None:
+        synced.append(path)
+        if len(synced) == 1:
+            raise OSError(errno.ESTALE, "away")
+        plain(path)
+
+    monkeypatch.setattr(storage, "_sync_file", sync)
+    assert place.write_hashed(memoryview(content(size))) == sha256(content(size)).hexdigest()
+    assert place.read() == content(size)
+    assert len(synced) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_is_read_into_memory_that_is_there(bucket: Location, tmp_path: Path) -> None:
+    target = np.zeros(300, np.uint8)
+    for folder in (bucket, locate(str(tmp_path))):
+        folder.child("file").write(content(500)[:500])
+        for offset, count in ((0, 300), (199, 300), (450, 50), (500, 0)):
+            assert folder.child("file").read_into(offset, target) == count
+            assert target[:count].tobytes() == content(500)[offset : offset + count]
+        with pytest.raises(FileNotFoundError):
+            folder.child("none").read_into(0, target)
 
 
 def test_on_a_disk_a_block_that_raises_leaves_neither_file_nor_half(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tests.checkpoints.written import write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.models.small import TINY_VIT
 from tests.recipes import recipe_with
-from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.storage import locate
 
@@ -56,5 +56,5 @@ def write_run(
                 start, part = (0, flat[:cut]) if rank == 0 else (cut, flat[cut:])
                 shards[f"{kind}|{name}|{start}"] = part.clone()
         target = locate(str(folder)).child(folder_name(7))
-        write_snapshot(Snapshot(rank, 2, shards, position), target)
+        write_snapshot(snapshot_of(rank, 2, shards, position), target)
     return str(folder)

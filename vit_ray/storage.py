@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import shutil
@@ -13,7 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import pyarrow
+from numpy.typing import NDArray
 from pyarrow import fs
 
 from vit_ray import s3
@@ -31,6 +34,8 @@ _LOG: Final = logging.getLogger(__name__)
 READS_OLDER: Final = "bf285d9"
 """The last commit that reads what was written before the formats of this code."""
 
+_HASHED_BYTES: Final = 1 << 20
+"""Bytes that are hashed and then written: they fit into a core's cache."""
 RIGHTS_PROBE: Final = "rights-probe"
 """File by which a start tries its access rights; one that could not be deleted is replaced by the
 next."""
@@ -115,6 +120,16 @@ class Location:
 
         return with_retries(read_once, f"reading {self.path}")
 
+    def read_into(self, offset: int, target: NDArray[np.uint8]) -> int:
+        """Fill `target` (n,) from `offset`; returns the bytes read, fewer at the file's end."""
+
+        def read_once() -> int:
+            with self.filesystem.open_input_file(self.path) as file:
+                file.seek(offset)
+                return int(file.readinto(target))
+
+        return with_retries(read_once, f"reading {self.path}")
+
     def _read_once(self) -> bytes:
         with self.filesystem.open_input_stream(self.path) as stream:
             return bytes(stream.read())
@@ -123,13 +138,35 @@ class Location:
         """Write a file so that no reader ever sees a part of it."""
 
         def write_once() -> None:
-            with (
-                self.atomic_output() as target,
-                closed_after(target.filesystem.open_output_stream(target.path)) as stream,
-            ):
+            with self._output() as stream:
                 stream.write(content)
 
         with_retries(write_once, f"writing {self.path}")
+
+    def write_hashed(self, content: memoryview) -> str:
+        """As `write`; returns the SHA-256 of what was written.
+
+        Each piece is hashed right before it is written, while it is in the processor's cache.
+        """
+
+        def write_once() -> str:
+            digest = hashlib.sha256()
+            with self._output() as stream:
+                for first in range(0, len(content), _HASHED_BYTES):
+                    piece = content[first : first + _HASHED_BYTES]
+                    digest.update(piece)
+                    stream.write(piece)
+            return digest.hexdigest()
+
+        return with_retries(write_once, f"writing {self.path}")
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[Any]:
+        with (
+            self.atomic_output() as target,
+            closed_after(target.filesystem.open_output_stream(target.path)) as stream,
+        ):
+            yield stream
 
     def create(self, content: bytes) -> "Creation":
         """Write a small file if there is none of this name; of several that try, one succeeds.

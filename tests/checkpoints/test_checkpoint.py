@@ -105,16 +105,28 @@ def test_it_is_no_checkpoint_until_the_last_rank_has_committed(run: Location) ->
     assert read_checkpoint(folder).position.step == 2
 
 
+@pytest.mark.parametrize("piece", [1, 8, 1 << 20])
+@pytest.mark.parametrize("kept", [
+    lambda content: content[:-1] + b"?",
+    lambda content: b"?" + content[1:],
+    lambda content: content[:-1],
+    lambda content: content[:8],
+    lambda content: b"",
+    lambda content: content + b"?",
+])  # fmt: skip
 def test_what_cannot_be_read_back_is_not_committed(
-    run: Location, monkeypatch: pytest.MonkeyPatch
+    run: Location, monkeypatch: pytest.MonkeyPatch, kept: Callable[[bytes], bytes], piece: int
 ) -> None:
     """A disk that keeps other bytes than it was given: the rank leaves no index."""
-    plain = Location.write
 
-    def keeps_others(place: Location, content: bytes) -> None:
-        plain(place, content[:-1] + b"?" if place.path.endswith(".safetensors") else content)
+    def keeps_others(place: Location, content: memoryview) -> str:
+        place.write(kept(bytes(content)))
+        return hashlib.sha256(content).hexdigest()
 
-    monkeypatch.setattr(Location, "write", keeps_others)
+    monkeypatch.setattr(checkpoint_format, "_LOCAL_BYTES", piece)
+    assert len(snapshots(2)[1].content) % 8 == 0  # the file ends where a piece does
+    write_snapshot(snapshots(2)[1], run.child("kept as it was given"))
+    monkeypatch.setattr(Location, "write_hashed", keeps_others)
     folder = run.child(folder_name(2))
     with pytest.raises(DamagedCheckpointError, match=r"00001-of-00002\.safetensors: its bytes"):
         write_snapshot(snapshots(2)[1], folder)
@@ -246,14 +258,14 @@ def test_a_disk_that_is_full_leaves_nothing_that_counts(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(run, 1)
-    plain = Location.write
+    plain = Location.write_hashed
 
-    def full(self: Location, content: bytes) -> None:
+    def full(self: Location, content: memoryview) -> str:
         if self.path.endswith("rank-00001-of-00002.safetensors"):
             raise OSError(28, "No space left on device")
-        plain(self, content)
+        return plain(self, content)
 
-    monkeypatch.setattr(Location, "write", full)
+    monkeypatch.setattr(Location, "write_hashed", full)
     with pytest.raises(OSError, match="No space left"):
         write_checkpoint(run, 2)
     checkpoint = newest_checkpoint(run)

@@ -11,14 +11,16 @@ from random import Random
 from threading import Thread
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from tests.checkpoints.written import snapshot_of
 from vit_ray.checkpoints import checkpoint_writer
 from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
-    Snapshot,
     evaluation_note,
     folder_name,
 )
@@ -32,6 +34,7 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
     newest_verified_checkpoint,
 )
+from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError, Owner, hold_lock
 from vit_ray.storage import Location, locate
@@ -41,7 +44,7 @@ def snapshot(step: int, rank: int = 0, world_size: int = 1, **progress: Any) -> 
     where = Position(
         Progress(step, **progress), step, step * 8, 8, {"w": [world_size]}, {}, "print"
     )
-    return Snapshot(rank, world_size, {f"weight|w|{rank}": torch.ones(1)}, where)
+    return snapshot_of(rank, world_size, {f"weight|w|{rank}": torch.ones(1)}, where)
 
 
 class FullDisk:
@@ -248,9 +251,9 @@ class CountedFolder(Location):
         self.reads += 2 * [self.path.rpartition("/")[2]]
         return super().read_twice()
 
-    def read_range(self, offset: int, length: int) -> bytes:
+    def read_into(self, offset: int, target: NDArray[np.uint8]) -> int:
         self.reads.append(self.path.rpartition("/")[2])
-        return super().read_range(offset, length)
+        return super().read_into(offset, target)
 
 
 @pytest.mark.parametrize("ranks", [2, 16])

@@ -5,10 +5,20 @@ from pathlib import Path
 
 import torch
 
-from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
-from vit_ray.checkpoints.checkpoint import write_snapshot as write_part
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import commit, missing_ranks
+from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
+from vit_ray.checkpoints.snapshot import write_snapshot as write_part
 from vit_ray.storage import Location
+
+
+def snapshot_of(
+    rank: int, world_size: int, tensors: dict[str, torch.Tensor], position: Position
+) -> Snapshot:
+    """Of tensors by their keys."""
+    parts = [(*key.split("|"), values) for key, values in tensors.items()]
+    entries = [(kind, name, int(start), values) for kind, name, start, values in parts]
+    return take_snapshot(entries, position, rank, world_size)
 
 
 def write_snapshot(
@@ -42,10 +52,7 @@ def snapshots(step: int) -> list[Snapshot]:
     """Two ranks that own uneven parts of two parameters."""
     a, b = values(step)["a"], values(step)["b"]
     parts = [{"weight|a|0": a[:7]}, {"weight|a|7": a[7:], "weight|b|0": b}]
-    return [
-        Snapshot(rank, 2, {k: v.clone() for k, v in part.items()}, position(step))
-        for rank, part in enumerate(parts)
-    ]
+    return [snapshot_of(rank, 2, part, position(step)) for rank, part in enumerate(parts)]
 
 
 def write_checkpoint(run: Location, step: int, ranks: int = 2) -> Location:

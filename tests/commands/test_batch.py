@@ -22,11 +22,11 @@ from click.testing import CliRunner
 from mlflow import MlflowClient
 from PIL import Image
 
-from tests.checkpoints.written import write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
-from vit_ray.checkpoints.checkpoint import Snapshot, folder_name, read_checkpoint
+from vit_ray.checkpoints.checkpoint import folder_name, read_checkpoint
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.trained import batch
 from vit_ray.config import Recipe
@@ -222,7 +222,7 @@ def test_a_rank_between_checkpoints_of_different_ranks_is_asked_for(recipe: Reci
     model, position = small_model("ViT"), read_checkpoint(locate(str(step_7))).position
     position = replace(position, progress=replace(position.progress, step=4))
     shards = {f"weight|{n}|0": p.detach().flatten() for n, p in model.named_parameters()}
-    write_snapshot(Snapshot(0, 1, shards, position), locate(str(earlier)))
+    write_snapshot(snapshot_of(0, 1, shards, position), locate(str(earlier)))
     code, text = said(folder, "step=5", "rank=1")
     assert (code, "step 4 has 1, and that of step 7 has 2" in text) == (2, True), text
     assert "rank=1/8 for 8 workers" in text

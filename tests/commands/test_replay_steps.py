@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints.written import write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
 from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import (
     Checkpoint,
     Position,
     Progress,
-    Snapshot,
     folder_name,
     read_checkpoint,
 )
@@ -51,7 +50,7 @@ def begin(recipe: Recipe) -> torch.nn.Module:
     for kind in ("exp_avg", "exp_avg_sq"):
         tensors |= {f"{kind}|{name}|0": torch.zeros(w.numel()) for name, w in weights.items()}
     folder = locate(recipe.run_folder).child(folder_name(0))
-    write_snapshot(Snapshot(0, 1, tensors, position), folder)
+    write_snapshot(snapshot_of(0, 1, tensors, position), folder)
     return model
 
 

@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints.written import position, values, write_checkpoint, write_snapshot
+from tests.checkpoints.written import (
+    position,
+    snapshot_of,
+    values,
+    write_checkpoint,
+    write_snapshot,
+)
 from tests.experiments.studies import study_row, study_tree
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint import Position, folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, newest_verified_checkpoint
 from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.config.recipe import recipe_from_dict
@@ -82,7 +88,7 @@ def long_run(trunk: Cell, step: int) -> None:
     recipe = trunk.recipe.recorded()
     recipe["data"] |= {"shuffle_window": 64}
     at = replace(position(step), recipe=recipe, tracking_run_id="long")
-    assert write_snapshot(Snapshot(0, 1, whole(step), at), folder)
+    assert write_snapshot(snapshot_of(0, 1, whole(step), at), folder)
 
 
 def whole(step: int) -> dict[str, Any]:

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints.written import snapshot_of
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.worker.fakes import FakeEngine, Worker, make_job
 from vit_ray import retry
 from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
-    Snapshot,
     folder_name,
     open_checkpoint,
 )
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_verified_checkpoint
+from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 
@@ -26,8 +27,8 @@ DIES = """
 import os, sys
 import torch
 from vit_ray.storage import locate
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
-from tests.checkpoints.written import write_snapshot
+from vit_ray.checkpoints.checkpoint import Position, folder_name
+from tests.checkpoints.written import snapshot_of, write_snapshot
 from vit_ray.checkpoints.checkpoint import Progress
 
 def die():
@@ -35,7 +36,7 @@ def die():
 
 run, step, dies = locate(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "dies"
 where = Position(Progress(step), step, step, 1, {"w": [1000]}, {}, "print")
-taken = Snapshot(0, 1, {"weight|w|0": torch.full((1000,), float(step))}, where)
+taken = snapshot_of(0, 1, {"weight|w|0": torch.full((1000,), float(step))}, where)
 write_snapshot(taken, run.child(folder_name(step)), die if dies else lambda: None)
 """
 
@@ -45,8 +46,9 @@ class Engine(FakeEngine):
 
     NUM = 150_000
 
-    def snapshot(self, position: Position) -> Snapshot:
-        return Snapshot(0, 1, {"weight|w|0": torch.full((self.NUM,), self.weight)}, position)
+    def snapshot(self, position: Position, memory: torch.Tensor | None = None) -> Snapshot:
+        weights = torch.full((self.NUM,), self.weight)
+        return take_snapshot([("weight", "w", 0, weights)], position, 0, 1, memory)
 
 
 def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
@@ -114,7 +116,7 @@ def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(
         for step in (1, 2, 3):
             proxy.faults.set("503", 1000 if step == 2 else 0, path=folder_name(2))
             where = Position(Progress(step), step, step, 1, {"w": [9]}, {}, "print")
-            taken = Snapshot(0, 1, {"weight|w|0": torch.full((9,), float(step))}, where)
+            taken = snapshot_of(0, 1, {"weight|w|0": torch.full((9,), float(step))}, where)
             writer.write(taken)
         proxy.faults.set("", 0)
         assert [kind for kind, _ in told] == ["checkpoint failed"]

@@ -118,16 +118,22 @@ def finished(engine: DeepSpeedEngine, losses: list[float]) -> Run:
 
 
 def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Run]:
-    """For each config: a run of 5 steps, saved after 2; the checkpoint lies in folder/NAME."""
+    """For each config: a run of 5 steps, saved after 2; the checkpoint lies in folder/NAME.
+
+    It is written from the memory of a snapshot of the first weights.
+    """
     world_size = torch.distributed.get_world_size()
     results = {}
     for config in configs:
         name, micro = config["name"], config["micro"]
         train = TrainConfig.model_validate(config["train"])
         engine = build_engine(train, world_size, micro, optim_of(config))
+        memory = engine.state.snapshot(position(engine, 0)).content
         losses = run_steps(engine, 0, 2, micro)
         target = locate(folder).child(name).child("step-00000002")
-        write_snapshot(engine.state.snapshot(position(engine, 2)), target)
+        taken = engine.state.snapshot(position(engine, 2), memory)
+        assert taken.content is memory
+        write_snapshot(taken, target)
         torch.distributed.barrier()
         losses += run_steps(engine, 2, 5, micro)
         results[name] = finished(engine, losses)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from tests.recipes import recipe_with
-from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, Snapshot
+from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config import Recipe
 from vit_ray.measure.goodput import Work
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
@@ -158,8 +159,9 @@ class FakeEngine:
     def compile_failure(self) -> str | None:
         return self.failure
 
-    def snapshot(self, position: Position) -> Snapshot:
-        return Snapshot(0, 1, {"weight|w|0": torch.tensor([self.weight])}, position)
+    def snapshot(self, position: Position, memory: torch.Tensor | None = None) -> Snapshot:
+        weight = torch.tensor([self.weight])
+        return take_snapshot([("weight", "w", 0, weight)], position, 0, 1, memory)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.weight = float(checkpoint.weights()["w"])

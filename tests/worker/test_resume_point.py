@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints.written import flip, write_snapshot
+from tests.checkpoints.written import flip, snapshot_of, write_snapshot
 from vit_ray import retry, storage
-from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.checkpoints.run_checkpoints import NoUsableCheckpointError, list_checkpoints
 from vit_ray.retry import RetryPolicy
 from vit_ray.storage import Location, locate
@@ -35,7 +35,7 @@ class Run:
     def save(self, step: int, ended: str = "", ranks: int = 1) -> Location:
         where = Position(Progress(step, ended=ended), step, step * 8, 8, {"w": [2]}, {}, "print")
         folder = self.folder.child(folder_name(step))
-        write_snapshot(Snapshot(0, ranks, {"weight|w|0": torch.ones(2)}, where), folder)
+        write_snapshot(snapshot_of(0, ranks, {"weight|w|0": torch.ones(2)}, where), folder)
         return folder
 
     def damage(self, step: int) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints.written import snapshot_of
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
-from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot
+from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 from vit_ray.worker import saving
@@ -67,6 +69,43 @@ def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
     second.join(timeout=30)
     assert not second.is_alive()
     assert len(writes) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    worker = Worker(make_job(tmp_path))
+    writes: list[Callable[[], None]] = []
+    worker.saver._run_beside = writes.append
+    given: list[int | None] = []
+    plain, write = FakeEngine.snapshot, worker.saver._writer.write
+    taken: list[Snapshot] = []
+
+    def snapshot(
+        engine: FakeEngine, position: Position, memory: torch.Tensor | None = None
+    ) -> Snapshot:
+        given.append(None if memory is None else memory.data_ptr())
+        taken.append(plain(engine, position, memory))
+        return taken[-1]
+
+    def write_or_fail(one: Snapshot) -> float | None:
+        assert worker.saver._memory is None  # nothing is copied into what is being written
+        if fails and one.position.step == 1:
+            raise RuntimeError("of the writer")
+        return write(one)
+
+    monkeypatch.setattr(FakeEngine, "snapshot", snapshot)
+    monkeypatch.setattr(worker.saver._writer, "write", write_or_fail)
+    for step in (1, 2):
+        worker.engine.weight = float(step)
+        worker.saver._error = None
+        worker.saver.save(Progress(step=step))
+        writes.pop()()
+    assert given == [None, taken[0].content.data_ptr()]
+    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
+    assert checkpoint is not None
+    assert (checkpoint.position.step, float(checkpoint.weights()["w"])) == (2, 2.0)
 
 
 def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path: Path) -> None:
@@ -132,9 +171,11 @@ def test_a_rank_that_waits_for_the_part_of_a_dead_one_leaves_and_writes_no_more(
     assert worker.kinds() == ["checkpoint failed"]
 
 
-def snapshot_of_two(engine: FakeEngine, position: Position) -> Snapshot:
+def snapshot_of_two(
+    engine: FakeEngine, position: Position, memory: torch.Tensor | None = None
+) -> Snapshot:
     """Rank 0's of two, the other of whom writes nothing."""
-    return Snapshot(0, 2, {"weight|w|0": torch.tensor([1.0])}, position)
+    return snapshot_of(0, 2, {"weight|w|0": torch.tensor([1.0])}, position)
 
 
 @pytest.mark.parametrize(("world_size", "kinds"), [(1, ["preemption"]), (2, ["checkpoint failed"])])

@@ -21,7 +21,6 @@ from vit_ray.checkpoints.checkpoint_format import (
     check_coverage,
     commit,
     compare,
-    is_committed,
     marker_sha256,
     read_all,
     read_folder,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Entry = tuple[str, str, int, Tensor]
-    """Kind, parameter, start in it, and values (n,), of the state or to be filled."""
+    """Kind, parameter, start in it, and values (n,) to be filled."""
 
 WEIGHT, AVERAGE = "weight", "average"
 
@@ -145,52 +144,9 @@ class Position:
         return cls(progress, **rest)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """One rank's part of a checkpoint, copied to host memory."""
-
-    rank: int
-    world_size: int
-    tensors: dict[str, Tensor]
-    position: Position
-
-
 def folder_name(step: int) -> str:
     """Folder of the checkpoint after `step` completed steps; names sort by step."""
     return f"step-{step:08d}"
-
-
-def take_snapshot(
-    entries: Iterable[Entry], position: Position, rank: int, world_size: int
-) -> Snapshot:
-    """Copy this rank's state to host memory; training may go on as soon as this returns."""
-    import torch
-
-    tensors = {
-        f"{kind}|{name}|{start}": values.detach().to("cpu", torch.float32, copy=True).contiguous()
-        for kind, name, start, values in entries
-    }
-    return Snapshot(rank, world_size, tensors, position)
-
-
-def write_snapshot(snapshot: Snapshot, folder: Location) -> None:
-    """Write one rank's part, and read it back.
-
-    Raises:
-        OSError: the storage does not take it; nothing that counts as a checkpoint is left.
-        FileExistsError: the folder has been committed; nothing was written.
-        DamagedCheckpointError: what was written is not what can be read.
-    """
-    from safetensors.torch import save
-
-    if is_committed(folder):
-        raise FileExistsError(f"step {snapshot.position.step} is committed; it is left as it is")
-    index: dict[str, Any] = {
-        "tensors": {key: values.numel() for key, values in snapshot.tensors.items()}
-    }
-    if snapshot.rank == 0:
-        index["position"] = snapshot.position.to_json()
-    write_part(folder, snapshot.rank, snapshot.world_size, save(snapshot.tensors), index)
 
 
 def write_evaluation(folder: Location, progress: Progress) -> None:
@@ -353,5 +309,5 @@ def copy_checkpoint(
         index: dict[str, Any] = {"tensors": shard.tensors}
         if rank == 0:
             index["position"] = change(Position.from_json(saved)).to_json()
-        write_part(target, rank, len(shards), content, index)
+        write_part(target, rank, len(shards), memoryview(content), index)
     commit(target, len(shards), lambda: None)

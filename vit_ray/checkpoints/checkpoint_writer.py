@@ -11,11 +11,9 @@ from copy import deepcopy
 
 from vit_ray.checkpoints.checkpoint import (
     Progress,
-    Snapshot,
     folder_name,
     open_checkpoint,
     write_evaluation,
-    write_snapshot,
 )
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
@@ -25,6 +23,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     note_failure,
 )
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, note_newest, prune, set_aside
+from vit_ray.checkpoints.snapshot import Snapshot, write_snapshot
 from vit_ray.config.cadence import Cadence
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock

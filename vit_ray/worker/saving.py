@@ -16,11 +16,11 @@ from vit_ray.checkpoints.checkpoint import (
     Checkpoint,
     Position,
     Progress,
-    Snapshot,
     folder_name,
     open_checkpoint,
 )
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
@@ -75,6 +75,8 @@ class CheckpointSaver:
         self._is_broken = is_broken
         self._written = threading.Event()
         self._written.set()
+        self._memory: torch.Tensor | None = None
+        """Memory of the last snapshot, for the next one; None while it is being written."""
         self._error: BaseException | None = None
         self.teacher_digest = ""
         """Digest of the weights that this run learns from."""
@@ -97,7 +99,8 @@ class CheckpointSaver:
         self.wait_until_written()  # storage slower than the cadence must not accumulate copies
         position = make_position(self._job, self._state, progress)
         position = replace(position, teacher_digest=self.teacher_digest)
-        snapshot = self._state.snapshot(position)
+        memory, self._memory = self._memory, None
+        snapshot = self._state.snapshot(position, memory)
         self._written.clear()
         self._run_beside(lambda: self._write(snapshot, asked_s, leaves_at_s))
         self._watchdog.resume()
@@ -170,6 +173,7 @@ class CheckpointSaver:
         except Exception as error:  # raised at the next check in training
             self._error = error
         finally:
+            self._memory = snapshot.content
             self._written.set()
 
 

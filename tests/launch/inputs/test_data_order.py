@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints.written import write_snapshot
-from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
+from tests.checkpoints.written import snapshot_of, write_snapshot
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
@@ -61,7 +61,7 @@ def save_checkpoint(recipe: Recipe, window: int = 0, fingerprint: str | None = N
         fingerprint = open_dataset(str(recipe.data.train)).fingerprint
     where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
     folder = locate(recipe.run_folder).child(folder_name(10))
-    write_snapshot(Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
+    write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
 
 
 def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:

@@ -35,9 +35,9 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from tests.checkpoints.written import write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.worker.fakes import FakeRun, make_job
-from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.launch.pool import failing_nodes, group_callbacks, ray_policies
 from vit_ray.launch.pool.failing_nodes import FAILING_NODES, FailingNodes, LeaveOutNodes
@@ -247,7 +247,7 @@ class Workers(FakeRun):
     def request_save(self) -> None:
         self._step += 10
         where = Position(Progress(self._step), self._step, self._step, 1, {"w": [2]}, {}, "print")
-        taken = Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where)
+        taken = snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where)
         write_snapshot(taken, self._folder.child(folder_name(self._step)))
 
 

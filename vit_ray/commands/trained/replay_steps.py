@@ -14,9 +14,9 @@ from vit_ray.checkpoints.checkpoint import (
     Progress,
     folder_name,
     read_checkpoint,
-    write_snapshot,
 )
 from vit_ray.checkpoints.checkpoint_format import commit
+from vit_ray.checkpoints.snapshot import write_snapshot
 from vit_ray.config import Recipe
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.named_run import NamedRun

@@ -18,9 +18,8 @@ from vit_ray.checkpoints.checkpoint import (
     WEIGHT,
     Checkpoint,
     Position,
-    Snapshot,
-    take_snapshot,
 )
+from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.train.engine.fragments import (
     create_state,
@@ -100,10 +99,10 @@ class TrainingState:
         counts = [int(entry["step"]) for entry in entries if "step" in entry]
         return counts[0] if counts else int(self._engine.global_steps - self._guard.refused_steps)
 
-    def snapshot(self, position: Position) -> Snapshot:
-        """Host copy of what this rank owns."""
+    def snapshot(self, position: Position, memory: Tensor | None = None) -> Snapshot:
+        """Host copy of what this rank owns; `memory` as for `take_snapshot`."""
         rank, world_size = self._engine.global_rank, self._engine.world_size
-        return take_snapshot(self._owned_entries(), position, rank, world_size)
+        return take_snapshot(self.owned_entries(), position, rank, world_size, memory)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module's present weights; all ranks call
@@ -153,7 +152,8 @@ class TrainingState:
         dist.all_reduce(squares)
         return {name: math.sqrt(float(squares[i])) for name, i in index.items()}
 
-    def _owned_entries(self) -> Iterator[Entry]:
+    def owned_entries(self) -> Iterator[Entry]:
+        """What only this rank saves, as views of the state."""
         for f in self.owned:
             yield WEIGHT, f.name, f.start, f.weight
             for kind in self._kinds:

@@ -1,0 +1,98 @@
+"""A rank's part of a checkpoint in host memory."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from tests.checkpoints.written import position, snapshot_of
+from tests.net.__main__ import KEPT
+from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
+
+NAMES = ["blocks.10.w", "blocks.2.w", "a", "a.b", "\u00e4", 'quoted "name"', "last"]
+
+
+def state(scale: float = 1.0) -> dict[str, Tensor]:
+    """Tensors of several sizes, two of them empty, whose keys are not sorted."""
+    sizes = {f"{kind}|{name}|{i}": 3 * i for kind in ("weight", "average") for i, name in
+             enumerate(NAMES)}  # fmt: skip
+    return {key: scale * torch.arange(1.0, size + 1) for key, size in sizes.items()}
+
+
+def content(taken: Snapshot) -> bytes:
+    return taken.content.numpy().tobytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kept_checkpoint_is_written_again_byte_by_byte(rank: int) -> None:
+    """Its tensors and their list in the index."""
+    stem = KEPT / "run" / "step-00000004" / f"rank-{rank:05d}-of-00002"
+    file = stem.with_suffix(".safetensors").read_bytes()
+    listed = json.loads(stem.with_suffix(".json").read_text())["tensors"]
+    tensors = load(file)
+    taken = snapshot_of(rank, 2, {key: tensors[key] for key in listed}, position(4))
+    assert content(taken) == file
+    assert json.dumps(taken.tensors) == json.dumps(listed)
+
+
+def test_its_memory_is_the_file_that_safetensors_writes() -> None:
+    taken = snapshot_of(0, 1, state(), position(1))
+    assert content(taken) == save(state())
+    assert taken.tensors == {key: values.numel() for key, values in state().items()}
+    assert content(snapshot_of(0, 1, {}, position(1))) == save({})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_any_precision_is_kept_in_fp32(dtype: Any) -> None:
+    kept = {key: values.to(dtype) for key, values in state(0.1).items()}
+    expected = save({key: values.float() for key, values in kept.items()})
+    assert content(snapshot_of(0, 1, kept, position(1))) == expected
+
+
+def test_training_changes_nothing_of_it() -> None:
+    weight = torch.ones(8, requires_grad=True)
+    taken = take_snapshot([("weight", "w", 0, weight)], position(1), 0, 1)
+    before = content(taken)
+    weight.data.fill_(2.0)
+    assert content(taken) == before
+    assert not taken.content.requires_grad
+
+
+def test_other_tensors_of_the_same_size_take_the_memory_too() -> None:
+    memory = snapshot_of(0, 1, state(), position(1)).content
+    swapped = {key.replace("last", "tail"): 2.0 * values for key, values in state().items()}
+    parts = [(*key.split("|"), values) for key, values in swapped.items()]
+    entries = [(kind, name, int(start), values) for kind, name, start, values in parts]
+    taken = take_snapshot(entries, position(2), 0, 1, memory)
+    assert taken.content is memory
+    assert content(taken) == save(swapped)
+
+
+def test_views_are_copied_by_their_values() -> None:
+    """Views of one storage that overlap, have gaps or repeat an element."""
+    whole = torch.arange(12.0)
+    views = {"weight|a|0": whole[2:8], "weight|b|0": whole[4:10], "weight|c|0": whole[::3],
+             "weight|d|0": whole[:1].expand(5), "weight|e|0": whole[5:5]}  # fmt: skip
+    expected = save({key: values.clone() for key, values in views.items()})
+    taken = snapshot_of(0, 1, views, position(1))
+    whole.zero_()
+    assert content(taken) == expected
+
+
+def test_the_next_one_takes_the_memory_that_it_is_given_if_it_has_the_size() -> None:
+    entries = [("weight", "a", 0, torch.ones(5)), ("weight", "b", 0, torch.zeros(7))]
+    memory = take_snapshot(entries, position(1), 0, 1).content
+    for _, _, _, values in entries:
+        values.add_(1.0)
+    again = take_snapshot(entries, position(2), 0, 1, memory)
+    assert again.content.data_ptr() == memory.data_ptr()
+    assert content(again) == save(
+        {"weight|a|0": torch.full((5,), 2.0), "weight|b|0": torch.ones(7)}
+    )
+    before = content(again)
+    fewer = take_snapshot(entries[:1], position(3), 0, 1, memory)
+    assert content(fewer) == save({"weight|a|0": torch.full((5,), 2.0)})
+    assert content(again) == before

@@ -1,19 +1,22 @@
 """How long training stands still for a checkpoint, beside torch's own ways to write one.
 
     python benchmarks/checkpoint_stall.py [--model ViT-B/16] [--checkpoints 4] [--every 12]
-        [--folder DIR] [--out FILE.md]
+        [--apart] [--images 16] [--folder DIR] [--out FILE.md]
 
-Ours: a training by `vit_ray.launch.run.train` on scikit-learn's digits at 32 px, 2 workers
-under ZeRO 1 in fp32 with Adam's moments and the Polyak average, a checkpoint every few steps to a
-local folder. The stall is the job's own `checkpoint/stall_s`, the time inside `save` until the next
-step may begin. Writing goes on beside the training and slows it; what the steps between two
-checkpoints took beyond the median one, the stall included, is the time lost.
+Two processes train on images that lie ready, without Ray: this project's engine under ZeRO 1 in
+fp32 with Adam's moments and the Polyak average. In each round they save in each way, one after the
+other in turn, and train on until all is written. The same tensors are saved by `CheckpointSaver` to
+a local folder; by a copy in memory, the least that writing beside a training needs; by `torch.save`
+to a file of each process, with fsync and without; and by `torch.distributed.checkpoint.async_save`:
+as it is, with a stager that is kept, whose copies take the memory of those before, and of tensors
+that are no views. The stall is the time until the call returns, of the slower process. What the
+steps until all is written took beyond the median step of the same round, the stall included, is the
+time lost; with CPU time likewise, of which both processes' mean is given, and which depends less on
+what else the machine does. The first round, which makes buffers, is left out.
 
-Peers, in the same run, after it: two processes that hold the same fp32 values in the same halves
-and do nothing else, no training and no Ray either. A copy of every tensor in memory, the least that
-writing beside a training needs; `torch.save` to a file of each, with fsync and without; and
-`torch.distributed.checkpoint.async_save`, the time until it returns and until all is written. The
-slower of the two processes counts; the first save of each, which makes buffers, is left out.
+Before that, unless `--apart`: a training by `vit_ray.launch.run.train` on scikit-learn's digits at
+32 px, likewise with 2 workers, and a checkpoint every few steps. The stall is the job's own
+`checkpoint/stall_s`, the time inside `save` until the next step may begin.
 """
 
 import argparse
@@ -21,16 +24,18 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import finish, header, machine
+from benchmarks.result import finish, header, in_turn, machine
 
 # Before Ray is imported: the ports of a local cluster are open to the network.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -41,7 +46,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
@@ -51,6 +59,12 @@ from vit_ray.data.prepare.digits import write_digits
 from vit_ray.launch.run import train
 from vit_ray.models import build_model
 from vit_ray.storage import locate
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.train.objective import make_loss
+from vit_ray.worker.job import TrainJob
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.saving import CheckpointSaver
+from vit_ray.worker.watchdog import Watchdog
 
 WORKERS, IMAGE_SIZE, CLASSES = 2, 32, 10
 KINDS = ["weight", "exp_avg", "exp_avg_sq", "average"]
@@ -58,6 +72,7 @@ CADENCE_S = 15 * 60  # `checkpoint.every_minutes` by default
 BAR = 0.05
 GIB = 2**30
 PORT = 29519
+OURS, ASYNC = "vit_ray", "torch.distributed.checkpoint.async_save"
 
 
 def recipe_of(args: argparse.Namespace, folder: Path) -> Recipe:
@@ -112,107 +127,228 @@ def parameter_counts(model: str) -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in parameters}
 
 
-def state_of(rank: int, model: str) -> dict[str, Tensor]:
-    """This process's half of every parameter, in every kind."""
-    return {
-        f"{kind}|{name}|{rank}": torch.randn(count // WORKERS)
-        for kind in KINDS
-        for name, count in parameter_counts(model).items()
-    }
+class Silence:
+    """Record and control of a run that nobody asks for anything."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
 
 
-def save_plainly(state: dict[str, Tensor], folder: Path, is_synced: bool) -> Callable[[], None]:
-    with open(folder / f"{dist.get_rank()}.pt", "wb") as file:
-        torch.save(state, file)
-        if is_synced:
-            file.flush()
-            os.fsync(file.fileno())
-    return lambda: None
+class Saves:
+    """One process's training, and the ways to save it.
+
+    Each returns whether all is written by now.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        recipe = recipe_of(args, args.folder)
+        self.batch = args.images
+        self.engine = DeepSpeedEngine(
+            build_model(args.model, CLASSES, IMAGE_SIZE),
+            recipe.train,
+            recipe.optim,
+            micro_batch_size=args.images,
+            accumulation_steps=1,
+            loss_function=make_loss(recipe),
+        )
+        size = (args.images, IMAGE_SIZE, IMAGE_SIZE, 3)
+        self._images = torch.randint(0, 256, size, dtype=torch.uint8)
+        self._labels = torch.randint(0, CLASSES, (args.images, 1))
+        self.step()
+        rank, silence = dist.get_rank(), Silence()
+        entries = list(self.engine.state.owned_entries())
+        self._state = {f"{kind}|{name}|{rank}": values for kind, name, _, values in entries}
+        self._apart = {key: values.clone() for key, values in self._state.items()}
+        self._kept = DefaultStager(StagingOptions(False, False, False, False))
+        self._group = dist.new_group()  # of the thread that writes
+        link: Any = RunLink(silence, silence, rank, WORKERS)
+        self._step = 0
+        self._thread = threading.Thread()
+        folder = str(args.folder / "run")
+        job = TrainJob(
+            recipe, "train", CLASSES, 1000, 1000, "", folder, "auto", 0, 0.0, silence, silence,
+            None, lambda bad: None,
+        )  # fmt: skip
+        writer = CheckpointWriter(locate(folder), recipe.checkpoint, self._refuse)
+        watchdog = Watchdog(0, 600.0, link.beat, link.note_hang)
+        self._saver = CheckpointSaver(
+            job, self.engine.state, writer, link, watchdog, self._run_beside
+        )
+        self.ways: dict[str, Callable[[Path], Callable[[], bool]]] = {
+            OURS: self._save,
+            "a copy in memory, nothing written": self._copy,
+            "torch.save": lambda folder: self._save_plainly(folder, is_synced=False),
+            "torch.save, fsync": lambda folder: self._save_plainly(folder, is_synced=True),
+            ASYNC: lambda folder: self._save_async(self._state, folder),
+            f"{ASYNC}, its stager kept": lambda folder: self._save_async(
+                self._state, folder, async_stager=self._kept
+            ),
+            f"{ASYNC}, of tensors that are no views": lambda folder: self._save_async(
+                self._apart, folder
+            ),
+        }
+
+    def step(self) -> None:
+        self.engine.backward(self._images, self._labels, torch.arange(self.batch))
+        self.engine.step(1e-4)
+
+    def _refuse(self, *event: Any) -> None:
+        raise RuntimeError(f"a save that failed is not measured: {event}")
+
+    def _run_beside(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def _save(self, folder: Path) -> Callable[[], bool]:
+        self._step += 1
+        self._saver.save(Progress(step=self._step))
+
+        def is_written() -> bool:
+            self._saver.check()
+            return not self._thread.is_alive()
+
+        return is_written
+
+    def _copy(self, folder: Path) -> Callable[[], bool]:
+        copied = {name: values.clone() for name, values in self._state.items()}
+        return lambda: bool(copied)
+
+    def _save_plainly(self, folder: Path, *, is_synced: bool) -> Callable[[], bool]:
+        with open(folder / f"{dist.get_rank()}.pt", "wb") as file:
+            torch.save(self._apart, file)
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
+        return lambda: True
+
+    def _save_async(self, state: dict[str, Tensor], folder: Path, **how: Any) -> Callable[[], bool]:
+        future: Any = dcp.async_save(
+            state, checkpoint_id=str(folder), process_group=self._group, **how
+        )
+        return lambda: bool(future.done()) and future.result() is not None
 
 
-def save_by_dcp(state: dict[str, Tensor], folder: Path) -> Callable[[], None]:
-    future: Any = dcp.async_save(state, checkpoint_id=str(folder))
-    return lambda: future.result()
+def measure_save(saves: Saves, way: str | None, folder: Path, least: int) -> dict[str, float]:
+    """One save, and steps until it is written; without a way, so many steps and no save."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    start_s, start_cpu_s, call_cpu_s = time.perf_counter(), time.process_time(), time.thread_time()
+    is_written = saves.ways[way](folder) if way else lambda: True
+    stall_s, call_cpu_s = time.perf_counter() - start_s, time.thread_time() - call_cpu_s
+    num_steps, written_s, left = 0, 0.0, 1.0
+    while left or num_steps < least:
+        saves.step()
+        num_steps += 1
+        if is_written() and not written_s:
+            written_s = time.perf_counter() - start_s
+        flag = torch.tensor([0.0 if written_s else 1.0])
+        dist.all_reduce(flag)
+        left = float(flag)
+    cpu_s = torch.tensor([call_cpu_s, time.process_time() - start_cpu_s]) / WORKERS
+    dist.all_reduce(cpu_s)
+    times = torch.tensor([stall_s, written_s, time.perf_counter() - start_s])
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    names = ["call_cpu", "cpu", "stall", "written", "whole", "steps"]
+    return dict(zip(names, [*cpu_s.tolist(), *times.tolist(), num_steps], strict=True))
 
 
-def copy_only(state: dict[str, Tensor], folder: Path) -> Callable[[], None]:
-    copied = {name: values.clone() for name, values in state.items()}
-    return copied.clear
-
-
-PEERS: dict[str, Callable[[dict[str, Tensor], Path], Callable[[], None]]] = {
-    "a copy in memory, nothing written": copy_only,
-    "torch.save": lambda state, folder: save_plainly(state, folder, is_synced=False),
-    "torch.save, fsync": lambda state, folder: save_plainly(state, folder, is_synced=True),
-    "torch.distributed.checkpoint.async_save": save_by_dcp,
-}
-
-
-def run_peer(args: argparse.Namespace) -> None:
-    """One of the two processes; the first prints (stall, whole) of each save of each peer."""
-    rank = int(os.environ["RANK"])
+def run_rank(args: argparse.Namespace) -> None:
+    """One of the two processes; the first prints what each way gave, round by round."""
     dist.init_process_group("gloo")
-    state = state_of(rank, args.model)
-    found: dict[str, list[list[float]]] = {}
-    for name, save in PEERS.items():
-        for turn in range(args.checkpoints + 1):
-            folder = args.folder / f"{name.replace(' ', '_')}-{turn}"
-            folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    saves = Saves(args)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in saves.ways}
+    for turn in range(args.checkpoints + 1):
+        plain = measure_save(saves, None, args.folder / "none", args.every)
+        for number, way in enumerate(in_turn(list(found), turn)):
+            place = args.folder / f"{turn}-{number}"
+            one = measure_save(saves, way, place, 1)
+            one["lost"] = one["whole"] - one["steps"] * plain["whole"] / plain["steps"]
+            one["cpu_lost"] = one["cpu"] - one["steps"] * plain["cpu"] / plain["steps"]
+            found[way].append(one | {"step": plain["whole"] / plain["steps"]})
             dist.barrier()
-            start_s = time.perf_counter()
-            finish = save(state, folder)
-            stalled = time.perf_counter() - start_s
-            finish()
-            times = torch.tensor([stalled, time.perf_counter() - start_s])
-            dist.all_reduce(times, dist.ReduceOp.MAX)
-            found.setdefault(name, []).append(times.tolist())
-    if rank == 0:
-        print(json.dumps({name: times[1:] for name, times in found.items()}), flush=True)
+            if dist.get_rank() == 0:
+                shutil.rmtree(place)
+    if dist.get_rank() == 0:
+        print(json.dumps({"found": found}), flush=True)
     dist.destroy_process_group()
 
 
-def measure_peers(args: argparse.Namespace, folder: Path) -> dict[str, list[list[float]]]:
-    command = [sys.executable, __file__, "--peer", "--model", args.model]
+def measure_ranks(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, float]]]:
+    command = [sys.executable, __file__, "--rank", "--model", args.model]
     command += ["--checkpoints", str(args.checkpoints), "--folder", str(folder)]
+    command += ["--images", str(args.images), "--every", str(args.every)]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": str(WORKERS)}
-    environment = {**os.environ, **world, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **world, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     processes = [
         subprocess.Popen(
-            command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(WORKERS)
     ]
     outputs = [process.communicate()[0] for process in processes]
-    found: dict[str, list[list[float]]] = json.loads(outputs[0].splitlines()[-1])
+    (line,) = [one for one in outputs[0].splitlines() if one.startswith('{"found"')]
+    found: dict[str, list[dict[str, float]]] = json.loads(line)["found"]
     return found
 
 
-def report_of(args: argparse.Namespace, folder: Path) -> str:
+def report_of_training(args: argparse.Namespace, folder: Path) -> list[str]:
     stalls, lost, (num_bytes,), (typical_s,) = train_with_checkpoints(args, folder)
     median, share = statistics.median(stalls), num_bytes / WORKERS / GIB
-    huge = sum(parameter_counts("ViT-H/14").values()) * len(KINDS) * 4 / GIB
-    lines = [
-        f"{args.model}, fp32, Adam and average, ZeRO 1 on {WORKERS} workers: "
-        f"{num_bytes / GIB:.2f} GiB per checkpoint, {share:.2f} GiB per worker; median step "
-        f"{typical_s:.2f} s.",
+    return [
+        f"In a training by Ray, {num_bytes / GIB:.2f} GiB per checkpoint, {share:.2f} GiB per "
+        f"worker; median step {typical_s:.2f} s:",
         "",
         f"- stall: {median:.3f} s, the median of {' '.join(f'{s:.3f}' for s in stalls)}",
         f"- share of {CADENCE_S} s: {median / CADENCE_S:.3%}, the worst "
         f"{max(stalls) / CADENCE_S:.3%} (bar {BAR:.0%})",
-        f"- per GiB of a worker's part: {median / share:.3f} s",
-        f"- reckoned from that for ViT-H/14 on one worker, {huge:.2f} GiB: "
-        f"{huge * median / share:.1f} s, {huge * median / share / CADENCE_S:.2%}",
         f"- time lost in all, steps slowed by the writing included: "
         f"{statistics.median(lost):.2f} s, the median of {' '.join(f'{s:.2f}' for s in lost)}; "
         f"{statistics.median(lost) / CADENCE_S:.3%} of {CADENCE_S} s",
         "",
-        *header("how | training stands still, s | theirs / ours | until written, s"),
-        f"| vit_ray, in a training | {median:.3f} | 1.0 | beside the training |",
     ]
-    for name, times in measure_peers(args, folder / "peers").items():
-        stalled, whole = (statistics.median(column) for column in zip(*times, strict=True))
-        lines.append(f"| {name} | {stalled:.3f} | {stalled / median:.2f} | {whole:.3f} |")
-    return "\n".join(lines)
+
+
+def report_of_ranks(args: argparse.Namespace, folder: Path) -> list[str]:
+    found = measure_ranks(args, folder)
+    share = sum(parameter_counts(args.model).values()) * len(KINDS) * 4 / WORKERS / GIB
+    huge = sum(parameter_counts("ViT-H/14").values()) * len(KINDS) * 4 / GIB
+    medians = {
+        way: {key: statistics.median(one[key] for one in rounds[1:]) for key in rounds[0]}
+        for way, rounds in found.items()
+    }
+    ours, first = medians[OURS], found[OURS][0]
+    lines = [
+        f"Without Ray, in {len(found[OURS]) - 1} rounds, {share:.2f} GiB per worker; median step "
+        f"{ours['step']:.2f} s:",
+        "",
+        *header(
+            "how | training stands still, ms | CPU of it, ms | theirs / ours | time lost, s | CPU "
+            "lost, s a worker | until written, s"
+        ),
+    ]
+    for way, one in medians.items():
+        lines.append(
+            f"| {way} | {one['stall'] * 1e3:.0f} | {one['call_cpu'] * 1e3:.0f} | "
+            f"{one['stall'] / ours['stall']:.2f} | {one['lost']:.2f} | {one['cpu_lost']:.2f} | "
+            f"{one['written']:.2f} |"
+        )
+    stalls = {way: [f"{one['stall'] * 1e3:.0f}" for one in rounds] for way, rounds in found.items()}
+    lines += ["", "Stalls of each round, ms, the first left out above:", ""]
+    lines += [f"- {way}: {' '.join(ms)}" for way, ms in stalls.items()]
+    lines += [
+        "",
+        f"- ours that makes its memory: {first['stall']:.3f} s, CPU {first['call_cpu']:.3f} s",
+        f"- ours per GiB of a worker's part: {ours['stall'] / share:.3f} s",
+        f"- reckoned from that for ViT-H/14 on one worker, {huge:.2f} GiB: "
+        f"{huge * ours['stall'] / share:.1f} s, {huge * ours['stall'] / share / CADENCE_S:.2%}",
+        f"- time lost in all: {ours['lost'] / CADENCE_S:.3%} of {CADENCE_S} s, in CPU time "
+        f"{ours['cpu_lost'] / CADENCE_S:.3%}",
+    ]
+    return lines
 
 
 def main() -> None:
@@ -222,15 +358,24 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=12, help="steps")
     parser.add_argument("--folder", type=Path, help="on the disk to write to")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--apart", action="store_true", help="no training by Ray")
+    parser.add_argument("--images", type=int, default=16, help="of a process and step, without Ray")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.peer:
-        run_peer(args)
+    if args.rank:
+        run_rank(args)
         return
+    lines = [
+        f"# checkpoint_stall: {machine()}, torch {torch.__version__}",
+        "",
+        f"{args.model}, fp32, Adam and average, ZeRO 1 on {WORKERS} workers.",
+        "",
+    ]
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
-        report = report_of(args, Path(temporary))
-    head = f"# checkpoint_stall: {machine()}, torch {torch.__version__}"
-    finish(f"{head}\n\n{report}", args.out)
+        if not args.apart:
+            lines += report_of_training(args, Path(temporary))
+        lines += report_of_ranks(args, Path(temporary) / "ranks")
+    finish("\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ On the meta device inside `gpu_kernels`, sizes, views and lifetimes are those of
 model of any size takes a second and no memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ Its metrics are recorded as `eval/best_top1`, `few_shot/best_5_shot_top1` and so
 and the number of evaluations that it is the best of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from vit_ray.metric_names import BEST, RESULT_EVALUATIONS, RESULT_STEP

@@ -1,7 +1,5 @@
 """Whether a device computes what it should, before a training relies on it."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Final
 

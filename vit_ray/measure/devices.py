@@ -1,7 +1,5 @@
 """Dense peak rates, memory and links of accelerators, from their makers' data sheets."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ optimum checkpoint interval for restart dumps" (Future Generation Computer Syste
 which the two formulas are. `simulated_s` plays single runs; it shares no formula with them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

@@ -4,8 +4,6 @@ What is known of a run are marks in time: its drivers, the waits for a place, wh
 completed, failures and ends. `account` makes of them seconds by class, which sum to the wall clock.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import uuid

@@ -7,8 +7,6 @@ stage 2 the gradients too, stage 3 the weights too.
 DeepSpeed 0.19.8 needs buffers in the backward pass and in the step, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Rates, shares and times of a training run, over a window of steps."""
 
-from __future__ import annotations
-
 import resource
 import statistics
 import time
@@ -104,9 +102,9 @@ class Compute:
     model_macs: int
     recomputed_macs: int = 0
     peak_flops: float | None = None
-    later: tuple[tuple[int, Compute], ...] = ()
+    later: tuple[tuple[int, "Compute"], ...] = ()
 
-    def at(self, step: int) -> Compute:
+    def at(self, step: int) -> "Compute":
         """Of an image of a 0-based step."""
         return next((one for first, one in reversed(self.later) if first <= step), self)
 

@@ -5,8 +5,6 @@ together what one GPU sends (NVIDIA nccl-tests, PERFORMANCE.md). Starts and shar
 are those of NCCL's own model for its protocol LL128 (NVIDIA nccl, src/graph/tuning.cc).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

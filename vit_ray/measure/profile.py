@@ -1,7 +1,5 @@
 """A trace of chosen training steps, for chrome://tracing or https://ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import tempfile

@@ -5,8 +5,6 @@ all-reduce of S bytes over n workers sends 2 (n-1)/n S, a reduce-scatter or an a
 (n-1)/n S (Rajbhandari et al., arXiv:1910.02054, section 7; NVIDIA nccl-tests, PERFORMANCE.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -109,7 +107,7 @@ class Pace:
         num_gpus: int,
         launches: int = 0,
         optimizer_macs: float = 0.0,
-    ) -> StepTime:
+    ) -> "StepTime":
         """Expected time of one optimizer step.
 
         Args:

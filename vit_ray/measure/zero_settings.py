@@ -7,8 +7,6 @@ of stages 1 and 2 have no size here: they are gathered after the step, in place 
 (DeepSpeed 0.19.8 heeds its `allgather_bucket_size` only where torch cannot do so).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

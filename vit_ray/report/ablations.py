@@ -1,7 +1,5 @@
 """Figures 8 and 12 of the paper's appendix, if there are runs for them."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ Runs of a cell differ only in the seed, and give mean and spread; if both sides 
 differences are taken seed by seed.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import statistics

@@ -5,8 +5,6 @@ by their hashes, and nothing else: the page loads nothing from the network, and 
 code. The larger script is compressed, which halves the page; the smaller one unpacks it.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """How much more training images help, and which family they help more: Figure 4."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The first sentences of a page: the result with its interval, and what was run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vit_ray.metric_names import (

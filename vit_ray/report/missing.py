@@ -1,7 +1,5 @@
 """What a report lacks, in sentences for its reader."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vit_ray.metric_names import EVAL_TOP1, STUDY_EXAFLOPS

@@ -5,8 +5,6 @@ mailed, kept with the run, and opened years later. A CSV of its trainings is nex
 figures and tables are files in a folder.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The numbers of the paper's tables, always shown as the paper's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

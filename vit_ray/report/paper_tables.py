@@ -6,8 +6,6 @@ standard deviation` if there are several; a value that was not run is unknown, a
 one cell that differ in more than their seed are separate rows, which name the difference.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass

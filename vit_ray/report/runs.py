@@ -1,7 +1,5 @@
 """Runs as MLflow has them: the only source of every report."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -104,9 +102,9 @@ class RecordedRun:
     run: Run
     tasks: frozenset[str] = frozenset()
     """Keys of the transfers that any run of the study has."""
-    origin: RecordedRun | None = None
+    origin: "RecordedRun | None" = None
     """The training whose weights it started from, if known."""
-    tuned: tuple[RecordedRun, ...] = ()
+    tuned: tuple["RecordedRun", ...] = ()
     """Trainings that started from its weights."""
     joined_commits: str = ""
     """Commits that are treated as equal to its own; empty: only its own."""

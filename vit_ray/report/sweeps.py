@@ -1,7 +1,5 @@
 """Sweeps over learning rates: rate against accuracy, the selected rate, and its test result."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

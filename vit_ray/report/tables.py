@@ -1,7 +1,5 @@
 """A table for both the page and a spreadsheet."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -90,7 +88,7 @@ class Table:
         """Name of its files."""
         return file_name(re.split("[:;,]", self.caption)[0], self.number)
 
-    def used(self) -> Table:
+    def used(self) -> "Table":
         """Without the columns that no row has a value for."""
         filled = [
             any(row[i] not in (None, "") for row in self.rows) for i in range(len(self.columns))

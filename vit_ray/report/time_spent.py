@@ -1,7 +1,5 @@
 """How the time of trainings was spent, and what it cost: goodput on the page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vit_ray.measure.goodput import SHOWN, UNPAID, TimeClass, loader_gain

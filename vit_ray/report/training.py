@@ -1,7 +1,5 @@
 """What the page of one training shows besides its curves: images, errors, time, events, data."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

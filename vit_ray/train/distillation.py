@@ -1,7 +1,5 @@
 """The teacher of a distilled training: its weights, its outputs, and the loss against them."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The best evaluation so far: keeping the best, and early stopping."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

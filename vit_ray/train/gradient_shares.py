@@ -6,8 +6,6 @@ that the images with large shares, of either sign, are the unusual ones. The pro
 the derivative of the losses along g, so that one forward-mode pass gives all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Kept for the current step, the previous one, and a few ordinary steps for comparison.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

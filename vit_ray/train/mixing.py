@@ -6,8 +6,6 @@ depends only on the seed, the step and the first one's sample number. The order 
 shuffled again in each epoch, so that a partner is a random image.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Final
 

@@ -6,8 +6,6 @@ linear scale such runs had a z of up to 22, on the logarithmic scale of 5 at mos
 (`benchmarks/results/spikes_cpu_2026-11-26.md`).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Final, NamedTuple
@@ -68,7 +66,7 @@ class _Level(NamedTuple):
     deviation: float
 
     @classmethod
-    def of(cls, recent: list[float]) -> _Level | None:
+    def of(cls, recent: list[float]) -> "_Level | None":
         if len(recent) < LEAST_STEPS:
             return None
         median = statistics.median(recent)
@@ -91,7 +89,7 @@ class Usual(NamedTuple):
     """Whether another spike would be one too many, and so a new level."""
 
     @classmethod
-    def of(cls, progress: Progress) -> Usual:
+    def of(cls, progress: Progress) -> "Usual":
         near = [step for step in progress.recent_spikes if progress.step + 1 - step < NEAR_STEPS]
         return cls(
             _Level.of(progress.log_losses),

@@ -1,7 +1,5 @@
 """How a recipe's images are cropped: its model and augmentation sections as one value."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig

@@ -5,8 +5,6 @@ a model's folder the mean and deviation by which its inputs were normalised; if 
 first layer gets another kernel and bias that compute the same function from inputs in [-1, 1].
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The charts of a report, and the table of all trainings."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

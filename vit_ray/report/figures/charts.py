@@ -6,8 +6,6 @@ light and dark screens and on paper; files have those of light screens. vl-conve
 scripts (BSD-3-Clause) that the page embeds, and draws without a browser or the network.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -6,8 +6,6 @@ finished trainings on the largest number of training images among the runs, sinc
 fewer images cost accuracy. The page says which trainings are left out.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

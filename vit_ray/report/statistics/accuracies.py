@@ -1,7 +1,5 @@
 """Which accuracies a report shows, their names, and the cost that they are plotted against."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Final

@@ -9,8 +9,6 @@ one model scatter together, by as much as the residuals show: they count for les
 different models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +55,7 @@ class PowerLaws:
     exponent: Array
     floor: Array
 
-    def taken(self, which: NDArray[np.int64]) -> PowerLaws:
+    def taken(self, which: NDArray[np.int64]) -> "PowerLaws":
         """The laws with these numbers."""
         return PowerLaws(self.unit, self.scale[which], self.exponent[which], self.floor[which])
 

@@ -5,8 +5,6 @@ of the recipe that decide the result (the keys that are compared on resume), the
 training and test sets, the initial weights and the git commit.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ class Group:
     """Name of a value for readers, such as the folder of a fingerprint; by value."""
 
     @classmethod
-    def of(cls, values: Mapping[str, str], names: Mapping[str, str]) -> Group:
+    def of(cls, values: Mapping[str, str], names: Mapping[str, str]) -> "Group":
         """The group of these values; unset keys do not count."""
         return cls(frozenset((k, v) for k, v in values.items() if v != "None"), names)
 
@@ -48,11 +46,11 @@ class Group:
         """Short name: runs with one digest differ only in the seed."""
         return hashlib.sha256(repr(sorted(self.items)).encode()).hexdigest()[:8]
 
-    def only(self, is_kept: Callable[[str], bool]) -> Group:
+    def only(self, is_kept: Callable[[str], bool]) -> "Group":
         """The group reduced to these keys."""
         return Group(frozenset(item for item in self.items if is_kept(item[0])), self.names)
 
-    def without(self, *keys: str) -> Group:
+    def without(self, *keys: str) -> "Group":
         """The group without these keys; a key that ends with a dot stands for its whole section."""
         return self.only(
             lambda key: not any(key == k or (k[-1] == "." and key.startswith(k)) for k in keys)

@@ -1,7 +1,5 @@
 """95 % intervals of accuracies and of their differences."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

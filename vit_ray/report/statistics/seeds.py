@@ -1,7 +1,5 @@
 """Means over seeds: of runs in one group, each seed once."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small collective operations on plain numbers and arrays, over torch's process group."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final

@@ -4,8 +4,6 @@ Compiling a model as one graph takes time that grows with its depth, for code th
 operations between the blocks are few and stay eager.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Final

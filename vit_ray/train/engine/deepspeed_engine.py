@@ -5,8 +5,6 @@ batch, and `predict`. Code that depends on the stage is in `state.py`, `deepspee
 `train/engine/fragments.py` and `deepspeed_internals.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """DeepSpeed's engine: its configuration, our changes, and its import before the first step."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

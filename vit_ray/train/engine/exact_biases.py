@@ -1,7 +1,5 @@
 """Biases of heads that compute in bf16, kept and added in fp32."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

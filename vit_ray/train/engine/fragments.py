@@ -5,8 +5,6 @@ the optimizer state of those elements as views into the engine's own memory. Che
 and weight exchange work on fragments, and so on any stage and any number of workers.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Clipping of gradients to `optim.clip_norm`: here at stage 0, by DeepSpeed at stages 1 to 3."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ DeepSpeed 0.19.8 would all-reduce after the backward pass; in bf16 it would also
 and step each tensor by itself, with several host-device syncs each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 

@@ -5,8 +5,6 @@ operation, so that a rank that runs out of memory does not make others wait. The
 state and of the batches is added by the plan's arithmetic.
 """
 
-from __future__ import annotations
-
 import bisect
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Parameters, activations and memory of a recipe's training, without allocating them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -6,8 +6,6 @@ global batches and more accumulation. A trial's result is kept there too, so tha
 take passes of the same size.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Final, Literal
 

@@ -5,8 +5,6 @@ between the last two. Speed is that of the fastest batch, with images already on
 compiled passes take minutes for each of the many shapes, and no more memory.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -3,8 +3,6 @@
 It imports only torch, so that benchmarks run on a machine without anything else.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from typing import TypeVar

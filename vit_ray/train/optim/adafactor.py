@@ -1,7 +1,5 @@
 """Adafactor of "Scaling ViT" (Zhai et al., arXiv:2106.04560, section 3.5)."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,7 +91,7 @@ class Layout(NamedTuple):
     within: int
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> Layout | None:
+    def of(cls, shape: Sequence[int]) -> "Layout | None":
         """Rows and columns are the two largest axes; None if the moment is kept whole."""
         order = sorted(range(len(shape)), key=lambda axis: shape[axis])
         if len(shape) < 2 or shape[order[-2]] < LEAST_SIDE:
@@ -119,7 +117,7 @@ class _Region(NamedTuple):
     after: int
 
     @classmethod
-    def around(cls, start: int, count: int, layout: Layout) -> _Region:
+    def around(cls, start: int, count: int, layout: Layout) -> "_Region":
         line = math.prod(layout[2:])
         unit = line if layout.groups == 1 else layout.rows * line
         first, last = start // unit, -(-(start + count) // unit)

@@ -4,8 +4,6 @@ Each rank averages only the fragments that it owns (arXiv:2010.11929, B.1.1: fac
 average costs 4 bytes per element over all ranks together, under every ZeRO stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ They use torch's operations, not one fused kernel. As `StepGuard` needs, `found_
 without a host-device sync.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """LAMB (You et al., arXiv:1904.00962): Adam's step, as long as its tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 

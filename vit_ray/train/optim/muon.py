@@ -1,7 +1,5 @@
 """Muon (https://kellerjordan.github.io/posts/muon): momentum of each matrix, made orthogonal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -31,7 +29,7 @@ class Matrices(NamedTuple):
     """(matrices, outputs, inputs)."""
 
     @classmethod
-    def of(cls, name: str, start: int, shape: Sequence[int]) -> Matrices:
+    def of(cls, name: str, start: int, shape: Sequence[int]) -> "Matrices":
         """`shape`: (outputs, inputs), with axes for heads in attention."""
         # (3, heads, head width, inputs); (heads, head width, inputs); (outputs, heads, head width)
         count = shape[0] if len(shape) == 4 else 1

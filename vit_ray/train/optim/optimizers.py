@@ -1,7 +1,5 @@
 """The optimizers of the papers, by `optim.name`; weight decay acts on kernels only."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

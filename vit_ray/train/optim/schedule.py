@@ -1,7 +1,5 @@
 """Learning rate as a pure function of the step, so that resuming needs no scheduler state."""
 
-from __future__ import annotations
-
 import math
 
 from vit_ray.config.training_sections import OptimConfig

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vit_ray.train.engine.gradient_clipping import clip_gradients
 from vit_ray.train.optim.guarded import GuardedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
 
@@ -79,11 +78,20 @@ class ReplicatedOptimizer:
     def step(self) -> None:
         """Apply the mean gradient of all ranks, unless it is not finite."""
         self._send(len(self._buckets))
-        self._receive()
+        for bucket, whole, work in self._sent:
+            # no limit: the process group's timeout
+            work.wait()  # on a GPU its stream waits, not the host
+            whole.div_(dist.get_world_size())
+            parts = torch.split(whole, [weight.numel() for weight in bucket])
+            for weight, part in zip(bucket, parts, strict=True):
+                self._gradient(weight).copy_(part.view_as(weight))
+        self._sent.clear()
+        self._ready.clear()
         gradients = [self._gradient(weight) for weight in self.masters]
         norm = torch.nn.utils.get_total_norm(gradients)
         self._guard.note_norm(norm)
-        clip_gradients(gradients, norm, self._clip_norm)
+        if self._clip_norm:  # at stages 1 to 3 DeepSpeed clips
+            torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
         self.optimizer.step()
         for flat in self._flats:
             flat.grad.zero_()  # type: ignore[union-attr]
@@ -139,17 +147,6 @@ class ReplicatedOptimizer:
             gradients = [self._gradient(weight).flatten().to(weight.dtype) for weight in bucket]
             whole = torch.cat(gradients)
             self._sent.append((bucket, whole, dist.all_reduce(whole, async_op=True)))
-
-    def _receive(self) -> None:
-        for bucket, whole, work in self._sent:
-            # no limit: the process group's timeout
-            work.wait()  # on a GPU its stream waits, not the host
-            whole.div_(dist.get_world_size())
-            parts = torch.split(whole, [weight.numel() for weight in bucket])
-            for weight, part in zip(bucket, parts, strict=True):
-                self._gradient(weight).copy_(part.view_as(weight))
-        self._sent.clear()
-        self._ready.clear()
 
     def _gradient(self, weight: nn.Parameter) -> Tensor:
         """Zeros if no pass reached the weight on this rank, as in ZeRO's other stages."""

@@ -52,7 +52,6 @@ class Adafactor(GuardedOptimizer):
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
     ) -> None:
-        """As for every optimizer here; until this is called, steps do nothing."""
         parts = by_owner(fragments)
         for owner, its_names in names:
             its_shapes = {name: shapes[name] for name in its_names}
@@ -67,9 +66,7 @@ class Adafactor(GuardedOptimizer):
     def _apply(
         self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
     ) -> None:
-        moments = self._moments.get(owner)
-        if moments is None:
-            return
+        moments = self._moments[owner]
         beta1, most = group["betas"]
         decay = (1.0 - entry["step"].clamp(min=1.0) ** -DECAY_EXPONENT).clamp(max=most)
         moments.update(grad, (1.0 - decay) * on)

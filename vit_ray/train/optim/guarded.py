@@ -60,6 +60,8 @@ class GuardedOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         """Take the parameters that the stepped tensors consist of; all ranks call it.
 
+        Steps do nothing before: only then do the tensors get their state.
+
         Args:
             fragments: all that this rank steps.
             names: the tensors, the same on all ranks, and each one's parameters on any rank.

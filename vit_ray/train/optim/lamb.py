@@ -35,7 +35,6 @@ class Lamb(HalfMomentAdamW):
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
     ) -> None:
-        """As for every optimizer here; until this is called, steps do nothing."""
         parts = by_owner(fragments)
         self._ranks = ranks
         self._parts = {owner: (parts.get(id(owner), []), its_names) for owner, its_names in names}
@@ -43,8 +42,6 @@ class Lamb(HalfMomentAdamW):
     def _apply(
         self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
     ) -> None:
-        if not hasattr(self, "_parts"):
-            return
         betas, count = group["betas"], entry["step"].clamp(min=1.0)
         for weight, slope, first, second in pieces(
             owner, grad, entry["exp_avg"], entry["exp_avg_sq"]

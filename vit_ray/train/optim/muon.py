@@ -87,7 +87,6 @@ class Muon(HalfMomentAdamW):
         self._hidden = frozenset(hidden)
         self._parts: dict[Tensor, dict[str, Fragment]] = {}
         self._gathers: dict[Tensor, list[list[Matrices]]] = {}
-        self._is_attached = False
 
     def attach(
         self,
@@ -96,8 +95,7 @@ class Muon(HalfMomentAdamW):
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
     ) -> None:
-        """As for every optimizer here; until this is called, steps do nothing."""
-        self._ranks, self._is_attached = ranks, True
+        self._ranks = ranks
         for owner, its_names in names:
             if not self._hidden.intersection(its_names):
                 continue
@@ -114,8 +112,6 @@ class Muon(HalfMomentAdamW):
     def _apply(
         self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
     ) -> None:
-        if not self._is_attached:
-            return
         if owner not in self._gathers:
             super()._apply(owner, grad, entry, group, on)
             return

@@ -27,19 +27,16 @@ class ImageLosses:
     def note(self, samples: Tensor, losses: Tensor, step: int) -> None:
         """Samples and losses of one pass, in the order of the global batch: int64 (b,) and (b,)."""
         if step != self._now[0]:
-            self._keep(self._before)
+            passed = self._before
             self._before, self._now = self._now, (step, [])
+            if passed[0] >= 0:
+                self._num_noted += 1
+                if len(self._ordinary) < NUM_ORDINARY:
+                    self._ordinary.append(passed)
+                elif (slot := self._random.integers(self._num_noted)) < NUM_ORDINARY:
+                    self._ordinary[slot] = passed
         # Copies: a view would hold the memory of a whole block of images.
         self._now[1].append(torch.stack([samples.double(), losses.detach().double()], dim=1))
-
-    def _keep(self, passed: tuple[int, list[Tensor]]) -> None:
-        if passed[0] < 0:
-            return
-        self._num_noted += 1
-        if len(self._ordinary) < NUM_ORDINARY:
-            self._ordinary.append(passed)
-        elif (slot := self._random.integers(self._num_noted)) < NUM_ORDINARY:
-            self._ordinary[slot] = passed
 
     def take(self) -> dict[int, NDArray[np.float64]]:
         """Sample number and loss of each image, float64 (b, 2), by step; the newest is the last.

@@ -45,7 +45,9 @@ def draw_mixing(
         step: 0-based.
     """
     keys = sample_keys(samples[::2], seed, step, _MIXING)
-    _, is_cut, *shape, row, column = _uniform(keys, 7).unbind(1)  # the first word is not used
+    # Uniform numbers, above 0 and below 1; the first word is not used.
+    uniform = ((random_words(keys, 7) >> 12 & (2**52 - 1)).double() + 0.5) / 2.0**52
+    _, is_cut, *shape, row, column = uniform.unbind(1)
     cut_fraction = 0.5 if config.mixup and config.cutmix else float(config.cutmix > 0.0)
     cut = is_cut < cut_fraction
     alpha = torch.where(cut, config.cutmix, config.mixup).double()
@@ -79,8 +81,3 @@ def symmetric_beta(alpha: Tensor, radius: Tensor, angle: Tensor, side: Tensor) -
     """
     spread = (radius ** (-1.0 / alpha) - 1.0) * torch.cos(2.0 * math.pi * angle).square()
     return 0.5 + 0.5 * torch.sign(side - 0.5) / torch.sqrt(1.0 + 1.0 / spread)
-
-
-def _uniform(keys: Tensor, count: int) -> Tensor:
-    """float64 (P, count), above 0 and below 1."""
-    return ((random_words(keys, count) >> 12 & (2**52 - 1)).double() + 0.5) / 2.0**52

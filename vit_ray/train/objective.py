@@ -48,7 +48,13 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
         model = ProjectedFeatures(model, teacher_width(recipe.distill))
     freeze(model, recipe.optim.frozen)
     if recipe.optim.name == "lamb":
-        _start_heads(model)
+        # LAMB's steps are proportional to what they change: a kernel that is near zero after its
+        # first step would stay so for thousands. So heads of zeros get DeiT's initial values, and
+        # so does the layer that predicts masked patches.
+        for name, parameter in model.named_parameters():
+            is_kernel = part_of(name) in (*HEADS, "prediction") and parameter.ndim == 2
+            if is_kernel and not parameter.is_meta and not parameter.any():
+                nn.init.trunc_normal_(parameter, std=HEAD_STD)
     if recipe.data.augment.sizes and isinstance(model, VisionTransformer):
         model.let_in_other_sizes()
     every = recipe.train.activation_checkpointing
@@ -58,18 +64,6 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
             "set_activation_checkpointing(every); add the method, or set the key to 0"
         )
     return model
-
-
-def _start_heads(model: nn.Module) -> None:
-    """Heads of zeros get DeiT's initial values: LAMB's steps are proportional to what they change.
-
-    A kernel that is near zero after its first step would stay so for thousands. The layer that
-    predicts masked patches gets them, too.
-    """
-    for name, parameter in model.named_parameters():
-        is_kernel = part_of(name) in (*HEADS, "prediction") and parameter.ndim == 2
-        if is_kernel and not parameter.is_meta and not parameter.any():
-            nn.init.trunc_normal_(parameter, std=HEAD_STD)
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
@@ -152,7 +146,10 @@ def make_image_losses(
         outputs = module(seen, *keys, **asked)
         logits, answers = outputs if asked else (outputs, outputs)
         if train.mixes and train.mixed_labels == "ones":
-            labels = _labels_of_both(labels, mixing.own_share)
+            # Label lists (2 P, L) and those of the partners, without labels with no share: 2 L.
+            share = mixing.own_share[:, None]
+            own, other = labels.where(share > 0.0, -1), partners(labels).where(share < 1.0, -1)
+            labels = torch.cat([own, other], dim=1)
         losses = classification_loss(logits, labels, train)
         if train.mixes and train.mixed_labels == "shares":
             # Both losses are linear in the target, so this is the loss of mixed targets.
@@ -173,13 +170,6 @@ def make_image_losses(
         return losses
 
     return predict_patches if train.loss == "masked_patch" else classify
-
-
-def _labels_of_both(labels: Tensor, own_share: Tensor) -> Tensor:
-    """Label lists (2 P, L) and those of the partners, without labels with no share: 2 L."""
-    share = own_share[:, None]
-    own, other = labels.where(share > 0.0, -1), partners(labels).where(share < 1.0, -1)
-    return torch.cat([own, other], dim=1)
 
 
 def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:

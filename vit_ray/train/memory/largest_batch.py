@@ -47,11 +47,11 @@ def largest_micro_batch(
     if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
         return None  # for any activations, which take seconds to measure
     sizes = pass_sizes(recipe, world_size)
-
-    def is_too_large(size: int) -> bool:
-        return estimate_memory(recipe, num_classes, size, world_size, stage).total > limit_gib
-
-    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    fitting = bisect.bisect_right(
+        sizes,
+        limit_gib,
+        key=lambda size: estimate_memory(recipe, num_classes, size, world_size, stage).total,
+    )
     return sizes[fitting - 1] if fitting else None
 
 

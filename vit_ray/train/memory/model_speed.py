@@ -117,9 +117,22 @@ def _searched(
             run_pass = _prepared(recipe, mode, batch_size, device)
             return batch_size / _median_s(run_pass, device, config.timed_s)
 
-        rate = None
-        if _has_memory(recipe, mode, batch_size, device, config.memory_gib):
-            rate = unless_out_of_memory(images_per_s, device)
+        # By a trial on a GPU, for inference by the run itself, and on a CPU by the estimate; for a
+        # step of one pass, whose batch is on the device too.
+        step = recipe.with_changes(train={"global_batch_size": batch_size})
+        if device.type == "cuda":
+            limit_gib = min(config.memory_gib or math.inf, free_gib(device))
+            has_memory = mode == "inference" or fits_training(
+                step, NUM_CLASSES, 1, batch_size, device, limit_gib
+            )
+        else:
+            limit_gib = config.memory_gib or CPU_GIB
+            if mode == "training":
+                needed_gib = estimate_memory(step, NUM_CLASSES, batch_size, 1).total
+            else:
+                needed_gib = inference_bytes(recipe, NUM_CLASSES, batch_size) / GIB
+            has_memory = needed_gib <= limit_gib
+        rate = unless_out_of_memory(images_per_s, device) if has_memory else None
         if rate is None:
             ended_by = "memory"
             return False
@@ -137,23 +150,6 @@ def _searched(
     assert isinstance(recipe.model.image_size, int)
     batches = tuple(speed for _, speed in sorted(speeds.items()))
     return ModelSpeed(mode, recipe.model.image_size, batches, ended_by)
-
-
-def _has_memory(
-    recipe: Recipe, mode: Mode, batch_size: int, device: torch.device, memory_gib: float | None
-) -> bool:
-    """By a trial on a GPU, for inference by the run itself, and on a CPU by the estimate."""
-    # A step of one pass; its batch is on the device too.
-    step = recipe.with_changes(train={"global_batch_size": batch_size})
-    if device.type == "cuda":
-        limit_gib = min(memory_gib or math.inf, free_gib(device))
-        return mode == "inference" or fits_training(
-            step, NUM_CLASSES, 1, batch_size, device, limit_gib
-        )
-    limit_gib = memory_gib or CPU_GIB
-    if mode == "training":
-        return estimate_memory(step, NUM_CLASSES, batch_size, 1).total <= limit_gib
-    return inference_bytes(recipe, NUM_CLASSES, batch_size) <= limit_gib * GIB
 
 
 def _prepared(

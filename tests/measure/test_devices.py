@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._inductor.analysis.device_info import lookup_device_info
 
-from vit_ray.measure.devices import device_names, find_device, peak_flops
+from vit_ray.measure.devices import find_device, peak_flops
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA A100"])
@@ -61,7 +61,6 @@ def test_figures_are_the_data_sheets(
     ],
 )
 def test_names_as_drivers_report_them_find_their_entry(reported: str, entry: str) -> None:
-    assert entry in device_names()
     assert find_device(reported) is not None
     assert find_device(reported) is find_device(entry)
 

@@ -296,8 +296,8 @@ def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
     assert told == {
         "prefetch_bucket_size": settings.prefetch,
         "max_live_parameters": settings.held,
-        "max_reuse_distance": settings.reuse_distance,
-        "param_persistence_threshold": settings.persistence,
+        "max_reuse_distance": 2 * settings.held,
+        "param_persistence_threshold": 0,
         "reduce_bucket_size": settings.reduce_bucket,
     }
     buffers = state_memory(shape, Activations(0, 0)).buffers * GIB / element

@@ -56,11 +56,6 @@ _DEVICES = {
 }
 
 
-def device_names() -> list[str]:
-    """Devices whose figures are known."""
-    return list(_DEVICES)
-
-
 def require_device(name: str, key: str) -> Device:
     """
     Raises:

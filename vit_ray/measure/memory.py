@@ -78,7 +78,6 @@ class StateShape:
         moment_bytes: that the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum;
             the mean where some keep more than others.
         num_frozen: parameters without gradient and optimizer state.
-        overlaps: reduction runs beside the backward pass, with a second bucket (on GPUs).
         largest_parameter: elements of the largest trained parameter.
         teacher_bytes: weights of a teacher, in the training's precision.
         batch_bytes: images of one batch on a worker, as pixels.
@@ -94,7 +93,6 @@ class StateShape:
     has_average: bool
     offload: bool
     num_frozen: int = 0
-    overlaps: bool = True
     largest_parameter: int = 0
     batch_bytes: int = 0
     teacher_bytes: int = 0
@@ -140,10 +138,10 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     optimizer = trained * (shape.moment_bytes + masters) * share[1]
     if stage == 0:
         backward = trained * sent if size > 1 else 0.0
-    elif stage < 3:  # buckets that gradients are summed in
+    elif stage < 3:  # two buckets that gradients are summed in, beside the backward pass
         held = 4 if stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
         copied = held + (sent if held != sent else 0)
-        backward = settings.reduce_bucket * (held * (2 if shape.overlaps else 1) + copied)
+        backward = settings.reduce_bucket * (2 * held + copied)
     else:  # and the gathered weights; a single worker computes with its shard directly
         gathered = min(everything, settings.held + shape.largest_parameter) if size > 1 else 0
         backward = (2 * settings.reduce_bucket + gathered) * sent

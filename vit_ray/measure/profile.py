@@ -1,10 +1,11 @@
 """A trace of chosen training steps, for chrome://tracing or https://ui.perfetto.dev."""
 
 import gzip
+import itertools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,21 +32,12 @@ def profiled(
         next_step: number of the step that the first batch is for.
         keep: takes the trace's file name and its gzipped JSON.
     """
-    first, last = steps
-    with ExitStack() as tracing:
-        is_tracing = False
-        while True:
-            if not is_tracing and first <= next_step <= last:
-                tracing.enter_context(_traced(steps, keep))
-                is_tracing = True
-            elif is_tracing and next_step > last:
-                tracing.close()
-                is_tracing = False
-            batch = next(batches, None)
-            if batch is None:
-                return
-            next_step += 1
-            yield batch
+    first, last = max(steps[0], next_step), steps[1]
+    yield from itertools.islice(batches, first - next_step)
+    if first <= last:
+        with _traced(steps, keep):
+            yield from itertools.islice(batches, last - first + 1)
+    yield from batches
 
 
 @contextmanager

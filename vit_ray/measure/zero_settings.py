@@ -32,26 +32,11 @@ class ZeroSettings:
         prefetch: weights that stage 3 gathers ahead in each module, up to `held` altogether.
         held: weights that stage 3 holds gathered, to which those of one module may come. What is
             held when the forward pass ends, the backward pass uses; the others are gathered again.
-        persistence: tensors up to this size stay whole on every rank under stage 3. None need to: a
-            norm or a bias is gathered in one operation with the matrices that are prefetched beside
-            it, so that whole copies would save no operation, and would have to be gathered anew
-            after every step.
     """
 
     reduce_bucket: int
     prefetch: int
     held: int
-    persistence: int = 0
-
-    @property
-    def reuse_distance(self) -> int:
-        """Weights between two uses of one that stage 3 does not let go of for being far apart.
-
-        To the end of the forward pass and back, for all that is held. DeepSpeed 0.19.8 holds more
-        than this asks for: gathering ahead in every module, it soon has all that `held` allows, and
-        does not let go of what it has found gathered.
-        """
-        return 2 * self.held
 
 
 def zero_settings(num_parameters: int, largest_parameter: int) -> ZeroSettings:

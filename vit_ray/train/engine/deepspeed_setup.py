@@ -93,10 +93,16 @@ def deepspeed_config(
         }
     if stage == 3:
         zero |= {
-            "stage3_param_persistence_threshold": settings.persistence,
+            # No tensor stays whole on every rank: a norm or a bias is gathered in one operation
+            # with the matrices that are prefetched beside it, so that whole copies would save no
+            # operation, and would have to be gathered again after every step.
+            "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": settings.prefetch,
             "stage3_max_live_parameters": settings.held,
-            "stage3_max_reuse_distance": settings.reuse_distance,
+            # To the end of the forward pass and back, for all that is held. DeepSpeed 0.19.8 holds
+            # more: gathering ahead in every module, it soon has all that `held` allows, and keeps
+            # what it has found gathered.
+            "stage3_max_reuse_distance": 2 * settings.held,
         }
     if train.offload:
         zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}

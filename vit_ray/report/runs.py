@@ -204,14 +204,13 @@ class RecordedRun:
     @property
     def test_sets(self) -> list[tuple[int, int]]:
         """Numbers of images and of classes of its evaluation set, as far as recorded."""
-        profiles = [_json(one.profile or "") for one in self._datasets("evaluation")]
         return [
-            (one["num_images"], one["num_classes"])
-            for one in profiles
-            if isinstance(one, dict) and {"num_images", "num_classes"} <= one.keys()
+            (one.facts["num_images"], one.facts["num_classes"])
+            for one in self.data_sets
+            if one.use == "evaluation" and {"num_images", "num_classes"} <= one.facts.keys()
         ]
 
-    @property
+    @cached_property
     def data_sets(self) -> list[DataSet]:
         """Data sets that it was trained and evaluated on, as recorded."""
         inputs = getattr(self.run, "inputs", None)
@@ -265,7 +264,7 @@ class RecordedRun:
         names = {}
         for key, (context, place) in _SETS.items():
             path = flat.get(place, "None")
-            fingerprints = sorted(str(one.digest)[:_DIGEST] for one in self._datasets(context))
+            fingerprints = sorted(s.digest[:_DIGEST] for s in self.data_sets if s.use == context)
             if context == "training" and (known := self.tags.get("vit_ray.data_fingerprint")):
                 fingerprints = [known[:_DIGEST]]
             values[key] = " ".join(fingerprints) or path
@@ -315,11 +314,6 @@ class RecordedRun:
     def _is_measured_on_dev(self) -> bool:
         keys = (EVAL_TOP1, EVAL_AVERAGED_TOP1)
         return self.is_trial or any(self.is_on_dev(key) for key in keys)
-
-    def _datasets(self, context: str) -> list[Any]:
-        inputs = getattr(self.run, "inputs", None)
-        held = inputs.dataset_inputs if inputs else []
-        return [one.dataset for one in held if context in {tag.value for tag in one.tags}]
 
     def in_all(self, key: str) -> float | None:
         """Sum of a cost over the training and those whose weights it started from; None: unknown.

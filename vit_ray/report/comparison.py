@@ -7,7 +7,6 @@ differences are taken seed by seed.
 """
 
 import difflib
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,12 +124,7 @@ class Difference:
     @property
     def standard_error(self) -> float | None:
         """Standard error of `mean`, from the spread over seeds; None for a single seed."""
-        if min(len(self.a), len(self.b)) < 2:
-            return None
-        if self.is_paired:
-            each = [b - a for a, b in zip(self.a, self.b, strict=True)]
-            return statistics.stdev(each) / math.sqrt(len(each))
-        return math.sqrt(sum(statistics.variance(v) / len(v) for v in (self.a, self.b)))
+        return self.tested.error if self.tested else None
 
     @property
     def tested(self) -> Tested | None:

@@ -130,11 +130,6 @@ class HeldOut:
     error: float
     predicted: Estimate
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the interval holds it."""
-        return self.predicted.low <= self.error <= self.predicted.high
-
 
 @dataclass(frozen=True)
 class EqualAccuracy:

@@ -20,6 +20,8 @@ class Tested:
     estimate: Estimate
     p: float | None
     """None for a single seed, whose interval only covers the test set."""
+    error: float | None = None
+    """Standard error, from the spread over seeds; None for a single seed."""
 
 
 def of_share(share: float, count: int) -> Estimate:
@@ -70,4 +72,4 @@ def of_difference(
         freedom = sum(parts) ** 2 / below if below else 1.0
     half = stdtrit(freedom, 0.975) * error
     p = 2 * stdtr(freedom, -abs(mean) / error) if error else float(mean == 0)
-    return Tested(Estimate(mean, mean - half, mean + half), float(p))
+    return Tested(Estimate(mean, mean - half, mean + half), float(p), error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from vit_ray.report.page import build_report
+from vit_ray.report.page import write_report
 from vit_ray.tracking.mlflow_client import open_client
 
 MODELS = {  # forward GMACs
@@ -41,7 +41,7 @@ def write_study(folder: Path) -> Path:
         params = {"optim.learning_rate": str(rate), "seed": "0", "model.name": "ViT-B/16"}
         metrics = [Metric("dev/top1", accuracy, STARTED_MS, 100)]
         _run(client, experiment, f"synthetic-sweep-lr{rate}", tags, params, metrics)
-    return build_report(uri, study, folder / "report.html")
+    return write_report(uri, study, folder / "report.html").page
 
 
 def _cell(

@@ -8,7 +8,7 @@ import pytest
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from vit_ray.report.page import build_report
+from vit_ray.report.page import write_report
 
 PLAIN = "plain"
 EVIL = [
@@ -52,7 +52,7 @@ def _page(empty_store, folder, text):
             params=[Param(key, text) for key in keys],
             metrics=[Metric(key, value, 0, s) for key, value in metrics.items() for s in (1, 2)],
         )
-    return build_report(uri, parent.info.run_id, folder / "page.html")
+    return write_report(uri, parent.info.run_id, folder / "page.html").page
 
 
 @pytest.fixture(scope="module")

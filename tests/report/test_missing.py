@@ -13,7 +13,7 @@ from mlflow.entities import Param
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.report.page import build_report
+from vit_ray.report.page import write_report
 from vit_ray.report.runs import Archive
 
 MADE = 1_760_000_000_000
@@ -41,7 +41,7 @@ class Store:
         )
 
     def page(self, folder):
-        path = build_report(self.uri, self.study, folder / "page.html")
+        path = write_report(self.uri, self.study, folder / "page.html").page
         return unescape(path.read_text()), list(csv.DictReader(path.with_suffix(".csv").open()))
 
 
@@ -117,7 +117,7 @@ def test_cells_of_a_study_that_is_recorded_twice_have_begun(store, tmp_path):
         cell = store.run(f"cell of {parent}", metrics=WHOLE)
         store.client.set_tag(cell, "mlflow.parentRunId", parent)
         store.client.log_batch(cell, params=params)
-    text = build_report(store.uri, "scaling", tmp_path / "page.html").read_text()
+    text = write_report(store.uri, "scaling", tmp_path / "page.html").page.read_text()
     assert "1 another record of a training" in text
     assert "have not begun" not in text
 
@@ -172,7 +172,7 @@ def test_a_point_that_is_no_result_is_told_from_one_without_pointing_at_it(store
                     metrics={"study/exaflops": 3.0, key: 0.25})  # fmt: skip
     for step in range(100):
         store.client.log_metric(run, "train/loss", 1.0 / (1 + step), step=step)
-    page = build_report(store.uri, store.study, tmp_path / "page.html")
+    page = write_report(store.uri, store.study, tmp_path / "page.html").page
     spec = json.loads(page.read_text().split(PLACE)[1].split("</script>")[0])
     states = {row["y"]: row.get("state") for row in spec["data"]["values"] if "more" in row}
     assert states == {0.5: None, 0.25: status.lower()}
@@ -200,7 +200,7 @@ def test_a_best_on_held_out_images_alone_is_told_as_one_on_these(store, tmp_path
 
 def test_an_experiment_without_runs_is_a_page_that_says_so(store, tmp_path):
     store.client.create_experiment("empty")
-    page = build_report(store.uri, "empty", tmp_path / "page.html")
+    page = write_report(store.uri, "empty", tmp_path / "page.html").page
     assert "'empty' holds no runs yet" in unescape(page.read_text())
 
 
@@ -256,7 +256,7 @@ def test_an_experiment_of_another_project_is_a_page_of_what_it_has(store, tmp_pa
         store.client.log_param(run, "optim.epochs", "ten")
         if status != "RUNNING":
             store.client.set_terminated(run, status)
-    page = build_report(store.uri, "theirs", tmp_path / "page.html")
+    page = write_report(store.uri, "theirs", tmp_path / "page.html").page
     text = unescape(page.read_text())
     assert "1 finished without an accuracy, and so in no figure of accuracy: sgd" in text
     assert "1 failed: adam" in text

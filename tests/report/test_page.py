@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
 from vit_ray.report.figures.chart_list import cells
-from vit_ray.report.page import build_report
+from vit_ray.report.page import write_report
 from vit_ray.report.runs import Archive
 
 MODELS = {"ViT-Ti/16": 1.3, "ViT-S/16": 4.6, "R50x1": 4.1, "R50x1+ViT-B/32": 8.5}
@@ -90,7 +90,7 @@ def study(empty_store, tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(study, tmp_path_factory):
     uri, parent, _ = study
-    path = build_report(uri, parent, tmp_path_factory.mktemp("out") / "deep" / "report.html")
+    path = write_report(uri, parent, tmp_path_factory.mktemp("out") / "deep" / "report.html").page
     return path, path.read_text()
 
 
@@ -140,7 +140,7 @@ def test_only_the_family_of_the_given_run_is_shown(built):
 
 
 def test_a_whole_experiment_can_be_reported(study, tmp_path):
-    text = build_report(study[0], "scaling", tmp_path / "all.html").read_text()
+    text = write_report(study[0], "scaling", tmp_path / "all.html").page.read_text()
     assert "unrelated" in text
     assert "99.90" in text
 
@@ -246,7 +246,7 @@ def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
         name = f"{stage}-lr{rate}-seed{seed}"
         key = "dev/top1" if stage == "sweep_trial" else "eval/top1"
         store_run(client, experiment, name, params=params, tags=tags, metrics={key: top1})
-    text = Page(build_report(uri, parent, tmp_path / "r.html").read_text()).text
+    text = Page(write_report(uri, parent, tmp_path / "r.html").page.read_text()).text
     assert "Test top-1 95.00 +- 1.00 % over 3 seeds, learning rate 0.003." in text
     first = text.index("Learning rate 0.003 wins on the dev split (99.00 %), best of 2.")
     assert "0.003 is the largest rate tried: try 0.009." in text[first:]
@@ -258,7 +258,7 @@ def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):
     client = MlflowClient(uri)
     experiment = client.create_experiment("plain")
     store_run(client, experiment, "one", curve=[(0, 2.0), (10, 1.0)])
-    text = build_report(uri, "plain", tmp_path / "r.html").read_text()
+    text = write_report(uri, "plain", tmp_path / "r.html").page.read_text()
     assert "Training loss" in text
     assert "Accuracy against compute" not in text
     assert "proxy" not in Page(text).text
@@ -267,12 +267,12 @@ def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):
 def test_what_does_not_exist_is_refused_with_what_does(study, tmp_path):
     uri = study[0]
     with pytest.raises(ValueError, match="no experiment 'scalign'; it has Default, scaling"):
-        build_report(uri, "scalign", tmp_path / "r.html")
+        write_report(uri, "scalign", tmp_path / "r.html")
     with pytest.raises(ValueError, match="MLflow has no run 0000"):
-        build_report(uri, "0" * 32, tmp_path / "r.html")
+        write_report(uri, "0" * 32, tmp_path / "r.html")
     missing = tmp_path / "typo.db"
     with pytest.raises(ValueError, match="no such file; give the MLflow database"):
-        build_report(f"sqlite:///{missing}", "scaling", tmp_path / "r.html")
+        write_report(f"sqlite:///{missing}", "scaling", tmp_path / "r.html")
     assert not missing.exists()
 
 
@@ -287,4 +287,4 @@ def test_a_module_that_a_run_names_is_shown_and_not_imported(empty_store, tmp_pa
     params = dict.fromkeys(parts, "mischief.part")
     tags = {"vit_ray.kind": "pretrain", "vit_ray.model": "mischief.part"}
     store_run(client, experiment, "own", {"eval/top1": 0.5}, params, tags)
-    assert "mischief.part" in build_report(uri, "own", tmp_path / "page.html").read_text()
+    assert "mischief.part" in write_report(uri, "own", tmp_path / "page.html").page.read_text()

@@ -15,7 +15,7 @@ from vit_ray.config import load_recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.record.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
-from vit_ray.report.page import build_report
+from vit_ray.report.page import write_report
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.worker.saving import make_position
 
@@ -58,7 +58,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(
 ) -> None:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     recipe = _recorded(tmp_path, monkeypatch)
-    build_report(f"sqlite:///{tmp_path}/mlflow.db", "vit_ray", tmp_path / "report.html")
+    write_report(f"sqlite:///{tmp_path}/mlflow.db", "vit_ray", tmp_path / "report.html")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"mlflow.db", "metrics.jsonl", "recipe.yaml", "report.html"} <= {p.name for p in files}
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

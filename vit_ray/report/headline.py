@@ -49,7 +49,12 @@ def headline(
         first = [*ratios[:MOST_SENTENCES], *gains[:MOST_SENTENCES], *sweep_sentences(cells)]
         return [*first, " ".join([*best, count])]
     others = [run for run in runs if "vit_ray.sweep_stage" not in run.tags]
-    return [*sweep_sentences(runs), *best_sentences(others)] or list(map(_unmeasured, runs[-1:]))
+    found = [*sweep_sentences(runs), *best_sentences(others)]
+    if runs and not found:
+        run, loss = runs[-1], runs[-1].metrics.get(TRAIN_LOSS)
+        last = "" if loss is None else f"; its last training loss is {number(loss)}"
+        found.append(f"{run.label} on {run.training_name} has no accuracy yet{last}.")
+    return found
 
 
 def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
@@ -122,9 +127,3 @@ def _made(run: RecordedRun) -> str:
         parts.append(f"on {cluster}")
     goodput = goodput_of([run])
     return ", ".join(filter(None, (" ".join(parts), goodput)))
-
-
-def _unmeasured(run: RecordedRun) -> str:
-    loss = run.metrics.get(TRAIN_LOSS)
-    last = "" if loss is None else f"; its last training loss is {number(loss)}"
-    return f"{run.label} on {run.training_name} has no accuracy yet{last}."

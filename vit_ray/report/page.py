@@ -6,7 +6,6 @@ figures and tables are files in a folder.
 """
 
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from vit_ray.report.document import Section
 from vit_ray.report.figures import chart_list as figures
 from vit_ray.report.figures.fit_figures import (
     MIN_AMOUNTS,
-    FamilyLaws,
     fit_charts,
     fit_sentences,
     fit_tables,
@@ -61,11 +59,6 @@ class Written:
     """There are no runs yet."""
     is_live: bool
     """Some run has not ended: the page will have more to show."""
-
-
-def build_report(uri: str, experiment_or_parent_run_id: str, output_path: str | Path) -> Path:
-    """As `write_report`; returns the absolute path of the page."""
-    return write_report(uri, experiment_or_parent_run_id, output_path).page
 
 
 def write_report(
@@ -113,11 +106,16 @@ def write_report(
     if is_study or len({run.metrics.get(STUDY_EXAFLOPS) for run in compared}) > MIN_AMOUNTS:
         compute, sentences = figures.against_compute(compared), fit_sentences(laws)
         gains = gain_sentences(compared)
+        unfitted = [
+            f"No power law could be fitted. {one.name}, {law}: {why}."
+            for one in laws[:1]
+            for law, why in [*one.unfitted.items()][:1]
+        ]
         sections = [
             Section("Accuracy against compute", [_COMPUTE, *gains] if compute else gains, compute),
             Section("Fitted power laws", [_LAWS, *sentences], fit_charts(laws), fit_tables(laws))
             if any(one.fits for one in laws)
-            else Section("Fitted power laws", [*_unfitted(laws)]),
+            else Section("Fitted power laws", unfitted),
             papers,
             *ablations,
             Section("Cost and speed", totals(runs), figures.cost_and_speed(compared)),
@@ -135,7 +133,9 @@ def write_report(
     lead = headline(archive, runs, laws)
     # Text at the top is not repeated below.
     sections = [replace(one, texts=[t for t in one.texts if t not in lead]) for one in sections]
-    if _shows_the_papers(sections):
+    heads = [column.title for one in sections for table in one.tables for column in table.columns]
+    drawn = [chart.title for one in sections for chart in one.charts]
+    if figures.PAPER in drawn or any(head.startswith(THEIRS) for head in heads):
         lead.append(
             f"These results are a proxy: trained on {', '.join(sorted(short)) or 'other data'}, "
             "and not on the paper's JFT-300M, which is private."
@@ -168,21 +168,7 @@ def reload_s(page: Path) -> float | None:
 
 
 def parts_of(page: Path) -> list[tuple[Path, str]]:
-    """The files of `build_report`, each with the artifact folder of the run that keeps it."""
+    """The files of `write_report`, each with the artifact folder of the run that keeps it."""
     parts = [(page, ""), (page.with_suffix(".csv"), "")]
     folder = document.files_folder(page)
     return [*parts, (folder, folder.name)] if folder.is_dir() else parts
-
-
-def _shows_the_papers(sections: Sequence[Section]) -> bool:
-    """Whether numbers of the paper are on the page."""
-    titles = [column.title for one in sections for table in one.tables for column in table.columns]
-    charts = [chart.title for one in sections for chart in one.charts]
-    return figures.PAPER in charts or any(title.startswith(THEIRS) for title in titles)
-
-
-def _unfitted(laws: Sequence[FamilyLaws]) -> Iterator[str]:
-    """Why no law could be fitted, in one line."""
-    for one in laws[:1]:
-        for law, why in [*one.unfitted.items()][:1]:
-            yield f"No power law could be fitted. {one.name}, {law}: {why}."

@@ -11,7 +11,6 @@ SOURCE: Final = "Dosovitskiy et al., ICLR 2021, arXiv:2010.11929v2"
 PRETRAINING: Final = {
     "imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M",
 }  # fmt: skip
-_TASKS: Final = ("cifar10", "cifar100", "imagenet", "imagenet_real", "flowers", "pets")
 _MODELS: Final = ("ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32", "ViT-H/14")
 
 
@@ -77,17 +76,17 @@ TABLE_5: Final[dict[str, tuple[tuple[float | None, ...], ...]]] = {
 
 def table_2(model: str, pretraining: str, task: str) -> tuple[float, float] | None:
     """Mean and deviation as shares; None if the paper has none."""
-    if (model, pretraining) not in TABLE_2 or task not in _TASKS:
+    if (model, pretraining) not in TABLE_2 or task not in TEST_SETS:
         return None
-    mean, deviation = TABLE_2[model, pretraining][_TASKS.index(task)]
+    mean, deviation = TABLE_2[model, pretraining][[*TEST_SETS].index(task)]
     return mean / 100, deviation / 100
 
 
 def table_5(model: str, pretraining: str, task: str) -> float | None:
     """Accuracy as a share; None if the paper has none."""
-    if model not in _MODELS or task not in _TASKS:
+    if model not in _MODELS or task not in TEST_SETS:
         return None
-    value = TABLE_5[pretraining][_TASKS.index(task)][_MODELS.index(model)]
+    value = TABLE_5[pretraining][[*TEST_SETS].index(task)][_MODELS.index(model)]
     return None if value is None else value / 100
 
 

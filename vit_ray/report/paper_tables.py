@@ -114,17 +114,17 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
 
 def comparing(tables: Sequence[Table]) -> list[Table]:
     """Those with the paper's numbers or several of ours; a single value is no table."""
-
-    def says_something(table: Table) -> bool:
+    found = []
+    for table in tables:
+        is_table_6 = table.caption.startswith("Table 6")
         titles = [column.title for column in table.columns]
         models = {*titles} - {"data set", "pre-trained on", "task"}
-        several = len(models) > 1 and not table.caption.startswith("Table 6")
+        several = len(models) > 1 and not is_table_6
         is_paper = any(title.startswith(THEIRS) for title in titles)
-        if table.caption.startswith("Table 6") and len(table.rows) < 2:
-            return False
-        return is_paper or several or sum(row[0] != CORE_DAYS for row in table.rows) > 1
-
-    return [table for table in tables if says_something(table)]
+        has_rows = sum(row[0] != CORE_DAYS for row in table.rows) > 1
+        if (is_paper or several or has_rows) and not (is_table_6 and len(table.rows) < 2):
+            found.append(table)
+    return found
 
 
 def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
@@ -133,7 +133,14 @@ def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
     for run in _finished_pretrainings(runs):
         for key, top1 in run.metrics.items():
             if (task := TRANSFER.fullmatch(key)) and key != MEAN_TRANSFER:
-                group = _group_of_cells_transfer(run, task.group(1))
+                # The group of the cell and of the task's fine-tunings, without a sweep's trials.
+                if tunings := tunings_of(run, task.group(1)):
+                    parent = tunings[0].parent_id
+                    trials = [t.group for t in run.tuned if t.parent_id == parent and t.is_trial]
+                    group = tunings[0].group.without(*differing_keys(trials))
+                else:
+                    whole = {PRETRAINING + key: text for key, text in run.group.items}
+                    group = Group.of(whole, run.group.names)
                 found.append(Transfer(task.group(1), top1, group, run.seed, run, run.label))
     vtabs = {run.run_id for run in runs if run.kind == "vtab"}
     for run in runs:
@@ -154,16 +161,6 @@ def _finished_pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
         if run.kind != "finetune" and "vit_ray.sweep_stage" not in run.tags
         if run.status == "FINISHED"
     ]
-
-
-def _group_of_cells_transfer(run: RecordedRun, task: str) -> Group:
-    """Compute of the cell and of the fine-tunings of the task, without a sweep's trials."""
-    tuned = tunings_of(run, task)
-    if not tuned:
-        whole = {PRETRAINING + key: text for key, text in run.group.items}
-        return Group.of(whole, run.group.names)
-    siblings = [one for one in run.tuned if one.parent_id == tuned[0].parent_id and one.is_trial]
-    return tuned[0].group.without(*differing_keys(one.group for one in siblings))
 
 
 def _spread(

@@ -37,12 +37,19 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
     pictures = {n: _gallery(archive, run, n, t.format(tested)) for n, t in _PICTURES.items()}
     shown = [one for name, one in pictures.items() if one and name.startswith("evaluation/")]
     seen = pictures["images/training"]
+    again = []
+    if command := run.tags.get("mlflow.source.name"):
+        again = [
+            f"Command: {command}",
+            f"Git commit {run.short_commit}; the whole recipe is the file recipe.yaml of the run "
+            f"in MLflow, run id {run.run_id}.",
+        ]
     return [
         Section("Images and errors", galleries=shown, tables=[*_confusion(archive, run)]),
         time_section([run], price),
         Section("Events", tables=[_events(archive, run)]),
         Section("Data", tables=[_data(run)], galleries=[seen] if seen else []),
-        Section("How to run it again", [*_again(run)]),
+        Section("How to run it again", again),
     ]
 
 
@@ -145,12 +152,3 @@ def _data(run: RecordedRun) -> Table:
             one.digest, one.source,
         ])  # fmt: skip
     return Table("Data sets of the training", heads, rows).used()
-
-
-def _again(run: RecordedRun) -> Iterator[str]:
-    if command := run.tags.get("mlflow.source.name"):
-        yield f"Command: {command}"
-        yield (
-            f"Git commit {run.short_commit}; the whole recipe is the file recipe.yaml of the run "
-            f"in MLflow, run id {run.run_id}."
-        )

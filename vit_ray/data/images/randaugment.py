@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from vit_ray.data.order.keyed_random import KeyedUniform
 
@@ -62,13 +62,7 @@ class RandAugment:
         Args:
             random: the only source of randomness.
         """
-        image, (resample, fill) = Image.fromarray(pixels), _FILLING[self.space]
-        for one in self.draw(pixels.shape[:2], random):
-            if one.name in _MOVES:
-                image = _moved(image, one, resample, fill)
-            else:
-                image = _APPLY[one.name](image, *one.numbers)
-        return np.asarray(image)
+        return applied(pixels, self.draw(pixels.shape[:2], random), *_FILLING[self.space])
 
     def draw(self, size: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
         """The operations for an image, in order.
@@ -115,22 +109,34 @@ def _cutout(image: Image.Image, half: int, row: int, column: int) -> Image.Image
     return cut
 
 
-def _moved(
-    image: Image.Image, move: Operation, resample: Image.Resampling, fill: tuple[int, int, int]
-) -> Image.Image:
-    """
+def applied(
+    pixels: UInt8Array,
+    operations: list[Operation],
+    resample: Image.Resampling = Image.Resampling.NEAREST,
+    fill: tuple[int, int, int] = _GREY,
+) -> UInt8Array:
+    """An image after operations of any space, uint8 (height, width, 3).
+
     Args:
+        resample: of operations that move pixels.
         fill: for pixels from outside the image.
     """
-    (by,) = move.numbers
-    if move.name == "rotate":
-        return image.rotate(by, resample, fillcolor=fill)
-    matrix = {
-        "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
-        "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
-    }[move.name]  # fmt: skip
-    affine = Image.Transform.AFFINE
-    return image.transform(image.size, affine, matrix, resample, fillcolor=fill)
+    image = Image.fromarray(pixels)
+    for name, numbers in operations:
+        if name in _APPLY:
+            image = _APPLY[name](image, *numbers)
+            continue
+        (by,) = numbers
+        if name == "rotate":
+            image = image.rotate(by, resample, fillcolor=fill)
+            continue
+        matrix = {
+            "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
+            "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
+        }[name]  # fmt: skip
+        affine = Image.Transform.AFFINE
+        image = image.transform(image.size, affine, matrix, resample, fillcolor=fill)
+    return np.asarray(image)
 
 
 _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
@@ -141,6 +147,8 @@ _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "solarize": ImageOps.solarize,
     "solarize_add": _solarize_add,
     "cutout": _cutout,
+    "grey": lambda image: image.convert("L").convert("RGB"),
+    "blur": lambda image, radius: image.filter(ImageFilter.GaussianBlur(radius)),
     # Blending with a duller image; a factor of 1 changes nothing.
     "color": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
     "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
@@ -149,7 +157,6 @@ _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
 }
 """(image, *numbers) to an image of the same size."""
 _BLENDED: Final = ("color", "contrast", "brightness", "sharpness")
-_MOVES: Final = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 _FILLING: Final = {
     "tensorflow": (Image.Resampling.NEAREST, _GREY),
     "timm": (Image.Resampling.BICUBIC, _IMAGENET_MEAN),

@@ -3,15 +3,13 @@
 All operations are Pillow's, as in the authors' code and in torchvision's for Pillow images.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from vit_ray.data.images.randaugment import Operation
+from vit_ray.data.images.randaugment import Operation, applied
 from vit_ray.data.order.keyed_random import KeyedUniform
 
 UInt8Array = NDArray[np.uint8]
@@ -25,7 +23,7 @@ class ThreeAugment:
 
     def __call__(self, pixels: UInt8Array, random: KeyedUniform) -> UInt8Array:
         """Changed pixels of the same shape, uint8 (height, width, 3)."""
-        return _applied(pixels, self.draw(pixels.shape[:2], random))
+        return applied(pixels, self.draw(pixels.shape[:2], random))
 
     def draw(self, _: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
         """The operation for an image, as a list of one."""
@@ -45,7 +43,7 @@ class ColorJitter:
 
     def __call__(self, pixels: UInt8Array, random: KeyedUniform) -> UInt8Array:
         """Changed pixels of the same shape, uint8 (height, width, 3)."""
-        return _applied(pixels, self.draw(pixels.shape[:2], random))
+        return applied(pixels, self.draw(pixels.shape[:2], random))
 
     def draw(self, _: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
         """The operations for an image, in order."""
@@ -55,20 +53,3 @@ class ColorJitter:
             factor = random.between(max(0.0, 1.0 - self.strength), 1.0 + self.strength)
             found.append(Operation(name, (factor,)))
         return found
-
-
-_APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
-    "grey": lambda image: image.convert("L").convert("RGB"),
-    "solarize": ImageOps.solarize,
-    "blur": lambda image, radius: image.filter(ImageFilter.GaussianBlur(radius)),
-    "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
-    "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
-    "color": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
-}
-
-
-def _applied(pixels: UInt8Array, operations: list[Operation]) -> UInt8Array:
-    image: Any = Image.fromarray(pixels)
-    for one in operations:
-        image = _APPLY[one.name](image, *one.numbers)
-    return np.asarray(image)

@@ -111,7 +111,7 @@ def scores_of(folder: Path) -> list[float]:
     for group in range(manifest.num_row_groups):
         number, file = int(manifest.row_group[group]), manifest.shard_location(group).path
         rows = pq.ParquetFile(file).read_row_group(number, columns=["key", "score"]).to_pylist()
-        keys = reader.keys(group)
+        keys = reader.texts(group, "key")
         found += [float(row["score"]) for row in rows if row["key"] in keys]
     return sorted(found)
 
@@ -162,13 +162,13 @@ def test_a_part_is_chosen_by_a_list_of_keys(captioned: Path, tmp_path: Path) -> 
     keys = [
         key
         for group in range(2)
-        for key in RowGroupReader(open_dataset(str(captioned))).keys(group)
+        for key in RowGroupReader(open_dataset(str(captioned))).texts(group, "key")
     ]
     (tmp_path / "keys.txt").write_text("\n".join(keys) + "\n\n")
     part = subset(str(captioned), str(tmp_path / "part"), keys=str(tmp_path / "keys.txt"))
     assert part.num_images == len(keys) == 10
     reader = RowGroupReader(part)
-    assert {k for g in range(part.num_row_groups) for k in reader.keys(g)} == set(keys)
+    assert {k for g in range(part.num_row_groups) for k in reader.texts(g, "key")} == set(keys)
     (tmp_path / "keys.txt").write_text("\n".join([*keys, "no image"]))
     with pytest.raises(ValueError, match=r"1 of 11 keys are not in .* such as \['no image'\]"):
         subset(str(captioned), str(tmp_path / "other"), keys=str(tmp_path / "keys.txt"))

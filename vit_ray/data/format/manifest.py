@@ -197,29 +197,26 @@ def open_dataset(path: str) -> Manifest:
             has another format; or the store refuses to have it read.
     """
     with needing_right("read", path):
-        return _open(path)
-
-
-def _open(path: str) -> Manifest:
-    folder = locate(path)
-    file = folder.child(MANIFEST_FILE)
-    if not file.exists():
-        if folder.child(STAGING_FOLDER).exists():
+        folder = locate(path)
+        file = folder.child(MANIFEST_FILE)
+        if not file.exists():
+            if folder.child(STAGING_FOLDER).exists():
+                raise ValueError(
+                    f"data set {path!r} is not finished: its conversion stopped before the "
+                    "manifest was written; run the same convert command again, it continues where "
+                    "it stopped"
+                )
+            if not folder.exists():
+                raise ValueError(
+                    f"no data set at {path!r}: the folder does not exist; check the path or "
+                    "convert first"
+                )
             raise ValueError(
-                f"data set {path!r} is not finished: its conversion stopped before the manifest "
-                "was written; run the same convert command again, it continues where it stopped"
+                f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give a folder that "
+                "jobs/convert.py wrote"
             )
-        if not folder.exists():
-            raise ValueError(
-                f"no data set at {path!r}: the folder does not exist; check the path or convert "
-                "first"
-            )
-        raise ValueError(
-            f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give a folder that "
-            "jobs/convert.py wrote"
-        )
-    # Workers of another cluster have working directories of their own.
-    manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
+        # Workers of another cluster have working directories of their own.
+        manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
     if manifest.num_images == 0:
         raise ValueError(
             f"data set {path!r} is empty: its manifest lists 0 images; convert it again"
@@ -233,7 +230,11 @@ def _parse(path: str, content: bytes) -> Manifest:
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
         version = int(header["format_version"])
         if version == FORMAT_VERSION:
-            _check_digest(content)
+            start = content.index(_CHECKSUM) + len(_CHECKSUM)
+            stop = start + len(_NO_DIGEST)
+            digest = hashlib.sha256(content[:start] + _NO_DIGEST + content[stop:])
+            if digest.hexdigest().encode() != content[start:stop]:
+                raise ValueError("its checksum differs")
             columns = _columns(file.read())
             if header["fingerprint"] != _fingerprint(header, columns):
                 raise ValueError("its fingerprint differs from its content")
@@ -271,19 +272,6 @@ def _columns(table: pa.Table) -> RowGroupColumns:
         int(i): np.asarray(lists[int(i)].as_py(), np.int32) for i in np.flatnonzero(is_present)
     }
     return RowGroupColumns(**{n: c.to_numpy() for n, c in columns.items()}, dropped=dropped)
-
-
-def _check_digest(content: bytes) -> None:
-    """Compare the manifest with its own checksum.
-
-    Raises:
-        ValueError: it has none, or the content is another.
-    """
-    start = content.index(_CHECKSUM) + len(_CHECKSUM)
-    stop = start + len(_NO_DIGEST)
-    digest = hashlib.sha256(content[:start] + _NO_DIGEST + content[stop:])
-    if digest.hexdigest().encode() != content[start:stop]:
-        raise ValueError("its checksum differs")
 
 
 def keep_manifest(folder: Location, destination: Location) -> None:

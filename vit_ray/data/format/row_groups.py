@@ -168,8 +168,8 @@ class ShardReader:
 
     def __init__(self, location: Location, entry: ShardFile, footer: bytes | None = None) -> None:
         self._location = location
-        self._bytes = entry.bytes
-        self.footer = footer or read_again(lambda: self._checked_footer(entry), pa.ArrowInvalid)
+        self._bytes, self._footer_crc32 = entry.bytes, entry.footer_crc32
+        self.footer = footer or read_again(self._read_footer, pa.ArrowInvalid)
         self.metadata = pq.read_metadata(pa.BufferReader(_MAGIC + self.footer))
         footer_start = self._bytes - len(self.footer)
         # Where the bytes of each row group start, and the footer; the first has the magic.
@@ -229,12 +229,6 @@ class ShardReader:
             )
         return content
 
-    def _checked_footer(self, entry: ShardFile) -> bytes:
-        footer = self._read_footer()
-        if checksum(footer) != entry.footer_crc32:
-            raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
-        return footer
-
     def _read_footer(self) -> bytes:
         """Everything behind the last row group."""
         count = min(_TAIL_BYTES, self._bytes)
@@ -244,9 +238,12 @@ class ShardReader:
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if length > self._bytes:
             raise pa.ArrowInvalid("its footer is longer than the file")
-        return (
-            tail[-length:] if length <= count else bytes(self._read(self._bytes - length, length))
-        )
+        footer = tail[-length:]
+        if length > count:
+            footer = bytes(self._read(self._bytes - length, length))
+        if checksum(footer) != self._footer_crc32:
+            raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
+        return footer
 
 
 class _ImagesInPlace:
@@ -365,16 +362,12 @@ class RowGroupReader:
         first[has_any] = labels.values.to_numpy()[offsets[:-1][has_any]]
         return np.delete(first, self._manifest.dropped.get(group, []))
 
-    def keys(self, group: int) -> list[str]:
-        """The key of each image of a row group that counts; reads no other column.
+    def texts(self, group: int, name: str) -> list[Any]:
+        """A column of text, or `key`, of the images of a row group that count; reads no other.
 
         Raises:
             ValueError: as `read`.
         """
-        return self.texts(group, "key")
-
-    def texts(self, group: int, name: str) -> list[Any]:
-        """A column of text, likewise."""
         dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
         values = self.column(group, name).to_pylist()
         return [value for row, value in enumerate(values) if row not in dropped]

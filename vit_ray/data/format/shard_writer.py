@@ -128,21 +128,17 @@ class ShardWriter:
             )
             with closed_after(writer) as self._parquet:
                 yield self
-                self._flush()
+                self.end_row_group()
 
     def add(self, row: EncodedImage) -> None:
         """Append one row."""
         size = len(row.image)
         if self._pending_bytes + size > MOST_ROW_GROUP_BYTES:
-            self._flush()
+            self.end_row_group()
         self._pending.append(row)
         self._pending_bytes += size
         if len(self._pending) == self._rows_per_row_group:
-            self._flush()
-
-    def end_row_group(self) -> None:
-        """Write what was added since the row group before."""
-        self._flush()
+            self.end_row_group()
 
     def facts(self) -> ShardFacts:
         """Facts of the finished file; ask once."""
@@ -154,7 +150,8 @@ class ShardWriter:
         footer_crc32 = self._stream.end_part()
         return ShardFacts(self._rows, sizes, self._stream.tell(), self._crc32, footer_crc32)
 
-    def _flush(self) -> None:
+    def end_row_group(self) -> None:
+        """Write what was added since the row group before."""
         rows, self._pending, self._pending_bytes = self._pending, [], 0
         if not rows:
             return

@@ -227,14 +227,6 @@ def _crop_pixels(
     return resized(_looked_at(pixels, box, augmentation), box, augmentation, out)
 
 
-def _within_border(pixels: UInt8Array, border: int) -> UInt8Array:
-    """The image without its outermost pixels, as a view."""
-    height, width = pixels.shape[:2]
-    if min(height, width) <= 2 * border:
-        raise BadImageError(f"{width}x{height} pixels are nothing but the border of {border}")
-    return pixels[border : height - border, border : width - border]
-
-
 def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
     if size != image.size:
         raise BadImageError(
@@ -281,7 +273,10 @@ def _decode_other(image: bytes | memoryview) -> UInt8Array:
 
 def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:
     """From a whole image within its border the part for a crop; for an exact crop, all of it."""
-    pixels = _within_border(pixels, augmentation.border)
+    height, width, border = *pixels.shape[:2], augmentation.border
+    if min(height, width) <= 2 * border:
+        raise BadImageError(f"{width}x{height} pixels are nothing but the border of {border}")
+    pixels = pixels[border : height - border, border : width - border]
     if augmentation.is_exact:
         return pixels
     top, left, bottom, right = box.bounds(pixels.shape[:2])

@@ -118,7 +118,7 @@ def _rejected_rows(
     for group in np.flatnonzero(whole.file_index == file_index).tolist():
         stored = [whole.stored_row(group, row) for row in range(int(whole.rows[group]))]
         if where is None:
-            keys = reader.keys(group)
+            keys = reader.texts(group, "key")
             chosen = {row for row, key in enumerate(keys) if key in listed}
             taken += [keys[row] for row in chosen]
         else:

@@ -48,7 +48,6 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """All parts."""
         return float(sum(vars(self).values()))
 
     def __str__(self) -> str:

@@ -30,24 +30,20 @@ class StepTimes:
     forwards: list[float] = field(default_factory=list)
 
     def record(self, step_s: float, wait_s: float, forward_s: float = 0.0) -> None:
-        """One finished step."""
         self.steps.append(step_s)
         self.waits.append(wait_s)
         self.forwards.append(forward_s)
 
     @property
     def total_s(self) -> float:
-        """Time spent in steps."""
         return sum(self.steps)
 
     @property
     def wait_fraction(self) -> float:
-        """Share of the steps' time that waited for data."""
         return sum(self.waits) / self.total_s
 
     @property
     def median_s(self) -> float:
-        """Median step."""
         return statistics.median(self.steps)
 
     @property

@@ -32,7 +32,6 @@ class Network:
     gpus_per_server: int = 8
 
     def servers(self, num_gpus: int) -> int:
-        """Servers that so many GPUs fill."""
         return math.ceil(num_gpus / self.gpus_per_server)
 
     def is_limited_by_adapters(self, num_gpus: int) -> bool:

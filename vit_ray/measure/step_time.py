@@ -38,7 +38,6 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """All of them."""
         return self.gradients + self.weights + self.matrices
 
 
@@ -152,7 +151,6 @@ class StepTime:
 
     @property
     def communication_s(self) -> float:
-        """Collective operations."""
         return self.sent_s + self.starts_s
 
     @property

@@ -23,7 +23,6 @@ class ProjectedFeatures(Recomputable):
 
     @property
     def head(self) -> nn.Linear:
-        """The model's own features."""
         return self.model.head  # type: ignore[return-value]
 
     def forward(

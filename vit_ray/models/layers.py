@@ -41,7 +41,6 @@ class Linear(nn.Linear):
         super().__init__(width_in, width_out)
 
     def reset_parameters(self) -> None:
-        """Draw kernel and bias."""
         self._draw(self.weight)
         if self._bias_std:
             nn.init.normal_(self.bias, std=self._bias_std)
@@ -108,7 +107,6 @@ class Head(nn.Linear):
         nn.init.constant_(self.bias, initial_bias)
 
     def reset_parameters(self) -> None:
-        """Set kernel and bias to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -127,7 +125,6 @@ class PatchProjection(nn.Conv2d):
         super().__init__(channels, width, kernel_size=patch_size, stride=patch_size)
 
     def reset_parameters(self) -> None:
-        """Draw the kernel, set the bias to zero."""
         lecun_normal_(self.weight)
         assert self.bias is not None
         nn.init.zeros_(self.bias)

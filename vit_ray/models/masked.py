@@ -98,7 +98,6 @@ class MaskToken(nn.Module):
         nn.init.normal_(self.token, std=POSITION_STD)
 
     def forward(self, patches_BND: Tensor, is_masked_BN: Tensor) -> Tensor:
-        """Patches with the token instead of the masked ones."""
         return torch.where(is_masked_BN[..., None], self.token.to(patches_BND.dtype), patches_BND)
 
 
@@ -185,7 +184,6 @@ class MaskedPatchObjective(Recomputable):
         return _loss(self.target, predictions, pixels)
 
     def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
-        """Patch embeddings for the encoder."""
         others = _pick(patches_BND, corruption.source)
         swapped = torch.where(corruption.is_swapped[..., None], others, patches_BND)
         return self.mask(swapped, corruption.is_masked)

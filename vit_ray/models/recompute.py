@@ -25,7 +25,6 @@ class Chain(nn.ModuleList):
     recompute_every = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """The last block's output."""
         for index, block in enumerate(self):
             x = run_block(block, x, is_recomputed(index, self.recompute_every))
         return x

@@ -40,7 +40,6 @@ class EncoderSize:
 
     @property
     def head_width(self) -> int:
-        """K, width of a head."""
         return self.width // self.num_heads
 
 

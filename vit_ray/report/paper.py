@@ -101,7 +101,6 @@ class PaperRow:
 
     @property
     def family(self) -> str:
-        """Model family, as in our figures."""
         return model_family(self.name)
 
 

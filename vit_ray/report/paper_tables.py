@@ -64,7 +64,6 @@ class Transfer:
 
     @property
     def pretrained_on(self) -> str:
-        """Name of the data."""
         return self.origin.training_name if self.origin else "not among these runs"
 
     @property

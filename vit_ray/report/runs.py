@@ -111,12 +111,10 @@ class RecordedRun:
 
     @property
     def run_id(self) -> str:
-        """MLflow's id."""
         return str(self.run.info.run_id)
 
     @property
     def name(self) -> str:
-        """MLflow's run name."""
         return str(self.run.info.run_name or self.run_id)
 
     @property
@@ -142,7 +140,6 @@ class RecordedRun:
 
     @property
     def tags(self) -> dict[str, str]:
-        """All tags."""
         return tags_of(self.run.data.tags)
 
     @cached_property
@@ -242,7 +239,6 @@ class RecordedRun:
 
     @property
     def parent_id(self) -> str | None:
-        """Its parent run."""
         return self.tags.get(PARENT_TAG)
 
     @property

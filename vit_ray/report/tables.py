@@ -85,7 +85,6 @@ class Table:
 
     @property
     def name(self) -> str:
-        """Name of its files."""
         return file_name(re.split("[:;,]", self.caption)[0], self.number)
 
     def used(self) -> "Table":

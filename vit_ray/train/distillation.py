@@ -22,7 +22,6 @@ class Teacher:
     def __init__(
         self, model: nn.Module, precision: str, device: torch.device, digest: str = ""
     ) -> None:
-        """Take over the model, on the device and in the precision of the training."""
         self.digest = digest
         """Its weights' `digest_of`."""
         self.model = model.to(device).eval().requires_grad_(False)

@@ -30,7 +30,6 @@ class JoinedManifest(Manifest):
 
     @property
     def num_sets(self) -> int:
-        """Data sets that are read together."""
         return len(self.paths)
 
     @property

@@ -148,7 +148,6 @@ class Manifest(RowGroupColumns):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
         return len(self.classes)
 
     @property
@@ -158,7 +157,6 @@ class Manifest(RowGroupColumns):
 
     @property
     def num_row_groups(self) -> int:
-        """Number of row groups."""
         return len(self.rows)
 
     @cached_property

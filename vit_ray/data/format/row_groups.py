@@ -71,7 +71,6 @@ class EncodedRows:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the rows take."""
         columns = (self.images, self.labels, self.keys, self.crc32, self.sizes, self.index)
         return sum(int(column.nbytes) for column in columns if column is not None)
 
@@ -93,12 +92,10 @@ class EncodedRows:
         return self._sizes[row]
 
     def labels_of(self, row: int) -> NDArray[np.int32]:
-        """Labels of one row."""
         values, offsets = self._labels
         return values[offsets[row] : offsets[row + 1]]
 
     def key(self, row: int) -> str:
-        """Key of one row."""
         return str(self.keys[row].as_py())
 
     def _content(self, row: int) -> memoryview:

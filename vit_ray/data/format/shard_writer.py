@@ -131,7 +131,6 @@ class ShardWriter:
                 self.end_row_group()
 
     def add(self, row: EncodedImage) -> None:
-        """Append one row."""
         size = len(row.image)
         if self._pending_bytes + size > MOST_ROW_GROUP_BYTES:
             self.end_row_group()

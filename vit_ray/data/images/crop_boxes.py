@@ -85,17 +85,14 @@ class Augmentation:
 
     @property
     def height(self) -> int:
-        """Output height in pixels."""
         return self.size if isinstance(self.size, int) else self.size[0]
 
     @property
     def width(self) -> int:
-        """Output width in pixels."""
         return self.size if isinstance(self.size, int) else self.size[1]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of the output array."""
         return (self.height, self.width, 3)
 
     @property

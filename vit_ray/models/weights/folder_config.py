@@ -122,7 +122,6 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
 
 
 def _huggingface_config(model: nn.Module) -> dict[str, Any]:
-    """What transformers needs to build the same model."""
     if isinstance(model, VisionTransformer):
         embedding = model.embedding
         assert isinstance(embedding, PatchEmbedding)

@@ -117,7 +117,6 @@ class Rule:
     shape: str = "same"
 
     def to_own(self, parts: list[Tensor]) -> Tensor:
-        """Our tensor from the published ones."""
         return _SHAPES[self.shape][0](parts).contiguous()
 
     def to_published(self, tensor: Tensor, num_heads: int) -> list[Tensor]:

@@ -92,12 +92,10 @@ class Axis:
         return (value - low) / (high - low)
 
     def value(self, part: float, ends: tuple[float, float]) -> float:
-        """The value at such a position."""
         low, high = ends
         return low * (high / low) ** part if self.is_log else low + (high - low) * part
 
     def encoding(self, name: str, ends: tuple[float, float]) -> dict[str, Any]:
-        """The axis for Vega-Lite."""
         marks: dict[str, Any] = {"tickCount": 6, "labelOverlap": "greedy"}
         if self.is_percent:
             marks["format"] = "~%"

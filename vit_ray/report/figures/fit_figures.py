@@ -87,7 +87,6 @@ class FamilyLaws:
 
     @property
     def name(self) -> str:
-        """Name of the accuracy for readers."""
         return title_of(self.key) + self.whose
 
     @cached_property

@@ -56,7 +56,6 @@ class PowerLaws:
     floor: Array
 
     def taken(self, which: NDArray[np.int64]) -> "PowerLaws":
-        """The laws with these numbers."""
         return PowerLaws(self.unit, self.scale[which], self.exponent[which], self.floor[which])
 
     def error_at(self, compute: Array) -> Array:
@@ -101,7 +100,6 @@ class Fit:
         return _estimate(float(self.law.floor[0]), self.draws.floor)
 
     def error_at(self, compute: Array) -> Array:
-        """The law's error."""
         return self.law.error_at(compute)[0]
 
     def band(self, compute: Array) -> tuple[Array, Array]:

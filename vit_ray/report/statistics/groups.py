@@ -38,7 +38,6 @@ class Group:
 
     @property
     def values(self) -> dict[str, str]:
-        """By key."""
         return dict(self.items)
 
     @property
@@ -47,7 +46,6 @@ class Group:
         return hashlib.sha256(repr(sorted(self.items)).encode()).hexdigest()[:8]
 
     def only(self, is_kept: Callable[[str], bool]) -> "Group":
-        """The group reduced to these keys."""
         return Group(frozenset(item for item in self.items if is_kept(item[0])), self.names)
 
     def without(self, *keys: str) -> "Group":

@@ -54,7 +54,6 @@ class _Failures(logging.Handler):
         self.reasons: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the beginning of the error of a part that cannot be converted."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -100,7 +100,6 @@ class DeepSpeedEngine:
         return loss.detach()
 
     def compile_s(self) -> float:
-        """Seconds that compiling this engine's model has taken so far."""
         return compile_s() - self._compile_s_before
 
     def compile_failure(self) -> str | None:
@@ -193,5 +192,4 @@ class DeepSpeedEngine:
         return sizes
 
     def close(self) -> None:
-        """Release DeepSpeed's hooks and memory."""
         self._engine.destroy()

@@ -63,14 +63,12 @@ class ReplicatedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of torch's optimizer."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: a step leaves no gradients."""
 
     def destroy(self) -> None:
-        """Release the module."""
         for hook in self._hooks:
             hook.remove()
 

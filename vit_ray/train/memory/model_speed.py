@@ -59,7 +59,6 @@ class ModelSpeed:
 
     @property
     def fastest(self) -> BatchSpeed | None:
-        """The batch with the most images per second."""
         return max(self.batches, key=lambda one: one.images_per_s, default=None)
 
     @property
@@ -99,7 +98,6 @@ def measure_model(
 def _searched(
     recipe: Recipe, mode: Mode, config: BenchmarkModelsConfig, device: torch.device
 ) -> ModelSpeed:
-    """The search for the largest batch of one model, mode and input size."""
     speeds: dict[int, BatchSpeed] = {}
     ended_by: EndedBy = "max_batch_size"
 

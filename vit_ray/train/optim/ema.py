@@ -31,7 +31,6 @@ class WeightAverage:
         self.values: list[Tensor] = [f.weight.detach().clone() for f in fragments]
 
     def restart(self) -> None:
-        """Restart the average at the current weights."""
         for value, fragment in zip(self.values, self.fragments, strict=True):
             value.copy_(fragment.weight)
 

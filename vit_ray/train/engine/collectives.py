@@ -36,27 +36,20 @@ def all_max(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def all_rows(
-    rows: np.ndarray,
-    device: torch.device,
-    *,
-    places: np.ndarray | None = None,
-    most_bytes: int = GATHERED_BYTES,
+    rows: np.ndarray, device: torch.device, *, most_bytes: int = GATHERED_BYTES
 ) -> np.ndarray:
-    """Every rank's (n, ...) rows in one host array, on every rank.
+    """Every rank's (n, ...) rows in one host array, in rank order, on every rank.
 
     n may differ between ranks; dtype and the other sizes may not.
 
     Args:
-        places: index in the result of each row of all ranks, counted in rank order; unset = in rank
-            order.
         most_bytes: most that a device holds of them at a time, from all ranks together; at least a
             row of each.
     """
     mine = torch.tensor([len(rows)], dtype=torch.int64, device=device)
     counts = [int(count) for count in _gathered(mine)]
     whole = np.empty((sum(counts), *rows.shape[1:]), rows.dtype)
-    places = np.arange(len(whole)) if places is None else places
-    places_by_rank = np.split(places, np.cumsum(counts)[:-1])
+    whole_by_rank = np.split(whole, np.cumsum(counts)[:-1])  # views
     row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
     step = max(1, most_bytes // (row_bytes * len(counts)))
     for first in range(0, max(counts), step):
@@ -65,9 +58,9 @@ def all_rows(
         own = rows[first : first + step]
         piece[: len(own)] = own
         parts = _gathered(torch.from_numpy(piece).to(device))
-        for targets, part in zip(places_by_rank, parts, strict=True):
-            now = targets[first : first + step]
-            whole[now] = part[: len(now)].cpu().numpy()
+        for target, part in zip(whole_by_rank, parts, strict=True):
+            now = target[first : first + step]
+            now[:] = part[: len(now)].cpu().numpy()
     return whole
 
 

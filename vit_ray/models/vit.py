@@ -167,7 +167,8 @@ class VisionTransformer(Recomputable):
         """
         grid_BhwD = self.embedding(images)
         is_bound = self.is_bound_to_grid or self.options.positions != "none"
-        if grid_BhwD.shape[1:3] != self.grid and is_bound and not self._takes(grid_BhwD):
+        is_taken = self.takes_sizes and grid_BhwD.shape[1] == grid_BhwD.shape[2]
+        if grid_BhwD.shape[1:3] != self.grid and is_bound and not is_taken:
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
                 f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, but the model was built for "
@@ -175,9 +176,6 @@ class VisionTransformer(Recomputable):
                 f"{images.shape[-1]}) and load the weights into that"
             )
         return grid_BhwD.flatten(1, 2)
-
-    def _takes(self, grid_BhwD: Tensor) -> bool:
-        return self.takes_sizes and grid_BhwD.shape[1] == grid_BhwD.shape[2]
 
     def let_in_other_sizes(self) -> None:
         """Also embed square images of other sizes than the model was built for.

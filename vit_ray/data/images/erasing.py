@@ -12,12 +12,9 @@ from statistics import NormalDist
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vit_ray.data.images.randaugment import Operation
+from vit_ray.data.images.randaugment import Operation, UInt8Array
 from vit_ray.data.order.keyed_random import KeyedUniform
-
-UInt8Array = NDArray[np.uint8]
 
 # timm's defaults (`timm/data/random_erasing.py`), which DeiT keeps.
 _AREAS: Final = (0.02, 1 / 3)

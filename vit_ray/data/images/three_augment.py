@@ -6,13 +6,8 @@ All operations are Pillow's, as in the authors' code and in torchvision's for Pi
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from vit_ray.data.images.randaugment import Operation, applied
+from vit_ray.data.images.randaugment import Operation, UInt8Array, applied
 from vit_ray.data.order.keyed_random import KeyedUniform
-
-UInt8Array = NDArray[np.uint8]
 
 _BLUR_RADII: Final = (0.1, 2.0)  # pixels, as in the authors' augment.py
 

@@ -29,16 +29,14 @@ def npz_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
     with zipfile.ZipFile(file) as archive:
         for name in archive.namelist():
             with archive.open(name) as member:
-                is_first = np.lib.format.read_magic(member) == (1, 0)
-                header = np.lib.format.read_array_header_1_0 if is_first else _read_header_2
-                shape, _, dtype = header(member)
+                if np.lib.format.read_magic(member) == (1, 0):
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+                else:
+                    shape, _, dtype = np.lib.format.read_array_header_2_0(member)
             if dtype.hasobject:
                 raise ValueError(f"{name} has objects, which can run code")
             tensors[name.removesuffix(".npy")] = _without_values(shape)
     return tensors, {}
-
-
-_read_header_2 = np.lib.format.read_array_header_2_0
 
 
 def safetensors_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:

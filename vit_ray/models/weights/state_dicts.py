@@ -131,7 +131,13 @@ def fit_state_dict(
             tensor = tensor[:, 1:] if drops_class_row else tensor
             if origin.grid is not None or tensor.shape[1] != shape[1]:
                 num_patches = tensor.shape[1] - (has_class_row and not drops_class_row)
-                trained_at = origin.grid or _square(name, num_patches)
+                trained_at = origin.grid or square_grid(num_patches)
+                if trained_at is None:
+                    raise ValueError(
+                        f"{name} has {num_patches} patches, which do not form a square; give "
+                        "source_grid=(rows, columns) of the checkpoint, or its weights as a "
+                        ".safetensors file of ours, which records its grid"
+                    )
                 tensor = resize_table(tensor, trained_at, grid, resize)
         elif leaf.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
             tensor = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
@@ -148,17 +154,6 @@ def fit_state_dict(
         report.grids = (trained_at, grid)
     _fill(wanted, fitted)
     return report
-
-
-def _square(name: str, num_patches: int) -> Grid:
-    grid = square_grid(num_patches)
-    if grid is None:
-        raise ValueError(
-            f"{name} has {num_patches} patches, which do not form a square; give "
-            "source_grid=(rows, columns) of the checkpoint, or its weights as a .safetensors file "
-            "of ours, which records its grid"
-        )
-    return grid
 
 
 def _fill(wanted: Tensors, given: Tensors) -> None:

@@ -50,23 +50,22 @@ class Lamb(HalfMomentAdamW):
             slope.copy_(moved.div_(1.0 - betas[0] ** count))
             slope.add_(weight, alpha=group["weight_decay"])
         if group[ADAPTS]:
-            self._lengthen(*self._parts[owner], grad)
+            # Each tensor's step times the norm of the tensor over that of the step.
+            fragments, names = self._parts[owner]
+            updates = views_of(fragments, grad)
+            squares = torch.zeros(2, len(names), dtype=torch.float64, device=grad.device)
+            places = [names.index(fragment.name) for fragment in fragments]
+            weights = [fragment.weight for fragment in fragments]
+            for of_kind, tensors in zip(squares, (weights, updates), strict=True):
+                if tensors:
+                    norms = torch.stack(torch._foreach_norm(tensors))
+                    of_kind[places] = norms.double().square_()
+            self._ranks.add(squares)
+            of_weights, of_updates = squares
+            ratios = (of_weights / of_updates).sqrt()
+            ratios = torch.where(squares.amin(0) > 0.0, ratios, 1.0).float()
+            for run, place in zip(updates, places, strict=True):
+                run.mul_(ratios[place])
         rate = group["lr"] * on
         for weight, update in pieces(owner, grad):
             weight.sub_(update.mul_(rate))
-
-    def _lengthen(
-        self, fragments: Sequence[Fragment], names: Sequence[str], update: Tensor
-    ) -> None:
-        """Multiply each tensor's step by the norm of the tensor over that of the step."""
-        updates = views_of(fragments, update)
-        squares = torch.zeros(2, len(names), dtype=torch.float64, device=update.device)
-        places = [names.index(fragment.name) for fragment in fragments]
-        for of_kind, tensors in zip(squares, ([f.weight for f in fragments], updates), strict=True):
-            if tensors:
-                of_kind[places] = torch.stack(torch._foreach_norm(tensors)).double().square_()
-        self._ranks.add(squares)
-        of_weights, of_updates = squares
-        ratios = torch.where(squares.amin(0) > 0.0, (of_weights / of_updates).sqrt(), 1.0).float()
-        for run, place in zip(updates, places, strict=True):
-            run.mul_(ratios[place])

@@ -106,8 +106,7 @@ class LineAttention(nn.Module):
         lines = x_BLD.shape[:2]
         qk = self.qk(x_BLD).reshape(*lines, 2 * NUM_AXIAL_HEADS, self.key_width)
         q_BHLK, k_BHLK = qk.transpose(1, 2).chunk(2, dim=1)
-        v = self.v(x_BLD).reshape(*lines, NUM_AXIAL_HEADS, self.value_width)
-        v_BHLV = v.transpose(1, 2)
+        v_BLHV = self.v(x_BLD).reshape(*lines, NUM_AXIAL_HEADS, self.value_width)
         place = torch.arange(self.length, device=x_BLD.device)
         # Row of a table for each (query, key): q - k + L - 1.
         offsets = place[:, None] - place[None, :] + self.length - 1
@@ -115,7 +114,7 @@ class LineAttention(nn.Module):
         logits = logits + torch.einsum("bhqk,qlk->bhql", q_BHLK, self.query_table[offsets])
         logits = logits + torch.einsum("bhlk,qlk->bhql", k_BHLK, self.key_table[offsets])
         weights = torch.softmax(logits * self.key_width**-0.5, dim=-1)
-        mixed = weights @ v_BHLV
+        mixed = weights @ v_BLHV.transpose(1, 2)
         mixed = mixed + torch.einsum("bhql,qlv->bhqv", weights, self.value_table[offsets])
         return mixed.transpose(1, 2).flatten(2)
 

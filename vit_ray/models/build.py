@@ -64,8 +64,7 @@ def build_model(
 def _own_model(
     name: str, num_classes: int, sides: tuple[int, int], options: dict[str, Any]
 ) -> nn.Module:
-    build = own_part(name, "model.name", BuildsModel, options)
-    model = build(num_classes, sides, **options)
+    model = own_part(name, "model.name", BuildsModel, options)(num_classes, sides, **options)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model.name={name} returned a {type(model).__name__}; return a torch.nn.Module"

@@ -224,8 +224,7 @@ class VisionTransformer(Recomputable):
                 x_BND = x_BND if self.pre_norm is None else self.pre_norm(x_BND)
             recomputes = is_recomputed(index, self.blocks.recompute_every)
             wanted = num_outputs if index == self.size.depth - 1 else None
-            block_keys = numbered_keys(keys, index)
-            rest = (weights_to, wanted, block_keys, rope_2NK)
+            rest = (weights_to, wanted, numbered_keys(keys, index), rope_2NK)
             x_BND = run_block(block, x_BND, recomputes, *rest)
         return self.norm(x_BND)
 

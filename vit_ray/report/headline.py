@@ -125,5 +125,4 @@ def _made(run: RecordedRun) -> str:
         parts.append(f"in {duration(seconds)}")
     if cluster := run.tags.get("vit_ray.cluster"):
         parts.append(f"on {cluster}")
-    goodput = goodput_of([run])
-    return ", ".join(filter(None, (" ".join(parts), goodput)))
+    return ", ".join(filter(None, (" ".join(parts), goodput_of([run]))))

@@ -290,8 +290,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
         ])  # fmt: skip
     has_theirs = any(row[-1] is not None for row in rows)
     source = f"; the paper's columns, on JFT-300M, are {paper.SOURCE}" if has_theirs else ""
-    caption = f"Table 6: scaling{source}"
-    return Table(caption, columns, rows).used()
+    return Table(f"Table 6: scaling{source}", columns, rows).used()
 
 
 def _differences_in_table(groups: dict[Group, list[RecordedRun]]) -> dict[Group, str]:

@@ -60,3 +60,11 @@ def some_images(batch: int = 2, size: tuple[int, int] = (32, 32)) -> Tensor:
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     """Largest difference over the largest magnitude."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@torch.no_grad()
+def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """What the blocks of a ViT show, in turn."""
+    weights: list[Tensor] = []
+    model.encode(model.embed(images), weights.append)
+    return weights

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.models.small import shake, small_model, some_images
+from tests.models.small import attention_weights, shake, small_model, some_images
 from vit_ray.models.axial import AxialAttention2d, AxialBlock, LineAttention
 from vit_ray.models.encoder import Block
 from vit_ray.models.sizes import EncoderSize, VitOptions
@@ -38,7 +38,7 @@ def test_an_axial_block_is_two_blocks_that_see_one_row_and_one_column() -> None:
 
 def test_an_axial_vit_shows_the_weights_of_rows_and_of_columns() -> None:
     model = small_model("Axial-ViT", image_size=(24, 40)).eval()
-    weights = model.attention_weights(some_images(2, (24, 40)))
+    weights = attention_weights(model, some_images(2, (24, 40)))
     assert [tuple(w.shape) for w in weights] == [(2 * 3, 4, 5, 5), (2 * 5, 4, 3, 3)] * 2
     for each in weights:
         torch.testing.assert_close(each.sum(-1), torch.ones(each.shape[:-1]))

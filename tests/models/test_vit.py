@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
-from tests.models.small import POSITION_VARIANTS, relative_difference, small_model, some_images
+from tests.models.small import (
+    POSITION_VARIANTS,
+    attention_weights,
+    relative_difference,
+    small_model,
+    some_images,
+)
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.models.weights.files import Origin
@@ -96,7 +102,7 @@ def test_attention_weights_equal_those_of_transformers(tmp_path: Any) -> None:
     load_weights(model, tmp_path)
     with torch.no_grad():
         theirs = peer(some_images(), output_attentions=True).attentions
-        ours = model.attention_weights(some_images())
+        ours = attention_weights(model, some_images())
     assert len(ours) == len(theirs) == 2
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
@@ -113,7 +119,7 @@ def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(
     outputs: list[Tensor] = []
     attention.out.register_forward_pre_hook(lambda m, i: outputs.append(i[0]))
     with torch.no_grad():
-        weights = model.attention_weights(some_images())[1]
+        weights = attention_weights(model, some_images())[1]
     values = seen[0][2].reshape(2, 17, 4, 8).transpose(1, 2)
     mixed = (weights @ values).transpose(1, 2).flatten(2)
     torch.testing.assert_close(outputs[0], mixed, rtol=1e-5, atol=1e-6)

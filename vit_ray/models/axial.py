@@ -71,7 +71,7 @@ class AxialBlock(nn.Module):
 class AxialViT(VisionTransformer):
     """A ViT of axial blocks with the mean of its tokens as feature.
 
-    `attention_weights` gives two tensors a block: (B * h, H, w, w) and (B * w, H, h, h).
+    Blocks show attention weights twice: (B * h, H, w, w), then (B * w, H, h, h).
     """
 
     # Tokens are cut into the lines of a fixed grid, with or without positions.

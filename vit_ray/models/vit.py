@@ -237,13 +237,3 @@ class VisionTransformer(Recomputable):
         else:
             pooled = encoded_BND[:, self.options.registers :].mean(dim=1)
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
-
-    @torch.no_grad()
-    def attention_weights(self, images: Tensor) -> list[Tensor]:
-        """Attention weights (B, H, N, N) in float32, one tensor for each block.
-
-        Computed separately, from the activations that the fused kernel made.
-        """
-        weights: list[Tensor] = []
-        self.encode(self.embed(images), weights.append)
-        return weights

@@ -1,7 +1,6 @@
 """The teacher of a distilled training: its weights, its outputs, and the loss against them."""
 
 import hashlib
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,15 +74,12 @@ def teacher_losses(config: DistillConfig, answers: Tensor, taught: Tensor) -> Te
     return divergence * config.temperature**2
 
 
-class _Saved(NamedTuple):
-    """How the teacher's weights are loaded."""
+def check_teacher(recipe: Recipe, num_classes: int) -> tuple[int, bool] | None:
+    """Check the teacher's weights by names and shapes.
 
-    num_classes: int
-    has_head: bool
-
-
-def check_teacher(recipe: Recipe, num_classes: int) -> _Saved | None:
-    """Check the teacher's weights by names and shapes; None without a teacher.
+    Returns:
+        Classes of the model to load them into, and whether they have a head; None without a
+        teacher.
 
     Raises:
         ValueError: they do not exist, do not fit `distill.model` at the student's image size, or
@@ -95,10 +91,8 @@ def check_teacher(recipe: Recipe, num_classes: int) -> _Saved | None:
     setting = f"distill.teacher={config.teacher}"
     try:
         weights = meta_state_of(config.teacher)
-        saved = _Saved(weights.num_classes or num_classes, weights.num_classes is not None)
-        report = planned_load(
-            config.model, saved.num_classes, config.teacher, not saved.has_head, "bilinear"
-        )
+        built_for, has_head = weights.num_classes or num_classes, weights.num_classes is not None
+        report = planned_load(config.model, built_for, config.teacher, not has_head, "bilinear")
     except ValueError as error:
         raise ValueError(f"distill.teacher: {error}") from None
     classes = weights.num_classes or "no"
@@ -117,7 +111,7 @@ def check_teacher(recipe: Recipe, num_classes: int) -> _Saved | None:
         )
     if new := [name for name in report.new if not name.startswith("head.")]:
         raise ValueError(f"{setting} has no {', '.join(new)}; describe its model in distill.model")
-    return saved
+    return built_for, has_head
 
 
 def load_teacher(recipe: Recipe, num_classes: int, device: torch.device) -> Teacher | None:
@@ -126,11 +120,12 @@ def load_teacher(recipe: Recipe, num_classes: int, device: torch.device) -> Teac
     Raises:
         ValueError: as `check_teacher`.
     """
-    saved, config = check_teacher(recipe, num_classes), recipe.distill
-    if saved is None or config is None:
+    checked, config = check_teacher(recipe, num_classes), recipe.distill
+    if checked is None or config is None:
         return None
-    model = _built(config, saved.num_classes)
-    initialize_weights(model, config.teacher, new_head=not saved.has_head)
+    built_for, has_head = checked
+    model = _built(config, built_for)
+    initialize_weights(model, config.teacher, new_head=not has_head)
     return Teacher(model, recipe.train.precision, device, digest_of(model))
 
 

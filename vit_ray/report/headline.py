@@ -16,12 +16,11 @@ from vit_ray.report.runs import Archive, RecordedRun
 from vit_ray.report.statistics.accuracies import (
     accuracies_of,
     accuracy_name,
-    best_of,
     by_sets,
     studied,
 )
 from vit_ray.report.statistics.intervals import of_mean
-from vit_ray.report.statistics.seeds import Mean, by_group
+from vit_ray.report.statistics.seeds import Mean, by_group, mean_of
 from vit_ray.report.sweeps import sweep_sentences
 from vit_ray.report.tables import duration, number, percent
 from vit_ray.report.time_spent import goodput_of
@@ -65,18 +64,23 @@ def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
     found = []
     for key in accuracies_of(runs):
         for whose, members in by_sets(runs, key):
-            if best := best_of(members, key):
-                run, mean = best
-                name, result = f"{accuracy_name(key)}{whose}", described(run, mean, key)
-                of_tests = _chosen(run, key)
-                if len(runs) == 1:
-                    where = f"{run.label} on {run.training_name} reaches {result} {name}"
-                    found.append(f"{where}{of_tests and of_tests + ','} {_made(run)}.")
-                    continue
-                tested = [one for one in members if one.is_tested(key)]
-                count = len(by_group(one for one in tested if one.status == "FINISHED"))
-                chosen = f", the best of {count} on the test set" if count > 1 else ""
-                found.append(f"Best {name}: {result}, by {run.label}{chosen}{of_tests}.")
+            tested = [one for one in members if one.is_tested(key) and one.status == "FINISHED"]
+            means = [
+                (seeds[0], mean)
+                for seeds in by_group(tested).values()
+                if (mean := mean_of([one.metrics[key] for one in seeds]))
+            ]
+            if not means:
+                continue
+            run, best = max(means, key=lambda pair: pair[1].value)
+            name, result = f"{accuracy_name(key)}{whose}", described(run, best, key)
+            of_tests = _chosen(run, key)
+            if len(runs) == 1:
+                where = f"{run.label} on {run.training_name} reaches {result} {name}"
+                found.append(f"{where}{of_tests and of_tests + ','} {_made(run)}.")
+                continue
+            chosen = f", the best of {len(means)} on the test set" if len(means) > 1 else ""
+            found.append(f"Best {name}: {result}, by {run.label}{chosen}{of_tests}.")
     held_out = [run for run in runs if run.is_on_dev(EVAL_TOP1)]
     if not found and held_out:
         run = max(held_out, key=lambda one: one.metrics[EVAL_TOP1])

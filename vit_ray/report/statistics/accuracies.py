@@ -22,7 +22,6 @@ from vit_ray.report.statistics.groups import (
     Group,
     differences,
 )
-from vit_ray.report.statistics.seeds import Mean, by_group, mean_of
 
 _LAST: Final = {
     few_shot_top1(5): "5-shot linear accuracy",
@@ -146,17 +145,6 @@ def cost_of(run: RecordedRun, key: str, cost: str = STUDY_EXAFLOPS) -> float | N
     tuned = [one.recorded.get(cost) for name in tasks for one in tunings_of(run, name)]
     known = [one for one in tuned if one is not None]
     return own + (statistics.fmean(known) if known else 0.0)
-
-
-def best_of(runs: Sequence[RecordedRun], key: str) -> tuple[RecordedRun, Mean] | None:
-    """A run of the finished, tested group with the best mean over seeds."""
-    tested = [run for run in runs if key in run.metrics and run.is_tested(key)]
-    groups = [
-        (members[0], mean_of([run.metrics[key] for run in members]))
-        for members in by_group(run for run in tested if run.status == "FINISHED").values()
-    ]
-    known = [(run, mean) for run, mean in groups if mean is not None]
-    return max(known, key=lambda pair: pair[1].value, default=None)
 
 
 def epochs_of(run: RecordedRun) -> float | None:

@@ -121,11 +121,6 @@ class CropBox:
     below: int = 0
     behind: int = 0
 
-    @property
-    def is_reflected(self) -> bool:
-        """Whether a part of the output is a reflection of the rectangle."""
-        return any((self.above, self.before, self.below, self.behind))
-
     def bounds(self, size: tuple[int, int], scale: int = 1) -> Box:
         """Whole pixels that hold the rectangle, of the image at 1/`scale`.
 

@@ -288,7 +288,7 @@ def resized(
 ) -> UInt8Array:
     """All of some pixels; for an exact crop, the rectangle `box` of them."""
     height, width = out.shape[:2]
-    if box.is_reflected:
+    if any((box.above, box.before, box.below, box.behind)):
         inner = height - box.above - box.below, width - box.before - box.behind, 3
         plain = replace(box, is_flipped=False, above=0, before=0, below=0, behind=0)
         part = resized(crop, plain, augmentation, np.empty(inner, np.uint8))

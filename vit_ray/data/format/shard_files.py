@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import starmap
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import numpy as np
 
@@ -57,11 +57,7 @@ class ShardFiles(Sequence[ShardFile]):
     def __len__(self) -> int:
         return len(self._columns[0]) if self._columns else 0
 
-    @overload
-    def __getitem__(self, at: int) -> ShardFile: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[ShardFile]: ...
-    def __getitem__(self, at: int | slice) -> ShardFile | list[ShardFile]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
         if not self._columns:

@@ -4,6 +4,7 @@ Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import torch
@@ -92,16 +93,7 @@ def make_loss(
         teacher: if the recipe has one; its losses and the labels' are noted there.
     """
     if recipe.train.loss == "masked_patch":
-
-        def predict_patches(
-            module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
-        ) -> Tensor:
-            # Pixels are also the targets; the model rounds its own input.
-            loss: Tensor = module(normalize(images, torch.float32), samples, step)
-            return loss
-
-        return predict_patches
-
+        return _predict_patches
     losses_of = make_image_losses(recipe, teacher, notes_parts=True)
 
     def classify(
@@ -124,6 +116,8 @@ def make_image_losses(
     contribute. A teacher also sees the mixture.
     """
     train, distill = recipe.train, recipe.distill
+    if train.loss == "masked_patch":
+        return partial(_predict_patches, per_image=True)
     asked = {}
     if distill is not None and distill.kind == "features":
         asked = {"projects": True}
@@ -163,13 +157,21 @@ def make_image_losses(
             teacher.note(losses, taught, step)
         return torch.lerp(losses, taught, distill.weight)
 
-    def predict_patches(
-        module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
-    ) -> Tensor:
-        losses: Tensor = module(normalize(images, torch.float32), samples, step, per_image=True)
-        return losses
+    return classify
 
-    return predict_patches if train.loss == "masked_patch" else classify
+
+def _predict_patches(
+    module: nn.Module,
+    images: Tensor,
+    _: Tensor,
+    samples: Tensor,
+    step: int,
+    *,
+    per_image: bool = False,
+) -> Tensor:
+    # Pixels are also the targets; the model rounds its own input.
+    found: Tensor = module(normalize(images, torch.float32), samples, step, per_image=per_image)
+    return found
 
 
 def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from tests.checkpoints.written import write_snapshot
+from tests.train.ranks import run_ranks
 from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
@@ -153,3 +155,22 @@ def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[Any, 
         losses = run_steps(engine, 2, 5, config["micro"])
         results[config["name"], config["from"]] = finished(engine, losses)
     return results
+
+
+class StraightRuns:
+    """Of 5 steps, each trained when it is first asked for; as saved after 2 they lie in
+    folder/WORLD/NAME.
+    """
+
+    def __init__(self, folder: str, train: Callable[..., dict[str, Run]] = straight_and_saved):
+        self._folder, self._train = folder, train
+        self._runs: dict[tuple[int, str], Run] = {}
+
+    def of(self, world: int, configs: Iterable[dict[str, Any]]) -> dict[str, Run]:
+        """By the names of the configs."""
+        names = {config["name"]: config for config in configs}
+        new = [config for name, config in names.items() if (world, name) not in self._runs]
+        if new:
+            found = run_ranks(world, self._train, new, f"{self._folder}/{world}")[0]
+            self._runs |= {(world, name): run for name, run in found.items()}
+        return {name: self._runs[world, name] for name in names}

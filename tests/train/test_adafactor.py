@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tests.train.engine_runs as runs
 from tests.train import adafactor_by_optax as by_optax
-from tests.train.engine_runs import Run, resumed, straight_and_saved
+from tests.train.engine_runs import Run, StraightRuns, resumed, straight_and_saved
 from tests.train.ranks import run_ranks
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.checkpoint_format import Shard
@@ -293,9 +293,10 @@ def run_config(name: str, stage: int, precision: str = "fp32", **more: Any) -> d
 
 
 NAMES = ("adafactor", "adamw", "lamb", "muon")
-CONFIGS = [run_config(name, stage) for name in NAMES for stage in range(4)]
-CONFIGS += [run_config("adafactor", stage, "bf16") for stage in (1, 3)]
-CONFIGS += [run_config(name, 2, offload=True) for name in ("adafactor", "lamb", "muon")]
+CONFIGS = {name: [run_config(name, stage) for stage in range(4)] for name in NAMES}
+CONFIGS["adafactor"] += [run_config("adafactor", stage, "bf16") for stage in (1, 3)]
+for name in ("adafactor", "lamb", "muon"):
+    CONFIGS[name].append(run_config(name, 2, offload=True))
 
 
 def straight_of_wider(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Run]:
@@ -309,54 +310,55 @@ def resumed_of_wider(rank: int, configs: list[dict[str, Any]], folder: str) -> d
 
 
 @pytest.fixture(scope="module")
-def straight(folder: str) -> dict[str, Run]:
-    return run_ranks(WORLD, straight_of_wider, CONFIGS, folder)[0]
-
-
-@pytest.fixture(scope="module")
-def again(straight: dict[str, Run], folder: str) -> dict[Any, Run]:
-    own = [{**c, "from": c["name"]} for c in CONFIGS]
-    crossed = [
-        {**run_config(name, s), "from": f"{name}-fp32-{(s + 2) % 4}"}
-        for name in ("adafactor", "lamb", "muon")
-        for s in range(4)
-    ]
-    alone = [{**run_config(n, 1), "from": f"{n}-fp32-2", "micro": 4} for n in ("lamb", "muon")]
-    found: dict[Any, Run] = run_ranks(WORLD, resumed_of_wider, own + crossed, folder)[0]
-    return found | run_ranks(1, resumed_of_wider, alone, folder)[0]
+def straight(folder: str) -> StraightRuns:
+    return StraightRuns(folder, straight_of_wider)
 
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_stage_takes_the_same_steps(straight: dict[str, Run], name: str) -> None:
-    first = straight[f"{name}-fp32-0"].losses
+def test_every_stage_takes_the_same_steps(straight: StraightRuns, name: str) -> None:
+    found = straight.of(WORLD, CONFIGS[name])
+    first = found[f"{name}-fp32-0"].losses
     assert len(set(first)) == len(first)
-    for label, run in straight.items():
+    for label, run in found.items():
         if label.startswith(f"{name}-fp32"):
             # The rounded moment of a weight in many hundreds is the other of two bf16 neighbours.
             assert run.losses == pytest.approx(first, rel=1e-4), label
             if name == "lamb":  # norms of parts of tensors change the losses by 4e-6 of themselves
-                whole = straight["lamb-fp32-0"].averaged
+                whole = found["lamb-fp32-0"].averaged
                 torch.testing.assert_close(run.averaged, whole, rtol=0.0, atol=2e-5, msg=label)
-        elif label.startswith(name):
+        else:
             assert run.losses == pytest.approx(first, rel=2e-2), label
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_goes_on_bit_for_bit_and_under_another_stage(
-    straight: dict[str, Run], again: dict[Any, Run]
+    straight: StraightRuns, folder: str, name: str
 ) -> None:
-    for (name, source), run in again.items():
-        if name == source:
-            assert run.losses == straight[name].losses[2:], name
-            assert torch.equal(run.averaged, straight[name].averaged), name
+    expected = straight.of(WORLD, CONFIGS[name])
+    configs = [{**c, "from": f"{WORLD}/{c['name']}"} for c in CONFIGS[name]]
+    if name != "adamw":
+        configs += [
+            {**run_config(name, s), "from": f"{WORLD}/{name}-fp32-{(s + 2) % 4}"} for s in range(4)
+        ]
+    again = run_ranks(WORLD, resumed_of_wider, configs, folder)[0]
+    if name in ("lamb", "muon"):
+        alone = {**run_config(name, 1), "from": f"{WORLD}/{name}-fp32-2", "micro": 4}
+        again |= run_ranks(1, resumed_of_wider, [alone], folder)[0]
+    for (label, place), run in again.items():
+        source = place.partition("/")[2]
+        if label == source:
+            assert run.losses == expected[label].losses[2:], label
+            assert torch.equal(run.averaged, expected[label].averaged), label
         else:
-            expected = straight[source].losses[2:]
-            assert run.losses == pytest.approx(expected, rel=1e-4), (name, source)
+            losses = expected[source].losses[2:]
+            assert run.losses == pytest.approx(losses, rel=1e-4), (label, source)
 
 
-def test_a_checkpoint_has_rows_and_columns_once(straight: dict[str, Run], folder: str) -> None:
-    checkpoint = newest_checkpoint(locate(folder).child("adafactor-fp32-2"))
+def test_a_checkpoint_has_rows_and_columns_once(straight: StraightRuns, folder: str) -> None:
+    straight.of(WORLD, CONFIGS["adafactor"])
+    checkpoint = newest_checkpoint(locate(folder).child(str(WORLD)).child("adafactor-fp32-2"))
     assert checkpoint is not None
     rows = {name: len(values) for name, _, values in checkpoint.parts("exp_avg_sq_by_row")}
     columns = {name: len(values) for name, _, values in checkpoint.parts("exp_avg_sq_by_column")}

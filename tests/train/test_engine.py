@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.train.engine_runs import (
-    GLOBAL_BATCH,
     IMAGES,
     OPTIM,
     Run,
+    StraightRuns,
     batch,
     build_engine,
     loss_of,
@@ -31,33 +31,20 @@ TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
 # Logits of 5 steps of Adam, which divides by the root of tiny second moments.
 AVERAGED_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 
-Runs = dict[str, Run]
-
 
 def config(precision: str, stage: int, micro: int = 2) -> dict[str, Any]:
     train = {"zero_stage": stage, "precision": precision, "averaging": 0.9}
-    return {"name": f"{precision}-{stage}", "micro": micro, "train": train}
+    name = f"{precision}-{stage}" + (f"-by-{micro}" if micro != 2 else "")
+    return {"name": name, "micro": micro, "train": train}
 
 
-CONFIGS = [config(precision, stage) for precision in ("fp32", "bf16") for stage in STAGES]
-
-
-def micro_configs(world: int) -> list[dict[str, Any]]:
-    """Every stage with the smallest and the largest micro-batch of this world's share."""
-    sizes = sorted({1, GLOBAL_BATCH // world} - {2})  # 2 is that of all others
-    configs = [config("fp32", stage, micro) for micro in sizes for stage in STAGES]
-    return [{**c, "name": f"{c['name']}-by-{c['micro']}"} for c in configs]
+FP32, BF16 = ([config(precision, stage) for stage in STAGES] for precision in ("fp32", "bf16"))
+CONFIGS = FP32 + BF16
 
 
 @pytest.fixture(scope="module")
-def straight(folder: str) -> dict[int, Runs]:
-    """5 steps by world size and config; checkpoints after 2 steps lie in the folder."""
-    return {
-        world: run_ranks(
-            world, straight_and_saved, CONFIGS + micro_configs(world), f"{folder}/{world}"
-        )[0]
-        for world in WORLDS
-    }
+def straight(folder: str) -> StraightRuns:
+    return StraightRuns(folder)
 
 
 @pytest.fixture(scope="module")
@@ -79,26 +66,26 @@ def plain_torch_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.slow(after=8)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
-    ("world", "micro"), [(1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
+    ("world", "micro"), [(2, 2), (1, 8), (1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (4, 2)]
 )
 def test_every_stage_world_and_micro_batch_trains_as_plain_torch(
-    straight: dict[int, Runs], plain_torch_losses: list[float], world: int, micro: int, stage: int
+    straight: StraightRuns, plain_torch_losses: list[float], world: int, micro: int
 ) -> None:
-    name = f"fp32-{stage}" if micro == 2 else f"fp32-{stage}-by-{micro}"
-    assert straight[world][name].losses == pytest.approx(plain_torch_losses, rel=2e-6)
+    runs = straight.of(world, (config("fp32", stage, micro) for stage in STAGES))
+    for name, run in runs.items():
+        assert run.losses == pytest.approx(plain_torch_losses, rel=2e-6), name
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_follows_fp32(straight: dict[int, Runs], stage: int) -> None:
-    expected = straight[2]["fp32-0"].losses
-    assert straight[2][f"bf16-{stage}"].losses == pytest.approx(expected, rel=1e-2)
+def test_bf16_follows_fp32(straight: StraightRuns, stage: int) -> None:
+    expected = straight.of(2, FP32)["fp32-0"].losses
+    assert straight.of(2, BF16)[f"bf16-{stage}"].losses == pytest.approx(expected, rel=1e-2)
 
 
 @pytest.fixture(scope="module")
-def resumed_runs(straight: dict[int, Runs], folder: str) -> dict[int, dict[Any, Run]]:
+def resumed_runs(straight: StraightRuns, folder: str) -> dict[int, dict[Any, Run]]:
     """Steps 2 to 4 after resuming: every pair of stages into every world.
 
     The worlds that the checkpoints come from take turns over the pairs, so that every pair of
@@ -118,6 +105,8 @@ def resumed_runs(straight: dict[int, Runs], folder: str) -> dict[int, dict[Any, 
                 chosen.append(own)
         return chosen
 
+    for world in WORLDS:
+        straight.of(world, CONFIGS)
     return {world: run_ranks(world, resumed, pairs(world), folder)[0] for world in WORLDS}
 
 
@@ -132,7 +121,7 @@ def assert_goes_on(run: Run, source: Run, precision: str, what: Any) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_stage_and_world_resumes_from_any_other(
-    straight: dict[int, Runs],
+    straight: StraightRuns,
     resumed_runs: dict[int, dict[Any, Run]],
     precision: str,
     world: int,
@@ -140,7 +129,8 @@ def test_any_stage_and_world_resumes_from_any_other(
     for (name, source), run in resumed_runs[world].items():
         if name.startswith(precision):
             saved_world, saved_name = source.split("/")
-            assert_goes_on(run, straight[int(saved_world)][saved_name], precision, (name, source))
+            expected = straight.of(int(saved_world), CONFIGS)[saved_name]
+            assert_goes_on(run, expected, precision, (name, source))
 
 
 @pytest.mark.slow
@@ -159,12 +149,13 @@ def test_every_pair_of_stages_and_every_pair_of_worlds_is_among_them(
 
 @pytest.mark.slow
 def test_the_same_stage_and_world_resumes_bit_for_bit(
-    straight: dict[int, Runs], resumed_runs: dict[int, dict[Any, Run]]
+    straight: StraightRuns, resumed_runs: dict[int, dict[Any, Run]]
 ) -> None:
-    for world, name in itertools.product(WORLDS, (c["name"] for c in CONFIGS)):
-        run, expected = resumed_runs[world][name, f"{world}/{name}"], straight[world][name]
-        assert run.losses == expected.losses[2:], (world, name)
-        assert torch.equal(run.averaged, expected.averaged), (world, name)
+    for world in WORLDS:
+        for name, expected in straight.of(world, CONFIGS).items():
+            run = resumed_runs[world][name, f"{world}/{name}"]
+            assert run.losses == expected.losses[2:], (world, name)
+            assert torch.equal(run.averaged, expected.averaged), (world, name)
 
 
 def test_momentum_goes_on_under_another_stage_on_fewer_workers(folder: str) -> None:
@@ -179,55 +170,48 @@ def test_momentum_goes_on_under_another_stage_on_fewer_workers(folder: str) -> N
         assert_goes_on(run, runs[source.removeprefix("sgd/")], "fp32", source)
 
 
-OFFLOADED = [
-    {**c, "name": f"offloaded-{c['name']}", "train": {**c["train"], "offload": True}}
-    for c in CONFIGS
-    if c["train"]["zero_stage"] > 0
-]
+def offloaded(precision: str, stage: int) -> dict[str, Any]:
+    """The optimizer in host memory."""
+    plain = config(precision, stage)
+    return {
+        **plain,
+        "name": f"offloaded-{plain['name']}",
+        "train": {**plain["train"], "offload": True},
+    }
 
 
-@pytest.fixture(scope="module")
-def offloaded(straight: dict[int, Runs], folder: str) -> Runs:
-    """5 steps on 2 workers with the optimizer in host memory, saved after 2."""
-    return run_ranks(2, straight_and_saved, OFFLOADED, f"{folder}/2")[0]
+# The first two have both precisions, and the stages with and without whole weights.
+OFFLOADED = [("bf16", 2), ("fp32", 3), ("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 3)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(("precision", "stage"), OFFLOADED)
 def test_offloading_the_optimizer_changes_no_step(
-    straight: dict[int, Runs], offloaded: Runs, precision: str, stage: int
+    straight: StraightRuns, precision: str, stage: int
 ) -> None:
-    name = f"{precision}-{stage}"
-    run, expected = offloaded[f"offloaded-{name}"], straight[2][name]
+    (expected,) = straight.of(2, [config(precision, stage)]).values()
+    (run,) = straight.of(2, [offloaded(precision, stage)]).values()
     assert run.losses == expected.losses
     assert torch.equal(run.averaged, expected.averaged)
 
 
-@pytest.fixture(scope="module")
-def offloaded_and_back(offloaded: Runs, folder: str) -> dict[Any, Run]:
-    """Resumed from offloaded runs and into them, with the stages taking turns."""
-    configs = []
-    for number, own in enumerate(OFFLOADED):
-        plain = own["name"].removeprefix("offloaded-")
-        precision, stage = plain.split("-")
-        other = f"4/{precision}-{(int(stage) + 1) % 4}"
-        next_one = OFFLOADED[number // 3 * 3 + (number + 1) % 3]["name"]
-        configs += [
-            {**own, "from": f"2/{own['name']}"},
-            {**own, "from": other},
-            {**config(precision, int(stage)), "from": f"2/{next_one}"},
-        ]
-    return run_ranks(2, resumed, configs, folder)[0]
-
-
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(("precision", "stage"), OFFLOADED)
 def test_a_run_goes_on_with_its_optimizer_offloaded_and_back(
-    straight: dict[int, Runs], offloaded: Runs, offloaded_and_back: dict[Any, Run]
+    straight: StraightRuns, folder: str, precision: str, stage: int
 ) -> None:
-    sources = {f"4/{name}": run for name, run in straight[4].items()}
-    sources |= {f"2/{name}": run for name, run in offloaded.items()}
-    assert len(offloaded_and_back) == 3 * len(OFFLOADED)
-    for (name, source), run in offloaded_and_back.items():
-        precision = name.removeprefix("offloaded-")[:4]
+    own, crossed = offloaded(precision, stage), offloaded(precision, stage % 3 + 1)
+    plain = config(precision, (stage + 1) % 4)
+    sources = {f"2/{name}": run for name, run in straight.of(2, [own, crossed]).items()}
+    sources |= {f"4/{name}": run for name, run in straight.of(4, [plain]).items()}
+    configs = [
+        {**own, "from": f"2/{own['name']}"},
+        {**own, "from": f"4/{plain['name']}"},
+        {**config(precision, stage), "from": f"2/{crossed['name']}"},
+    ]
+    runs = run_ranks(2, resumed, configs, folder)[0]
+    assert len(runs) == 3
+    for (name, source), run in runs.items():
         assert_goes_on(run, sources[source], precision, (name, source))
         if source == f"2/{name}":
             assert run.losses == sources[source].losses[2:], name

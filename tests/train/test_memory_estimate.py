@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -111,12 +113,13 @@ def real_loss(recipe: Recipe, batch: int, num_classes: int) -> tuple[nn.Module, 
     return model, forward
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("model", "loss", "precision"),
     [
         ("ViT-Ti/16", "sigmoid", "bf16"),
-        ("ViT-Ti/16", "softmax", "fp32"),
         ("R50x1", "softmax", "fp32"),
+        ("ViT-Ti/16", "softmax", "fp32"),
         ("R50x1+ViT-B/16", "softmax", "bf16"),
     ],
 )
@@ -201,9 +204,19 @@ def small_buckets() -> None:
     zero_settings.START_S = 50e-9  # type: ignore[misc]
 
 
+ByCase = dict[tuple[str, int], Measured]
+
+
 @pytest.fixture(scope="module")
-def measured() -> dict[tuple[str, int], Measured]:
-    return run_ranks(2, measure_deepspeed, CASES)[0]
+def measured() -> Callable[[str], ByCase]:
+    """Of a precision, every stage."""
+
+    @functools.cache
+    def of(precision: str) -> ByCase:
+        found: ByCase = run_ranks(2, measure_deepspeed, [c for c in CASES if c[0] == precision])[0]
+        return found
+
+    return of
 
 
 @pytest.fixture(autouse=True)
@@ -217,9 +230,10 @@ def _sizes_of_the_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("case", CASES)
 def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
-    measured: dict[tuple[str, int], Measured], case: tuple[str, int]
+    measured: Callable[[str], ByCase], case: tuple[str, int]
 ) -> None:
     precision, stage = case
+    held, calls, *_ = measured(precision)[case]
     recipe = vit(2, 16, precision=precision, zero_stage=stage, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
     memory = state_memory(shape, Activations(0, 0))
@@ -229,23 +243,24 @@ def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
         state += shape.num_parameters * shape.weight_bytes
     if stage in (1, 3):
         state += shape.settings.reduce_bucket * (4 if stage == 1 else shape.weight_bytes)
-    assert measured[case].held == pytest.approx(state, rel=0.01)
+    assert held == pytest.approx(state, rel=0.01)
     sent = {"gradients": 0.0, "weights": 0.0}
-    for _, name, size in measured[case].calls:
+    for _, name, size in calls:
         sent["weights" if "gather" in name else "gradients"] += RING[name] * size
     traffic = traffic_per_step(shape, PASSES)
     assert sent["gradients"] == pytest.approx(traffic.gradients, rel=0.001)
     assert sent["weights"] == pytest.approx(traffic.weights, rel=0.001)
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_have_the_sizes_and_the_moments_of_the_plan(
-    measured: dict[tuple[str, int], Measured], case: tuple[str, int]
+    measured: Callable[[str], ByCase], case: tuple[str, int]
 ) -> None:
     precision, stage = case
     shape = state_shape(vit(2, 16, precision=precision, zero_stage=stage), 5, 2)
     most = shape.settings.reduce_bucket * shape.weight_bytes
-    _, calls, parameters, bucket = measured[case]
+    _, calls, parameters, bucket = measured(precision)[case]
     if stage:
         assert bucket == shape.settings.reduce_bucket
     # None goes past the buckets, which DeepSpeed does to what is larger than one.
@@ -276,15 +291,9 @@ GATHERING = [
 DEPTH, LARGEST = 4, 128 * 512 + 512  # a matrix and its bias
 
 
-@pytest.fixture(scope="module")
-def gathered() -> dict[tuple[int, int], Gathered]:
-    return run_ranks(2, measure_gathering, GATHERING)[0]
-
-
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("sizes", GATHERING)
 def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
-    gathered: dict[tuple[int, int], Gathered],
     sizes: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,7 +301,7 @@ def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
     shape = state_shape(vit(DEPTH, 16, precision="bf16", zero_stage=3), 5, 2)
     settings, count, element = shape.settings, shape.num_parameters, shape.weight_bytes
     assert (settings.prefetch, settings.held) == sizes
-    calls, most_held, told = gathered[sizes]
+    calls, most_held, told = run_ranks(2, measure_gathering, *sizes)[0]
     assert told == {
         "prefetch_bucket_size": settings.prefetch,
         "max_live_parameters": settings.held,
@@ -317,31 +326,28 @@ def gathering(prefetch: int, held: int, put: Any = setattr) -> None:
     put(zero_settings, "HELD", held)
 
 
-def measure_gathering(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[int, int], Gathered]:
-    """Of a usual step of stage 3, for each pair of sizes."""
+def measure_gathering(rank: int, prefetch: int, held: int) -> Gathered:
+    """Of a usual step of stage 3."""
     calls: list[Call] = []
     for name in COUNTED:
         _count_calls(name, calls)
     recipe = vit(DEPTH, 16, precision="bf16", zero_stage=3, global_batch_size=8)
-    found = {}
-    for pair in sizes:
-        gathering(*pair)
-        engine = _engine(recipe)
-        for _ in range(2):  # its first step records the order of the layers
-            _passes_of(engine)
-            engine.step(1e-3)
-        calls.clear()
-        held = _watch_held(engine)
+    gathering(prefetch, held)
+    engine = _engine(recipe)
+    for _ in range(2):  # its first step records the order of the layers
         _passes_of(engine)
-        config = engine._engine._config.zero_config
-        told = (
-            "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance",
-            "param_persistence_threshold", "reduce_bucket_size",
-        )  # fmt: skip
-        given = {name: getattr(config, name) for name in told}
-        found[pair] = Gathered(list(calls), max(held), given)
-        engine.close()
-    return found
+        engine.step(1e-3)
+    calls.clear()
+    in_use = _watch_held(engine)
+    _passes_of(engine)
+    config = engine._engine._config.zero_config
+    told = (
+        "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance",
+        "param_persistence_threshold", "reduce_bucket_size",
+    )  # fmt: skip
+    given = {name: getattr(config, name) for name in told}
+    engine.close()
+    return Gathered(list(calls), max(in_use), given)
 
 
 def _watch_held(engine: DeepSpeedEngine) -> list[int]:

@@ -1,6 +1,5 @@
 """The search for the largest micro-batch, passes with little memory, and memory that ran out."""
 
-import multiprocessing
 import resource
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from tests.recipes import recipe_with
+from tests.train.ranks import run_ranks
 from vit_ray.train.memory import largest_batch
 from vit_ray.train.memory.largest_batch import GIB, pass_bytes, try_micro_batches
 from vit_ray.train.memory.out_of_memory import is_out_of_memory, largest_that_fits
@@ -87,25 +87,18 @@ def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.Mon
     assert found == [8, 4]
 
 
-def capped(queue: Any) -> None:
+def capped(rank: int) -> list[int | None]:
     """In a process that may take half a gigabyte more: a large pass, then a small one."""
-    torch.set_num_threads(1)
     cpu = torch.device("cpu")
     pass_bytes(RECIPE, 10, 1, cpu)  # what is loaded and started once
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 29),) * 2)
-    queue.put([pass_bytes(RECIPE, 10, size, cpu) for size in (4096, 2, 4096, 2)])
+    return [pass_bytes(RECIPE, 10, size, cpu) for size in (4096, 2, 4096, 2)]
 
 
 def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_place() -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=capped, args=(queue,))
-    process.start()
-    found = queue.get(timeout=300)
-    process.join()
-    assert found == [None, 0, None, 0]
+    assert run_ranks(1, capped) == [[None, 0, None, 0]]
 
 
 class RayTaskError(RuntimeError):

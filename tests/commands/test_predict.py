@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -124,27 +125,37 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) ->
     assert line.split(": ")[1].split()[0] in {"0", "1", "2", "3", "4"}
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["{0}/nothing"], "no such file or folder; check the path"),
-        (["{0}/empty"], "holds no images among its 0 files; images are found by file names"),
-        (["{0}/notes.parquet"], "cannot be read as parquet"),
-        (["{0}/labels.parquet"], "has the columns ['label']; encoded images must be in one of"),
-        (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .csv, .png"),
-        (["{0}/images", "--out={0}/notes.parquet"], "exists already; name another file"),
-        (["{0}/images", "--out=s3://b/a.png"], "a picture can only be written to a local file"),
-        (["{0}/images", "--out={0}/a.csv", "--out=file://{0}/a.csv"], "is given twice"),
-        (["{0}/images", "--out={0}/no/a.png"], "there is no folder '{0}/no'"),
-        (["{0}/texts.parquet"], "its column 'image' is string; expected encoded images"),
-        (["{0}/lists.parquet"], "its column 'image' is list<"),
-        (["{0}/paths.parquet"], "its column 'image' is struct<path: string>"),
-        (["{0}/images", "model.depht=3"], "no such file or folder"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_torch_is_there(
-    words: list[str], told: str, tmp_path: Path
-) -> None:
+REFUSED = [
+    (["{0}/nothing"], "no such file or folder; check the path"),
+    (["{0}/empty"], "holds no images among its 0 files; images are found by file names"),
+    (["{0}/notes.parquet"], "cannot be read as parquet"),
+    (["{0}/labels.parquet"], "has the columns ['label']; encoded images must be in one of"),
+    (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .csv, .png"),
+    (["{0}/images", "--out={0}/notes.parquet"], "exists already; name another file"),
+    (["{0}/images", "--out=s3://b/a.png"], "a picture can only be written to a local file"),
+    (["{0}/images", "--out={0}/a.csv", "--out=file://{0}/a.csv"], "is given twice"),
+    (["{0}/images", "--out={0}/no/a.png"], "there is no folder '{0}/no'"),
+    (["{0}/texts.parquet"], "its column 'image' is string; expected encoded images"),
+    (["{0}/lists.parquet"], "its column 'image' is list<"),
+    (["{0}/paths.parquet"], "its column 'image' is struct<path: string>"),
+    (["{0}/images", "model.depht=3"], "no such file or folder"),
+]
+REFUSE_EACH = """
+import contextlib, io, json, sys
+from vit_ray.commands.cli import vit_ray as command
+for words in json.loads(sys.argv[1]):
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            command.main(["predict", "run", *words])
+        except SystemExit as end:
+            code = end.code
+    loaded = sorted({"torch", "ray", "mlflow", "deepspeed"} & set(sys.modules))
+    print(json.dumps([code, out.getvalue(), error.getvalue(), loaded]))
+"""
+
+
+def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "images").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")
@@ -152,18 +163,16 @@ def test_what_cannot_work_is_refused_before_torch_is_there(
     pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
     for name, value in (("texts", "a.jpg"), ("lists", [1, 2]), ("paths", {"path": "a.jpg"})):
         pq.write_table(pa.table({"image": [value]}), tmp_path / f"{name}.parquet")
-    script = (
-        "import sys; from vit_ray.commands.cli import vit_ray as command\n"
-        "try: command.main(sys.argv[1:])\n"
-        "finally: print({'torch', 'ray', 'mlflow', 'deepspeed'} & set(sys.modules))"
-    )
-    given = [word.format(tmp_path) for word in words]
+    given = [[word.format(tmp_path) for word in words] for words, _ in REFUSED]
     done = subprocess.run(
-        [sys.executable, "-c", script, "predict", "run", *given], capture_output=True, text=True
+        [sys.executable, "-c", REFUSE_EACH, json.dumps(given)], capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (2, "set()\n"), done.stderr
-    assert told.format(tmp_path) in done.stderr
-    assert done.stderr.count("\n") == 1
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(REFUSED), done.stderr
+    for (words, told), (code, out, error, loaded) in zip(REFUSED, found, strict=True):
+        assert (code, out, loaded) == (2, "", []), (words, error)
+        assert told.format(tmp_path) in error, words
+        assert error.count("\n") == 1, words
 
 
 def test_weights_that_are_not_there_or_do_not_fit_are_one_line(run: str, tmp_path: Path) -> None:

@@ -36,16 +36,17 @@ def command_lines() -> Iterator[tuple[str, str, list[str]]]:
 
 
 LINES = list(command_lines())
+FILES = {
+    file: block.text for page in PAGES for block in blocks(page) for file in block.told("file")
+}
 
 
 @pytest.mark.parametrize(("page", "name", "words"), LINES, ids=[f"{p}-{n}" for p, n, _ in LINES])
 def test_every_command_line_is_understood(
     page: str, name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for source in PAGES:
-        for block in blocks(source):
-            for file in block.told("file"):
-                (tmp_path / file).write_text(block.text)
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
     words = [word for word in words if word not in (*OPTIONS, "optim", "vtab")]  # sections of help
     if words[0] == "compare":

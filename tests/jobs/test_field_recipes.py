@@ -78,7 +78,12 @@ def test_a_header_says_where_from_what_differs_and_what_it_costs(path: Path) -> 
     assert exaflops == pytest.approx(facts.exaflops, rel=1e-3)
     assert hours == pytest.approx(facts.exaflops * 1e18 / (0.4 * 989e12) / 3600, rel=1e-3)
     assert commands(path)
-    assert f"{exaflops:g} exaFLOPs" in describe_plan(load_recipe(path))
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("path", sorted(FIELD.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_of_the_field_is_planned_with_the_cost_of_its_header(path: Path) -> None:
+    assert f"{stated_cost(path)[0]:g} exaFLOPs" in describe_plan(load_recipe(path))
 
 
 def test_augreg_is_as_its_published_run_is_named() -> None:

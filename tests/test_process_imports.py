@@ -57,7 +57,7 @@ def imported_by(code: str, *arguments: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_imports_what_it_uses_and_no_more(kind: str) -> None:
     code, allowed = KINDS[kind]

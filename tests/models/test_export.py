@@ -10,15 +10,16 @@ from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_im
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
-    *(("ViT", {"positions": kind, "positions_at": where}) for kind, where in POSITION_VARIANTS),
+    ("ViT", {"representation": True, "dropout": 0.1, "stochastic_depth": 0.1}),
+    ("ViT", {"positions": "rope_2d", "registers": 2}),
     ("ViT", {"pool": "map", "registers": 2}),
     ("ViT", {"layer_scale": 0.1, "pre_norm": True, "activation": "quick_gelu"}),
     ("ViT", {"pool": "gap", "positions": "sincos_2d"}),
-    ("ViT", {"positions": "rope_2d", "registers": 2}),
-    ("ViT", {"representation": True, "dropout": 0.1, "stochastic_depth": 0.1}),
+    *(("ViT", {"positions": kind, "positions_at": where}) for kind, where in POSITION_VARIANTS),
 ]
 
 
+@pytest.mark.slow(after=7)
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
 def test_an_exported_model_gives_the_logits_of_any_number_of_images(
     family: str, options: dict[str, Any]

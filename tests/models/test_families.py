@@ -122,7 +122,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow(after=6)
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize(("family", "options"), COMPILED)

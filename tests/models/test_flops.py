@@ -200,9 +200,17 @@ class CountedProducts(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
-    ("family", "options"), [("ViT", {}), ("ViT", {"pool": "gap"}), ("Axial-ViT", {})]
+    ("family", "options", "every"),
+    [
+        ("ViT", {}, 1),
+        ("Axial-ViT", {}, 2),
+        ("ViT", {}, 2),
+        ("Axial-ViT", {}, 1),
+        ("ViT", {"pool": "gap"}, 1),
+        ("ViT", {"pool": "gap"}, 2),
+    ],
 )
 def test_a_compiled_block_is_recomputed_whole(
     family: str, options: dict[str, Any], every: int

@@ -37,6 +37,7 @@ def test_a_law_without_noise_is_found(exponent, floor):
     assert fit.error_at(np.array([1e4])) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fit_is_no_worse_than_scipys_from_many_starts(seed):
     accuracy = noisy(seed, sigma=0.01)
@@ -54,6 +55,7 @@ def test_the_fit_is_no_worse_than_scipys_from_many_starts(seed):
     assert fit.error_at(COMPUTE) == pytest.approx(law(COMPUTE, *best.x), abs=1e-4)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("num_points", [5, 8])
 def test_intervals_hold_the_truth_as_often_as_they_promise(num_points):
     """Binomial: of 120 intervals of 95 %, fewer than 106 hold it once in 1,000."""

@@ -22,7 +22,8 @@ from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("world_size", [4, 1])
 def test_a_task_reads_the_row_groups_of_its_window_once(
     digits: Digits, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,8 @@ def assert_equal(left: Batches, right: Batches) -> None:
             np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("world_size", [3, 2, 4])
 def test_any_number_of_ranks_gets_the_same_global_batches(
     spec: StreamSpec, world_size: int
 ) -> None:
@@ -91,8 +92,8 @@ def test_global_batches_are_those_of_the_order(spec: StreamSpec) -> None:
         np.testing.assert_array_equal(batch["sample"], expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(("size", "world_size"), [(1, 4), (8, 1), (1, 1), (1, 2), (8, 2), (8, 4)])
 def test_blocks_of_tiny_images_are_not_joined(spec: StreamSpec, world_size: int, size: int) -> None:
     """Labels and sample numbers are then most of a block, and a task makes many of them."""
     tiny = dataclasses.replace(spec, augmentation=Augmentation("resize", size=size, flip=False))
@@ -102,7 +103,8 @@ def test_blocks_of_tiny_images_are_not_joined(spec: StreamSpec, world_size: int,
         np.testing.assert_array_equal(batch["sample"], expected)
 
 
-@pytest.mark.parametrize("stopped_after", [1, 7, 14])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("stopped_after", [7, 1, 14])
 def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(
     spec: StreamSpec, stopped_after: int
 ) -> None:

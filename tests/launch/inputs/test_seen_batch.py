@@ -260,7 +260,8 @@ def test_a_bad_row_is_named_where_its_neighbour_stands(sets: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("world_size", [4, 1])
 def test_it_is_what_the_ranks_of_a_run_are_given(
     digits: Digits, tmp_path: Path, world_size: int
 ) -> None:

@@ -12,6 +12,7 @@ from tests.commands.command_line import run_cli
 from vit_ray.commands.plans.plan import (
     data_facts,
     describe_plan,
+    describe_work,
     plan_stage,
     planned_cluster,
     told_facts,
@@ -29,6 +30,12 @@ PAPER = ROOT / "jobs" / "recipes" / "paper"
 
 def recipe_of(*overrides: str, file: str = "vit_l16_jft") -> Recipe:
     return load_recipe(PAPER / f"{file}.yaml", list(overrides))
+
+
+def work_of(*overrides: str) -> str:
+    """The part of the plan before its table, which takes no time."""
+    recipe = recipe_of(*overrides)
+    return "\n".join(describe_work(recipe, told_facts(recipe), planned_cluster(recipe)))
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -105,10 +112,10 @@ def test_the_mfu_and_the_link_of_the_recipe_are_used() -> None:
     slow = planned_cluster(recipe_of("plan.mfu=0.2", *links)).pace
     assert (slow.mfu, slow.network) == (0.2, Network(64.0, 12.5, 4))
     assert planned_cluster(recipe_of()).pace.network == Network(450.0, 400.0, 8)
-    text = describe_plan(recipe_of("plan.num_gpus=16", *links))
+    text = work_of("plan.num_gpus=16", *links)
     assert "64 GB/s in a server, 12.5 out of each of 4; collectives reach 12 GB/s, limited" in text
     assert "limited by the adapters" in text
-    assert "450 GB/s in a server\n" in describe_plan(recipe_of("plan.num_gpus=8"))
+    assert "450 GB/s in a server\n" in work_of("plan.num_gpus=8")
 
 
 def test_vit_h_on_512_gpus_sends_for_about_10_ms() -> None:
@@ -131,10 +138,10 @@ def test_fp32_is_planned_at_the_fp32_peak() -> None:
 
 def test_averaged_weights_that_are_still_the_first_ones_are_told() -> None:
     short = ("train.averaging=0.9999", "optim.epochs=null", "optim.steps=12000")
-    told = describe_plan(recipe_of(*short, "train.averaging_warmup=false"))
+    told = work_of(*short, "train.averaging_warmup=false")
     # 0.9999^12000 = e^-1.2
     assert "after 12000 steps 30.1% of the averaged weights is still the initial" in told
-    assert "is still the initial weights" not in describe_plan(recipe_of(*short))
+    assert "is still the initial weights" not in work_of(*short)
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
@@ -194,12 +201,12 @@ def test_the_source_is_counted_before_it_is_converted(tmp_path: Path) -> None:
 
 
 def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Path) -> None:
-    text = describe_plan(recipe_of("data.task_memory_mib=512"))
+    text = work_of("data.task_memory_mib=512")
     assert (
         "up to 2,048 MiB in a task: task_memory_mib, and 1,536 for the image of 134,217,728 pixels;"
         " 433 MiB for all tasks of a host: manifest and order" in text
     )
-    of_part = describe_plan(recipe_of("data.fraction=0.1"))
+    of_part = work_of("data.fraction=0.1")
     assert "; 506 MiB for all tasks of a host: manifest and order" in of_part
     counts = {"files": [], "classes": ["a"], "max_labels": 1, "origin": {}}
     columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 5000, 10**6)), {}, np.array([0]))
@@ -208,7 +215,7 @@ def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Pat
     assert open_dataset(str(tmp_path / "set")).fingerprint == (
         open_dataset(str(tmp_path / "other")).fingerprint
     )
-    text = describe_plan(recipe_of(f"data.train={tmp_path}/set", *NO_COUNTS))
+    text = work_of(f"data.train={tmp_path}/set", *NO_COUNTS)
     assert (
         "up to 313 MiB in a task: task_memory_mib, and 57 for the largest image, of 5,000" in text
     )

@@ -210,8 +210,11 @@ def studied_hours(monkeypatch: pytest.MonkeyPatch, plan: StudyPlan, room: Room) 
     return clock_hours
 
 
-@pytest.mark.parametrize("most", [None, 1, 3])
-@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("branch", "most"),
+    [(True, 3), (False, None), (True, None), (True, 1), (False, 1), (False, 3)],
+)
 def test_a_dry_run_tells_the_hours_that_the_studys_own_runner_takes(
     branch: bool, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

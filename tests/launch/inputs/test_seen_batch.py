@@ -79,7 +79,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow(after=4)
+@pytest.mark.parametrize("case", [*CASES][::-1])
 def test_the_steps_of_a_sample_are_those_whose_batches_hold_it(sets: Path, case: str) -> None:
     data = dict(CASES[case])
     if "train" in data:

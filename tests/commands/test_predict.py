@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,8 @@ import vit_ray
 from tests.commands.command_line import run_cli
 from tests.launch.test_trained_model import CLASSES, COUNT, run_of, write_images
 from tests.models.small import small_model
-from vit_ray.evaluate import inspection_figures
+from vit_ray.commands import predict
+from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch import trained_model
 from vit_ray.models.weights import save_weights
 
@@ -235,15 +237,16 @@ def test_captions_have_the_whole_name_and_the_probability(
 ) -> None:
     drawn: list[str] = []
 
-    def draw(images: object, captions: list[str], *_: object) -> None:
+    def draw(images: list[Any], captions: list[str], title: str) -> Any:
         drawn.extend(captions)
+        return sheet(images, captions, title)
 
-    monkeypatch.setattr(inspection_figures, "draw_images", draw)
+    monkeypatch.setattr(predict, "sheet", draw)
     monkeypatch.setattr(
         trained_model, "class_names", lambda *_: tuple(f"{name}, tame" for name in CLASSES)
     )
     done = run_cli("predict", run, str(tmp_path / "images" / "00.jpg"), f"--out={tmp_path}/a.png")
     assert done.exit_code == 0, done.stderr
-    name, share = drawn[0].rsplit(" ", 1)
+    share, name = drawn[0].split(" ", 1)
     assert name in {f"{one}, tame" for one in CLASSES}
     assert done.stdout.split(": ", 1)[1].startswith(f"{name} {share}, ")

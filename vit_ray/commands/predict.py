@@ -27,6 +27,7 @@ from vit_ray.data.images.crops import BadImageError, UInt8Array
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images
+from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.dataset import open_dataset
 from vit_ray.own_parts import trust_modules
 from vit_ray.storage import Location, closed_after, locate
@@ -89,17 +90,16 @@ def print_predictions(
                 place = sys.stderr if row.get("problem") else sys.stdout
                 print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=place)
                 counts[row.get("class", "")] += 1
-            texts = (f"{row['class']} {row['probability']:.1%}" for row in rows if "text" in row)
+            texts = (f"{row['probability']:.1%} {row['class']}" for row in rows if "text" in row)
             drawn += list(zip(crops, texts, strict=True))[: _NUM_DRAWN - len(drawn)]
             for table in tables:
                 table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
     num_bad, total = counts.pop("", 0), counts.total()
     pictures = [output for output in outputs if output.endswith(".png")]
     if drawn and pictures:
-        draw = pkgutil.resolve_name("vit_ray.evaluate.inspection_figures:draw_images")
         for output in pictures:
             title = f"{source}: {len(drawn)} of {total:,} images"
-            draw(*zip(*drawn, strict=True), title, locate(output).path)
+            sheet(*zip(*drawn, strict=True), title).save(locate(output).path)
     most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
     written = [output for output in outputs if drawn or output not in pictures]

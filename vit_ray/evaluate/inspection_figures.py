@@ -1,8 +1,7 @@
-"""Draws the figures of `inspection.py` into PNG files."""
+"""Draws the figures of `inspection.py` and `weight_pictures.py` into PNG files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +10,11 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageFilter
 from torch import nn
 
-from vit_ray.evaluate.inspection import (
-    FloatArray,
-    UInt8Array,
-    attention_figures,
-    filter_components,
-    first_kernel,
-    position_similarity,
-    position_vectors,
-    tiled,
-)
+from vit_ray.evaluate.inspection import FloatArray, UInt8Array, attention_figures
+from vit_ray.evaluate.weight_pictures import FirstLayer
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.vit import VisionTransformer
 
-# One colour map from light to dark for magnitudes; Matplotlib's own, readable without colour.
-COLOR_MAP = "viridis"
 NUM_ROLLOUTS = 16
 
 
@@ -42,20 +31,13 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         file, or the reason why the model has none.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kernel = first_kernel(model)
     results: dict[str, Path | str] = {
-        "filters": "the model has no convolution of the pixels"
-        if kernel is None
-        else draw_filters(*filter_components(kernel), folder / "filters.png")
+        "filters": "the model has no convolution of the pixels",
+        "position_similarity": "the model has no table of positions",
     }
-    vectors = position_vectors(model) if isinstance(model, VisionTransformer) else None
-    results["position_similarity"] = (
-        "the model has no table of positions"
-        if vectors is None
-        else draw_position_similarity(
-            position_similarity(vectors), folder / "position_similarity.png"
-        )
-    )
+    for name, content in FirstLayer.of(model).files().items():
+        (folder / name).write_bytes(content)
+        results[Path(name).stem] = folder / name
     if not isinstance(model, VisionTransformer) or isinstance(model, AxialViT):
         reason = f"a {type(model).__name__} has no attention over the whole image"
         return {**results, "attention_distance": reason, "attention_rollout": reason}
@@ -71,67 +53,6 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         folder / "attention_rollout.png",
     )
     return results
-
-
-def draw_images(
-    images: Sequence[UInt8Array], captions: Sequence[str], title: str, path: Path
-) -> Path:
-    """Images with a line below each, eight in a row."""
-    columns = min(8, len(images))
-    rows = -(-len(images) // columns)
-    figure = Figure(figsize=(1.8 * columns, 2.1 * rows + 0.5), layout="constrained")
-    figure.suptitle(_plain(title))
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes:
-        axis.set_axis_off()
-    for axis, image, caption in zip(axes, images, captions, strict=False):
-        axis.imshow(image)
-        axis.set_title(_plain(caption), fontsize=8, y=-0.02, verticalalignment="top")
-    return _save(figure, path)
-
-
-def _plain(text: str) -> str:
-    """Text in which a dollar sign does not start a formula."""
-    return text.replace("$", r"\$")
-
-
-def draw_filters(components: FloatArray, variance: FloatArray, path: Path) -> Path:
-    """Tiles of principal components (count, P, P, 3) in [0, 1], seven in a row."""
-    columns = 7
-    rows = -(-len(components) // columns)
-    figure = Figure(figsize=(columns, rows + 0.6), layout="constrained")
-    figure.suptitle(
-        f"Patch filters: {len(components)} principal components, "
-        f"{variance.sum():.0%} of the variance"
-    )
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes:
-        axis.set_axis_off()
-    for axis, component in zip(axes, components, strict=False):
-        axis.imshow(component, interpolation="nearest")
-    return _save(figure, path)
-
-
-def draw_position_similarity(similarity: FloatArray, path: Path) -> Path:
-    """A tile for each patch of (h, w, h, w), at the patch's own position."""
-    rows, columns = similarity.shape[:2]
-    tiles = tiled(similarity)
-    figure = Figure(
-        figsize=(min(0.6 * columns, 16) + 1.6, min(0.6 * rows, 16) + 1), layout="constrained"
-    )
-    axis = figure.subplots()
-    axis.set_title("Position embedding similarity")
-    drawn = axis.imshow(tiles, vmin=-1, vmax=1, cmap=COLOR_MAP, interpolation="nearest")
-    axis.spines[:].set_visible(False)
-    for one, count in ((axis.yaxis, rows), (axis.xaxis, columns)):
-        # At the middles of about a dozen tiles along a side, which are numbered from 1.
-        shown = range(0, count, -(-count // 14))
-        middles = [index * (count + 1) + (count - 1) / 2 for index in shown]
-        one.set_ticks(middles, [str(index + 1) for index in shown])
-    axis.set_ylabel("patch row")
-    axis.set_xlabel("patch column")
-    figure.colorbar(drawn, label="cosine similarity", aspect=40)
-    return _save(figure, path)
 
 
 def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) -> Path:

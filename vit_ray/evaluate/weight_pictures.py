@@ -1,6 +1,6 @@
-"""Pictures of a model's first layer at the end of a training (Figure 7, left and centre).
+"""Pictures of a model's first layer (Figure 7, left and centre).
 
-Without Matplotlib, which takes a worker a second to import; `inspection_figures.py` draws all four.
+Without Matplotlib, which takes a worker a second to import.
 """
 
 from __future__ import annotations

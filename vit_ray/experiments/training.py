@@ -27,7 +27,7 @@ from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool.pool_keeper import borrowing
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.record.open_record import OpenRun
-from vit_ray.launch.run import ParentRun, RunResult, train
+from vit_ray.launch.run import RunResult, train
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import EventKind, TrialState
@@ -48,7 +48,6 @@ class Training:
     recipe: Recipe
     kind: Kind
     parent: RunOpening
-    """Opening of the parent run."""
     node_id: str
     """Node of the driver, where the parent run is recorded."""
     point: Point = field(default_factory=dict)
@@ -97,7 +96,6 @@ class Outcome:
     """Cell and step of the checkpoint that it started with; empty if it was trained from its
     start."""
     point: Point = field(default_factory=dict)
-    """The point of its training."""
     warnings: tuple[str, ...] = ()
     """What the driver would have logged."""
 
@@ -108,12 +106,10 @@ class Outcome:
 
     @property
     def run_id(self) -> str | None:
-        """Its MLflow run."""
         return self.result.run_id if self.result else None
 
     @property
     def steps(self) -> int | None:
-        """Steps that it was trained for."""
         return self.result.steps if self.result else None
 
     @property
@@ -132,14 +128,14 @@ def outcomes(training: Training) -> Iterator[Outcome]:
 
     Errors become outcomes: one failed training must not end the others.
     """
-    parent = ParentRun(OpenRun.joined(training.parent, training.node_id), training.node_id)
-    if parent.run.control.stop_reason():  # since it was handed out
+    parent = OpenRun.joined(training.parent, training.node_id)
+    if parent.control.stop_reason():  # since it was handed out
         yield Outcome(TrialState.FAILED, is_cut=True)
         return
     origin = ""
     try:
         if training.begin is not None:
-            origin = training.begin(lambda text: parent.run.record.event(EventKind.BRANCH, text, 0))
+            origin = training.begin(lambda text: parent.record.event(EventKind.BRANCH, text, 0))
         recipe, kind, tags = training.recipe, training.kind, dict(training.tags)
         if kind == "extract":
             with_retries(training, parent, lambda: extract_features(recipe, parent))
@@ -173,7 +169,7 @@ def outcome_of(recipe: Recipe, result: RunResult, step: int | None) -> Outcome:
     )
 
 
-def with_retries(training: Training, parent: ParentRun, run: Callable[[], T]) -> T:
+def with_retries(training: Training, parent: OpenRun, run: Callable[[], T]) -> T:
     """What `run` returns; after a failure it is called again, unless the training has diverged.
 
     Raises:
@@ -188,7 +184,7 @@ def with_retries(training: Training, parent: ParentRun, run: Callable[[], T]) ->
             if left == 0 or isinstance(error, RunDivergedError):
                 raise
             text = f"{training.recipe.name}: {error}; it continues from its newest checkpoint"
-            parent.run.record.event(EventKind.RETRIED, text, 0)
+            parent.record.event(EventKind.RETRIED, text, 0)
     raise AssertionError
 
 

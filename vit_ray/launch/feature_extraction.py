@@ -12,7 +12,8 @@ from vit_ray.evaluate.feature_files import FACTS_FILE, read_facts, whole_parts, 
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights, errors_of_weights
-from vit_ray.launch.run import ParentRun, run_prepared
+from vit_ray.launch.record.open_record import OpenRun
+from vit_ray.launch.run import run_prepared
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.storage import Location, check_rights, locate
 from vit_ray.worker.job import Extraction
@@ -58,7 +59,7 @@ class Features:
         return bool(before.get("is_complete"))
 
 
-def extract_features(recipe: Recipe, parent: ParentRun | None = None) -> Location:
+def extract_features(recipe: Recipe, parent: OpenRun | None = None) -> Location:
     """Write features of `extract.data` with the weights of `init_from`; returns their folder.
 
     An interrupted extraction continues after the files that it has written, and a finished one is

@@ -73,27 +73,18 @@ class RunResult:
         return is_done or bool(self.ended)
 
 
-@dataclass(frozen=True)
-class ParentRun:
-    """The sweep or study that a run is part of."""
-
-    run: OpenRun
-    """The parent, which shows the progress of its children."""
-    node_id: str
-    """Node of the parent's driver, where MLflow is written."""
-
-
 def train(
     recipe: Recipe,
     *,
     kind: Kind = "pretrain",
     tags: dict[str, str] | None = None,
-    parent: ParentRun | None = None,
+    parent: OpenRun | None = None,
     until_step: int | None = None,
 ) -> RunResult:
     """Train as the recipe says, from the newest checkpoint of this name if there is one.
 
     Args:
+        parent: the sweep or study that the run is part of.
         until_step: end there, evaluated and saved, before the run is complete: the same call with a
             later step, or without one, continues as if there had been no interruption.
 
@@ -129,7 +120,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
 
 
 def run_prepared(
-    prepared: PreparedRun, tags: Mapping[str, str] | None = None, parent: ParentRun | None = None
+    prepared: PreparedRun, tags: Mapping[str, str] | None = None, parent: OpenRun | None = None
 ) -> RunResult:
     """Record, start the workers and wait for them.
 
@@ -165,7 +156,7 @@ def run_prepared(
         resume_step=position.step if position else None,
         began_s=prepared.began_s,
         training_id=prepared.training_id,
-        parent=parent.run.opening if parent else None,
+        parent=parent.opening if parent else None,
         measured_on="dev" if is_on_dev_split else "eval",
         awaited_metric=DEV_TOP1 if kind == "sweep_trial" else None,
     ) as run:

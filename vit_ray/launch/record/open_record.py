@@ -43,6 +43,8 @@ class OpenRun:
     opening: RunOpening
     record: RunRecord
     control: RunControl
+    node_id: str | None = None
+    """Node that writes to MLflow; None for the node that opened it."""
     is_complete: bool = False
     """Set when the work is complete; a block that ends without it was stopped."""
 
@@ -50,13 +52,13 @@ class OpenRun:
     def start(cls, opening: RunOpening, node_id: str | None = None) -> OpenRun:
         """Open a run as `start_run`."""
         run = start_run(opening, node_id)
-        return cls(opening, RunRecord(run), RunControl(run))
+        return cls(opening, RunRecord(run), RunControl(run), node_id)
 
     @classmethod
     def joined(cls, opening: RunOpening, node_id: str) -> OpenRun:
         """A run that this driver has opened, in the process of one of its trials."""
         run = HostedRun(host_on(node_id), opening)
-        return cls(opening, RunRecord(run), RunControl(run))
+        return cls(opening, RunRecord(run), RunControl(run), node_id)
 
     def finish(self, status: Status) -> None:
         """End the record; if that fails the result is still valid, and a message says so."""

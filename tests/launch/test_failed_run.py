@@ -23,7 +23,9 @@ class OpenRun:
         status = SimpleNamespace(step=7, metrics={"cost/core_days": 0.5})
         worked = Work("a", 0.0, 86_400.0, {"training": 86_400.0}, world_size=2)
         self.control = SimpleNamespace(
-            status=lambda: status, account=lambda: account([DriverBegan(0.0), worked])
+            status=lambda: status,
+            account=lambda: account([DriverBegan(0.0), worked]),
+            request_stop=None,
         )
 
 

@@ -16,7 +16,7 @@ class Control:
         Control.stop = reason
 
 before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-with stopping_on_signals(Control()):
+with stopping_on_signals(Control().request_stop):
     print("training", flush=True)
     while Control.stop is None:
         time.sleep(0.01)

@@ -141,7 +141,7 @@ def open_parent(
             parent=under.run.opening if under else None,
         ) as run,
         shown_progress(run.control, recipe.name, total_steps, is_shown=under is None),
-        contextlib.nullcontext() if under else stopping_on_signals(run.control),
+        contextlib.nullcontext() if under else stopping_on_signals(run.control.request_stop),
         kept_pools(),
     ):
         node_id = ray.get_runtime_context().get_node_id()

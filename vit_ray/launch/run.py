@@ -168,7 +168,9 @@ def run_prepared(
         with (
             shown_progress(run.control, recipe.name, *work, is_shown=parent is None),
             # A sweep or study forwards it to its child runs.
-            stopping_on_signals(run.control) if parent is None else contextlib.nullcontext(),
+            stopping_on_signals(run.control.request_stop)
+            if parent is None
+            else contextlib.nullcontext(),
         ):
             job = _job(prepared, cluster, run)
             try:
@@ -208,7 +210,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         data_terms=tuple(map(redacted, resolved.manifest.terms)),
         run_folder=recipe.run_folder,
         new_head=prepared.new_head,
-        few_shot_classes=resolved.few_shot_classes,
+        few_shot_classes=few_shot.manifest.num_classes if few_shot else 0,
         ray_ready_s=cluster.ready_s,
         record=run.record,
         control=run.control,

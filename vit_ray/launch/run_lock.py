@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vit_ray.lock import HeldError, hold_lock
@@ -14,14 +14,12 @@ from vit_ray.storage import Location
 
 
 @contextmanager
-def lock_run(
-    folder: Location, on_lost: Callable[[str], None] | None = None, what: str | None = None
-) -> Iterator[int]:
+def lock_run(folder: Location, what: str | None = None) -> Iterator[int]:
     """Hold the run in `folder` inside this block; yields the token for `check_lock`.
 
+    The process ends if another driver has nevertheless taken the run.
+
     Args:
-        on_lost: called with the reason if another driver has nevertheless taken the run; by default
-            the process ends.
         what: how the error names the folder; by default as a run by its name.
 
     Raises:
@@ -31,7 +29,7 @@ def lock_run(
     runs, _, name = folder.uri.rpartition("/")
     with contextlib.ExitStack() as held:
         try:
-            number = held.enter_context(hold_lock(folder, on_lost or _end_process))
+            number = held.enter_context(hold_lock(folder, _end_process))
         except HeldError as error:
             raise ValueError(
                 f"{what or f'run {name!r} in {runs}'} is in use by another driver: {error.owner}; "

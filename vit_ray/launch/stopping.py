@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 REASONS: Final = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
@@ -17,18 +17,14 @@ class RunStoppedError(RuntimeError):
     """A run without checkpoints (an evaluation) was stopped on request."""
 
 
-class Stoppable(Protocol):
-    """The control of a run."""
-
-    def request_stop(self, reason: str) -> None:
-        """Returns at once: it is called in a signal handler."""
-
-
 @contextmanager
-def stopping_on_signals(control: Stoppable) -> Iterator[None]:
+def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Inside the block the first of these signals stops the run and its child runs.
 
     Ray's own processes block SIGINT, which a terminal sends to all of them.
+
+    Args:
+        request_stop: called with the reason, in a signal handler; returns at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
@@ -38,8 +34,13 @@ def stopping_on_signals(control: Stoppable) -> Iterator[None]:
         for each in REASONS:
             signal.signal(each, signal.SIG_DFL)
         reason = REASONS[signal.Signals(number)]
-        control.request_stop(reason)
-        _tell(f"{reason}: ending, a training after one more checkpoint; repeat to end at once\n")
+        request_stop(reason)
+        text = f"{reason}: ending, a training after one more checkpoint; repeat to end at once\n"
+        # Without `print`, which the signal may have interrupted. The reader of standard error may
+        # have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's is not a file: neither must
+        # end the run before its checkpoint.
+        with suppress(OSError, ValueError, AttributeError):
+            os.write(sys.stderr.fileno(), text.encode())
 
     before = {number: signal.signal(number, on_signal) for number in REASONS}
     try:
@@ -47,13 +48,3 @@ def stopping_on_signals(control: Stoppable) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _tell(text: str) -> None:
-    """Write to standard error without `print`, which the signal may have interrupted.
-
-    Its reader may have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's stderr is not a
-    file: neither must end the run before its checkpoint.
-    """
-    with suppress(OSError, ValueError, AttributeError):
-        os.write(sys.stderr.fileno(), text.encode())

@@ -57,12 +57,6 @@ class ResolvedRun:
     total_steps: int
 
     @property
-    def few_shot_classes(self) -> int:
-        """Classes of the few-shot sets; 0 without them."""
-        stream = self.streams.get("few_shot_train")
-        return stream.manifest.num_classes if stream else 0
-
-    @property
     def num_images(self) -> int:
         """Training images of one epoch."""
         return self.streams["train"].num_images
@@ -183,8 +177,16 @@ def training_stream(
     window, task_rows = shuffle_window(data.shuffle_window, batch, manifest), spec.task_rows
     if window is not None and window.num_batches > 1:
         task_rows = rows_per_task(data.task_memory_mib, manifest, window, task_rows)
-    weights = _row_weights(manifest, rows, data.sample_weights)
-    if weights is not None:
+    weights: Weights | None = None
+    if data.sample_weights is not None:  # of several sets, of each by itself
+        parts: list[tuple[Manifest, RowSelection]] = []
+        if isinstance(rows, JoinedSelection):
+            assert isinstance(manifest, JoinedManifest)
+            parts += zip(map(open_dataset, manifest.paths), rows.parts, strict=True)
+        else:
+            parts.append((manifest, rows))
+        by = data.sample_weights
+        weights = np.concatenate([row_weights(m.path, m.fingerprint, by, r) for m, r in parts])
         weights[list(data.exclude)] = 0
         if not weights.any():
             raise ValueError("data.exclude leaves no image with a weight; exclude fewer")
@@ -223,21 +225,6 @@ def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
             f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
             f"{other.num_classes}, and they are not the same; convert both with one list of classes"
         )
-
-
-def _row_weights(
-    manifest: Manifest, rows: RowSelection | JoinedSelection, by: str | None
-) -> Weights | None:
-    """By which training rows are drawn; of several sets, of each by itself."""
-    if by is None:
-        return None
-    if isinstance(manifest, JoinedManifest):
-        assert isinstance(rows, JoinedSelection)
-        parts = zip(map(open_dataset, manifest.paths), rows.parts, strict=True)
-    else:
-        assert isinstance(rows, RowSelection)
-        parts = zip([manifest], [rows], strict=True)
-    return np.concatenate([row_weights(m.path, m.fingerprint, by, r) for m, r in parts])
 
 
 def _to_train_on(path: str) -> Manifest:

@@ -105,7 +105,7 @@ def prepared_by(recipe: Recipe) -> dict[str, PreparedRun]:
         return {
             "finetune": finetuning,
             "evaluate": prepare_evaluation(recipe),
-            "extract": extraction._prepare(recipe, recipe.extract),  # and few_shot
+            "extract": extraction.plan_extraction(recipe).prepared,  # and few_shot
         }
 
 

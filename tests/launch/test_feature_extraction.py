@@ -130,7 +130,7 @@ def test_features_that_another_process_has_ended_meanwhile_are_taken(
 ) -> None:
     @contextmanager
     def ended_by_another(folder: Location, what: str) -> Iterator[int]:
-        facts = extraction._facts(extraction._prepare(recipe, recipe.extract))
+        facts = extraction.plan_extraction(recipe).facts
         write_facts(folder, {**facts, "is_complete": True, "files": []})
         yield 1
 

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import pydantic
@@ -81,6 +82,15 @@ def require(value: Value | None, key: str, hint: str) -> Value:
     if value is None:
         raise ValueError(f"{key} is not set; give {hint}")
     return value
+
+
+@contextmanager
+def errors_of(where: str) -> Iterator[None]:
+    """A `ValueError` in the block begins with what it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _describe(schema: type[BaseModel], problem: Any) -> str:

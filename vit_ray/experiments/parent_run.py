@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import ray
 
 from vit_ray.config import Recipe
+from vit_ray.config.validation import errors_of
 from vit_ray.experiments.runner import Flow, cluster_room, run_flow
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect, refuse_client
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.pool.pool_keeper import kept_pools, start_kept_pool
+from vit_ray.launch.pool.pool_keeper import keeper, kept_pools
 from vit_ray.launch.pool.worker_pool import PoolShape
 from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.record.open_record import OpenRun, open_record
@@ -62,7 +63,8 @@ class OpenParent:
         if first is not None:
             use_gpu = check_cluster(first, self.cluster)
             shape = PoolShape.of(first, self.cluster, use_gpu=use_gpu, trains=trains)
-            start_kept_pool(shape, is_private=self.cluster.is_private)
+            # no limit: the result is not waited for
+            keeper().start.remote(shape, self.cluster.is_private)
 
     def run_flow(
         self, flow: Flow[T], max_runs: int | None, max_gpus: int | None = None
@@ -151,9 +153,6 @@ def open_parent(
 def _check_trainings(recipe: Recipe, trainings: Sequence[Recipe], cluster: ClusterShape) -> None:
     """Check that there is room for each training; errors name the keys that it changes."""
     for training in trainings or (recipe,):
-        try:
+        is_own = training.workers == recipe.workers
+        with contextlib.nullcontext() if is_own else errors_of(training.name):
             check_cluster(training, cluster)
-        except ValueError as error:
-            if training.workers == recipe.workers:
-                raise
-            raise ValueError(f"{training.name}: {error}") from None

@@ -8,14 +8,14 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.validation import InvalidValueError, value_text
+from vit_ray.config.validation import InvalidValueError, errors_of, value_text
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.launch.model_checks import check_model
 
@@ -43,15 +43,33 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
         ValueError: a key cannot be varied, a value is not allowed, the model does not exist, or two
             points are equal.
     """
-    space = config.space or {RATE: list(config.learning_rates)}
+    space: Mapping[str, Any] = config.space or {RATE: list(config.learning_rates)}
     for key, fixed in itertools.product(space, _FIXED):
         if f"{fixed}.".startswith(f"{key}.") or key.startswith(f"{fixed}."):
             raise ValueError(f"sweep.space: {key} cannot be varied in one sweep")
     if config.search == "optuna":
         check_optuna(space)
-    points = _grid(space) if config.search == "grid" else _drawn(space, config)
+    ranges = [key for key, values in space.items() if isinstance(values, dict)]
+    if config.search != "grid":
+        points = _drawn(space, config)
+    elif ranges:
+        raise ValueError(
+            f"sweep.space: {ranges[0]} is a range, but a grid needs lists of values; set "
+            "sweep.search=random and sweep.num_trials, or list values"
+        )
+    else:
+        grid = itertools.product(*space.values())
+        points = [dict(zip(space, values, strict=True)) for values in grid]
     for point in points:
-        _check(recipe, point, space)
+        try:
+            changed = with_point(recipe, point)
+        except InvalidValueError as error:
+            if "int_type" in error.types and ranges:
+                hint = "a range has numbers with a fraction; list the values of a whole number"
+                raise ValueError(f"{error}; {hint}") from None
+            raise
+        with errors_of_point(recipe, point):
+            check_model(changed)
     names = Counter(point_name(point) for point in points)
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(
@@ -61,28 +79,11 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     return points
 
 
-def _check(recipe: Recipe, point: Point, space: Mapping[str, Any]) -> None:
-    try:
-        changed = with_point(recipe, point)
-    except InvalidValueError as error:
-        is_fraction = "int_type" in error.types
-        if is_fraction and any(isinstance(values, dict) for values in space.values()):
-            hint = "a range has numbers with a fraction; list the values of a whole number"
-            raise ValueError(f"{error}; {hint}") from None
-        raise
-    with errors_of_point(recipe, point):
-        check_model(changed)
-
-
-@contextmanager
-def errors_of_point(recipe: Recipe, point: Point) -> Iterator[None]:
+def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None]:
     """Errors in the block name the point if points have more than rates."""
-    try:
-        yield
-    except ValueError as error:
-        if recipe.sweep is None or recipe.sweep.space is None:
-            raise
-        raise ValueError(f"sweep.space: {point_text(point)}: {error}") from None
+    if recipe.sweep is None or recipe.sweep.space is None:
+        return nullcontext()
+    return errors_of(f"sweep.space: {point_text(point)}")
 
 
 def check_optuna(space: Mapping[str, Any]) -> None:
@@ -105,16 +106,6 @@ def check_optuna(space: Mapping[str, Any]) -> None:
                     f"sweep.space: {key}={value_text(value)}: search=optuna varies numbers, texts "
                     "and ranges; list such values, or set sweep.search=random"
                 )
-
-
-def _grid(space: Mapping[str, Any]) -> list[Point]:
-    ranges = [key for key, values in space.items() if isinstance(values, dict)]
-    if ranges:
-        raise ValueError(
-            f"sweep.space: {ranges[0]} is a range, but a grid needs lists of values; set "
-            "sweep.search=random and sweep.num_trials, or list values"
-        )
-    return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
 
 def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:

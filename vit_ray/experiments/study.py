@@ -15,6 +15,7 @@ from pathlib import Path
 from vit_ray.config import Recipe, require
 from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
+from vit_ray.config.validation import errors_of
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
@@ -77,9 +78,8 @@ def run_study(recipe: Recipe) -> StudyResult:
     finished = finished_cells(recipe, cells, resolved_runs, parent_id)
     total_steps = sum(one.total_steps for one in resolved_runs) + steps_of_tasks
     resolved = resolved_runs[0]
-    tags = {
-        "vit_ray.num_cells": str(len(cells))
-    }  # so that a report knows which cells have not started
+    # So that a report knows which cells have not started.
+    tags = {"vit_ray.num_cells": str(len(cells))}
     open_cells = [cell.recipe for cell in cells if cell.name not in finished]
     with open_parent(
         recipe, "study", resolved, total_steps, parent_id, trainings=open_cells, tags=tags
@@ -112,7 +112,7 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
         resolved = resolve_run(recipes[0])
         require(recipes[0].data.eval, f"study.transfer {task.name!r}: data.eval", "a test set")
         for cell, recipe in zip(cells, recipes, strict=True):
-            try:
+            with errors_of(f"study.transfer {task.name!r} of cell {cell.name!r}"):
                 check_model(recipe)
                 check_batch(recipe, resolved.num_images)
                 batch = recipe.train.global_batch_size
@@ -122,9 +122,6 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
                 else:
                     tried = _check_sweep(recipe, recipe.sweep, resolved.num_images)
                     total_steps += tried + recipe.sweep.seeds * steps
-            except ValueError as error:
-                message = f"study.transfer {task.name!r} of cell {cell.name!r}: {error}"
-                raise ValueError(message) from None
     return total_steps
 
 
@@ -228,7 +225,7 @@ class StudyRun:
         )
         (outcome,) = yield [Work(training)]
         if outcome.result is None:
-            return CellResult(cell, {}, None, error=_told(outcome.error))
+            return CellResult(cell, {}, None, error=outcome.error.splitlines()[0])
         return CellResult(
             cell,
             outcome.result.metrics,
@@ -265,7 +262,7 @@ class StudyRun:
         except RunStoppedError:
             raise
         except Exception as error:
-            return {}, _told(str(error).strip() or repr(error))
+            return {}, (str(error).strip() or repr(error)).splitlines()[0]
 
     def _note_end(self, result: CellResult, resolved: ResolvedRun) -> None:
         cell, run = result.cell, self.parent.run
@@ -276,21 +273,15 @@ class StudyRun:
         run.control.child_ended(cell.label, result.metrics.get(deciding_metric(cell.recipe)))
 
 
-def _told(error: str) -> str:
-    return error.splitlines()[0]
-
-
 def _totals(results: list[CellResult]) -> dict[str, float]:
-    failed = sum(bool(result.error) for result in results)
+    failed, exaflops = sum(bool(result.error) for result in results), 0.0
+    for result in results:
+        # For a branch only those of its cool-down: its trunk has computed the rest.
+        found, batch = result.metrics, result.cell.recipe.train.global_batch_size
+        share = own_share(result.branched_from, batch, found.get(STUDY_IMAGES_SEEN))
+        exaflops += found.get(STUDY_EXAFLOPS, 0.0) * share
     return {
         STUDY_CELLS: float(len(results) - failed),
         STUDY_FAILED_CELLS: float(failed),
-        STUDY_EXAFLOPS_TOTAL: sum(map(_exaflops_computed, results)),
+        STUDY_EXAFLOPS_TOTAL: exaflops,
     }
-
-
-def _exaflops_computed(result: CellResult) -> float:
-    """For a branch only those of its cool-down: its trunk has computed the rest."""
-    found, batch = result.metrics, result.cell.recipe.train.global_batch_size
-    share = own_share(result.branched_from, batch, found.get(STUDY_IMAGES_SEEN))
-    return found.get(STUDY_EXAFLOPS, 0.0) * share

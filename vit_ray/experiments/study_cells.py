@@ -16,6 +16,7 @@ from typing import Any, Final
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.resume_compatibility import TAGGED, unused_keys
+from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import with_point
 from vit_ray.launch.model_checks import check_model
 from vit_ray.launch.record.run_metadata import trained_params
@@ -39,7 +40,6 @@ class Cell:
     """One training of the study."""
 
     label: str
-    """Label of its row."""
     fraction: float
     length: str
     """Length as text: `7 epochs`."""
@@ -101,9 +101,11 @@ def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) 
     point = _row_point(row, where)
     fractions = row.data_fractions or study.data_fractions or (1.0,)
     seeds = row.seeds or study.seeds or (recipe.seed,)
-    for fraction, (unit, length), seed in itertools.product(fractions, _lengths(study, row), seeds):
+    lengths = row.lengths or study.lengths or [("epochs", PAPER_EPOCHS)]
+    label = re.sub(r"[^A-Za-z0-9._+]+", "-", row.label).strip("-")
+    for fraction, (unit, length), seed in itertools.product(fractions, lengths, seeds):
         value = f"{length:g}" if isinstance(length, float) else str(length)
-        name = f"{recipe.name}-{_slug(row.label)}-data{fraction:g}-{unit}{value}"
+        name = f"{recipe.name}-{label}-data{fraction:g}-{unit}{value}"
         changes: dict[str, Any] = {
             "name": name + (f"-seed{seed}" if seed != recipe.seed else ""),
             "seed": seed,
@@ -114,19 +116,9 @@ def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) 
         cell = Cell(
             row.label, fraction, f"{value} {unit}", with_point(recipe, point, where, **changes)
         )
-        try:
+        with errors_of(where):
             check_model(cell.recipe)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
         yield cell
-
-
-def _lengths(study: StudyConfig, row: StudyModel) -> list[tuple[str, float]]:
-    return row.lengths or study.lengths or [("epochs", PAPER_EPOCHS)]
-
-
-def _slug(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+]+", "-", label).strip("-")
 
 
 def _row_point(row: StudyModel, where: str) -> dict[str, Any]:

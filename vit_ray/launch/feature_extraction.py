@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.command_sections import ExtractConfig
+from vit_ray.config.validation import errors_of
 from vit_ray.evaluate.feature_files import FACTS_FILE, read_facts, whole_parts, write_facts
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
-from vit_ray.launch.prepared_run import PreparedRun, check_weights, errors_of_weights
+from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import OpenRun
 from vit_ray.launch.run import run_prepared
 from vit_ray.launch.run_lock import lock_run
@@ -96,20 +96,18 @@ def plan_extraction(recipe: Recipe) -> Features:
     Raises:
         ValueError: the recipe cannot work.
     """
+    # They import torch, which takes seconds.
+    from vit_ray.checkpoints.init_weights import meta_state_of
+    from vit_ray.checkpoints.run_checkpoints import find_weights
+    from vit_ray.checkpoints.weight_files import find_weight_file
+
     recipe = recipe.with_absolute_paths()
     hint = "extract.data and extract.path, such as extract='{data: data/train, path: features/}'"
     config = require(recipe.extract, "extract", hint)
-    require(recipe.init_from, "init_from", "the run, checkpoint or file whose features to take")
+    whose = "the run, checkpoint or file whose features to take"
+    source = require(recipe.init_from, "init_from", whose)
     folder = locate(config.path)
     folder.refuse_file_in_its_place("extract.path")
-    prepared = _prepare(recipe, config)
-    return Features(folder, prepared, _facts(prepared))
-
-
-def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
-    from vit_ray.checkpoints.init_weights import meta_state_of  # imports torch, which takes seconds
-
-    assert recipe.init_from is not None
     recipe = recipe.with_changes(
         name=f"{recipe.name}-features-{time.strftime('%Y%m%d-%H%M%S')}",
         data={"train": None, "eval": config.data, "held_out_fraction": 0.0, "fraction": 1.0},
@@ -117,40 +115,31 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
     )
     resolved = resolve_run(recipe, needs_train=False)
     spec = replace(resolved.streams["eval"], gives_keys=True)
-    with errors_of_weights():
-        outputs = meta_state_of(recipe.init_from).num_classes  # None without a head
+    with errors_of("init_from"):
+        outputs = meta_state_of(source).num_classes  # None without a head
+    with_logits = config.logits and outputs is not None
     prepared = PreparedRun(
         "extract",
         replace(resolved, streams={"train": spec, "eval": spec}),
         outputs=outputs,
-        extraction=Extraction(config.path, config.logits and outputs is not None, ROWS_PER_FILE),
+        extraction=Extraction(config.path, with_logits, ROWS_PER_FILE),
     )
     check_weights(prepared)
-    return prepared
-
-
-def _facts(prepared: PreparedRun) -> dict[str, Any]:
-    """The settings that decide the features' values."""
-    from vit_ray.checkpoints.run_checkpoints import find_weights
-    from vit_ray.checkpoints.weight_files import find_weight_file
-
-    recipe, extraction = prepared.recipe, prepared.extraction
-    assert extraction is not None
-    assert recipe.init_from is not None
     # The version of the weights: for a run the step of its checkpoint, for a file its size and
     # time.
-    if (file := find_weight_file(recipe.init_from)) is None:
-        weights = f"step {find_weights(recipe.init_from).position.step}"
+    if (file := find_weight_file(source)) is None:
+        weights = f"step {find_weights(source).position.step}"
     else:
         weights = f"{file.info().size} bytes of {file.info().mtime_ns}"
-    return {
-        "data_fingerprint": prepared.resolved.manifest.fingerprint,
-        "num_images": prepared.resolved.manifest.num_images,
-        "init_from": recipe.init_from,
+    facts = {
+        "data_fingerprint": resolved.manifest.fingerprint,
+        "num_images": resolved.manifest.num_images,
+        "init_from": source,
         "init_resize": recipe.init_resize,
         "weights": weights,
         "model": recipe.model.model_dump(mode="json", exclude=_OF_TRAINING),
         "eval_augment": recipe.data.eval_augment.model_dump(mode="json"),
         "precision": recipe.train.precision,
-        "with_logits": extraction.with_logits,
+        "with_logits": with_logits,
     }
+    return Features(folder, prepared, facts)

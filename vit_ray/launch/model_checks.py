@@ -8,13 +8,13 @@ import numpy as np
 
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.config.validation import errors_of
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.models.catalog import ModelSpec, as_grid, find_spec
 from vit_ray.models.parameter_groups import HEADS, chosen_parts, part_of, parts_of
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
-"""Kind of a run."""
 NEW_HEADS: Final = ("finetune", "sweep_trial")
 """Kinds of run that give their initial weights a new head."""
 MOST_OF_FIRST_WEIGHTS: Final = 0.2
@@ -36,29 +36,24 @@ def check_model(recipe: Recipe) -> None:
             f"optim.layer_decay={optim.layer_decay} with model.name={model.name}: layer-wise decay "
             "needs the blocks of a Transformer, and this model has none; set it to 1"
         )
-    parts = _parts_of_own(recipe) if has_own else parts_of(model.name, model.options())
-    try:
+    if has_own:  # it is built and run once, without values
+        import torch  # for this model only: seconds
+
+        from vit_ray.models.flops import forward_macs
+        from vit_ray.train.objective import build_objective
+
+        forward_macs(model.name, 2, model.image_size, **model.options())
+        with torch.device("meta"):
+            whole = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
+        parts = tuple(dict.fromkeys(part_of(name) for name, _ in whole.named_parameters()))
+    else:
+        parts = parts_of(model.name, model.options())
+    with errors_of("optim.frozen"):
         chosen = chosen_parts(optim.frozen, parts)
-    except ValueError as error:
-        raise ValueError(f"optim.frozen: {error}") from None
     if chosen == set(parts):
         raise ValueError(
             "optim.frozen names every part, so that nothing would be trained; remove one"
         )
-
-
-def _parts_of_own(recipe: Recipe) -> tuple[str, ...]:
-    """Parts of a user's own model, which is built and run once, without values."""
-    import torch  # for this model only: seconds
-
-    from vit_ray.models.flops import forward_macs
-    from vit_ray.train.objective import build_objective
-
-    model = recipe.model
-    forward_macs(model.name, 2, model.image_size, **model.options())
-    with torch.device("meta"):
-        whole = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
-    return tuple(dict.fromkeys(part_of(name) for name, _ in whole.named_parameters()))
 
 
 def check_own_parts(recipe: Recipe, num_classes: int) -> None:

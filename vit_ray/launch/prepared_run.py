@@ -12,6 +12,7 @@ from typing import Final, Literal
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import begin_without_checkpoint
 from vit_ray.config import Recipe
+from vit_ray.config.validation import errors_of
 from vit_ray.evaluate.ground_truth import Answers
 from vit_ray.launch.inputs.evaluation_labels import answers_of
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
@@ -185,7 +186,7 @@ def check_weights(prepared: PreparedRun) -> None:
     from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
 
     model, changes = recipe.model, (prepared.new_head, recipe.init_resize)
-    with errors_of_weights(), needing_right("read", recipe.init_from):
+    with errors_of("init_from"), needing_right("read", recipe.init_from):
         report = planned_load(model, prepared.num_classes, recipe.init_from, *changes)
         trained = meta_state_of(recipe.init_from).sides
     if trained is None and report.grids is not None:
@@ -206,12 +207,3 @@ def check_weights(prepared: PreparedRun) -> None:
         list(model.sides),
         list(trained),
     )
-
-
-@contextmanager
-def errors_of_weights() -> Iterator[None]:
-    """Errors in the block name the key that they are about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"init_from: {error}") from None

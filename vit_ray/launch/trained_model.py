@@ -27,6 +27,7 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
+from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
@@ -233,10 +234,8 @@ def load(
         tree = changed(copy.deepcopy({"name": "trained", **(tree or {})}), overrides)
         recipe = recipe_from_dict(tree, where=source)
     classes = class_names(source, weights.position, recipe.data.train, weights.num_classes)
-    try:
+    with errors_of(repr(source)):
         return TrainedModel(recipe, weights, classes)
-    except ValueError as error:
-        raise ValueError(f"{source!r}: {error}") from error
 
 
 def class_names(

@@ -6,7 +6,7 @@ from torch import nn
 
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe, require
-from vit_ray.launch.prepared_run import errors_of_weights
+from vit_ray.config.validation import errors_of
 from vit_ray.models import build_model
 from vit_ray.models.weights.state_dicts import LoadReport
 
@@ -27,9 +27,9 @@ def load_trained_model(recipe: Recipe, averaged: bool | None) -> tuple[nn.Module
     """
     source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
     config = recipe.model
-    with errors_of_weights():
+    with errors_of("init_from"):
         weights = open_weights(source, averaged)
     classes = weights.num_classes or _NO_CLASSES
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
-    with errors_of_weights():
+    with errors_of("init_from"):
         return model, weights.load_into(model, "auto", recipe.init_resize)

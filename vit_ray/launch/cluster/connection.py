@@ -75,7 +75,6 @@ class ClusterShape:
     """The nodes that are up, as Ray lists them."""
 
     def matching(self, selector: Mapping[str, str]) -> ClusterShape:
-        """The nodes of it that have the labels."""
         if not selector:
             return self
         nodes = matching_nodes(self.nodes, selector)
@@ -120,29 +119,34 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
         ValueError: no Ray answers at the address, or its Ray or Python has another version.
         RuntimeError: the machine is too busy to start a Ray.
     """
-    _quiet()
+    if not _shows_logs():
+        # Ray's warning about many small actors, which a sweep has by design.
+        hide_printed_messages(is_warning_of_many_actors)
+        for name in ("ray.train", "ray.data", "ray.tune"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Ray Tune's tables; `progress` shows it
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
     if ray.is_initialized():
         return shape(time.time())
     with _sigterm_as_before():
-        _connect(recipe, *others)
+        if address := os.environ.get("RAY_ADDRESS"):
+            # Ray 2.60 turns on token authentication for local clusters, but not for an address. A
+            # cluster that was started on a machine with a token requires it; a cluster without
+            # authentication ignores it.
+            if AUTH_MODE not in os.environ and has_auth_token():
+                os.environ[AUTH_MODE] = "token"
+                reload_ray_config()
+            check_reachable(address)
+            _join(address)
+        else:
+            num_cpus = max(os.cpu_count() or 1, *map(local_cpus, (recipe, *others)))
+            os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
+            _start(num_cpus)
+            mark_private()
     return shape(time.time())
-
-
-def _connect(*recipes: Recipe) -> None:
-    if address := os.environ.get("RAY_ADDRESS"):
-        # Ray 2.60 turns on token authentication for local clusters, but not for an address. A
-        # cluster that was started on a machine with a token requires it; a cluster without
-        # authentication ignores it.
-        if AUTH_MODE not in os.environ and has_auth_token():
-            os.environ[AUTH_MODE] = "token"
-            reload_ray_config()
-        check_reachable(address)
-        _join(address)
-    else:
-        num_cpus = max(os.cpu_count() or 1, *map(local_cpus, recipes))
-        os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
-        _start(num_cpus)
-        mark_private()
 
 
 @contextlib.contextmanager
@@ -288,7 +292,7 @@ def _address() -> str:
 def shape(ready_s: float) -> ClusterShape:
     """The connected cluster in its present state."""
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    nodes = tuple(n for n in ray.nodes() if n["Alive"])  # type: ignore[no-untyped-call]
+    nodes = live_nodes()
     held = [n["Resources"] for n in nodes]
     is_private = _address() in _STARTED
     head: dict[str, float] = next((resources for resources in held if _HEAD in resources), {})
@@ -308,6 +312,12 @@ def matching_nodes(
 ) -> tuple[Mapping[str, Any], ...]:
     """Nodes, as Ray lists them, that have the labels."""
     return tuple(n for n in nodes if node_labels_match_selector(n["Labels"], dict(selector)))
+
+
+def live_nodes(selector: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
+    """The nodes that are up and have the labels, as Ray lists them."""
+    nodes = tuple(n for n in ray.nodes() if n["Alive"])  # type: ignore[no-untyped-call]
+    return matching_nodes(nodes, selector) if selector else nodes
 
 
 def refuse_client() -> None:
@@ -333,17 +343,3 @@ def local_cpus(recipe: Recipe) -> int:
 def _shows_logs() -> bool:
     """Workers' output is only for debugging: `VIT_RAY_LOGS=1` shows it."""
     return os.environ.get("VIT_RAY_LOGS") == "1"
-
-
-def _quiet() -> None:
-    if _shows_logs():
-        return
-    # Ray's warning about many small actors, which a sweep has by design.
-    hide_printed_messages(is_warning_of_many_actors)
-    for name in ("ray.train", "ray.data", "ray.tune"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Ray Tune's tables; `progress` shows it
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)

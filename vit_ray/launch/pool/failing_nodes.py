@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import ray
 
-from vit_ray.launch.cluster.connection import matching_nodes
+from vit_ray.launch.cluster.connection import live_nodes
 from vit_ray.outcomes import EventKind, WorkerPlace
 from vit_ray.ray_internals import ControllerCallback
 from vit_ray.worker.job import TrainJob
@@ -88,9 +88,7 @@ class LeaveOutNodes(ControllerCallback):
 
 def _room(wanted: Mapping[str, float], labels: Mapping[str, str]) -> int:
     """Workers that fit on the nodes with the labels, without those that are left out."""
-    nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
-    if labels:
-        nodes = list(matching_nodes(nodes, labels))
-    held = [n["Resources"] for n in nodes if n["NodeID"] not in FAILING_NODES.hosts]
+    left_out = FAILING_NODES.hosts
+    held = [n["Resources"] for n in live_nodes(labels) if n["NodeID"] not in left_out]
     needs = [(key, need) for key, need in wanted.items() if need > 0]
     return sum(int(min(one.get(key, 0.0) // need for key, need in needs)) for one in held)

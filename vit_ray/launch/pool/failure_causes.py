@@ -64,10 +64,10 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
     blamed = {
         rank: failure
         for rank, failure in getattr(error, "worker_failures", {}).items()
-        if is_defect(failure)
+        if isinstance(failure, DefectiveDeviceError)
         or (
             not (_is_ours(failure) or memory_kill(failure))
-            and (has_died(failure) or not _is_collateral(failure, str(failure)))
+            and (_has_died(failure) or not _is_collateral(failure, str(failure)))
         )
     }
     found = [places[rank] for rank in sorted(blamed) if rank in places]
@@ -75,12 +75,7 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
     return found[0] if is_one else None
 
 
-def is_defect(failure: BaseException) -> bool:
-    """Whether a worker has found that its device computes wrong results."""
-    return isinstance(failure, DefectiveDeviceError)
-
-
-def has_died(failure: BaseException) -> bool:
+def _has_died(failure: BaseException) -> bool:
     """Whether the worker's process has ended, or cannot be reached."""
     hidden = getattr(failure, "health_check_failure", failure)
     return isinstance(hidden, ray.exceptions.RayActorError)

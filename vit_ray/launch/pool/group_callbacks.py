@@ -26,17 +26,21 @@ from vit_ray.worker.job import TrainJob
 
 SAVE_BEFORE_RESIZE_S = 120.0
 JOB_S: Final = 30.0
+_CREATION_MS: Final = "end_to_end_creation_latency_ms"
 
 
 class NotePlacement(ControllerCallback):
-    """Notes whether the group is placed, even if it may lose its place, and its waiting times."""
+    """Names worker groups after their pool, and notes their waiting times and whether they have a
+    place, even if they may lose it.
+    """
 
     def __init__(self, server: Any) -> None:
         self._server, self._asked_s, self._pool = server, 0.0, ""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """The name of its placement groups starts with that of the pool."""
+        """By the names `has_place` and `remove_groups` find the groups."""
         self._pool = train_run_context.run_config.name
+        name_placement_groups(self._pool)
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Runs each time the group starts, runs, fails, or changes its size."""
@@ -49,18 +53,13 @@ class NotePlacement(ControllerCallback):
             with contextlib.suppress(ray.exceptions.RayError):  # its next call decides
                 job = ray.get(self._server.current_job.remote(), timeout=JOB_S)
                 if job is not None:
-                    wait_s = placement_wait_s(self._pool)
+                    waits_ms = {
+                        int(group["name"].rpartition("-")[2]): group["stats"][_CREATION_MS]
+                        for group in placement_group_table().values()
+                        if group["name"].startswith(f"{self._pool}-")
+                    }
+                    wait_s = float(waits_ms[max(waits_ms)]) / 1e3 if waits_ms else 0.0
                     job.record.place_wait(self._asked_s, self._asked_s + wait_s)
-
-
-def placement_wait_s(pool_name: str) -> float:
-    """How long the newest worker group of a pool has waited for its place."""
-    waits = {
-        int(group["name"].rpartition("-")[2]): group["stats"]["end_to_end_creation_latency_ms"]
-        for group in placement_group_table().values()
-        if group["name"].startswith(f"{pool_name}-")
-    }
-    return float(waits[max(waits)]) / 1e3 if waits else 0.0
 
 
 def has_place(pool_name: str) -> bool:
@@ -83,14 +82,6 @@ class OwnEnvironment(ControllerCallback):
     def after_controller_start(self, train_run_context: Any) -> None:
         """Runs in the controller's process, whose workers inherit the variables."""
         os.environ |= self._variables
-
-
-class NameGroups(ControllerCallback):
-    """Names worker groups after their pool, so that `remove_groups` finds them."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Runs in the controller's process, which places them."""
-        name_placement_groups(train_run_context.run_config.name)
 
 
 def remove_groups(pools: str) -> None:

@@ -23,10 +23,11 @@ from typing import Any, Final, Literal
 
 import ray
 
-from vit_ray.data.stream.stream_server import StreamServer
+from vit_ray.launch.cluster.connection import live_nodes
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.pool.group_callbacks import remove_groups
 from vit_ray.launch.pool.placement_wait import NoPlaceError
+from vit_ray.launch.pool.pool_server import start_stream_server
 from vit_ray.launch.pool.worker_pool import (
     KEEPER_NAME,
     LEND_S,
@@ -188,25 +189,17 @@ class PoolKeeper:
             how: arguments of `StreamServer`.
         """
         key = host, shape, tuple(sorted(how.items()))
-        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
+        alive = {one["NodeID"] for one in live_nodes()}
         with self._changed:
             if key not in self._servers or self._servers[key][0] not in alive:
-                options: dict[str, Any] = {
-                    "num_cpus": 0,
-                    "max_concurrency": SERVER_THREADS,
-                    "max_restarts": -1,
-                    "label_selector": {"ray.io/node-id": node},
-                }
-                actor = ray.remote(StreamServer).options(**options)
-                self._servers[key] = node, actor.remote(**{**how, "warms_up": True})
+                server = start_stream_server(node, SERVER_THREADS, how, max_restarts=-1)
+                self._servers[key] = node, server
             return self._servers[key][1]
 
     def num_started(self) -> int:
-        """Number of pools started so far."""
         return self._num_started
 
     def close(self) -> None:
-        """End all pools."""
         with self._changed:
             loans = [loan.pool for loan in self._loans.values()]
             pools = [*self._idle, *self._started, *loans]
@@ -226,7 +219,9 @@ class PoolKeeper:
             others = [pool for pool in (*self._idle, *self._started) if pool not in fitting]
             self._idle, self._started = fitting, []
             self._num_started += 1
-        _close(others)
+        # All in parallel: each pool that hangs takes the whole time limit.
+        with ThreadPoolExecutor(len(others) or 1) as threads:
+            list(threads.map(WorkerPool.close, others))
         return WorkerPool(shape, is_private=is_private)
 
     def _watch(self) -> None:
@@ -248,18 +243,11 @@ def _fitting(pools: Sequence[WorkerPool], shape: PoolShape) -> list[WorkerPool]:
     return [pool for pool in pools if pool.shape == shape and pool.is_open]
 
 
-def _close(pools: Sequence[WorkerPool]) -> None:
-    """All in parallel: each pool that hangs takes the whole time limit."""
-    with ThreadPoolExecutor(len(pools) or 1) as threads:
-        list(threads.map(lambda pool: pool.close(), pools))
-
-
 class _Kept:
     """The keeper of a block, started with its first pool."""
 
-    def __init__(self) -> None:
-        self.handle: Any = None
-        self.num_sharing = 0
+    def __init__(self, handle: Any = None, num_sharing: int = 0) -> None:
+        self.handle, self.num_sharing = handle, num_sharing
 
     def keeper(self) -> Any:
         if self.handle is None:
@@ -301,16 +289,14 @@ def kept_pools() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def borrowing(keeper: Any, num_sharing: int = 0) -> Iterator[None]:
+def borrowing(keeper: Any, num_sharing: int) -> Iterator[None]:
     """Inside the block, in a trial's process, pools come from the driver's keeper.
 
     Args:
         num_sharing: as in `BorrowedPool`, for the first training; later ones do not wait for
             others.
     """
-    kept = _Kept()
-    kept.handle, kept.num_sharing = keeper, num_sharing
-    with _borrowing_from(kept):
+    with _borrowing_from(_Kept(keeper, num_sharing)):
         yield
 
 
@@ -324,16 +310,10 @@ def _borrowing_from(kept: _Kept) -> Iterator[None]:
 
 
 def keeper() -> Any:
-    """Handle of the keeper of the block, for `borrowing`."""
+    """Handle of the keeper of the block of `kept_pools`."""
     kept = _KEPT.get()
     assert kept is not None
     return kept.keeper()
-
-
-def start_kept_pool(shape: PoolShape, *, is_private: bool) -> None:
-    """Inside `kept_pools`: place workers and let them import before their training is ready."""
-    if (kept := _KEPT.get()) is not None:
-        kept.keeper().start.remote(shape, is_private)  # no limit: the result is not waited for
 
 
 @contextlib.contextmanager

@@ -92,14 +92,8 @@ class PoolServer:
             if workers != self._workers:
                 self._workers, self._host_servers = workers, {}
             if host not in self._host_servers:
-                options: dict[str, Any] = {
-                    "num_cpus": 0,
-                    "max_concurrency": 2 * len(ranks) + 2,
-                    "label_selector": {"ray.io/node-id": node},
-                }
-                how = {**self._how, "warms_up": True}
-                server = ray.remote(StreamServer).options(**options).remote(**how)
-                self._host_servers[host] = server
+                at_once = 2 * len(ranks) + 2
+                self._host_servers[host] = start_stream_server(node, at_once, self._how)
             return self._host_servers[host]
 
     def assign(self, job: TrainJob, use_gpu: bool, streams: OpensStreams) -> None:
@@ -184,7 +178,6 @@ class PoolServer:
             self._leave_shared(has_failed=True)
 
     def is_placed(self) -> bool:
-        """Whether the workers are placed."""
         return self._is_placed
 
     def wait_until_ended(self, timeout_s: float = ANSWER_S) -> bool:
@@ -255,6 +248,20 @@ class PoolServer:
         return (
             self._assignment is not None and not self._has_ended and self._assignment.number > after
         )
+
+
+def start_stream_server(node: str, at_once: int, how: dict[str, Any], **options: Any) -> Any:
+    """Handle of a new `StreamServer`.
+
+    Args:
+        at_once: calls that it answers at the same time.
+        how: its arguments.
+        options: of the actor.
+    """
+    where = {"ray.io/node-id": node}
+    actor: Any = ray.remote(StreamServer)
+    actor = actor.options(num_cpus=0, max_concurrency=at_once, label_selector=where, **options)
+    return actor.remote(**{**how, "warms_up": True})
 
 
 def _end_process(pid: int) -> None:

@@ -51,7 +51,20 @@ def run_workers(
     error: BaseException | None = None
     num_lost, lost_at = 0, -1
     while num_lost < MOST_POOLS:
-        error = _run_in_pool(shape, job, streams, cluster)
+        error = None
+        try:
+            with borrowed_pool(shape, is_private=cluster.is_private) as pool:
+                # While the pool's workers import: an error in opening the record ends the run.
+                if job.record.run_id(ANSWER_LIMIT_S) is None:
+                    logger.warning(
+                        "MLflow at %s does not answer; %s continues, and its record waits in %s",
+                        redact(job.recipe.tracking.uri),
+                        job.recipe.name,
+                        job.recipe.run_folder,
+                    )
+                pool.run(job, streams)
+        except (PoolEndedError, NoPlaceError) as ended:
+            error = ended
         if not isinstance(error, PoolLostError):
             break
         newest = newest_step(job.run_folder)
@@ -74,23 +87,3 @@ def run_workers(
     if failure is not None:
         kind = RunDivergedError if failure.has_diverged else RunFailedError
         raise kind(failure.reason) from error
-
-
-def _run_in_pool(
-    shape: PoolShape, job: TrainJob, streams: dict[str, StreamSpec], cluster: ClusterShape
-) -> Exception | None:
-    """Why the pool ended before the training did; None if it did not."""
-    try:
-        with borrowed_pool(shape, is_private=cluster.is_private) as pool:
-            # While the pool's workers import: an error in opening the record ends the run.
-            if job.record.run_id(ANSWER_LIMIT_S) is None:
-                logger.warning(
-                    "MLflow at %s does not answer; %s continues, and its record waits in %s",
-                    redact(job.recipe.tracking.uri),
-                    job.recipe.name,
-                    job.recipe.run_folder,
-                )
-            pool.run(job, streams)
-    except (PoolEndedError, NoPlaceError) as ended:
-        return ended
-    return None

@@ -21,10 +21,10 @@ from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
-from vit_ray.launch.cluster.connection import matching_nodes
+from vit_ray.launch.cluster.connection import live_nodes
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED
 from vit_ray.launch.pool.failing_nodes import FAILING_NODES
-from vit_ray.launch.pool.failure_causes import cause, failing_node, is_defect
+from vit_ray.launch.pool.failure_causes import cause, failing_node
 from vit_ray.launch.pool.group_callbacks import newest_step
 from vit_ray.launch.pool.replacement import REPLACEMENT
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
@@ -42,7 +42,7 @@ from vit_ray.ray_internals import (
     expire_resource_requests_after,
     refresh_reserved_resources,
 )
-from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
+from vit_ray.worker.job import DefectiveDeviceError, SmallerMicroBatchError, TrainJob
 
 WAIT_FOR_NODES_S = 1.0
 KEEP_REQUEST_S: Final = 45
@@ -135,7 +135,9 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
             return super().make_decision(training_failed_error)
         failures = getattr(training_failed_error, "worker_failures", {}).values()
         blamed = failing_node(training_failed_error, places)
-        FAILING_NODES.note(blamed, is_certain=any(map(is_defect, failures)))
+        FAILING_NODES.note(
+            blamed, is_certain=any(isinstance(one, DefectiveDeviceError) for one in failures)
+        )
         run_folder, newest = job.run_folder, newest_step(job.run_folder)
         if run_folder != self._run_folder or newest not in (-1, self._failed_at):
             self._run_folder, self._count, self._failed_at = run_folder, 0, newest
@@ -231,6 +233,4 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
 
 def cpus_by_node(labels: Mapping[str, str] | None = None) -> dict[str, float]:
     """CPUs of each live node with the labels, by its id."""
-    nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
-    found = matching_nodes(nodes, labels) if labels else nodes
-    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in found}
+    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in live_nodes(labels)}

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-import ray
-
+from vit_ray.launch.cluster.connection import live_nodes
 from vit_ray.launch.pool.actor_calls import answer
 from vit_ray.launch.pool.failing_nodes import FAILING_NODES
 from vit_ray.launch.pool.failure_causes import is_gone
@@ -52,12 +51,9 @@ class Replacement:
         self.is_allowed = False
         if 0 < len(failures) <= MOST_REPLACED and all(map(is_gone, failures.values())):
             nodes = {places[rank].node for rank in failures if rank in places}
+            alive = {node["NodeID"] for node in live_nodes()}
             is_known = failures.keys() <= places.keys()
-            self.is_allowed = is_known and nodes <= _alive() - FAILING_NODES.hosts.keys()
-
-
-def _alive() -> set[str]:
-    return {n["NodeID"] for n in ray.nodes() if n["Alive"]}  # type: ignore[no-untyped-call]
+            self.is_allowed = is_known and nodes <= alive - FAILING_NODES.hosts.keys()
 
 
 REPLACEMENT: Final = Replacement()

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import fsspec
@@ -28,7 +29,6 @@ from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.pool.failing_nodes import LeaveOutNodes
 from vit_ray.launch.pool.group_callbacks import (
-    NameGroups,
     NotePlacement,
     OwnEnvironment,
     SaveBeforeResize,
@@ -88,7 +88,6 @@ class PoolShape:
     replaces_failed: bool
     """A worker whose process has died is replaced alone."""
     label_selector: tuple[tuple[str, str], ...] = ()
-    """Labels of the nodes that train."""
 
     @classmethod
     def of(
@@ -114,12 +113,10 @@ class PoolShape:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the group may change its size."""
         return isinstance(self.num_workers, tuple)
 
     @property
     def resources(self) -> dict[str, float]:
-        """Resources that a worker reserves."""
         return {"CPU": self.cpus_per_worker, **({"GPU": 1.0} if self.use_gpu else {})}
 
     def reading_tasks(self, cpus: float) -> int:
@@ -129,24 +126,17 @@ class PoolShape:
 
     @property
     def least_workers(self) -> int:
-        """Workers of the smallest group."""
         return self.num_workers if isinstance(self.num_workers, int) else min(self.sizes)
 
     @property
     def most_workers(self) -> int:
-        """Workers of the largest group."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
 
-@dataclass(frozen=True)
-class _CurrentJob:
+def _current_job(server: Any) -> TrainJob | None:
     """Called by the controller's policies, in its process."""
-
-    server: Any
-
-    def __call__(self) -> TrainJob | None:
-        job: TrainJob | None = answer(self.server.current_job.remote(), _SERVER)
-        return job
+    job: TrainJob | None = answer(server.current_job.remote(), _SERVER)
+    return job
 
 
 @dataclass(frozen=True)
@@ -210,7 +200,6 @@ class BorrowedPool:
 
 
 def _ask(server: Any, method: str, *arguments: Any) -> Any:
-    """Calls a method of a pool's server."""
     try:
         return answer(getattr(server, method).remote(*arguments), _SERVER)
     except PROCESS_DIED as error:
@@ -337,10 +326,9 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         resources_per_worker=shape.resources,
         label_selector=dict(shape.label_selector) or None,
     )
-    current_job = _CurrentJob(server)
+    current_job = partial(_current_job, server)
     callbacks: list[Any] = [
         OwnEnvironment(pool_environment(shape)),
-        NameGroups(),
         NotePlacement(server),
         LeaveOutNodes(current_job),
         ReplaceWorkers(server),

@@ -20,7 +20,8 @@ def shown(accuracies: list[float], capsys: pytest.CaptureFixture[str]) -> str:
         Outcome(TrialState.FINISHED, top1=0.9, point={RATE: 0.01}),
         Outcome(TrialState.FAILED, error="a worker died", point={RATE: 0.1}),
     ]
-    assert print_sweep(SweepResult(rows, {RATE: 0.01}, accuracies, "parent", "a link")) == 0
+    finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in accuracies]
+    assert print_sweep(SweepResult(rows, {RATE: 0.01}, finals, "parent", "a link")) == 0
     return capsys.readouterr().out
 
 

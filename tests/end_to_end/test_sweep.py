@@ -38,7 +38,7 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
         },
     )
     result = run_sweep(recipe)
-    assert result.learning_rate == 0.1  # fp32 has no 1e-60: the new head stays zero
+    assert result.best == {RATE: 0.1}  # fp32 has no 1e-60: the new head stays zero
     accuracies = [row.top1 or 0.0 for row in result.rows]
     assert accuracies[0] > accuracies[1]
     assert [row.state for row in result.rows] == ["finished", "stopped early"]

@@ -127,7 +127,9 @@ def test_a_point_that_the_cluster_cannot_hold_is_named() -> None:
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(0.9999)
-    outcome = SweepResult(rows, {RATE: 0.2}, [0.75, 0.77], "id", "hint", [0.65, 0.67])
+    pairs = ((0.75, 0.65), (0.77, 0.67))
+    finals = [Outcome(TrialState.FINISHED, top1=top1, last_top1=last) for top1, last in pairs]
+    outcome = SweepResult(rows, {RATE: 0.2}, finals, "id", "hint")
     metrics = sweep_metrics(outcome)
     assert metrics["eval/averaged_top1"] == pytest.approx(0.76)
     assert metrics["eval/top1"] == pytest.approx(0.66)
@@ -141,7 +143,7 @@ def test_without_averaging_one_accuracy_is_recorded_and_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = rows_of(0.0)
-    outcome = SweepResult(rows, {RATE: 0.1}, [0.85], "id", "hint")
+    outcome = SweepResult(rows, {RATE: 0.1}, [Outcome(TrialState.FINISHED, top1=0.85)])
     assert sweep_metrics(outcome) == {
         "sweep/learning_rate": 0.1,
         "eval/top1": 0.85,
@@ -159,13 +161,13 @@ def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
     states = ["finished", "finished", "diverged", "stopped early"]
     assert [row.state for row in rows] == states
     files = sweep_files(rows, best_row(rows))
-    table = list(csv.DictReader(io.StringIO(files["sweep/trials.csv"])))
+    table = list(csv.DictReader(io.StringIO(files["trials.csv"])))
     assert [row["state"] for row in table] == states
     assert [row["chosen"] for row in table] == ["yes", "", "", ""]
     assert [row["steps"] for row in table] == ["1", "1", "", "1"]
     assert table[0]["checkpoint"] == "folder"
     assert table[1]["dev_top1"] == "0.6"
-    drawing = ElementTree.fromstring(files["sweep/dev_accuracy.svg"])
+    drawing = ElementTree.fromstring(files["dev_accuracy.svg"])
     assert "learning rate" in "".join(drawing.itertext())
     assert "stopped early" in "".join(drawing.itertext())
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from vit_ray.data.prepare.dev_split import dev_split
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import (
-    RATE,
     Point,
     errors_of_point,
     point_name,
@@ -70,26 +69,27 @@ class SweepResult:
     rows: list[Outcome]
     """Outcomes of the trials, in the order of their points."""
     best: Point
-    test_top1: list[float]
-    """One for each seed; with averaged weights if the recipe averages."""
-    parent_run_id: str | None
-    hint: str
-    last_test_top1: list[float] = field(default_factory=list)
-    """With the last weights, if `test_top1` is with averaged ones."""
+    finals: list[Outcome]
+    """The retrainings, one for each seed."""
+    parent_run_id: str | None = None
+    hint: str = ""
     beside_paper: Table | None = None
     """The test accuracy, its spread and label, and the paper's."""
     page: Path | None = None
     """None while MLflow is away: `jobs/report.py` can write it later."""
 
     @property
-    def learning_rate(self) -> float | None:
-        """The selected rate; None if it was not varied."""
-        rate = self.best.get(RATE)
-        return None if rate is None else float(rate)
+    def test_top1(self) -> list[float]:
+        """One for each seed; with averaged weights if the recipe averages."""
+        return [one.top1 for one in self.finals if one.top1 is not None]
+
+    @property
+    def last_test_top1(self) -> list[float]:
+        """With the last weights, if `test_top1` is with averaged ones."""
+        return [one.last_top1 for one in self.finals if one.last_top1 is not None]
 
     @property
     def mean(self) -> float:
-        """Mean test accuracy over seeds."""
         return statistics.fmean(self.test_top1)
 
     @property
@@ -141,18 +141,16 @@ class SweepPlan:
     trials: list[Recipe]
     """One for each point."""
     steps: list[int]
-    """Steps of each trial."""
     split: tuple[str, str] | None = None
     """As for `trial_recipe`."""
 
     @property
     def total_steps(self) -> int:
-        """Steps of all trials and retrainings."""
         return sum(self.steps) + sweep_of(self.recipe).seeds * self.resolved.total_steps
 
 
 def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
-    """Check a sweep and split its training set; starts nothing.
+    """Check a sweep, a new one also for its weights, and split its training set; starts nothing.
 
     Args:
         needs_every_class: refuse a dev split that leaves a class empty; otherwise such a set is
@@ -166,7 +164,18 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     if any(trial_recipe(recipe, point).init_from is None for point in points):
         logger.warning("init_from is not set: the models of this sweep start from random weights")
     resolved = resolve_run(recipe)
-    _check_points(recipe, points)
+    is_new = not _has_begun(recipe, points)
+    for point in points:  # on the whole training set, before that is split
+        with errors_of_point(recipe, point):
+            final = resolve_run(final_recipe(recipe, point, recipe.seed))
+            check_head_is_trained(final.recipe, "sweep_trial")
+            if final.recipe.train.loss == "masked_patch":
+                raise ValueError(
+                    "train.loss=masked_patch: its trials report no accuracy for a sweep to select "
+                    "by; use a loss on labels"
+                )
+            if is_new:
+                check_weights(PreparedRun("sweep_trial", final))
     split = _dev_split(recipe, points, needs_every_class=needs_every_class)
     trials = [trial_recipe(recipe, point, split) for point in points]
     steps = []
@@ -176,27 +185,6 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     if config.scheduler == "asha":
         grace_steps(config, max(steps))
     return SweepPlan(recipe, resolved, points, trials, steps, split)
-
-
-def _check_points(recipe: Recipe, points: list[Point]) -> None:
-    """Check each training on the whole training set, before that is split; in a new sweep also its
-    weights.
-
-    Raises:
-        ValueError: a training cannot work; it is named.
-    """
-    is_new = not _has_begun(recipe, points)
-    for point in points:
-        with errors_of_point(recipe, point):
-            resolved = resolve_run(final_recipe(recipe, point, recipe.seed))
-            check_head_is_trained(resolved.recipe, "sweep_trial")
-            if resolved.recipe.train.loss == "masked_patch":
-                raise ValueError(
-                    "train.loss=masked_patch: its trials report no accuracy for a sweep to select "
-                    "by; use a loss on labels"
-                )
-            if is_new:
-                check_weights(PreparedRun("sweep_trial", resolved))
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:
@@ -279,70 +267,39 @@ def recorded_sweep(
 ) -> Flow[SweepResult]:
     """A sweep that is its own parent run, which records its selection and its results."""
     recipe, record = plan.recipe, parent.run.record
-
-    def record_choice(rows: list[Outcome], chosen: Outcome) -> None:
-        for name, text in sweep_files(rows, chosen).items():
-            record.text(name, text)
-        record.tag("vit_ray.best_trial_checkpoint", chosen.checkpoint)
-
-    swept = yield from sweep(plan, parent, record_choice, tags or {}, is_shown=True)
+    swept = yield from sweep(plan, parent, tags or {})
     table = sweep_table(recipe, swept.test_top1)
     record.text(PAPER_FILE, table.csv())
-    last = [one.last_top1 for one in swept.finals if one.last_top1 is not None]
-    outcome = SweepResult(
-        swept.rows,
-        swept.chosen.point,
-        swept.test_top1,
-        parent.run_id,
-        record.hint(),
-        last,
-        table,
-    )
-    record.results(0, sweep_metrics(outcome))
-    return outcome
-
-
-@dataclass(frozen=True)
-class Swept:
-    """The result of a planned sweep."""
-
-    rows: list[Outcome]
-    chosen: Outcome
-    finals: list[Outcome]
-    """The retrainings, one for each seed."""
-
-    @property
-    def test_top1(self) -> list[float]:
-        """Of the retrainings; with averaged weights if the recipe averages."""
-        return [one.top1 for one in self.finals if one.top1 is not None]
+    record.results(0, sweep_metrics(swept))
+    return replace(swept, parent_run_id=parent.run_id, hint=record.hint(), beside_paper=table)
 
 
 def sweep(
     plan: SweepPlan,
     parent: OpenParent,
-    on_choice: Callable[[list[Outcome], Outcome], None],
     tags: Mapping[str, str],
-    *,
-    is_shown: bool = False,
-) -> Flow[Swept]:
+    folder: str = SWEEP_GROUP,
+) -> Flow[SweepResult]:
     """Try and retrain under a parent run that is open.
 
     Args:
-        on_choice: called with all outcomes and the selected one before the retrainings.
         tags: of each training.
-        is_shown: the display counts trials and retrainings, not something around them.
+        folder: of its files in the parent run; by default that run is the sweep's own, whose
+            display counts trials and retrainings.
 
     Raises:
         RunFailedError: as `run_sweep`.
     """
     recipe, config = plan.recipe, sweep_of(plan.recipe)
-    trials = Trials(plan, parent, tags)
-    if is_shown:
+    trials, is_own = Trials(plan, parent, tags), folder == SWEEP_GROUP
+    if is_own:
         parent.run.control.begin_stage("trial", len(plan.points))
     rows = yield from trials.tried()
     chosen = best_row(rows)
-    on_choice(rows, chosen)
-    if is_shown:
+    for name, text in sweep_files(rows, chosen).items():
+        parent.run.record.text(f"{folder}{name}", text)
+    if is_own:
+        parent.run.record.tag("vit_ray.best_trial_checkpoint", chosen.checkpoint)
         parent.run.control.begin_stage("retraining", config.seeds)
     finals = yield [
         Work(
@@ -362,7 +319,7 @@ def sweep(
     if failed := [one for one in finals if one.top1 is None]:
         why = failed[0].error or "it has no accuracy"
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
-    return Swept(rows, chosen, finals)
+    return SweepResult(rows, chosen.point, finals)
 
 
 class Trials:
@@ -399,7 +356,11 @@ class Trials:
             else row
             for row in rows
         ]
-        while (index := _best_stopped(rows)) is not None:
+        while True:
+            stopped = [k for k, row in enumerate(rows) if row.state is TrialState.STOPPED_EARLY]
+            if not stopped or any(row.state is TrialState.FINISHED for row in rows):
+                break
+            index = max(stopped, key=lambda k: (rows[k].steps or 0, rows[k].top1 or 0.0))
             training = replace(self._training(rows[index].point), rungs=())
             text = f"{training.label}: every trial that was not stopped early has failed"
             self._parent.run.record.event(EventKind.TRIAL_CONTINUED, text, 0)
@@ -418,7 +379,6 @@ class Trials:
         return rows
 
     def _trial(self, point: Point) -> tuple[Recipe, int]:
-        """Recipe and steps of a trial."""
         plan = self._plan
         if point in plan.points:
             place = plan.points.index(point)
@@ -480,14 +440,6 @@ def known_outcome(outcome: Outcome) -> Flow[Outcome]:
     """A part of a flow that needs no training."""
     yield from ()
     return outcome
-
-
-def _best_stopped(rows: list[Outcome]) -> int | None:
-    """The trial that got furthest, if rungs stopped some and no other finished."""
-    stopped = [k for k, row in enumerate(rows) if row.state is TrialState.STOPPED_EARLY]
-    if not stopped or any(row.state is TrialState.FINISHED for row in rows):
-        return None
-    return max(stopped, key=lambda k: (rows[k].steps or 0, rows[k].top1 or 0.0))
 
 
 def best_row(rows: list[Outcome]) -> Outcome:

@@ -11,8 +11,17 @@ from vit_ray.report.tables import Column, Table, Value
 
 
 def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
-    """Texts by name: `sweep/trials.csv`, and `sweep/dev_accuracy.svg` if rates were varied."""
-    files = {"sweep/trials.csv": trials_table(rows, chosen).csv()}
+    """Texts by name: `trials.csv`, and `dev_accuracy.svg` if rates were varied."""
+    keys = list(dict.fromkeys(key for row in rows for key in row.point))
+    of_trial = ("dev_top1", "last_dev_top1", "steps", "state", "chosen", "checkpoint", "error")
+    lines: list[list[Value]] = []
+    for row in rows:
+        values = [row.point.get(key) for key in keys]
+        texts = [value if isinstance(value, (int, float, str)) else str(value) for value in values]
+        accuracies, note = [row.top1, row.last_top1], "yes" if row is chosen else ""
+        lines.append([*texts, *accuracies, row.steps, row.state, note, row.checkpoint, row.error])
+    table = Table("Trials", list(map(Column, (*keys, *of_trial))), lines)
+    files = {"trials.csv": table.csv()}
     series = [_series(rows, TrialState.FINISHED), _series(rows, TrialState.STOPPED_EARLY)]
     if series := [one for one in series if one.points]:
         chart = Chart(
@@ -21,7 +30,7 @@ def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
             Axis("top-1 on the dev split", is_percent=True),
             series,
         )
-        files["sweep/dev_accuracy.svg"] = charts.svg(chart)
+        files["dev_accuracy.svg"] = charts.svg(chart)
     return files
 
 
@@ -40,29 +49,3 @@ def _series(rows: list[Outcome], state: TrialState) -> Series:
     has_line = len({point.label for point in points}) == 1 and not is_cut
     name = str(state) if is_cut else "trials"
     return Series(name, sorted(points, key=lambda point: point.x), has_line=has_line)
-
-
-def trials_table(rows: list[Outcome], chosen: Outcome) -> Table:
-    """Every trial with its point, its accuracy and how it ended."""
-    keys = list(dict.fromkeys(key for row in rows for key in row.point))
-    columns = [
-        *(Column(key) for key in keys),
-        *map(
-            Column, ("dev_top1", "last_dev_top1", "steps", "state", "chosen", "checkpoint", "error")
-        ),
-    ]
-    return Table("Trials", columns, [_cells(row, keys, row is chosen) for row in rows])
-
-
-def _cells(row: Outcome, keys: list[str], is_chosen: bool) -> list[Value]:
-    values = [row.point.get(key) for key in keys]
-    return [
-        *(value if isinstance(value, (int, float, str)) else str(value) for value in values),
-        row.top1,
-        row.last_top1,
-        row.steps,
-        row.state,
-        "yes" if is_chosen else "",
-        row.checkpoint,
-        row.error,
-    ]

@@ -21,8 +21,6 @@ from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, sweep
-from vit_ray.experiments.sweep_tables import sweep_files
-from vit_ray.experiments.training import Outcome
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
@@ -78,7 +76,6 @@ class VtabResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every task has an accuracy."""
         return all(row.top1 is not None for row in self.rows)
 
 
@@ -120,7 +117,11 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     tasks, retries = vtab_of(recipe).tasks, vtab_of(recipe).retries
     recipes = {task.name: task_recipe(recipe, task) for task in tasks}
     has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
-    plans = {name: _plan(one) for name, one in recipes.items() if _has_data(one)}
+    plans = {}
+    for name, one in recipes.items():
+        sets = (one.data.train, one.data.eval)
+        if all(locate(str(path)).child(MANIFEST_FILE).exists() for path in sets):
+            plans[name] = _plan(one)
     if not plans:
         first = next(iter(recipes.values())).data
         raise ValueError(
@@ -160,11 +161,6 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         return outcome
 
 
-def _has_data(recipe: Recipe) -> bool:
-    sets = (recipe.data.train, recipe.data.eval)
-    return all(locate(str(path)).child(MANIFEST_FILE).exists() for path in sets)
-
-
 def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
     if recipe.sweep is None:
         resolved = resolve_run(recipe)
@@ -190,7 +186,14 @@ def _task(
     row = TaskResult(task, num_images=resolved.num_images)
     try:
         if isinstance(plan, SweepPlan):
-            row = yield from _sweep_task(row, plan, parent, tags)
+            swept = yield from sweep(plan, parent, tags, f"{VTAB_GROUP}{task.name}/")
+            row = replace(
+                row,
+                top1=swept.mean,
+                run_id=swept.finals[0].run_id,
+                deviation=swept.deviation if len(swept.finals) > 1 else None,
+                chosen=point_text(swept.best),
+            )
         else:
             training = parent.training(recipe, "finetune", tags=tags, retries=retries)
             (outcome,) = yield [Work(training)]
@@ -203,23 +206,6 @@ def _task(
         row = replace(row, error=f"failed: {reason}")
     parent.run.control.child_ended(task.name, row.top1)
     return row
-
-
-def _sweep_task(
-    row: TaskResult, plan: SweepPlan, parent: OpenParent, tags: dict[str, str]
-) -> Flow[TaskResult]:
-    def record_choice(rows: list[Outcome], chosen: Outcome) -> None:
-        for name, text in sweep_files(rows, chosen).items():
-            parent.run.record.text(f"{VTAB_GROUP}{row.task.name}/{name.rpartition('/')[2]}", text)
-
-    swept = yield from sweep(plan, parent, record_choice, tags)
-    return replace(
-        row,
-        top1=statistics.fmean(swept.test_top1),
-        run_id=swept.finals[0].run_id,
-        deviation=statistics.stdev(swept.test_top1) if len(swept.test_top1) > 1 else None,
-        chosen=point_text(swept.chosen.point),
-    )
 
 
 def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
@@ -264,8 +250,10 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
         ]
         for row in rows
     ]  # fmt: skip
-    means = [_means(rows, [row.top1 for row in rows])]
-    means += [_means(rows, [_of_paper(row)[k] for row in rows]) for k in range(len(TABLE_9))]
+    groups = [row.task.group for row in rows]
+    columns_of_paper = zip(*map(_of_paper, rows), strict=True)
+    accuracies = ([row.top1 for row in rows], *columns_of_paper)
+    means = [group_means(list(zip(groups, values, strict=True))) for values in accuracies]
     for group, mean in means[0].items():
         note = "" if mean is not None else "not all of its tasks have an accuracy"
         values = (of[group] for of in means)
@@ -282,11 +270,6 @@ def _label(rows: Sequence[TaskResult], is_papers_model: bool) -> str:
         return ""
     is_data = all(row.task.name in VTAB_TASKS and row.num_images == NUM_IMAGES for row in rows)
     return "data" if is_data and is_papers_model else "proxy"
-
-
-def _means(rows: Sequence[TaskResult], values: Sequence[float | None]) -> dict[str, float | None]:
-    groups = (row.task.group for row in rows)
-    return group_means(list(zip(groups, values, strict=True)))
 
 
 def _members(group: str, rows: Sequence[TaskResult]) -> list[TaskResult]:

@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.result import header, machine
 from vit_ray.commands.convert import convert_of
+from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.quickstart import is_converted
-from vit_ray.commands.tables.printed_tables import print_result, print_sweep
 from vit_ray.commands.trained.features import print_few_shot
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.prepare.convert.conversion import convert

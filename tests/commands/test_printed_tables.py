@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scipy.stats import binomtest
 
-from vit_ray.commands.tables.printed_tables import print_shares, print_sweep
+from vit_ray.commands.printed_tables import print_shares, print_sweep
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.training import Outcome

@@ -14,7 +14,7 @@ import yaml
 
 from tests.experiments.flows import Parent, in_process
 from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
-from vit_ray.commands.tables.study_tables import print_study
+from vit_ray.commands.printed_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import runner, study

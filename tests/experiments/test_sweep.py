@@ -15,7 +15,7 @@ import pytest
 
 from tests.experiments.sweeps import outcome_of, swept, trained
 from tests.recipes import recipe_with
-from vit_ray.commands.tables.printed_tables import print_sweep
+from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import runner, sweep

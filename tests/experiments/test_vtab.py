@@ -12,7 +12,7 @@ from tests.data.small_sets import write_set
 from tests.experiments.flows import Calls, Parent, in_process, result_of
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
-from vit_ray.commands.tables.vtab_tables import print_vtab
+from vit_ray.commands.printed_tables import print_table
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import keys
@@ -155,7 +155,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert lines[1].startswith("pets,natural,8,0.5,0.972,")
     assert lines[1].endswith(",proxy,")  # of 8 images, not of 1,000
     assert lines[2].endswith(",,absent: no converted data")
-    print_vtab(result)
+    print_table(vtab_table(result.rows, result.is_papers_model))
     shown = capsys.readouterr().out
     assert "svhn" in shown
     assert "absent" in shown

@@ -8,7 +8,7 @@ from functools import partial
 
 from ray.train import ScalingConfig
 
-from vit_ray.commands.tables.printed_tables import print_result
+from vit_ray.commands.printed_tables import print_result
 from vit_ray.config import load_recipe
 from vit_ray.launch.pool import worker_pool as pool
 from vit_ray.launch.run import train

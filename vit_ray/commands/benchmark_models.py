@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
+from vit_ray.commands.printed_tables import print_rows
 from vit_ray.config import Recipe
 from vit_ray.launch.model_benchmark import benchmark_of, benchmarked_models, model_recipes
 from vit_ray.models.flops import forward_macs
@@ -20,17 +18,16 @@ def benchmark_models(recipe: Recipe) -> int:
         if row.error:
             print(f"{row.label}: failed: {row.error}", flush=True)
             continue
-        table = Table(title=f"{row.label} on {row.device}")
-        for title in ("mode", "input px", "images/s", "at batch", "largest batch"):
-            table.add_column(title, justify="left" if title == "mode" else "right")
+        rows = []
         for one in row.speeds:
             best = one.fastest
             least = "" if one.ended_by == "memory" else f" or more ({one.ended_by})"
             speed = (
                 ("-", "-") if best is None else (f"{best.images_per_s:.4g}", str(best.batch_size))
             )
-            table.add_row(one.mode, str(one.image_size), *speed, f"{one.largest_batch}{least}")
-        Console().print(table)
+            rows.append((one.mode, str(one.image_size), *speed, f"{one.largest_batch}{least}"))
+        columns = ("mode", "input px", "images/s", "at batch", "largest batch")
+        print_rows(f"{row.label} on {row.device}", columns, rows)
     print(f"recorded in {recipe.tracking.uri}, experiment {recipe.tracking.experiment}")
     return 1 if has_failed else 0
 
@@ -41,11 +38,7 @@ def describe_benchmark(recipe: Recipe) -> str:
     lines = [f"measured in {' and '.join(config.modes)}; billions of multiply-adds by input size:"]
     for label, one in model_recipes(recipe).items():
         sizes = dict.fromkeys(map(one.model.side_in_whole_patches, config.image_sizes))
-        lines.append(
-            f"{label}: " + ", ".join(f"{size} px {_gmacs(one, size):.3g}" for size in sizes)
-        )
+        name, options = one.model.name, one.model.options()
+        macs = {size: forward_macs(name, NUM_CLASSES, size, **options) for size in sizes}
+        lines.append(f"{label}: " + ", ".join(f"{s} px {n / 1e9:.3g}" for s, n in macs.items()))
     return "\n".join(lines)
-
-
-def _gmacs(recipe: Recipe, size: int) -> float:
-    return forward_macs(recipe.model.name, NUM_CLASSES, size, **recipe.model.options()) / 1e9

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from vit_ray.commands.plans.study_plan import plan_study
-from vit_ray.commands.tables.printed_tables import print_sweep
-from vit_ray.commands.tables.study_tables import print_study
-from vit_ray.commands.tables.vtab_tables import print_vtab
+from vit_ray.commands.printed_tables import print_link, print_study, print_sweep, print_table
 from vit_ray.config import Recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_of
 from vit_ray.experiments.sweep import run_sweep
-from vit_ray.experiments.vtab import run_vtab
+from vit_ray.experiments.vtab import run_vtab, vtab_table
 
 
 def sweep(recipe: Recipe) -> int:
@@ -26,7 +24,8 @@ def vtab(recipe: Recipe) -> int:
             "stopped on request; run the same command again to continue with the interrupted task"
         )
         return 3
-    print_vtab(result)
+    print_table(vtab_table(result.rows, result.is_papers_model))
+    print_link(result.hint, result.parent_run_id)
     return 0 if result.is_complete else 1
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from vit_ray.commands.report import report
-from vit_ray.commands.tables.printed_tables import (
+from vit_ray.commands.printed_tables import (
     print_result,
     print_shares,
     print_sweep,
 )
+from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
@@ -32,11 +32,14 @@ def run_quickstart(recipe: Recipe) -> int:
         ValueError: the recipe has several training or test sets, or none.
     """
     start_s = time.monotonic()
-    for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+    places: dict[str, str] = {}
+    for split, path in (("train", recipe.data.train), ("test", recipe.data.eval)):
         if not isinstance(path, str):
+            name = "train" if split == "train" else "eval"
             raise ValueError(
                 f"data.{name}={path!r}: quickstart writes one data set to this path; give one path"
             )
+        places[split] = path
     sweep, scratch = (
         load_recipe(name).with_changes(
             output=recipe.output,
@@ -47,7 +50,14 @@ def run_quickstart(recipe: Recipe) -> int:
     )
     sweep = sweep.with_changes(init_from=f"{recipe.output}/{recipe.name}")
     connect(recipe)
-    _convert_digits(recipe)
+    images = Path(recipe.output) / "digits_images"  # unless the user has a folder there
+    for split, destination in places.items():
+        if is_converted(destination):
+            continue
+        write_digits(images)  # again, if it was interrupted: the files are the same
+        config = ConvertConfig(source=str(images / split), destination=destination)
+        converted = convert(config, recipe.seed)
+        print(f"{destination}: {converted.num_images} digits in {converted.num_shards} shard(s)")
     with kept_pools():
         code = _train_and_compare(recipe, sweep, scratch)
     print(f"Total time: {time.monotonic() - start_s:.0f} s")
@@ -99,15 +109,3 @@ def is_converted(path: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _convert_digits(recipe: Recipe) -> None:
-    images = Path(recipe.output) / "digits_images"  # unless the user has a folder there
-    for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
-        assert isinstance(destination, str)  # checked by `run_quickstart`
-        if is_converted(destination):
-            continue
-        write_digits(images)  # again, if it was interrupted: the files are the same
-        config = ConvertConfig(source=str(images / split), destination=destination)
-        report = convert(config, recipe.seed)
-        print(f"{destination}: {report.num_images} digits in {report.num_shards} shard(s)")

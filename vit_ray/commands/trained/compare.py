@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from vit_ray.addresses import require_store
-from vit_ray.commands.tables.printed_tables import print_table
+from vit_ray.commands.printed_tables import print_table
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import recipe_without_file
 from vit_ray.report.comparison import compare, write_comparison

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from rich.console import Console
-from rich.table import Table
-
+from vit_ray.commands.printed_tables import print_rows
 from vit_ray.config import Recipe
 from vit_ray.evaluate.feature_files import read_facts
 from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
@@ -42,12 +40,9 @@ def run_few_shot_job(recipe: Recipe) -> int:
 
 def print_few_shot(rows: list[FewShotRow]) -> None:
     """Mean over the seeds, and deviation."""
-    table = Table(title="Few-shot top-1 accuracy")
-    for title in ("shots", "linear", "nearest neighbours"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(str(row.shots), _spread(row.linear), _spread(row.neighbors))
-    Console().print(table)
+    texts = [(str(row.shots), _spread(row.linear), _spread(row.neighbors)) for row in rows]
+    columns = ("shots", "linear", "nearest neighbours")
+    print_rows("Few-shot top-1 accuracy", columns, texts, num_left=0)
 
 
 def _spread(values: list[float]) -> str:

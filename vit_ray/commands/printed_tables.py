@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,13 +24,18 @@ from vit_ray.metric_names import (
     FEW_SHOT_GROUP,
     PERF_MFU,
     STARTUP_FIRST_STEP_S,
+    STUDY_EXAFLOPS,
+    STUDY_IMAGES_SEEN,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
+    TRANSFER_GROUP,
+    few_shot_top1,
 )
 from vit_ray.outcomes import TrialState
 from vit_ray.report import tables as report_tables
 
 if TYPE_CHECKING:
+    from vit_ray.experiments.study import StudyResult
     from vit_ray.experiments.sweep import SweepResult
 
 _SHOWN = (
@@ -44,20 +50,24 @@ _SHOWN = (
     (PERF_MFU, "MFU", "{:.1%}"),
     (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )
+_OF_CELLS = (
+    ("exaFLOPs", STUDY_EXAFLOPS, "{:.3g}"),
+    ("images seen", STUDY_IMAGES_SEEN, "{:.0f}"),
+    ("5-shot", few_shot_top1(5), "{:.2%}"),
+    ("top-1", EVAL_TOP1, "{:.2%}"),
+)
+_AVERAGED = ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}")
 
 
 def print_result(result: RunResult) -> int:
     """A run's outcome; exit code 0 if it reached its end, 3 if it was stopped on request."""
-    table = Table(title=f"{result.name}: step {result.steps} of {result.total_steps}")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for key, title, form in _SHOWN:
-        if key in result.metrics:
-            table.add_row(title, form.format(result.metrics[key]))
-    for key, value in sorted(result.metrics.items()):
+    found = result.metrics
+    rows = [(title, form.format(found[key])) for key, title, form in _SHOWN if key in found]
+    for key, value in sorted(found.items()):
         if key.startswith(FEW_SHOT_GROUP):
-            table.add_row(key.removeprefix(FEW_SHOT_GROUP).replace("_", " "), f"{value:.2%}")
-    _show(table)
+            rows.append((key.removeprefix(FEW_SHOT_GROUP).replace("_", " "), f"{value:.2%}"))
+    title = f"{result.name}: step {result.steps} of {result.total_steps}"
+    print_rows(title, ("figure", "value"), rows)
     note = " (it was complete before)" if result.already_complete else ""
     print(f"checkpoint: {result.checkpoint}{note}")
     if goodput := describe_goodput(result.metrics):
@@ -96,8 +106,11 @@ def print_sweep(result: SweepResult | None) -> int:
         values = [row.point[key] for key in keys]
         texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
         table.add_row(*texts, *shown, note)
-    _show(table)
-    print(f"test top-1, trained on all data: {describe_spread(result)}")
+    Console().print(table)
+    spread, runs = f"{result.mean:.2%} (1 run; set sweep.seeds for more)", len(result.test_top1)
+    if runs > 1:
+        spread = f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
+    print(f"test top-1, trained on all data: {spread}")
     if result.beside_paper is not None:
         print_table(result.beside_paper)
     if averages:
@@ -109,36 +122,63 @@ def print_sweep(result: SweepResult | None) -> int:
     return 0
 
 
-def describe_spread(result: SweepResult) -> str:
-    """Mean and deviation of the test accuracy; a single run has no deviation."""
-    runs = len(result.test_top1)
-    if runs == 1:
-        return f"{result.mean:.2%} (1 run; set sweep.seeds for more)"
-    return f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
+def print_study(result: StudyResult) -> int:
+    """A row per cell; exit code 0 if all are done, 1 if any failed, 3 if stopped on request."""
+    has_averaged = any(_AVERAGED[1] in cell.metrics for cell in result.cells)
+    columns = [*_OF_CELLS, *([_AVERAGED] if has_averaged else [])]
+    # One column for each task on which any cell has an accuracy.
+    for key in dict.fromkeys(key for cell in result.cells for key in cell.metrics):
+        if match := re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key):
+            columns.append((match[1], key, "{:.2%}"))
+    rows = []
+    for one in result.cells:
+        cell, found = one.cell, one.metrics
+        figures = [form.format(found[key]) if key in found else "-" for _, key, form in columns]
+        length = f"{cell.length}, branched" if one.branched_from else cell.length
+        share = f"{cell.fraction * 100:.3g}%"
+        rows.append([cell.label, share, length, str(cell.recipe.seed), *figures])
+    print_rows(
+        "Scaling study (proxy data: not the paper's JFT-300M)",
+        ["model", "data", "length", "seed", *(title for title, _, _ in columns)],
+        rows,
+        num_left=4,
+    )
+    for one in result.cells:
+        if one.error:
+            print(redact(f"failed: {one.cell.name}: {one.error}"))
+    if num_before := sum(cell.was_finished for cell in result.cells):
+        print(f"{num_before} of {result.num_cells} cells had finished before")
+    if left := result.num_cells - len(result.cells):
+        print(f"stopped: {left} cells are left; run the same command again to continue")
+    if result.page is not None:
+        print(f"report: {result.page}")
+    print_link(result.hint, result.parent_run_id)
+    if any(cell.error for cell in result.cells):
+        return 1
+    return 0 if result.is_complete else 3
 
 
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
     """Accuracies on one test set with Wilson's 95 % intervals."""
     from vit_ray.report.statistics.intervals import of_share  # scipy: not installed in every driver
 
-    table = Table(title=f"{title}, {num_images:,} images")
-    table.add_column("weights")
-    table.add_column("top-1", justify="right")
-    table.add_column("95 % interval", justify="right")
+    rows = []
     for name, share in shares.items():
         found = of_share(share, num_images)
-        table.add_row(name, f"{share:.2%}", f"{found.low:.1%} to {found.high:.1%}")
-    _show(table)
+        rows.append((name, f"{share:.2%}", f"{found.low:.1%} to {found.high:.1%}"))
+    print_rows(f"{title}, {num_images:,} images", ("weights", "top-1", "95 % interval"), rows)
 
 
-def print_metrics(metrics: dict[str, float]) -> None:
-    """Figures of an evaluation."""
-    table = Table(title="Evaluation")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for key, value in sorted(metrics.items()):
-        table.add_row(key, f"{value:.4f}")
-    _show(table)
+def print_rows(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int = 1
+) -> None:
+    """A table of texts; the first columns are aligned on the left, the others on the right."""
+    table = Table(title=title)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < num_left else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def print_table(table: report_tables.Table) -> None:
@@ -150,8 +190,4 @@ def print_table(table: report_tables.Table) -> None:
         shown.add_column(title, justify="right" if column.form else "left", overflow="fold")
     for row in used.cells():
         shown.add_row(*(escape(cell.text) for cell in row))
-    _show(shown)
-
-
-def _show(table: Table) -> None:
-    Console().print(table)
+    Console().print(shown)

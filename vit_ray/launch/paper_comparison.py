@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -24,95 +23,73 @@ PAPER_FILE: Final = "paper/row.csv"
 """Of a run in MLflow."""
 
 
-@dataclass(frozen=True)
-class OurResult:
-    """An accuracy as a share, and what it was measured on."""
-
-    model: str
-    data: str
-    """Name of the test set's folder."""
-    num_images: int
-    """Number of images in the test set."""
-    num_classes: int
-    top1: float | None
-    deviation: float | None = None
-    """Over `runs`; None for a single one."""
-    runs: int = 1
-
-
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | None:
     """The result of an evaluation and the paper's; None if it has no accuracy."""
     top1 = metrics.get(EVAL_TOP1)
     if top1 is None or recipe.data.test_set is None:
         return None
-    test_set = recipe.data.test_set
-    return _table(recipe.paper, recipe.model.name, test_set, [top1], recipe.benchmark.kind)
+    return _table(recipe, recipe.data.test_set, [top1], recipe.benchmark.kind)
 
 
 def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Table:
     """The selected point's test accuracy over a sweep's runs, and the paper's."""
     assert recipe.data.test_set is not None
-    return _table(recipe.paper, recipe.model.name, recipe.data.test_set, test_top1, "own_labels")
+    return _table(recipe, recipe.data.test_set, test_top1, "own_labels")
 
 
-def _table(
-    paper: PaperConfig, model: str, test_set: str, top1: Sequence[float], labels: str
-) -> Table:
+def _table(recipe: Recipe, test_set: str, top1: Sequence[float], labels: str) -> Table:
+    paper, test = recipe.paper, open_dataset(test_set)
     # ImageNet and ImageNet ReaL have the same images; the labels decide which of the two it is.
     if is_imagenet := paper.task in ("imagenet", "imagenet_real"):
         by_labels = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
         paper = paper.model_copy(update={"task": by_labels.get(labels)})
     if labels != "own_labels" and not is_imagenet:
         paper = paper.model_copy(update={"task": None})
-    test = open_dataset(test_set)
-    ours = OurResult(
-        model=model,
-        data="/".join(PurePosixPath(redact(test.path)).parts[-2:]),
-        num_images=test.num_images,
-        num_classes=test.num_classes,
-        top1=statistics.fmean(top1),
-        deviation=statistics.stdev(top1) if len(top1) > 1 else None,
-        runs=len(top1),
-    )
-    return result_table(ours, paper)
+    data = "/".join(PurePosixPath(redact(test.path)).parts[-2:])
+    counts = test.num_images, test.num_classes
+    return result_table(paper, recipe.model.name, data, counts, top1)
 
 
-def result_table(ours: OurResult, paper: PaperConfig) -> Table:
+def result_table(
+    paper: PaperConfig, model: str, data: str, counts: tuple[int, int], top1: Sequence[float]
+) -> Table:
     """Our row, and the paper's rows for the same test set and model, by pre-training.
 
     Args:
+        data: name of the test set's folder.
+        counts: its images and classes.
+        top1: of each run, as a share.
         paper: the recipe's test set and pre-training; a test set of another size or with other
             classes is not the paper's.
     """
     wanted = TEST_SETS.get(paper.task or "")
     doubt = "" if wanted else "paper.task is not set"
-    if wanted and (ours.num_classes, ours.num_images) != (wanted.num_classes, wanted.num_images):
+    if wanted and counts != (wanted.num_images, wanted.num_classes):
         doubt = (
             f"{wanted.title} has {wanted.num_images} test images of {wanted.num_classes} classes, "
-            f"not {ours.num_images} of {ours.num_classes}"
+            f"not {counts[0]} of {counts[1]}"
         )
         wanted = None
     of_paper: list[list[Value]] = []
     for pretraining in [paper.pretraining] if paper.pretraining else PRETRAINING:
         if wanted is not None and paper.task is not None:
-            what = [wanted.title, PRETRAINING[pretraining], ours.model]
-            if (two := table_2(ours.model, pretraining, paper.task)) is not None:
+            what = [wanted.title, PRETRAINING[pretraining], model]
+            if (two := table_2(model, pretraining, paper.task)) is not None:
                 of_paper.append(["paper, Table 2", *what, *two, "3", "paper", ""])
-            if (five := table_5(ours.model, pretraining, paper.task)) is not None:
+            if (five := table_5(model, pretraining, paper.task)) is not None:
                 of_paper.append(["paper, Table 5", *what, five, None, "", "paper", ""])
     is_data = bool(of_paper) and paper.pretraining is not None
     if not doubt and not is_data:
-        doubt = (
-            "paper.pretraining is not set" if of_paper else ("the paper does not have this model")
-        )
+        doubt = "paper.pretraining is not set" if of_paper else "the paper does not have this model"
     columns = [
         Column("row"), Column("test set"), Column("pre-training"), Column("model"),
         Column("top-1 %", percent), Column("deviation", percent), Column("runs"), Column("label"),
         Column("note"),
     ]  # fmt: skip
     mine: list[Value] = [
-        "ours", wanted.title if wanted else ours.data,
-        PRETRAINING[paper.pretraining] if paper.pretraining else None, ours.model, ours.top1,
-        ours.deviation, str(ours.runs), "data" if is_data else "proxy", doubt,
+        "ours", wanted.title if wanted else data,
+        PRETRAINING[paper.pretraining] if paper.pretraining else None, model,
+        statistics.fmean(top1), statistics.stdev(top1) if len(top1) > 1 else None,
+        str(len(top1)), "data" if is_data else "proxy", doubt,
     ]  # fmt: skip
     return Table(f"This result and the paper's: {SOURCE}", columns, [mine, *of_paper])

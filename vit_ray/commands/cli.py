@@ -220,10 +220,11 @@ class _Names(click.Group):
 def _plain(what: str, reference: str, *params: click.Parameter) -> click.Command:
     """A command without a recipe; `module:function` is imported when it runs.
 
-    Errors are handled as for a command on a recipe.
+    Errors and `--module` are handled as for a command on a recipe.
     """
 
-    def run(**given: Any) -> None:
+    def run(modules: tuple[str, ...] = (), **given: Any) -> None:
+        trust_modules(*modules)
         sys.exit(_ended(lambda: pkgutil.resolve_name(reference)(**given)))
 
     name = reference.partition(":")[0].rpartition(".")[2]

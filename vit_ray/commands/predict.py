@@ -29,7 +29,6 @@ from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.dataset import open_dataset
-from vit_ray.own_parts import trust_modules
 from vit_ray.storage import Location, closed_after, locate
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ def print_predictions(
     paths: Sequence[str],
     recipe: str | None,
     outputs: Sequence[str],
-    modules: Sequence[str],
 ) -> int:
     """Predict, and print the most probable classes; returns 1 if an image cannot be read.
 
@@ -67,12 +65,10 @@ def print_predictions(
             changes the recipe.
         recipe: name or file, for weights that do not record their model.
         outputs: files to write: `.parquet` or `.csv` of all images, `.png` of the first ones.
-        modules: of the user's own parts, which may be imported.
 
     Raises:
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
-    trust_modules(*modules)
     _check_outputs(outputs)
     known = set(key_names())
     changes = [word for word in paths if "=" in word and word.partition("=")[0] in known]
@@ -97,9 +93,10 @@ def print_predictions(
     num_bad, total = counts.pop("", 0), counts.total()
     pictures = [output for output in outputs if output.endswith(".png")]
     if drawn and pictures:
+        crops_drawn, captions = zip(*drawn, strict=True)
+        drawing = sheet(crops_drawn, captions, f"{source}: {len(drawn)} of {total:,} images")
         for output in pictures:
-            title = f"{source}: {len(drawn)} of {total:,} images"
-            sheet(*zip(*drawn, strict=True), title).save(locate(output).path)
+            drawing.save(locate(output).path)
     most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
     written = [output for output in outputs if drawn or output not in pictures]

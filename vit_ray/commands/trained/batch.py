@@ -20,12 +20,12 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from vit_ray.config.secrets import redact
+from vit_ray.data.images.crops import UInt8Array, decode
 from vit_ray.evaluate.contact_sheet import SIDE, sheet, square, strip
-from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage, UInt8Array
+from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
 from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.metric_names import TRAIN_LOSS
-from vit_ray.own_parts import trust_modules
 from vit_ray.report.document import Gallery, Section, write_page
 from vit_ray.report.tables import Column, Table
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
@@ -44,7 +44,6 @@ def show_batch(
     is_with_originals: bool,
     is_large: bool,
     is_timed: bool,
-    modules: Sequence[str],
 ) -> int:
     """Write the page, the picture and the tables, and print their paths; or the steps of a sample.
 
@@ -56,13 +55,11 @@ def show_batch(
         is_with_originals: also write the stored files.
         is_large: read any number of bytes.
         is_timed: write nothing, and print the cost of each stage of the stream.
-        modules: of the user's own parts, which may be imported.
 
     Raises:
         ValueError: an argument is wrong, the run has no such step, rank or sample, or as
             `find_run`.
     """
-    trust_modules(*modules)
     asked = {key: value for key, _, value in (word.partition("=") for word in words)}
     names = ("step", "sample", "key", "rank")
     own: dict[str, str] = {key: asked[key] for key in names if key in asked}
@@ -186,8 +183,14 @@ def _write(
         captions = [f"{one.sample} {_names(one, classes)}" for one in images]
         left = MOST_SHOWN - len(drawn)  # a copy, so that the batch can be freed
         drawn += zip(pixels[:left].copy(), captions[:left], strict=True) if left else ()
+        originals = folder / "originals"
         if is_with_originals:
-            _write_originals(images, folder / "originals")
+            originals.mkdir(exist_ok=True)
+        for one in images if is_with_originals else ():  # by sample and the end of the key
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", one.key)[-80:]
+            if not Path(name).suffix:
+                name += f".{(Image.open(io.BytesIO(one.content)).format or 'bin').lower()}"
+            (originals / f"{one.sample}-{name}").write_bytes(one.content)
     title = f"{recipe.name}, step {steps.start}"
     title += f" to {steps.stop - 1}" if len(steps) > 1 else ""
     table = pa.Table.from_pylist(rows)
@@ -223,7 +226,10 @@ def _section(
         bad = ", ".join(str(one.instead_of) for one in replaced)
         texts.append(f"These samples cannot be decoded, and neighbours replace them: {bad}.")
     shown = images[:MOST_SHOWN]
-    captions = [_caption(one, classes) for one in shown]
+    captions = []
+    for one in shown:
+        mixed = "" if one.partner is None else f", {one.own_share:.0%} of it"
+        captions.append(f"{one.sample}: {_names(one, classes)}{mixed}")
     note = "" if len(shown) == len(images) else f"The first {len(shown)}; the table has all."
     crops = Gallery(
         "As the model sees them", strip([square(one) for one in pixels[: len(shown)]]),
@@ -256,33 +262,18 @@ def _section(
     return Section(f"Step {step}", texts, tables=[table], galleries=[crops, boxes])
 
 
-def _caption(one: SeenImage, classes: list[str]) -> str:
-    mixed = "" if one.partner is None else f", {one.own_share:.0%} of it"
-    return f"{one.sample}: {_names(one, classes)}{mixed}"
-
-
 def _names(one: SeenImage, classes: list[str]) -> str:
     return ", ".join(classes[label] for label in one.labels) or "no label"
 
 
 def _boxed(one: SeenImage) -> UInt8Array:
     """The stored image as a small square, with the box of the crop."""
-    image = Image.fromarray(one.original())
+    image = Image.fromarray(decode(one.content))
     width = max(1, round(max(image.size) / SIDE))
     box = one.box
     corners = (box.left, box.top, box.left + box.width - 1, box.top + box.height - 1)
     ImageDraw.Draw(image).rectangle(corners, outline=_BOX_COLOR, width=width)
     return square(np.asarray(image))
-
-
-def _write_originals(images: Sequence[SeenImage], folder: Path) -> None:
-    """The stored files, by sample and the end of their key."""
-    folder.mkdir(exist_ok=True)
-    for one in images:
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", one.key)[-80:]
-        if not Path(name).suffix:
-            name += f".{(Image.open(io.BytesIO(one.content)).format or 'bin').lower()}"
-        (folder / f"{one.sample}-{name}").write_bytes(one.content)
 
 
 def _losses(run: NamedRun, steps: range) -> dict[int, float]:

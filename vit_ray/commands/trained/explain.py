@@ -5,12 +5,11 @@ It reads the newest checkpoint at or before the step and three batches; no Ray, 
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -26,7 +25,7 @@ from vit_ray.data.stream.batches import Batch
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
 from vit_ray.launch.named_run import NamedRun, find_run
-from vit_ray.own_parts import trust_modules
+from vit_ray.report.tables import Column, Table
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
 from vit_ray.train.distillation import changed_teacher, load_teacher
@@ -52,19 +51,7 @@ STALE_RMS: Final = 2.3
 follow."""
 
 
-class _Weights(NamedTuple):
-    """The model whose gradients are measured, and the optimizer's state at that step."""
-
-    model: nn.Module
-    exact: Recipe
-    """The recipe in fp32."""
-    second: dict[str, Tensor]
-    """Adam's second moment with bias correction; empty for other optimizers."""
-
-
-def explain_step(
-    source: str, words: Sequence[str], out: str | None, replays: bool, modules: Sequence[str]
-) -> int:
+def explain_step(source: str, words: Sequence[str], out: str | None, replays: bool) -> int:
     """Print the verdict and what to do, and write the images with the largest shares.
 
     Args:
@@ -72,13 +59,11 @@ def explain_step(
         words: `step=k`, 0-based; and changes of the recipe, such as the present place of its data.
         out: folder to write; None for one named after the run and the step.
         replays: first train the steps between checkpoint and step again.
-        modules: of the user's own parts, which may be imported.
 
     Raises:
         ValueError: an argument is wrong, the run has no such step, or no checkpoint at or before
             it.
     """
-    trust_modules(*modules)
     given = [word.partition("=")[2] for word in words if word.startswith("step=")]
     if len(given) != 1 or not given[0].isdecimal():
         raise ValueError(
@@ -111,22 +96,25 @@ def explain_step(
     start = checkpoint  # from which a fork starts
     if replays and far:
         checkpoint = replay_steps(run, checkpoint, step, locate(str(folder)))
-    weights = _weights(run, checkpoint)
+    exact = run.recipe.with_changes(train={"precision": "fp32", "activation_checkpointing": 0})
+    model, second = _weights(run, exact, checkpoint)
     num_classes = len(run.resolved.manifest.classes)
-    teacher = load_teacher(weights.exact, num_classes, torch.device("cpu"))
-    if problem := changed_teacher(weights.exact, teacher, checkpoint.position.teacher_digest):
+    teacher = load_teacher(exact, num_classes, torch.device("cpu"))
+    if problem := changed_teacher(exact, teacher, checkpoint.position.teacher_digest):
         raise ValueError(problem)
-    losses_of = make_image_losses(weights.exact, teacher)
+    losses_of = make_image_losses(exact, teacher)
     columns = {one: _columns(batches.batch(one)) for one in steps}
-    found = {one: step_gradient(weights.model, losses_of, columns[one], one) for one in steps}
+    found = {one: step_gradient(model, losses_of, columns[one], one) for one in steps}
 
     def measure(places: list[int]) -> StepGradient:
         images, labels, samples = (column[places] for column in columns[step])
-        return step_gradient(weights.model, losses_of, (images, labels, samples), step)
+        return step_gradient(model, losses_of, (images, labels, samples), step)
 
     usual = max(found[one].norm for one in steps[1:])
     places = find_culprits(measure, found[step], usual, run.recipe.train.least_pass)
-    rms = _rms(run.recipe, found[step], weights.second)
+    limit = run.recipe.optim.clip_norm
+    scale = min(1.0, limit / (found[step].norm + 1e-6)) if limit else 1.0
+    rms = second_moment_rms(found[step].by_name, second, scale)
     _print_figures(run, checkpoint, found, rms, step)
     shown = places or torch.argsort(found[step].shares.abs(), descending=True)[:NUM_SHOWN].tolist()
     drawn = [batches.read(step, range(place, place + 1)) for place in shown]
@@ -136,7 +124,15 @@ def explain_step(
     title = f"{run.recipe.name}, step {step}: largest shares of the gradient"
     sheet([pixels[0] for pixels, _ in drawn], captions, title).save(folder / "explain.png")
     kept = _kept_losses(run, step)
-    _write_table(found[step], columns[step][2], kept, folder / "images.csv")
+    of_step = found[step]
+    of_images = (columns[step][2].tolist(), of_step.shares.tolist(), of_step.losses.tolist())
+    titles = ("place", "sample", "copy", "share", "loss", "loss_when_it_happened")
+    lines = [
+        (place, sample % COPY, sample // COPY, share, loss, kept.get(sample, ""))
+        for place, (sample, share, loss) in enumerate(zip(*of_images, strict=True))
+    ]
+    table = Table(title, list(map(Column, titles)), lines)
+    (folder / "images.csv").write_text(table.csv())
     if kept and checkpoint.position.step == step:
         print(likeness(found[step].losses.tolist(), columns[step][2].tolist(), kept))
     print(f"wrote {folder / 'explain.png'} and {folder / 'images.csv'}")
@@ -157,9 +153,17 @@ def _checkpoint_before(run: NamedRun, step: int) -> Checkpoint:
     )
 
 
-def _weights(run: NamedRun, checkpoint: Checkpoint) -> _Weights:
+def _weights(
+    run: NamedRun, exact: Recipe, checkpoint: Checkpoint
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model whose gradients are measured, and Adam's second moment with bias correction.
+
+    It is empty for other optimizers.
+
+    Args:
+        exact: the recipe in fp32.
+    """
     recipe = run.recipe
-    exact = recipe.with_changes(train={"precision": "fp32", "activation_checkpointing": 0})
     model = build_objective(exact, len(run.resolved.manifest.classes))
     missing = model.load_state_dict(checkpoint.weights(), strict=False)
     assert not missing.unexpected_keys, missing
@@ -171,7 +175,7 @@ def _weights(run: NamedRun, checkpoint: Checkpoint) -> _Weights:
         correction = 1.0 - recipe.optim.betas[1] ** max(1, checkpoint.position.applied_steps)
         shapes = checkpoint.position.shapes
         second = {name: v.view(shapes[name]) / correction for name, v in trained.items()}
-    return _Weights(model.train(), exact, second)
+    return model.train(), second
 
 
 def _columns(batch: Batch) -> Columns:
@@ -203,12 +207,6 @@ def _print_figures(
         name, largest = next(iter(rms.items()))
         parts.append(f"rms of g / sqrt(v) at most {largest:.3g} ({name}; stale above {STALE_RMS})")
     print("; ".join(parts))
-
-
-def _rms(recipe: Recipe, found: StepGradient, second: dict[str, Tensor]) -> dict[str, float]:
-    limit = recipe.optim.clip_norm
-    scale = min(1.0, limit / (found.norm + 1e-6)) if limit else 1.0
-    return second_moment_rms(found.by_name, second, scale)
 
 
 def _print_verdict(
@@ -280,16 +278,3 @@ def likeness(losses: Sequence[float], samples: Sequence[int], kept: Mapping[int,
         "exactly its weights; that would need the run's precision, threads, workers and images per "
         "pass"
     )
-
-
-def _write_table(
-    found: StepGradient, samples: Tensor, kept: Mapping[int, float], path: Path
-) -> None:
-    """Shares and losses of all images, with the loss in the run itself if it was kept."""
-    rows = zip(samples.tolist(), found.shares.tolist(), found.losses.tolist(), strict=True)
-    with path.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["place", "sample", "copy", "share", "loss", "loss_when_it_happened"])
-        for place, (sample, *measured) in enumerate(rows):
-            copy, number = divmod(sample, COPY)
-            writer.writerow([place, number, copy, *measured, kept.get(sample, "")])

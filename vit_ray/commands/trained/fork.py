@@ -42,7 +42,6 @@ from vit_ray.launch.resuming import CROP_SIZES, size_change
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.measure.best_evaluation import without_best
-from vit_ray.own_parts import trust_modules
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import MEASURED
 
@@ -53,7 +52,7 @@ _WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
 """Keys of the model that no tensor depends on."""
 
 
-def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[str]) -> int:
+def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     """Make the fork, and print how to train it.
 
     Repeating an interrupted command completes the fork.
@@ -62,14 +61,12 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool, modules: Sequence[
         source: folder of the parent's checkpoints, or its id in MLflow.
         words: `step=k` of a checkpoint, `name=NEW`, and the changes of the recipe.
         is_dry: print what would be done, and write nothing.
-        modules: of the user's own parts, which may be imported.
 
     Raises:
         ValueError: there is no such checkpoint, a change is not possible, the name is taken, or the
             recipe or its data set is wrong.
         DamagedCheckpointError: the checkpoint is not what was written.
     """
-    trust_modules(*modules)
     asked = {key: value for key, _, value in (word.partition("=") for word in words)}
     if not asked.get("step", "").isdecimal() or not asked.get("name"):
         raise ValueError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from vit_ray.experiments.training import Outcome
 from vit_ray.launch.feature_extraction import plan_extraction
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.metric_names import FEW_SHOT_GROUP, KNN_GROUP, few_shot_top1
+from vit_ray.report.tables import Column, Table
 from vit_ray.storage import Location
 from vit_ray.tracking.past_runs import is_finished
 
@@ -149,21 +148,29 @@ def measure(
     drawable = np.full(len(labels), -1, np.int64)
     for part in read_features(pool, ["sample", "label"]):
         drawable[part["sample"]] = part["label"]
-    few_shot = FewShot(
-        drawable,
-        num_classes,
-        shots=config.shots,
-        seeds=config.few_shot_seeds,
-    )
+    few_shot = FewShot(drawable, num_classes, shots=config.shots, seeds=config.few_shot_seeds)
     for part in read_features(pool, ["sample", "feature"]):
         few_shot.add_examples(part["feature"], part["sample"])
     few_shot.solve()
     for features, truth in _tests(test):
         few_shot.add_tests(features, truth)
-    linear = few_shot.accuracies()
-    shots = sorted(set(config.shots))
-    votes = _neighbor_accuracies(config, pool, test, drawable, num_classes)
-    return [FewShotRow(n, linear[n], votes[n]) for n in shots]
+    rows = [FewShotRow(shots, of_seeds, []) for shots, of_seeds in few_shot.accuracies().items()]
+    for seed in range(config.few_shot_seeds):  # only one seed's features are in memory at a time
+        ranks = ranks_in_class(drawable, num_classes, seed)
+        drawn = []
+        for part in read_features(pool, ["sample", "feature"]):
+            kept = ranks[part["sample"]] < max(config.shots)
+            drawn.append((part["sample"][kept], part["feature"][kept]))
+        samples, features = map(np.concatenate, zip(*drawn, strict=True))
+        for row in rows:
+            chosen = ranks[samples] < row.shots
+            labels_drawn = drawable[samples[chosen]]
+            row.neighbors.append(
+                neighbor_accuracy(
+                    features[chosen], labels_drawn, _tests(test), num_classes=num_classes
+                )
+            )
+    return rows
 
 
 def _tests(folder: Location) -> Iterator[tuple[Features, NDArray[Any]]]:
@@ -171,46 +178,12 @@ def _tests(folder: Location) -> Iterator[tuple[Features, NDArray[Any]]]:
         yield part["feature"], part["label"]
 
 
-def _neighbor_accuracies(
-    config: EvalConfig,
-    pool: Location,
-    test: Location,
-    drawable: NDArray[np.int64],
-    num_classes: int,
-) -> dict[int, list[float]]:
-    """By shots, for each seed; only one seed's features are in memory at a time."""
-    found: dict[int, list[float]] = {n: [] for n in config.shots}
-    for seed in range(config.few_shot_seeds):
-        ranks = ranks_in_class(drawable, num_classes, seed)
-        samples, features = _drawn(pool, ranks < max(config.shots))
-        for n, accuracies in found.items():
-            chosen = ranks[samples] < n
-            accuracies.append(
-                neighbor_accuracy(
-                    features[chosen],
-                    drawable[samples[chosen]],
-                    _tests(test),
-                    num_classes=num_classes,
-                )
-            )
-    return found
-
-
-def _drawn(pool: Location, is_drawn: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Features]:
-    samples, features = [], []
-    for part in read_features(pool, ["sample", "feature"]):
-        kept = is_drawn[part["sample"]]
-        samples.append(part["sample"][kept])
-        features.append(part["feature"][kept])
-    return np.concatenate(samples), np.concatenate(features)
-
-
 def table_csv(rows: list[FewShotRow]) -> str:
     """Text with every draw on a line."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("shots", "seed", "linear_top1", "knn_top1"))
-    for row in rows:
-        pairs = zip(row.linear, row.neighbors, strict=True)
-        writer.writerows((row.shots, seed, *pair) for seed, pair in enumerate(pairs))
-    return text.getvalue()
+    columns = [Column(title) for title in ("shots", "seed", "linear_top1", "knn_top1")]
+    lines = [
+        (row.shots, seed, *pair)
+        for row in rows
+        for seed, pair in enumerate(zip(row.linear, row.neighbors, strict=True))
+    ]
+    return Table("Few-shot accuracy", columns, lines).csv()

@@ -6,7 +6,6 @@ next one.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import BenchmarkModelsConfig
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.record.run_metadata import git_commit, trained_params
+from vit_ray.report.tables import Column, Table
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 from vit_ray.train.memory.model_speed import ModelSpeed, measure_model
@@ -93,7 +93,6 @@ def model_recipes(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _slug(text: str) -> str:
-    """A suffix for a run's name."""
     return f"-{name}" if (name := re.sub(r"[^A-Za-z0-9._+]+", "-", text).strip("-")) else ""
 
 
@@ -134,12 +133,12 @@ def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
         0, {key: value for one in row.speeds for key, value in one.metrics().items()}
     )
     tracker.log.tag("vit_ray.error", row.error)
-    with open(log.with_name("batches.csv"), "w") as file:  # every tried batch size that fits
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["mode", "image_size", "batch_size", "images_per_s", "search_ended_by"])
-        for one in row.speeds:
-            for batch in one.batches:
-                values = [batch.batch_size, f"{batch.images_per_s:.6g}", one.ended_by]
-                rows.writerow([one.mode, one.image_size, *values])
-    tracker.log.artifact(file.name)
+    titles = ("mode", "image_size", "batch_size", "images_per_s", "search_ended_by")
+    lines = [
+        (one.mode, one.image_size, batch.batch_size, f"{batch.images_per_s:.6g}", one.ended_by)
+        for one in row.speeds
+        for batch in one.batches
+    ]
+    table = Table("Every tried batch size that fits", list(map(Column, titles)), lines)
+    tracker.log.text("batches.csv", table.csv())
     tracker.finish("FAILED" if row.error else "FINISHED")

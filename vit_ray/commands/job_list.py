@@ -51,7 +51,6 @@ class Command:
     recipe and `is_dry`."""
 
     def run(self, recipe: Recipe) -> int | None:
-        """Run it."""
         self._check(recipe)
         return pkgutil.resolve_name(self.main)(recipe)
 

@@ -41,7 +41,6 @@ class RunRow:
     age_s: float | None
     """Seconds since its newest checkpoint was committed."""
     run_id: str | None
-    """Run id in MLflow."""
 
 
 def list_runs(output: str) -> list[RunRow]:

@@ -97,7 +97,6 @@ class ConvertConfig(Section):
     """CPUs that one conversion task reserves."""
 
     def problems(self) -> dict[str, object]:
-        """Options that need a copy of the images."""
         wrong = [key for key in ("shrink_to", "apply_orientation", "extend") if getattr(self, key)]
         return {
             f"in_place=true with {' and '.join(wrong)}: images that are not copied cannot be "
@@ -162,7 +161,6 @@ class DeduplicateConfig(Section):
     depends on the model, so look at pairs of `duplicates.parquet`."""
 
     def problems(self) -> dict[str, object]:
-        """A number of feature folders other than the number of sets."""
         counts = len(self.evaluation_features), len(self.evaluation_sets) if self.features else 0
         return {
             f"evaluation_features has {counts[0]} folders, evaluation_sets has {counts[1]}; with "
@@ -210,7 +208,6 @@ class SweepConfig(Section):
     """Trials in parallel; unset = as many as fit on the cluster."""
 
     def problems(self) -> dict[str, object]:
-        """Keys that contradict each other; values that give no search space."""
         is_grid = self.search == "grid"
         bad_space = {
             f"space: {key}={value_text(values)} {problem}": True
@@ -301,7 +298,6 @@ class _Axes(Section):
         return [(key, value) for key, values in given_lengths(self).items() for value in values]
 
     def problems(self) -> dict[str, object]:
-        """Lengths given in more than one kind."""
         kinds = list(given_lengths(self))
         problem = (
             f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
@@ -362,7 +358,6 @@ class StudyConfig(_Axes):
     start. Unset = no limit."""
 
     def problems(self) -> dict[str, object]:
-        """A task that is named like the mean over all tasks."""
         problem = (
             "transfer: a task is named 'mean', which stands for the mean over all tasks; give the "
             "task another name"
@@ -391,7 +386,6 @@ class ExportConfig(Section):
     conversion."""
 
     def problems(self) -> dict[str, object]:
-        """As `Section.problems`."""
         address = re.fullmatch(r"hf://[\w-][\w.-]*/[\w-][\w.-]*", self.push or "hf://a/b")
         return {
             f"push={self.push}: expected hf://OWNER/NAME, such as hf://my-lab/vit": not address,
@@ -539,7 +533,6 @@ class PlanConfig(Section):
     lost node, as measured on CPUs."""
 
     def problems(self) -> dict[str, object]:
-        """One of the two counts without the other."""
         images, classes = self.num_images, self.num_classes
         problem = f"num_images={images} and num_classes={classes}: give both, or neither"
         return {problem: (images is None) != (classes is None)}
@@ -587,7 +580,6 @@ class ClusterConfig(Section):
     """Secret with the MLflow log-in of the job's owner; unset = `vit-ray-mlflow`."""
 
     def problems(self) -> dict[str, object]:
-        """Sizes that contradict each other, or do not fit the kind of cluster."""
         gpus, each = self.gpus or 0, self.gpus_per_node
         return {
             f"gpus={gpus} is not a multiple of gpus_per_node={each}; use {gpus - gpus % each} or "

@@ -65,7 +65,6 @@ class RedactingFormatter(logging.Formatter):
     """Log lines, tracebacks too, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         return redact(super().format(record))
 
 

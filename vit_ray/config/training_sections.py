@@ -211,7 +211,6 @@ class AugmentConfig(Section):
     `data.decode=host`."""
 
     def problems(self) -> dict[str, object]:
-        """An empty range of areas; strengths above timm's maximum; sizes that do not start at 0."""
         shares = [share for share, _ in self.sizes]
         return {
             f"sizes={[list(one) for one in self.sizes]} must begin at 0 and go up in progress; "
@@ -342,7 +341,6 @@ class DataConfig(Section):
         return next(iter(self.eval_sets.values()), None)
 
     def problems(self) -> dict[str, object]:
-        """Augmentations that need decode=host; a cache that is not on a disk."""
         is_on_device = self.decode == "device"
         done = ("randaugment", "three_augment", "color_jitter", "erasing", "own", "sizes")
         return {
@@ -427,7 +425,6 @@ class OptimConfig(Section):
     """Length in training images seen."""
 
     def problems(self) -> dict[str, object]:
-        """Shares out of order; a bf16 moment that would lose its updates; two lengths."""
         shares, given = list(self.decay_at), given_lengths(self)
         is_bf16 = self.first_moment == "bf16"
         return {
@@ -566,7 +563,6 @@ class TrainConfig(Section):
     """Seconds after which a step counts as hung and the workers are restarted."""
 
     def compiles(self, has_gpu: bool) -> bool:
-        """Whether the model is compiled."""
         if self.compile == "auto":
             return has_gpu and self.zero_stage < 3
         return self.compile
@@ -582,7 +578,6 @@ class TrainConfig(Section):
         return 2 if self.mixes else 1
 
     def problems(self) -> dict[str, object]:
-        """Combinations that cannot be trained."""
         sizes = {key: getattr(self, key) for key in ("global_batch_size", "micro_batch_size")}
         odd = {
             f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such as "
@@ -655,7 +650,6 @@ class EvalConfig(Section):
     reported as `eval/top3`."""
 
     def problems(self) -> dict[str, object]:
-        """One of the two few-shot sets without the other; no numbers of examples; equal names."""
         train, test = self.few_shot_train, self.few_shot_test
         names = [
             *OWN_ACCURACIES,
@@ -705,7 +699,6 @@ class WorkersConfig(Section):
         return range(least, most + 1)
 
     def problems(self) -> dict[str, object]:
-        """An empty range of workers."""
         problem = f"num_workers={self.num_workers} has its minimum above its maximum"
         return {problem: len(self.sizes) == 0}
 

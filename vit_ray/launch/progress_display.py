@@ -92,7 +92,6 @@ class Pace:
         self._newest = (0, self._began_s)
 
     def left(self, status: RunStatus) -> str:
-        """A short text."""
         now_s = time.monotonic()
         if status.step != self._newest[0]:
             self._newest = (status.step, now_s)

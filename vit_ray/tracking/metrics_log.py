@@ -142,11 +142,9 @@ class Recorder(ABC):
         self.metrics(step, values, ARRIVAL_S, again=True)
 
     def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
-        """An event of the run's history."""
         self.append("event", wait_s, event=kind, text=text, step=step)
 
     def tag(self, key: str, value: str) -> None:
-        """A tag of the run."""
         self.append("tag", ARRIVAL_S, key=key, value=str(value))
 
     def text(self, name: str, text: str, wait_s: float = ARRIVAL_S) -> None:

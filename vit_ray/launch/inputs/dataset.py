@@ -171,7 +171,6 @@ class Dataset(Sequence[Sample]):
         return self._read(group), self.manifest.stored_row(group, number - int(first[group]))
 
     def names(self, sample: Sample) -> str:
-        """The class names of a sample, for people."""
         return ", ".join(self.classes[label] for label in sample.labels) or "no label"
 
     def __repr__(self) -> str:

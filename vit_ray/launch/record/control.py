@@ -97,7 +97,6 @@ class ControlState:
         self._hung_at: set[str] = set()
 
     def note(self, record: Record) -> None:
-        """Apply a record of the log."""
         match record["kind"]:
             case "metrics":
                 known, values = self._now.metrics, record["values"]

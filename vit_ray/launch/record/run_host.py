@@ -184,7 +184,6 @@ class RunHost:
                     self._export(run)
 
     def _export(self, run: _Run) -> None:
-        """Export the state of the run as metrics."""
         if run.control.name:
             status, is_running = run.control.status(), run.tracker is not None
             self._metrics.show(run.control.name, status, run.log.path, is_running=is_running)
@@ -323,7 +322,6 @@ class RunControl:
         return self._ask(ANSWER_LIMIT_S, True, ControlState.failure)
 
     def status(self, wait_s: float = ANSWER_LIMIT_S) -> RunStatus:
-        """The state of the run."""
         return self._run.ask(wait_s, "ask", "control.status")
 
     def account(self) -> Account:
@@ -335,7 +333,6 @@ class RunControl:
         self._run.send("stop", reason=reason)
 
     def request_save(self) -> None:
-        """Ask the workers for a checkpoint at once."""
         self._run.send("save")
 
     def fail(self, failure: Failure) -> None:
@@ -347,11 +344,9 @@ class RunControl:
         self._run.send("stage", what=what, count=count)
 
     def child_step(self, name: str, step: int) -> None:
-        """A child run is at `step`."""
         self._run.send("child step", name=name, step=step)
 
     def child_ended(self, label: str, score: float | None) -> None:
-        """A child run has ended, with a score if it has one."""
         self._run.send("child ended", label=label, score=score)
 
 
@@ -362,7 +357,6 @@ class RunRecord(Recorder):
         self._run = run
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
-        """Send a record."""
         self._run.send(kind, wait_s, **values)
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:

@@ -217,7 +217,9 @@ def test_every_command_has_its_job_and_its_example_loads(command: Command) -> No
     words = tuple(word for word in command.example.split() if word != "--dry-run")
     load_recipe(*cli.split_words(words))
     for prefix in command.reads:
-        assert sections_below([prefix]), f"{command.name} reads {prefix}, which is no key"
+        assert sections_below([prefix], describe_sections()), (
+            f"{command.name} reads {prefix}, which is no key"
+        )
 
 
 def test_flags_may_have_dashes_and_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

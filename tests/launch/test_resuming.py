@@ -273,7 +273,7 @@ def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
 
 def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
     reads = [key for key in COMMANDS["pretrain"].reads if key != "plan"]
-    keys = [key for section in sections_below(reads) for key in section.keys]
+    keys = [key for section in sections_below(reads, describe_sections()) for key in section.keys]
     assert len(keys) > 90
     assert {key.name for key in keys if not key.on_resume} == {"name"}
 

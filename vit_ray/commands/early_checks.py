@@ -79,25 +79,17 @@ def check_places(command: Command, recipe: Recipe) -> None:
             if key == "inspect.images":
                 if not place.is_dir():
                     raise ValueError(f"{key}={path!r} is not a folder; give a folder of images")
-                continue
-            if place.exists():
-                is_run = key == "verify.path" and any(place.glob("step-*"))
-                is_other = is_run or key in ("convert.source", "init_from")
-                if not is_other and not (place / _MANIFEST).exists():
-                    # It says what the folder is instead; imports pyarrow, but not Ray.
-                    importlib.import_module("vit_ray.data").open_dataset(path)
-                if key == "init_from" and place.is_file() and place.suffix not in _WEIGHTS:
+            elif key == "convert.source":
+                if not (place.exists() or _IN_PATTERNS & set(path)):
+                    raise ValueError(f"{key}={path!r}: no such folder or file; check the path")
+            elif key == "init_from":
+                if place.is_file() and place.suffix not in _WEIGHTS:
                     raise ValueError(
                         f"init_from: weights {path!r} end in {place.suffix!r}; only "
                         f"{' and '.join(_WEIGHTS)} are read, because other formats can run code; "
                         "convert the file first"
                     )
-                continue
-            if key == "convert.source":
-                if not _IN_PATTERNS & set(path):
-                    raise ValueError(f"{key}={path!r}: no such folder or file; check the path")
-            elif key == "init_from":
-                if command.name in _RESUMED and _has_begun(recipe):
+                if place.exists() or (command.name in _RESUMED and _has_begun(recipe)):
                     continue  # a continued run does not read it
                 if path.endswith(_WEIGHTS):
                     raise ValueError(
@@ -108,11 +100,15 @@ def check_places(command: Command, recipe: Recipe) -> None:
                     f"init_from: {path!r} holds no whole checkpoint; give a run folder, one of "
                     "its step-* folders, or an exported weight file"
                 )
-            else:
+            elif not place.exists():
                 raise ValueError(
                     f"no data set at {path!r}: the folder does not exist; check the path or "
                     f"convert first ({key})"
                 )
+            elif not (place / _MANIFEST).exists():
+                is_run = key == "verify.path" and any(place.glob("step-*"))
+                if not is_run:  # it says what is there instead; imports pyarrow, but not Ray
+                    importlib.import_module("vit_ray.data").open_dataset(path)
     if command.name in ("pretrain", "finetune"):
         recipe.check_shares()
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -32,66 +33,6 @@ ALL: Final = "all"
 
 def print_usage(command: Command, program: str) -> None:
     """Usage and an example, in a few lines."""
-    _print_usage(command, program, Console(highlight=False))
-
-
-def print_help(
-    command: Command, program: str, prefixes: list[str], recipe: Recipe | None = None
-) -> None:
-    """The first keys that a command reads, all of them, or those below the prefixes.
-
-    Args:
-        prefixes: keys or sections; `all` for every key that the command reads.
-        recipe: whose values are shown.
-    """
-    console = Console(highlight=False)
-    if not prefixes:
-        _print_usage(command, program, console)
-    whose = f"values of {recipe.name}" if recipe else "defaults"
-    sections = sections_below([p for p in prefixes if p != ALL] or list(command.reads), recipe)
-    num_keys = sum(len(section.keys) for section in sections)
-    if not prefixes:
-        needed = [n for n in command.needs if not any(_is_below(k, n) for k in FIRST_DAY)]
-        sections = [
-            replace(section, keys=keys)
-            for section in sections
-            if (keys := tuple(k for k in section.keys if _is_first(k.name, needed)))
-        ]
-    for section in sections:
-        title = section.name or "recipe"
-        console.print(f"\n[bold]{title}[/bold]: {escape(section.meaning)} [dim]({whose})[/dim]")
-        console.print(Padding(_table(section.keys), (0, 0, 0, 2)))
-    if others := num_keys - sum(len(section.keys) for section in sections):
-        console.print(f"\n{others} more keys: --help {ALL}, or --help SECTION", highlight=False)
-
-
-def _is_first(name: str, needed: list[str]) -> bool:
-    return name in FIRST_DAY or any(_is_below(name, key) for key in needed)
-
-
-def keys_set(command: Command, recipe: Recipe) -> str:
-    """What a command does, and the keys that it reads and that a recipe sets, with their values."""
-    defaults = {k.name: k.value for section in describe_sections() for k in section.keys}
-    keys = [k for section in sections_below(list(command.reads), recipe) for k in section.keys]
-    lines = [f"{k.name:<28} {k.value}" for k in keys if k.value != defaults[k.name]]
-    return "\n".join([command.what, "", *lines])
-
-
-def sections_below(prefixes: list[str], recipe: Recipe | None = None) -> list[SectionHelp]:
-    """Non-empty sections with only the keys that are, or are below, one of the prefixes."""
-    found = []
-    for section in describe_sections(recipe):
-        keys = tuple(k for k in section.keys if any(_is_below(k.name, p) for p in prefixes))
-        if keys:
-            found.append(SectionHelp(section.name, section.meaning, keys))
-    return found
-
-
-def _is_below(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(f"{prefix}.")
-
-
-def _print_usage(command: Command, program: str, console: Console) -> None:
     others = ", ".join(s.name for s in describe_sections() if s.name and "." not in s.name)
     plan = "plan" if command.plan else "keys that are set"
     options = Table.grid(padding=(0, 2, 0, 0))
@@ -111,10 +52,61 @@ def _print_usage(command: Command, program: str, console: Console) -> None:
         ("--help KEY", f"a section or a key of any command: {others}"),
     ):
         options.add_row(option, meaning)
+    console = Console(highlight=False)
     console.print(escape(f"usage:   {program} RECIPE [key=value ...] [--dry-run]"), soft_wrap=True)
     console.print(escape(f"example: {program} {command.example}"), soft_wrap=True)
     console.print(f"\n{escape(command.what)}\n")
     console.print(Padding(options, (0, 0, 0, 2)))
+
+
+def print_help(
+    command: Command, program: str, prefixes: list[str], recipe: Recipe | None = None
+) -> None:
+    """The first keys that a command reads, all of them, or those below the prefixes.
+
+    Args:
+        prefixes: keys or sections; `all` for every key that the command reads.
+        recipe: whose values are shown.
+    """
+    console = Console(highlight=False)
+    if not prefixes:
+        print_usage(command, program)
+    whose = f"values of {recipe.name}" if recipe else "defaults"
+    asked = [p for p in prefixes if p != ALL] or command.reads
+    sections = sections_below(asked, describe_sections(recipe))
+    num_keys = sum(len(section.keys) for section in sections)
+    if not prefixes:
+        needed = [n for n in command.needs if not any(_is_below(k, n) for k in FIRST_DAY)]
+        sections = sections_below([*FIRST_DAY, *needed], sections)
+    for section in sections:
+        title = section.name or "recipe"
+        console.print(f"\n[bold]{title}[/bold]: {escape(section.meaning)} [dim]({whose})[/dim]")
+        console.print(Padding(_table(section.keys), (0, 0, 0, 2)))
+    if others := num_keys - sum(len(section.keys) for section in sections):
+        console.print(f"\n{others} more keys: --help {ALL}, or --help SECTION", highlight=False)
+
+
+def keys_set(command: Command, recipe: Recipe) -> str:
+    """What a command does, and the keys that it reads and that a recipe sets, with their values."""
+    defaults = {k.name: k.value for section in describe_sections() for k in section.keys}
+    sections = sections_below(command.reads, describe_sections(recipe))
+    keys = [k for section in sections for k in section.keys]
+    lines = [f"{k.name:<28} {k.value}" for k in keys if k.value != defaults[k.name]]
+    return "\n".join([command.what, "", *lines])
+
+
+def sections_below(prefixes: Sequence[str], sections: list[SectionHelp]) -> list[SectionHelp]:
+    """Non-empty sections with only the keys that are, or are below, one of the prefixes."""
+    found = []
+    for section in sections:
+        keys = tuple(k for k in section.keys if any(_is_below(k.name, p) for p in prefixes))
+        if keys:
+            found.append(replace(section, keys=keys))
+    return found
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
 
 
 def _table(keys: tuple[KeyHelp, ...]) -> Table:

@@ -40,7 +40,6 @@ class _Look(NamedTuple):
 
     @property
     def counts(self) -> str:
-        """Images and classes, as text."""
         about, least = ("", "") if self.found.is_exact else ("about ", "at least ")
         return (
             f"{about}{self.found.num_images:,} images of {least}{self.found.num_classes:,} classes"
@@ -148,8 +147,11 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
     lines.append(command.format("pretrain"))
     lines.append(f"vit-ray predict runs/{name} PICTURES")
     if side > 64 and count < 1_000_000:
+        on = f"data.eval={evaluated}" if test else "data.eval=null data.held_out_fraction=0.1"
         why += "\n# Below a million images, fine-tuning ImageNet-21k weights is more accurate:"
-        why += f"\n#   {_fine_tuning(name, destination, evaluated if test else None)}"
+        why += f"\n#   vit-ray finetune finetune/pets name={name}-finetuned output=runs"
+        why += " model.name=ViT-B/16 init_from=hf://google/vit-base-patch16-224-in21k"
+        why += f" data.train={destination} {on}"
     is_small = side <= 64
     steps_per_epoch = max(1, trained // batch)
     return "\n".join(
@@ -209,13 +211,4 @@ def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
     bound = f"; from {most:,} images on take a larger one" if most < sys.maxsize else ""
     return {"name": name, "image_size": size}, (
         f"Shorter sides are {side} pixels (median), {parameters} parameters{bound}."
-    )
-
-
-def _fine_tuning(name: str, train: str, test: str | None) -> str:
-    """The command, with the schedule of a shipped recipe."""
-    evaluated = f"data.eval={test}" if test else "data.eval=null data.held_out_fraction=0.1"
-    return (
-        f"vit-ray finetune finetune/pets name={name}-finetuned output=runs model.name=ViT-B/16 "
-        f"init_from=hf://google/vit-base-patch16-224-in21k data.train={train} {evaluated}"
     )

@@ -33,22 +33,8 @@ def load_recipe(
         ValueError: no such file, bad YAML, an unknown key (with the nearest valid one), an
             ill-typed or impossible value (with its dotted key).
     """
-    return _overridden(_read_tree(Path(path), seen=()), overrides or (), where=str(path))
-
-
-def recipe_without_file(name: str, overrides: Iterable[str]) -> Recipe:
-    """The defaults with overrides, for commands that need few keys.
-
-    Raises:
-        ValueError: as `load_recipe`.
-    """
-    return _overridden({"name": name}, overrides, where=name)
-
-
-def _overridden(
-    tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], where: str
-) -> Recipe:
-    recipe = recipe_from_dict(changed(tree, overrides), where=where)
+    tree = changed(_read_tree(Path(path), seen=()), overrides or ())
+    recipe = recipe_from_dict(tree, where=str(path))
     trust_named(tree)
     return recipe
 

@@ -57,11 +57,6 @@ class Change:
         return f"{self.key} was {self.before} and is {self.now}"
 
     @property
-    def is_fixed(self) -> bool:
-        """Whether no run can be resumed with this change."""
-        return on_resume(self.key) is OnResume.FIXED
-
-    @property
     def is_move(self) -> bool:
         """Whether weights are compared by name: initial weights, or a teacher's.
 

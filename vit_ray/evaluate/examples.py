@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vit_ray.evaluate.contact_sheet import SIDE, square, strip
+from vit_ray.evaluate.contact_sheet import SIDE, UInt8Array, square, strip
 
-UInt8Array = NDArray[np.uint8]
 Float64Array = NDArray[np.float64]
 
 KINDS: Final = {"examples": 12, "errors": 6}

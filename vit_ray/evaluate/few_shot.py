@@ -275,12 +275,12 @@ def neighbor_accuracy(
         ValueError: there are no examples or no tests.
     """
     examples, labels = _checked_pair("train", train_features, train_labels)
-    unit = _unit_rows(examples)
+    unit = unit_rows(examples)
     most = min(neighbors, len(labels))
     right = tested = 0
     for features, truth in tests:
         for rows in _chunks(len(truth), max(1, _COSINES_AT_A_TIME // len(labels))):
-            similar = _unit_rows(features[rows]) @ unit.T
+            similar = unit_rows(features[rows]) @ unit.T
             nearest = np.argpartition(-similar, most - 1, axis=1)[:, :most]
             weights = np.exp(np.take_along_axis(similar, nearest, axis=1) / TEMPERATURE)
             votes = np.zeros((len(rows), num_classes))
@@ -330,7 +330,8 @@ def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> 
     return ranks
 
 
-def _unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
+def unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Rows of length 1; those of zeros stay."""
     wide = x.astype(np.float32)
     return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
 

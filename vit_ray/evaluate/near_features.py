@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vit_ray.evaluate.feature_files import read_facts, read_features
+from vit_ray.evaluate.few_shot import unit_rows
 from vit_ray.storage import Location
 
 _OF_THE_SET: Final = ("data_fingerprint", "num_images", "with_logits", "is_complete", "files")
@@ -31,12 +31,12 @@ def near_features(
         (place, part) for place, one in enumerate(others)
         for part in read_features(one, ("key", "feature"))
     ]  # fmt: skip
-    known = _directions(np.concatenate([part["feature"] for _, part in parts]))
+    known = unit_rows(np.concatenate([part["feature"] for _, part in parts]))
     names = [(place, str(key)) for place, part in parts for key in part["key"]]
     for part in read_features(source, ("key", "sample", "feature")):
         for first in range(0, len(part["key"]), _ROWS_AT_A_TIME):
             some = slice(first, first + _ROWS_AT_A_TIME)
-            cosines = _directions(part["feature"][some]) @ known.T
+            cosines = unit_rows(part["feature"][some]) @ known.T
             nearest = cosines.argmax(axis=1)
             best = cosines[np.arange(len(nearest)), nearest]
             for row in np.flatnonzero(best >= min_cosine).tolist():
@@ -73,8 +73,3 @@ def check_same_model(folders: Sequence[Location], fingerprints: Sequence[str]) -
                 f"{folders[0].uri} and {folder.uri} have features of different models "
                 f"({', '.join(differing)}); extract both with one model"
             )
-
-
-def _directions(features: NDArray[np.float32]) -> NDArray[np.float32]:
-    lengths = np.linalg.norm(features, axis=1, keepdims=True)
-    return np.asarray(features / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)

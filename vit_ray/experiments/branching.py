@@ -67,22 +67,18 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
             return ""
         begin_without_checkpoint(folder, warn)
         note.write(origin.encode())  # before the copy: a complete copy has its note
+
+        def of_cell(position: Position) -> Position:
+            """The trunk's position as the cell's own, which is recorded in a separate run."""
+            optim = cell.recipe.optim
+            lengths = {key: getattr(optim, key) for key in ("epochs", "steps", "images")}
+            own = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
+            return replace(position, recipe=position.recipe | own, tracking_run_id=None)
+
         try:
-            copy_checkpoint(source, folder.child(folder_name(step)), lambda it: _of_cell(it, cell))
+            copy_checkpoint(source, folder.child(folder_name(step)), of_cell)
         except (DamagedCheckpointError, PartialCheckpointError) as error:
             note.delete()
             warn(f"{alone}: {error}")
             return ""
     return origin
-
-
-def _of_cell(position: Position, cell: Cell) -> Position:
-    """The trunk's position as the cell's own, which is recorded in a separate run."""
-    optim = cell.recipe.optim
-    lengths = {key: getattr(optim, key) for key in ("epochs", "steps", "images")}
-    recipe = {
-        **position.recipe,
-        "name": cell.name,
-        "optim": {**position.recipe["optim"], **lengths},
-    }
-    return replace(position, recipe=recipe, tracking_run_id=None)

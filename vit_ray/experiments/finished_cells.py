@@ -63,20 +63,16 @@ def check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
     before = recorded_before(run.data.params, run.data.tags)
     before[DATA_SET] = tags_of(run.data.tags).get("vit_ray.data_fingerprint", "unknown")
     now = {**cell.recipe.flat(), DATA_SET: resolved.manifest.fingerprint}
-    moved = EVALUATED_SETS if _has_same_sets(resolved, run) else ()
-    if changed := incompatible_changes(before, now, without=moved):
-        raise ValueError(
-            f"cell {cell.name!r} was finished with another recipe: {'; '.join(map(str, changed))}; "
-            "restore the earlier value, or choose another name for the study"
-        )
-
-
-def _has_same_sets(resolved: ResolvedRun, run: Run) -> bool:
-    """Whether the run used the data sets and weights of the cell, by fingerprint and purpose."""
     used = {
         (tag.value, one.dataset.digest)
         for one in (run.inputs.dataset_inputs if run.inputs else ())
         for tag in one.tags
         if tag.key == "mlflow.data.context"
     }
-    return used == {(one["context"], one["digest"]) for one in data_inputs(resolved)}
+    is_same = used == {(one["context"], one["digest"]) for one in data_inputs(resolved)}
+    moved = EVALUATED_SETS if is_same else ()
+    if changed := incompatible_changes(before, now, without=moved):
+        raise ValueError(
+            f"cell {cell.name!r} was finished with another recipe: {'; '.join(map(str, changed))}; "
+            "restore the earlier value, or choose another name for the study"
+        )

@@ -113,10 +113,8 @@ class Work:
     takes: Room | None = None
     """Resources it takes if it is only planned; None: by its recipe."""
     hours: float = 0.0
-    """Hours by its plan."""
 
     def need(self, room: Room) -> Room:
-        """What it takes of a cluster."""
         return self.takes or room_of(self.training.recipe, room)
 
 
@@ -353,8 +351,30 @@ def run_flow(
     runner = Runner(flow, room, is_stopped)
     try:
         if not runner.is_over:
+            # The driver handles Ctrl-C: Tune's handler would end the trials without checkpoints.
+            os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+            works: dict[str, Work] = {}
+            # On the driver's node, because trials write its files; workers have their own places.
+            place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+            tuner = tune.Tuner(
+                tune.with_resources(
+                    trial_of(keeper(), is_private=is_private), {"CPU": 0, place: 0.001}
+                ),
+                tune_config=tune.TuneConfig(
+                    num_samples=-1,
+                    search_alg=_Searcher(runner, works),
+                    scheduler=_Scheduler(runner, works),
+                    reuse_actors=True,
+                ),
+                run_config=tune.RunConfig(
+                    name=name,
+                    storage_path=storage_path,
+                    verbose=0,
+                    failure_config=tune.FailureConfig(max_failures=MOST_RESTARTS),
+                ),
+            )
             # no limit: train.step_timeout_s ends a training that hangs
-            _tuner(runner, name, storage_path, is_private=is_private).fit()
+            tuner.fit()
     finally:
         runner.close()
     if runner.error is not None:
@@ -392,7 +412,6 @@ class _Searcher(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
-        """The last outcome belongs to the training."""
         lost = f"the process of the trial has died {MOST_RESTARTS + 1} times"
         found = (result or {}).get(OUTCOME) or Outcome(TrialState.FAILED, error=lost)
         self._runner.end(self._works[trial_id], found)
@@ -410,29 +429,5 @@ class _Scheduler(FIFOScheduler):
         return FIFOScheduler, ()
 
     def on_trial_result(self, _: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Whether the trial continues."""
         goes_on = self._runner.goes_on(self._works[trial.trial_id], result[OUTCOME])
         return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
-
-
-def _tuner(runner: Runner, name: str, storage_path: str, *, is_private: bool) -> tune.Tuner:
-    # The driver handles Ctrl-C: Tune's own handler would end the trials without checkpoints.
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    works: dict[str, Work] = {}
-    # On the driver's node, because trials write its files; workers have their own placement groups.
-    place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
-    return tune.Tuner(
-        tune.with_resources(trial_of(keeper(), is_private=is_private), {"CPU": 0, place: 0.001}),
-        tune_config=tune.TuneConfig(
-            num_samples=-1,
-            search_alg=_Searcher(runner, works),
-            scheduler=_Scheduler(runner, works),
-            reuse_actors=True,
-        ),
-        run_config=tune.RunConfig(
-            name=name,
-            storage_path=storage_path,
-            verbose=0,
-            failure_config=tune.FailureConfig(max_failures=MOST_RESTARTS),
-        ),
-    )

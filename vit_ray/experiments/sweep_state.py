@@ -42,7 +42,6 @@ class Kept:
         self.value = json.loads(self._file.read()) if self._file.exists() else empty
 
     def write(self) -> None:
-        """Keep the present value."""
         self._file.write(json.dumps(self.value, indent=1).encode())
 
 
@@ -103,7 +102,7 @@ class RememberedSearch:
 
     def __init__(self, config: SweepConfig, folder: Location) -> None:
         """`folder`: of the sweep."""
-        self._space = config.space or {}
+        self._space = dict[str, Any](config.space or {})
         self._kept = Kept(folder, POINTS, [])
         of_space = [one for one in self._kept.value if self._has(one["point"])]
         self.points: list[Point] = [one["point"] for one in of_space]
@@ -117,7 +116,14 @@ class RememberedSearch:
             seed=config.seed + len(self._kept.value),
         )
         logging.getLogger(config.search).setLevel(logging.WARNING)
-        domains = {key: _domain(values) for key, values in self._space.items()}
+        domains = {}
+        for key, values in self._space.items():
+            if isinstance(values, list):
+                domains[key] = tune.choice(values)
+            else:
+                ((kind, (low, high)),) = values.items()
+                draw = tune.loguniform if kind == "log_uniform" else tune.uniform
+                domains[key] = draw(low, high)
         self._searcher.set_search_properties(_METRIC, "max", domains)
         self._drawn: dict[str, str] = {}
         """Names of points to numbers of the searcher's trials."""
@@ -167,13 +173,6 @@ class RememberedSearch:
         return point.keys() == self._space.keys() and all(
             is_of(value, self._space[key]) for key, value in point.items()
         )
-
-
-def _domain(values: Any) -> Any:
-    if isinstance(values, list):
-        return tune.choice(values)
-    ((kind, (low, high)),) = values.items()
-    return tune.loguniform(low, high) if kind == "log_uniform" else tune.uniform(low, high)
 
 
 def _rounded(value: Any, values: Any) -> Any:

@@ -200,23 +200,19 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     Raises:
         ValueError: MLflow has no such training.
     """
-    if _RUN_ID.fullmatch(source):
-        source = _folder_of(source, overrides)
-    return source, locate(source)
-
-
-def _folder_of(run_id: str, overrides: Sequence[str]) -> str:
+    if not _RUN_ID.fullmatch(source):
+        return source, locate(source)
     from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri  # MLflow: seconds
 
     uri = changed({}, overrides).get("tracking", {}).get("uri") or TrackingConfig().uri
     try:
-        run = open_client(uri).get_run(run_id)
+        run = open_client(uri).get_run(source)
     except Exception as error:  # MLflow's own errors, and those of its store
         raise ValueError(
-            f"MLflow at {safe_uri(uri)} does not have the run {run_id}: "
+            f"MLflow at {safe_uri(uri)} does not have the run {source}: "
             f"{redact_uri(str(error), uri)}; give its store as tracking.uri=..."
         ) from None
     found = run.data.tags.get(RUN_FOLDER)
     if found is None:
-        raise ValueError(f"run {run_id} of MLflow at {safe_uri(uri)} is not a training of vit_ray")
-    return str(found)
+        raise ValueError(f"run {source} of MLflow at {safe_uri(uri)} is not a training of vit_ray")
+    return str(found), locate(str(found))

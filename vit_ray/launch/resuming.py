@@ -21,7 +21,9 @@ from vit_ray.config.resume_compatibility import (
     LENGTH,
     Change,
     incompatible_changes,
+    on_resume,
 )
+from vit_ray.config.section import OnResume
 from vit_ray.config.validation import validated
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import READS_OLDER, locate
@@ -96,7 +98,7 @@ def accepted_changes(
     now = {DATA_SET: fingerprint, **recipe.flat()}
     found = incompatible_changes(then, now, without=(*LENGTH, CROP_SIZES))
     changes = [change for change in found if not change.is_move]
-    if fixed := [change for change in changes if change.is_fixed]:
+    if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
             f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}; restore the "
             "earlier value, or choose another name (`vit-ray fork` continues with changed data, "

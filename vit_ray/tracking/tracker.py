@@ -24,7 +24,6 @@ from vit_ray.tracking.metrics_log import (
     Record,
     RunOpening,
     Status,
-    check_replay,
 )
 from vit_ray.tracking.mlflow_api import MlflowException
 from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri, unusable
@@ -61,7 +60,6 @@ class Repeater(threading.Thread):
         self._progress = threading.Condition()
 
     def run(self) -> None:
-        """Repeat the step."""
         pause_s = 0.0
         while not self.ends:
             pause_s = (
@@ -94,7 +92,6 @@ class Repeater(threading.Thread):
         return is_done()
 
     def wait_for_try(self, wait_s: float) -> None:
-        """Wait until the first step is done."""
         with self._progress:
             self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
 
@@ -180,7 +177,6 @@ class Tracker:
         )
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
-        """End the run, and `close`."""
         self.log.append("finish", status=status)
         return self.close(timeout_s)
 
@@ -376,7 +372,6 @@ class Replayed:
     """The result of a replay."""
 
     num_points: int = 0
-    """New metric points."""
     refused: list[str] = field(default_factory=list)
     """Records that MLflow rejected, or that name files outside the run's folder, each with the
     reason."""
@@ -391,7 +386,6 @@ def replay(log_path: Path, uri: str) -> Replayed:
         ValueError: there is no such log, or the file is not a log.
         RuntimeError: MLflow cannot be used at this address.
     """
-    check_replay(log_path, uri)
     log = MetricsLog(log_path)
     first = log.first_start()
     if first is None:

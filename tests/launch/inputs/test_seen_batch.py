@@ -22,7 +22,7 @@ from vit_ray.config.sample_numbers import COPY
 from vit_ray.data import open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.shard_writer import EncodedImage
-from vit_ray.data.images.crops import training_crop
+from vit_ray.data.images.crops import decode, training_crop
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run
@@ -112,7 +112,7 @@ def test_a_crop_is_the_box_that_is_told_of_the_file_that_is_told(sets: Path) -> 
         np.testing.assert_array_equal(crop, training_crop(one.content, spec.augmentation, key))
         assert one.content == jpeg(one.sample, *one.size)
         assert (one.key, one.labels) == (f"large/{one.sample}.jpg", (one.sample % 3,))
-        assert one.original().shape == (*one.size, 3)
+        assert decode(one.content).shape == (*one.size, 3)
 
 
 def by_pillow(crop: Image.Image, text: str, space: str) -> Image.Image:

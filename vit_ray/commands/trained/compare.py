@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from vit_ray.addresses import require_store
 from vit_ray.commands.printed_tables import print_table
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.loading import recipe_without_file
+from vit_ray.config.loading import changed
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.report.comparison import compare, write_comparison
 from vit_ray.tracking.metrics_log import metrics_log_path
 from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client
@@ -63,4 +64,5 @@ def parse_words(words: Sequence[str]) -> tuple[tuple[str, str], Recipe]:
     first, second, *recipe = names
     if recipe:
         return (first, second), load_recipe(recipe[0], overrides)
-    return (first, second), recipe_without_file("compare", overrides)
+    tree = changed({"name": "compare"}, overrides)
+    return (first, second), recipe_from_dict(tree, where="compare")

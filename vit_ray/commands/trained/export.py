@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.run_checkpoints import find_weights
 from vit_ray.checkpoints.weight_files import SCHEME, find_weight_file
 from vit_ray.commands.trained.trained_model import load_trained_model
@@ -47,10 +46,12 @@ def export(recipe: Recipe) -> int:
     model, report = load_trained_model(recipe, config.averaged)
     print(report)
     _check_head(report)
-    position = _position(recipe)
+    source = str(recipe.init_from)
+    # Of the run whose checkpoint is exported; a published file has none.
+    position = find_weights(source).position if find_weight_file(source) is None else None
     count = sum(parameter.numel() for parameter in model.parameters())
     num_classes = int(model.get_parameter("head.bias").numel())
-    classes = class_names(str(recipe.init_from), position, recipe.data.train, num_classes)
+    classes = class_names(source, position, recipe.data.train, num_classes)
     with tempfile.TemporaryDirectory() as folder:
         # At its final place from the start if that is local: weights may not fit elsewhere.
         copy = Path(target.path if target.is_local else f"{folder}/{target.path.split('/')[-1]}")
@@ -93,12 +94,6 @@ def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> Non
         how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
         settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
     file.write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def _position(recipe: Recipe) -> Position | None:
-    """Position of the run whose checkpoint is exported; None for a published file."""
-    source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
-    return find_weights(source).position if find_weight_file(source) is None else None
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:

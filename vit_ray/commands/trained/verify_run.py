@@ -99,23 +99,21 @@ class _Samples:
                 "see why: workers with data.decode=device replace undecodable images by another "
                 "rule. Unless the run's history names such images, this is a defect"
             )
-        self._say_cost(steps, range(progress.digest_from, progress.step))
+        numbers = range(progress.digest_from, progress.step)
+        size = sum(map(self._bytes_of, numbers))
+        cost = f"{len(numbers) * self._size:,} images, up to {size / 2**30:,.2f} GiB"
+        if size > MOST_BYTES and not self._is_large:
+            raise ValueError(
+                f"the samples of {steps} differ from the planned order: a defect, or neighbours of "
+                f"undecodable images; to find out, give --large, which decodes {cost}"
+            )
+        print(
+            f"decodes the images of {steps}, {cost}, because undecodable ones may be replaced",
+            file=sys.stderr,
+        )
         if self._decoded.has_been_fed(progress):
             return (
                 f"samples of {steps} in the planned order, with neighbours in place of undecodable "
                 "images"
             )
         raise ValueError(f"the samples of {steps} differ from the planned order; this is a defect")
-
-    def _say_cost(self, named: str, steps: range) -> None:
-        size = sum(map(self._bytes_of, steps))
-        cost = f"{len(steps) * self._size:,} images, up to {size / 2**30:,.2f} GiB"
-        if size > MOST_BYTES and not self._is_large:
-            raise ValueError(
-                f"the samples of {named} differ from the planned order: a defect, or neighbours of "
-                f"undecodable images; to find out, give --large, which decodes {cost}"
-            )
-        print(
-            f"decodes the images of {named}, {cost}, because undecodable ones may be replaced",
-            file=sys.stderr,
-        )

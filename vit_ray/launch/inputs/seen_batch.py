@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.format.labels import keys
 from vit_ray.data.images.crop_boxes import CropBox, draw_box
-from vit_ray.data.images.crops import decode, operations
+from vit_ray.data.images.crops import UInt8Array, operations
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
@@ -20,8 +20,6 @@ from vit_ray.launch.inputs.streams import ResolvedRun
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-UInt8Array = NDArray[np.uint8]
 
 _GREY: Final = 128
 
@@ -75,10 +73,6 @@ class SeenImage:
             "instead_of": self.instead_of, "shard": self.shard,
             "row_group": self.row_group, "row": self.row,
         }  # fmt: skip
-
-    def original(self) -> UInt8Array:
-        """The stored image, whole: uint8 (height, width, 3)."""
-        return decode(self.content)
 
 
 class SeenBatches:
@@ -203,7 +197,8 @@ class SeenBatches:
         if train.mixes:
             mixing = draw_mixing(numbers, images.shape[1:3], train, seed, step)
             mixed = mix_images(normalize(pixels, torch.float32), mixing.weight)
-            return _to_uint8(mixed), mixing.own_share.numpy()
+            shown = ((mixed + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
+            return shown.numpy(), mixing.own_share.numpy()
         return self._masked(pixels, numbers, step).numpy(), None
 
     def _masked(self, pixels: Tensor, samples: Tensor, step: int) -> Tensor:
@@ -222,11 +217,3 @@ class SeenBatches:
         shown = torch.where(corruption.is_swapped[..., None, None, None], others, cut)
         shown = torch.where(corruption.is_masked[..., None, None, None], _GREY, shown).byte()
         return shown.view(-1, rows, columns, side, side, 3).transpose(2, 3).reshape(pixels.shape)
-
-
-def _to_uint8(images: Tensor) -> UInt8Array:
-    """Float (B, 3, H, W) in [-1, 1] to uint8 (B, H, W, 3)."""
-    found: UInt8Array = (
-        ((images + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
-    )
-    return found

@@ -76,7 +76,18 @@ def model_card(
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
-    found = [] if position is None else _results(recipe, position)
+    top1 = None if position is None else _top1(recipe, position)
+    found = []
+    if top1 is not None:
+        found.append(
+            EvalResult(
+                task_type="image-classification",
+                dataset_type=top1[0].replace(" (held out)", ""),
+                dataset_name=top1[0],
+                metric_type="accuracy",
+                metric_value=round(top1[1], 6),
+            )
+        )
     library = _LIBRARIES.get(config.layout, "vit_ray")
     data = ModelCardData(
         license=config.license,
@@ -108,7 +119,7 @@ def model_card(
         f"{shape.sides[0]} x {shape.sides[1]} pixels.",
         f"## Use\n\n```python\n{use}\n```",
         "## Training\n\n" + _table(_training_facts(recipe, config, num_classes, position)),
-        "## Evaluation\n\n" + (_evaluation(recipe, position) if position else "Not recorded."),
+        "## Evaluation\n\n" + (_evaluation(recipe, top1) if position else "Not recorded."),
     ]
     if position is not None:
         recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
@@ -140,9 +151,8 @@ def _training_facts(
     recipe: Recipe, config: ExportConfig, num_classes: int, position: Position | None
 ) -> dict[str, str]:
     def terms_of(name: str) -> str:
-        found = [
-            terms[name] for terms in (position.data_terms if position else []) if name in terms
-        ]
+        sets = position.data_terms if position else []
+        found = [terms[name] for terms in sets if name in terms]
         return ", ".join(dict.fromkeys(found)) or "not given"
 
     licence = config.data_license or terms_of("license")
@@ -155,7 +165,7 @@ def _training_facts(
         steps = recipe.optim.steps or position.step
         exaflops = run_exaflops(recipe, num_classes, position.samples_seen, steps)
         compute = f"{exaflops:.4g} exaFLOPs"
-    facts = {
+    return {
         "data": ", ".join(_place(path) for path in paths),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
         "licence of the data": licence,
@@ -169,7 +179,6 @@ def _training_facts(
         "MLflow run": position.tracking_run_id or _UNKNOWN,
         "software": ", ".join(f"{k} {v}" for k, v in position.versions.items()) or _UNKNOWN,
     }
-    return facts
 
 
 def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] | None:
@@ -191,24 +200,8 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
         return name, metrics[key], None
 
 
-def _results(recipe: Recipe, position: Position) -> list[EvalResult]:
-    found = _top1(recipe, position)
-    if found is None:
-        return []
-    name, top1, _ = found
-    return [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=name.replace(" (held out)", ""),
-            dataset_name=name,
-            metric_type="accuracy",
-            metric_value=round(top1, 6),
-        )
-    ]
-
-
-def _evaluation(recipe: Recipe, position: Position) -> str:
-    found = _top1(recipe, position)
+def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> str:
+    """As `_top1` has found it."""
     if found is None:
         return "No accuracy was measured in training."
     name, top1, images = found

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader
 
 from tests.data.pictures import encoded, jpeg, picture
 from tests.data.small_sets import CLASSES, SHARD, write_encoded
+from tests.recipes import recipe_with
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.launch.inputs import dataset
+from vit_ray.launch.inputs.streams import resolve_run
 
 COUNT = 10
 MANY, BATCH = 52, 8
@@ -138,6 +140,30 @@ def test_an_evaluation_has_each_image_once_in_order_and_as_it_is(many: Path) -> 
         assert column["labels"][number].tolist() == [number % 3]
 
 
+def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_has(
+    many: Path,
+) -> None:
+    opened = dataset.open_dataset(str(many))
+    options: dict[str, Any] = {"held_out_fraction": 0.25, "seed": 5}
+
+    def seen(**more: Any) -> list[int]:
+        batches = opened.iter_batches(BATCH, 8, **options, **more)
+        samples = np.concatenate([batch["sample"] for batch in batches])
+        return samples[samples >= 0].tolist()
+
+    trained, held_out = seen(epochs=3), seen(training=False)
+    assert len(held_out) == MANY // 4
+    assert sorted([*{*trained}, *held_out]) == list(range(MANY))
+    data = {"train": str(many), "held_out_fraction": 0.25}
+    recipe = recipe_with(seed=5, data=data, train={"global_batch_size": BATCH}, optim={"steps": 1})
+    stream = resolve_run(recipe).streams["eval"]
+    assert held_out == [
+        first + row
+        for group, first in enumerate(stream.manifest.first_samples[:-1].tolist())
+        for row in stream.rows.rows_of_group(stream.manifest, group).tolist()  # type: ignore[union-attr]
+    ]
+
+
 def test_neither_ray_nor_torch_is_imported(many: Path) -> None:
     script = (
         "import sys, vit_ray;"
@@ -153,6 +179,8 @@ def test_neither_ray_nor_torch_is_imported(many: Path) -> None:
     ("options", "told"),
     [
         ({"agment": {}}, r"unknown key agment; did you mean augment"),
+        ({"epoch": 2}, "unknown argument epoch; did you mean epochs?"),
+        ({"worldsize": 2}, "unknown argument worldsize; did you mean world_size?"),
         ({"augment": {"min_area": 2.0}}, r"augment\.min_area=2\.0"),
         ({"start": -8}, r"start=-8.*start not below"),
         ({"start": 3}, r"start=3 is no multiple of global_batch_size=.*the nearest is \d+"),

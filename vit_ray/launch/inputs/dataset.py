@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import difflib
 import html
 import io
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _SHOWN: Final = 12
 _SIDE_PX: Final = 96
+_OPTIONS: Final = ("epochs", "start", "seed", "rank", "world_size", "training")
+"""Arguments of `iter_batches` next to the keys of `data`."""
 _KEPT_GROUPS: Final = 8
 """Row groups in memory: neighbours are read once."""
 
@@ -106,7 +109,8 @@ class Dataset(Sequence[Sample]):
             epochs: length, as `optim.epochs`, from position 0 to the nearest whole batch.
             start: samples seen before, in whole batches; what is left of the epochs follows.
             training: False for an evaluation: each image once (not `epochs`), in stored order, cut
-                as `eval_augment` says; the last batch is padded, with "weight" 0.0.
+                as `eval_augment` says; the last batch is padded, with "weight" 0.0. With
+                `held_out_fraction` only the images that a training with it and `seed` leaves out.
             data: further keys of a recipe's section `data`, such as `augment={"min_area": 0.3}`.
 
         Raises:
@@ -124,25 +128,28 @@ class Dataset(Sequence[Sample]):
             )
         if "train" in data:
             raise ValueError("train is this data set itself; open another one to read that")
+        for key in data.keys() - DataConfig.model_fields.keys():
+            if near := difflib.get_close_matches(key, _OPTIONS, 1):
+                raise ValueError(f"unknown argument {key}; did you mean {near[0]}?")
         manifest, batch = self.manifest, global_batch_size
         trust_named(data)
         config = validated(DataConfig, {**data, "train": manifest.path}, "data")
         model = validated(ModelConfig, {"image_size": image_size}, "model")
+        rows, held_out = select(
+            manifest,
+            seed=seed,
+            held_out_fraction=config.held_out_fraction,
+            fraction=config.fraction,
+        )
         if not training:
             cut = augmentation_of(model, config.eval_augment)
-            spec = stream_of(config, seed, cut, manifest, None)
-            images = manifest.num_images
+            spec = stream_of(config, seed, cut, manifest, held_out)
+            images = spec.num_images
         else:
             require_trainable(manifest)
             window = window_rows(config, batch, model.sides, manifest)
             config = config.model_copy(update={"shuffle_window": window})
             cut = augmentation_of(model, config.augment)
-            rows, _ = select(
-                manifest,
-                seed=seed,
-                held_out_fraction=config.held_out_fraction,
-                fraction=config.fraction,
-            )
             spec = training_stream(config, seed, cut, batch, manifest, rows)
             total_steps = max(1, round(spec.num_images * epochs / batch))
             spec = with_sizes(spec, config.augment, model, batch, total_steps)

@@ -57,6 +57,19 @@ def test_what_cannot_be_read_is_rejected(serial: None, tmp_path: Path) -> None:
     }
 
 
+def test_what_operating_systems_add_is_skipped(serial: None, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "source")
+    for junk in (
+        "cat/Thumbs.db", "cat/desktop.ini", "dog/.DS_Store", "dog/._0.jpg", "dog/Desktop.ini",
+        "__MACOSX/cat/._0.jpg", "lost+found/1.jpg",
+    ):  # fmt: skip
+        (root / junk).parent.mkdir(exist_ok=True, parents=True)
+        (root / junk).write_bytes(b"junk")
+    found = converted(root, tmp_path / "set")
+    assert {key: image for key, (image, _) in found.items()} == IMAGES
+    assert rejections(tmp_path / "set") == {}
+
+
 def test_numbers_as_folder_names_are_names(serial: None, tmp_path: Path) -> None:
     for i, name in enumerate(("10", "9", "09")):
         (tmp_path / "source" / name).mkdir(parents=True)

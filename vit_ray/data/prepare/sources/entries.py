@@ -228,9 +228,13 @@ def relative(path: str, folder: str) -> str:
     return path[len(folder.rstrip("/")) + 1 :]
 
 
+_OF_SYSTEMS: Final = frozenset({"thumbs.db", "desktop.ini", "__macosx", "lost+found"})
+"""What Windows, macOS and ext4 add to folders, in lower case."""
+
+
 def is_hidden(path: str) -> bool:
-    """Whether a component of a relative path begins with a dot."""
-    return any(part.startswith(".") for part in path.split("/"))
+    """Whether a component of a relative path begins with a dot, or an operating system made it."""
+    return any(part.startswith(".") or part in _OF_SYSTEMS for part in path.lower().split("/"))
 
 
 _OF_THE_FILE: Final = frozenset(

@@ -21,6 +21,7 @@ from vit_ray.data.prepare.sources.entries import (
     DamagedUnitError,
     IndexEntry,
     SourceUnit,
+    is_hidden,
     rejected,
     with_problem,
 )
@@ -124,7 +125,7 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members
     try:
         for member in members:
             folder, _, file = member.name.rpartition("/")
-            if member.isdir() or file.startswith("."):
+            if member.isdir() or is_hidden(file):
                 continue
             stem, _, suffix = file.partition(".")
             name = f"{folder}/{stem}" if folder else stem

@@ -511,6 +511,26 @@ def test_a_file_of_somebody_else_is_never_replaced(
     assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == [file]
 
 
+@pytest.mark.parametrize("name", ["cats", "cats/1.jpg", "notes.txt", "part-2.txt"])
+def test_a_folder_of_something_else_is_no_destination(
+    serial: None, image_folder: Path, tmp_path: Path, name: str
+) -> None:
+    place = tmp_path / "set"
+    (place / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"is not empty and holds no data set.*{name[:4]}"):
+        convert(image_folder, place)
+    assert [path.name for path in place.iterdir()] == [name.partition("/")[0]]
+
+
+def test_hidden_files_do_not_make_a_destination_taken(
+    serial: None, image_folder: Path, tmp_path: Path
+) -> None:
+    for folder in (".git", "lost+found"):
+        (tmp_path / "set" / folder).mkdir(parents=True)
+    (tmp_path / "set" / "Thumbs.db").write_bytes(b"")
+    assert convert(image_folder, tmp_path / "set").num_images == 300
+
+
 def test_a_destination_in_the_source_is_refused(serial: None, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "pets", 2, 2)
     with pytest.raises(ValueError, match=r"is in convert\.source=.*choose a folder outside"):

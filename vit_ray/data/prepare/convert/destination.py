@@ -16,7 +16,7 @@ from vit_ray.data.format.schema import (
     SOURCE_FILE,
     STAGING_FOLDER,
 )
-from vit_ray.data.prepare.sources.entries import relative
+from vit_ray.data.prepare.sources.entries import is_hidden, relative
 from vit_ray.data.prepare.sources.formats import list_units
 from vit_ray.data.prepare.sources.patterns import is_pattern
 from vit_ray.lock import is_lock_file
@@ -28,7 +28,7 @@ HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 """What `AtomicOutput` appends to a file's name."""
 _SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
 OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
-"""Names that a conversion gives to files; others are somebody else's."""
+"""Names that a conversion gives to files."""
 STAGED: Final = re.compile(
     r"(settings|plan|source|rejected|damaged|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
     rf"({HALF_WRITTEN})?"
@@ -76,7 +76,7 @@ def check_apart(config: ConvertConfig) -> None:
 
 
 def check_free(folder: Location) -> None:
-    """Refuse files that are somebody else's and that ours would replace."""
+    """Refuse a folder that is neither empty nor of a conversion."""
     folder.refuse_file_in_its_place("convert.destination")
     names = {info.base_name for info in folder.list_files(recursive=False)}
     staging = folder.child(STAGING_FOLDER)
@@ -92,10 +92,11 @@ def check_free(folder: Location) -> None:
             f"convert.destination={folder.uri!r} already holds a data set, without {SOURCE_FILE}, "
             "which says what it was made of; choose another folder or delete it first"
         )
-    if taken := sorted(name for name in names if re.fullmatch(OUTPUT, name)):
+    names |= {*folder.list_folders()} - {STAGING_FOLDER}
+    if taken := sorted(name for name in names if not is_hidden(name)):
         raise ValueError(
-            f"convert.destination={folder.uri!r} has a file {taken[0]!r}, which a conversion would "
-            f"replace; choose another folder, or move it away"
+            f"convert.destination={folder.uri!r} is not empty and holds no data set: it has "
+            f"{taken[0]!r}; choose a new folder, or move it away"
         )
 
 

@@ -183,7 +183,8 @@ def test_a_refusal_is_lifted_without_a_second_conversion(
     for name in "ab":
         (source / "class_0" / f"{name}.jpg").write_bytes(b"broken")
     options = {"rows_per_row_group": 8, "shard_mib": 0.05}
-    with pytest.raises(ValueError, match=r"2 of 100 .*max_rejected_fraction=0.01.*no shard again"):
+    told = r"2 of 100 .*max_rejected_fraction=0.01; .* with convert.max_rejected_fraction=0.02, "
+    with pytest.raises(ValueError, match=told):
         convert(str(source), str(tmp_path / "set"), **options)
     monkeypatch.setattr(make_shards, "read_ahead", lambda _: pytest.fail("made again"))
     report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.02, **options)

@@ -137,11 +137,19 @@ def commit(
                 written.append(replace(result, rejected=[], damaged=[], label_counts={}))
     if num_rejected == plan.num_images or num_rejected > max_rejected_fraction * plan.num_images:
         key, reason = next(iter(shown.items()))
+        accepting = ""
+        if num_rejected < plan.num_images:
+            shares = (percent / 100 for percent in range(101))
+            least = next(share for share in shares if num_rejected <= share * plan.num_images)
+            accepting = (
+                f", or leave them out with convert.max_rejected_fraction={least:g}, which uses the "
+                "shards that are made"
+            )
         raise ValueError(
             f"{num_rejected} of {plan.num_images} files of the source are not usable images, above "
             f"convert.max_rejected_fraction={max_rejected_fraction}; the first is {key!r}: "
-            f"{reason}. {place.child(REJECTED_FILE).uri} lists all. Raise the limit and run the "
-            "command again, which makes no shard again; or mend the source and run it again"
+            f"{reason}. {place.child(REJECTED_FILE).uri} lists all. Mend or remove them and run "
+            f"the command again{accepting}"
         )
     _check_shards(plan, folder, written)
     check_lock(staging, lock_number)

@@ -188,6 +188,39 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+def test_a_name_of_a_shipped_recipe_and_of_an_own_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("digits.yaml").write_text("base: digits\nname: mine\n")
+    Path("pets.yaml").write_text("base: digits\nname: pets\n")
+    for name, full in (("digits", "digits"), ("pets", "finetune/pets")):
+        done = run_cli("plan", name, "--recipe")
+        assert done.exit_code == 2
+        assert done.stderr == (
+            f"error: recipe '{name}' can be '{name}.yaml' or the shipped recipe '{full}'; give "
+            f"{name}.yaml, or jobs/recipes/{full} for the shipped one\n"
+        )
+        own, shipped = run_cli("plan", f"{name}.yaml", "--recipe"), f"jobs/recipes/{full}"
+        assert f"name: {'mine' if name == 'digits' else 'pets'}\n" in own.stdout
+        assert run_cli("plan", shipped, "--recipe").exit_code == 0
+    assert run_cli("plan", "cifar10", "--recipe").exit_code == 0
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize("words", ["recipes", "pretrain digits --recipe", "plan digits --help all"])
+def test_a_reader_that_has_seen_enough_is_no_error(words: str, is_buffered: bool) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, *([] if is_buffered else ["-u"]), "-m", "vit_ray", *words.split()],
+        stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_help_and_refusals_import_nothing_heavy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN_EACH, json.dumps(LIGHT)],

@@ -43,6 +43,22 @@ def shipped_recipe(name: str) -> Path | None:
     return recipes_folder() / f"{found[0]}.yaml" if len(found) == 1 else None
 
 
+def require_one_recipe(name: str) -> None:
+    """Check that a name given by a user means one recipe.
+
+    Raises:
+        ValueError: it is that of a shipped recipe and, with `.yaml`, of another file.
+    """
+    shipped, file = shipped_recipe(name), Path(f"{name}.yaml")
+    if shipped is None or Path(name).is_file() or not file.is_file() or file.samefile(shipped):
+        return
+    full = shipped.relative_to(recipes_folder()).with_suffix("").as_posix()
+    raise ValueError(
+        f"recipe {name!r} can be {str(file)!r} or the shipped recipe {full!r}; give {file}, or "
+        f"jobs/recipes/{full} for the shipped one"
+    )
+
+
 def header_of(path: Path) -> Header:
     """Title, expected result and cost of a recipe, each on one line."""
     lines = []

@@ -7,11 +7,12 @@ import logging
 import os
 import pkgutil
 import re
+import select
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 import yaml
@@ -88,18 +89,29 @@ def _ended(run: Callable[[], int | None]) -> int:
     Errors of the user and of the storage end in one line, or with VIT_RAY_LOGS=1 in a traceback.
     """
     try:
-        return run() or 0
+        code = run() or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:  # not during a training, which ends itself with a checkpoint
         print(
             "stopped; run the same command again to continue from what is finished", file=sys.stderr
         )
         return 130
     except (ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            raise  # of `| head`; click ends quietly
         sys.stdout.flush()  # the error comes last
         wants_all = os.environ.get("VIT_RAY_LOGS") == "1"
         text = traceback.format_exc() if wants_all else f"error: {error}"
         print(redact(text), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:

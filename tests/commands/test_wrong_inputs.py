@@ -86,7 +86,9 @@ MISTAKES = [
     (f"export digits seed={2**64}", f"seed={2**64}: Input should be less than {2**63}"),
     ("export digits data.train=2026-01-01 optim.steps=-5", "optim.steps=-5: .*greater than 0"),
     ("pretrain digits --optim.steps=5", "without dashes: optim.steps=VALUE"),
-    ("pretrain digits --batch-size 64", "without dashes: batch_size=VALUE"),
+    ("pretrain digits --batch-size 64", "without dashes: train.global_batch_size=VALUE"),
+    ("pretrain digits --epochs=3", "without dashes: optim.epochs=VALUE"),
+    ("pretrain digits --nonsense=3", "without dashes: nonsense=VALUE"),
     ("pretrain digits --dryrun", "Did you mean '--dry-run'"),
     (
         "pretrain digits --help optm",

@@ -21,7 +21,7 @@ from click.shell_completion import CompletionItem
 from vit_ray.commands.early_checks import check_packages, check_places, note_unread
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
-from vit_ray.config.help import key_names, require_keys
+from vit_ray.config.help import key_names, known_key, require_keys
 from vit_ray.config.secrets import RedactingFormatter, redact
 from vit_ray.config.shipped_recipes import recipe_names, require_one_recipe
 from vit_ray.own_parts import trust_modules
@@ -144,7 +144,7 @@ class _Job(click.Command):
         except click.NoSuchOption as error:
             if error.possibilities or not error.option_name.startswith("--"):
                 raise
-            key = error.option_name.lstrip("-").replace("-", "_")
+            key = known_key(error.option_name.lstrip("-").replace("-", "_"))
             raise click.UsageError(
                 f"no such option: {error.option_name}; write keys of the recipe without dashes: "
                 f"{key}=VALUE",

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from vit_ray.config.recipe import Recipe
 from vit_ray.config.resume_compatibility import on_resume
-from vit_ray.config.validation import dotted_keys, fields_below, is_list, section_type
+from vit_ray.config.validation import dotted_keys, fields_below, is_list, nearest_key, section_type
 
 Node = dict[str, Any]
 
@@ -53,6 +53,11 @@ def key_names() -> list[str]:
     """Every key that takes a value."""
     sections = {section.name for section in describe_sections()}
     return [name for name in dotted_keys(Recipe) if name not in sections]
+
+
+def known_key(key: str) -> str:
+    """The key itself if a recipe has it, otherwise the most similar one, or the key if none is."""
+    return key if key in key_names() else nearest_key(Recipe, key) or key
 
 
 def require_keys(recipe: Recipe, keys: Sequence[str], example: str) -> None:

@@ -101,8 +101,8 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
         case "extra_forbidden":
-            valid = list(_section_at(schema, where[:-1]).model_fields)
-            hint = _nearest(schema, key, valid)
+            valid = _section_at(schema, where[:-1]).model_fields
+            hint = nearest_key(schema, key)
             meant = f"; did you mean {hint}?" if hint else ""
             return f"unknown key {key}{meant} (valid in this section: {', '.join(valid)})"
         case "missing":
@@ -122,10 +122,15 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
     return f"{key}={given!r}: {message}"
 
 
-def _nearest(schema: type[BaseModel], key: str, valid: list[str]) -> str | None:
+def nearest_key(schema: type[BaseModel], key: str) -> str | None:
     """The key that was meant: an alias here, a near or longer key here, then either anywhere."""
     section, dot, unknown = key.rpartition(".")
     prefix, everything = section + dot, dotted_keys(schema)
+    valid = [
+        name.removeprefix(prefix)
+        for name in everything
+        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
+    ]
     alias = _ALIASES.get(unknown)
     alias = alias if alias in everything else None
     if alias and alias.startswith(prefix):

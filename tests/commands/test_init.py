@@ -169,7 +169,30 @@ def test_files_that_are_no_images_are_told_and_some_are_no_matter(here: Path) ->
     (here / "images" / "class_1" / "0.jpg").write_bytes(b"")
     done = run_cli("init", "images")
     assert done.exit_code == 0, done.stderr
+    assert "images: 6 files of 2 classes\n" in done.stdout
     assert "2 of 6 sampled files are not images (" in done.stdout
+
+
+def test_classes_without_images_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "connect", lambda recipe: None)
+    run_in_this_process(monkeypatch)
+    write_images(here / "images", 2, 20, 40, 40)
+    (here / "images" / "empty" / "deep").mkdir(parents=True)
+    (here / "images" / "notes").mkdir()
+    (here / "images" / "notes" / "notes.txt").write_text("a text")
+    (here / "images" / "damaged").mkdir()
+    (here / "images" / "damaged" / "1.jpg").write_bytes(b"")
+    text = "warning: images: {} have no images: {}; add images, or remove them there\n"
+    done = run_cli("init", "images")
+    assert text.format("2 classes", "empty, notes") in done.stdout
+    change = "convert.max_rejected_fraction=0.1"
+    planned = run_cli("convert", "images.yaml", change, "--dry-run")
+    assert text.format("2 classes", "empty, notes") in planned.stdout
+    for _ in range(2):  # made, and there already
+        done = run_cli("convert", "images.yaml", change)
+        assert text.format("3 classes", "damaged, empty, notes") in done.stdout, done.stderr
+    classes = open_dataset("data/images/train").classes
+    assert classes == ["class_0", "class_1", "damaged", "notes"]  # the order of other conversions
 
 
 def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import platform
 
 from vit_ray.config import Recipe
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.convert.destination import convert_of
 from vit_ray.data.prepare.estimate import estimate_conversion, num_cores
 from vit_ray.data.prepare.progress import clock
+from vit_ray.data.prepare.sources.folders import class_of, empty_text
+from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.launch.cluster.connection import connect
 
 
@@ -25,6 +28,8 @@ def run_convert(recipe: Recipe) -> int:
     report = convert(config, recipe.seed)
     for what, names in report.fields.items():
         print(f"{config.source}: the {what} is in the field {', '.join(names)}")
+    if empty := classes_without_images(config, report):
+        print(empty_text(config.source, empty))
     for note in report.notes:
         print(f"{config.destination}: {note}")
     print(
@@ -50,6 +55,7 @@ def describe_conversion(recipe: Recipe) -> str:
     source = f"{plan.source_bytes / 2**20:,.1f} MiB" if plan.source_bytes else "unknown size"
     shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
     reason = f"; the first: {plan.reason}" if plan.reason else ""
+    empty = plan.empty_classes
     cores, rate = num_cores(), plan.num_images / plan.seconds
     return "\n".join(
         [
@@ -62,8 +68,16 @@ def describe_conversion(recipe: Recipe) -> str:
             f"rejected    {plan.num_rejected} of {plan.num_sampled} sampled images{reason}",
             f"time        about {clock(plan.seconds / cores)} on the {cores} cores of this machine "
             f"({platform.node()}), {rate:,.0f} images/s per core",
+            *([empty_text(config.source, empty)] if empty else []),
         ]
     )
+
+
+def classes_without_images(config: ConvertConfig, report: ConvertReport) -> list[str]:
+    """Names of the data set's classes, and of class folders of the source, without any image."""
+    folders = filter(None, map(class_of, units_of(config)))
+    counts = report.label_histogram
+    return sorted(name for name in {*folders, *counts} if not counts.get(name))
 
 
 def rejected_text(report: ConvertReport) -> str:

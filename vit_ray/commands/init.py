@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import load_recipe
 from vit_ray.data.prepare.estimate import Estimate, estimate_conversion
+from vit_ray.data.prepare.sources.folders import empty_text
 from vit_ray.data.prepare.sources.splits import SeveralSplitsError
 from vit_ray.storage import Location, locate
 
@@ -37,13 +38,6 @@ class _Look(NamedTuple):
     split: str | None
     """Name of the training split, if the source has several."""
     test_split: str | None
-
-    @property
-    def counts(self) -> str:
-        about, least = ("", "") if self.found.is_exact else ("about ", "at least ")
-        return (
-            f"{about}{self.found.num_images:,} images of {least}{self.found.num_classes:,} classes"
-        )
 
 
 def write_recipe(images: str, out: str | None) -> int:
@@ -72,7 +66,9 @@ def write_recipe(images: str, out: str | None) -> int:
         load_recipe(written)
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
-    print(f"{images}: {look.counts}")
+    print(f"{images}: {look.found.counts}")
+    if look.found.empty_classes:
+        print(empty_text(images, look.found.empty_classes))
     if look.found.num_rejected:
         print(
             f"{look.found.num_rejected} of {look.found.num_sampled} sampled files are not images ("
@@ -156,7 +152,7 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
     steps_per_epoch = max(1, trained // batch)
     return "\n".join(
         [
-            f"# {look.counts} in {images!r}",
+            f"# {look.found.counts} in {images!r}",
             "# Commands:",
             *(f"#   {line}" for line in lines),
             f"name: {json.dumps(name)}",

@@ -7,8 +7,9 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from vit_ray.config.command_sections import ConvertConfig
@@ -21,6 +22,7 @@ from vit_ray.data.prepare.sources.entries import (
     SourceChangedError,
     SourceUnit,
 )
+from vit_ray.data.prepare.sources.folders import class_of, is_image_name
 from vit_ray.data.prepare.sources.formats import class_names_in_file, index_unit, list_units
 from vit_ray.data.prepare.sources.hub import facts_in_place, rows_of
 from vit_ray.data.prepare.sources.source_index import units_of
@@ -48,6 +50,7 @@ class Estimate:
         num_sampled, num_rejected: images that were read, and unusable ones among them.
         shorter_side: median of the usable ones, in pixels.
         reason: why the first of the others is unusable; empty if there is none.
+        empty_classes: class folders, of those that were counted, without a file named as an image.
     """
 
     num_images: int
@@ -63,6 +66,14 @@ class Estimate:
     num_rejected: int
     shorter_side: int
     reason: str
+    empty_classes: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> str:
+        """Images and classes as text; files if some of them are not images."""
+        about, least = ("", "") if self.is_exact else ("about ", "at least ")
+        what = "files" if self.num_rejected else "images"
+        return f"{about}{self.num_images:,} {what} of {least}{self.num_classes:,} classes"
 
     @property
     def is_exact(self) -> bool:
@@ -116,6 +127,7 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
         num_rejected=len(reasons),
         shorter_side=round(statistics.median(sides)),
         reason=next(iter(reasons), ""),
+        empty_classes=tuple(sorted(label for label, count in found.named.items() if not count)),
     )
 
 
@@ -133,6 +145,8 @@ class _Counted:
     images: int = 0
     bytes: int = 0
     parts: float = 0
+    named: Counter[str] = field(default_factory=Counter)
+    """Files named as images in each class folder."""
 
 
 def _counted(
@@ -153,10 +167,14 @@ def _counted(
             found.bytes += sum(size for _, size in facts.groups)
             found.labels.update(() if declared else facts.labels)
         else:
+            folder = class_of(unit)
+            found.named.update({folder: 0} if folder else {})
             for entry in _entries(unit, locate(f"{scratch}/{number}")):
                 found.images += 1
                 found.bytes += max(entry.length, 0) + entry.extra_bytes
                 found.labels.update(() if config.classes else entry.labels)
+                if folder and is_image_name(entry.path):
+                    found.named[folder] += 1
                 sample.offer(entry)
                 is_inside = entry.path == unit.path and entry.problem is None
                 if is_inside and time.monotonic() > end_s:
@@ -168,7 +186,7 @@ def _counted(
         if time.monotonic() > end_s:
             break
     if units[0].format == "folder" and not config.classes:
-        found.labels.update(unit.path.rsplit("/", 1)[-1] for unit in units[int(found.parts) :])
+        found.labels.update(filter(None, map(class_of, units[int(found.parts) :])))
     return found
 
 

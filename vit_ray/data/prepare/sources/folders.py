@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vit_ray import s3
@@ -35,6 +35,20 @@ def index_folder(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
             path, WHOLE_FILE, size, key, (label,), label_kind="name", version=version
         )
         yield entry if problem is None else replace(entry, length=0, labels=(), problem=problem)
+
+
+def class_of(unit: SourceUnit) -> str | None:
+    """The class of a class folder; None for another unit."""
+    return unit.path.rsplit("/", 1)[-1] if unit.format == "folder" else None
+
+
+def empty_text(source: str, classes: Sequence[str]) -> str:
+    """The line about classes without images."""
+    shown = ", ".join(classes[:10]) + (" and others" if len(classes) > 10 else "")
+    what = (
+        "1 class has no images" if len(classes) == 1 else f"{len(classes)} classes have no images"
+    )
+    return f"warning: {source}: {what}: {shown}; add images, or remove them there"
 
 
 def index_loose_files(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:

@@ -128,6 +128,12 @@ def test_large_images_without_a_test_split_hold_some_out(
     assert (recipe.model.name, recipe.model.image_size) == ("ViT-Ti/16", 224)
     assert recipe.data.held_out_fraction == 0.1
     assert recipe.train.global_batch_size == batch
+    lines = (here / "mine.yaml").read_text().splitlines()
+    (first,) = (line for line in lines if "name=images-first" in line)
+    look = load_recipe("mine.yaml", shlex.split(first.removeprefix("#"))[3:])
+    steps = look.optim.total_steps(recipe_images := round(2 * count * 0.9), batch)
+    assert steps == round(10 * recipe_images / batch)
+    assert look.optim.warmup_steps == look.evaluate.every_steps == max(1, steps // 10)
     planned = run_cli("pretrain", "mine.yaml", "--dry-run")
     assert planned.exit_code == 0, planned.stderr
     (hint,) = (

@@ -121,6 +121,8 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
         batch //= 2
     epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, round(_IMAGES_SEEN / trained)))
     steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
+    few = 10 if epochs > 10 else 1
+    tenth = max(1, round(few * trained / batch) // 10)
     split, test = look.split, look.test_split
     destination, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
     model, why = _model(side, count)
@@ -162,10 +164,11 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
             f"model: {json.dumps(model)}",
             "data:",
             *data,
-            f"# {epochs} epochs: 90 epochs of ImageNet-1k would be "
-            f"{round(_IMAGES_SEEN / trained):,} epochs here; the range used is {_LEAST_EPOCHS} to "
-            f"{_MOST_EPOCHS}.",
-            "# For a first look take 10: `optim.epochs=10 optim.warmup_steps=100`.",
+            f"# {epochs} epochs, in a range of {_LEAST_EPOCHS} to {_MOST_EPOCHS}: the images of 90 "
+            f"epochs of ImageNet-1k would be {round(_IMAGES_SEEN / trained):,} epochs here.",
+            "# For a first look:",
+            f"#   {command.format('pretrain')} name={name}-first optim.epochs={few} "
+            f"optim.warmup_steps={tenth} evaluate.every_steps={tenth}",
             "optim:",
             "  name: adamw",
             "  learning_rate: 0.001  # the paper's for ImageNet-21k; tune it with `vit-ray sweep`",

@@ -339,8 +339,11 @@ def test_a_run_without_a_length_is_refused() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"warmup_steps=9 is not shorter than the run \(5"):
-        OptimConfig(steps=5, warmup_steps=9).total_steps(1000, 100)
+    for steps, proposed in ((1, 0), (5, 1), (9, 1), (500, 50)):
+        message = rf"is not shorter than the run \({steps} .*set optim.warmup_steps={proposed}$"
+        with pytest.raises(ValueError, match=message):
+            OptimConfig(steps=steps, warmup_steps=500).total_steps(1000, 100)
+        OptimConfig(steps=steps, warmup_steps=proposed).total_steps(1000, 100)
 
 
 def test_accumulation_is_the_quotient_or_names_the_nearest_batch() -> None:

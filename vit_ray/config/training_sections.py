@@ -457,7 +457,7 @@ class OptimConfig(Section):
         if self.warmup_steps >= total:
             raise ValueError(
                 f"optim.warmup_steps={self.warmup_steps} is not shorter than the run ({total} "
-                f"steps); set it below {total}"
+                f"steps); set optim.warmup_steps={max(min(1, total - 1), total // 10)}"
             )
         return total
 

@@ -201,8 +201,8 @@ def _refuse_too_late(
         )
     way_out = "" if ended else ", or make the run longer (with resume=changed)"
     raise ValueError(
-        f"{run} has finished, so that nothing would be trained with {_listed(changes)}; restore "
-        f"the earlier value, or choose another name{way_out}"
+        f"{run} has finished, and these keys have changed: {_listed(changes)}; restore the earlier "
+        f"values to see its result, or choose another name{way_out}"
     )
 
 

@@ -413,6 +413,8 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
     assert re.search(told, message, re.S)
     left = {path.name for path in set(folder.rglob("*")) - before if not path.is_dir()}
     assert {name for name in left if not is_lock_file(name)} <= {"text.db.lock"}
+    if words.startswith(("pretrain", "finetune")):
+        assert not left
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])

@@ -115,26 +115,20 @@ def prepared_training(
     run_folder.refuse_file_in_its_place("output")
     if not run_folder.is_local:
         check_rights(run_folder)
+    prepared = PreparedRun(kind, resolved, until_step=until_step, began_s=began_s)
+    is_new = not run_folder.exists()
+    if is_new:  # a recipe that is refused leaves no folder, which the lock would make
+        find_resume_point(recipe)
+        _check_start(prepared)
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []
         changes: list[str] = []
         training_id = None
         resume_from = find_resume_point(recipe, damage.append)
-        prepared = PreparedRun(
-            kind,
-            resolved,
-            resume_from,
-            lock_number=lock_number,
-            until_step=until_step,
-            began_s=began_s,
-        )
-        if recipe.distill is not None and not prepared.is_over:
-            from vit_ray.train.distillation import check_teacher  # with torch: seconds
-
-            with needing_right("read", recipe.distill.teacher):
-                check_teacher(recipe, resolved.manifest.num_classes)
+        prepared = replace(prepared, resume_from=resume_from, lock_number=lock_number)
+        if not is_new:
+            _check_start(prepared)
         if resume_from is None:
-            check_weights(prepared)
             training_id = begin_without_checkpoint(run_folder, damage.append)
         else:
             begun = resume_from.position.recipe["data"]["shuffle_window"]
@@ -152,6 +146,22 @@ def prepared_training(
             *((EventKind.RECIPE_CHANGED, text) for text in changes),
         )
         yield replace(prepared, resolved=resolved, notes=notes, training_id=training_id)
+
+
+def _check_start(prepared: PreparedRun) -> None:
+    """Check the teacher of a run that is not over, and the weights that a new one starts from.
+
+    Raises:
+        ValueError: as `check_teacher` and `check_weights`.
+    """
+    recipe = prepared.recipe
+    if recipe.distill is not None and not prepared.is_over:
+        from vit_ray.train.distillation import check_teacher  # with torch: seconds
+
+        with needing_right("read", recipe.distill.teacher):
+            check_teacher(recipe, prepared.resolved.manifest.num_classes)
+    if prepared.resume_from is None:
+        check_weights(prepared)
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:

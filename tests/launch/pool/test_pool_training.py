@@ -87,6 +87,21 @@ def test_a_stop_does_not_hide_what_the_run_had_failed_of(
     assert pools.events == []
 
 
+def test_a_file_of_mlflow_that_is_being_created_is_no_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Pools(monkeypatch, None).train(tmp_path, away_at="sqlite:////home/mlflow.db")
+    note = "MLflow is still creating or opening sqlite:////home/mlflow.db; "
+    assert capsys.readouterr().err.startswith(note)
+    assert not caplog.records
+    Pools(monkeypatch, None).train(tmp_path, away_at="http://user:secret@mlflow:5000")
+    assert "mlflow:5000 does not answer; " in caplog.text
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("error", "left"),
     [

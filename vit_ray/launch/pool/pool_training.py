@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Final
 
+from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -56,12 +58,7 @@ def run_workers(
             with borrowed_pool(shape, is_private=cluster.is_private) as pool:
                 # While the pool's workers import: an error in opening the record ends the run.
                 if job.record.run_id(ANSWER_LIMIT_S) is None:
-                    logger.warning(
-                        "MLflow at %s does not answer; %s continues, and its record waits in %s",
-                        redact(job.recipe.tracking.uri),
-                        job.recipe.name,
-                        job.recipe.run_folder,
-                    )
+                    _say_that_the_record_waits(job.recipe)
                 pool.run(job, streams)
         except (PoolEndedError, NoPlaceError) as ended:
             error = ended
@@ -87,3 +84,22 @@ def run_workers(
     if failure is not None:
         kind = RunDivergedError if failure.has_diverged else RunFailedError
         raise kind(failure.reason) from error
+
+
+def _say_that_the_record_waits(recipe: Recipe) -> None:
+    """A note for a SQLite file, whose schema takes MLflow seconds; a warning for a server."""
+    uri = redact(recipe.tracking.uri)
+    if uri.startswith("sqlite:"):
+        print(
+            f"MLflow is still creating or opening {uri}; {recipe.name} trains meanwhile, and is "
+            "recorded there when it is open",
+            file=sys.stderr,
+            flush=True,
+        )
+    else:
+        logger.warning(
+            "MLflow at %s does not answer; %s continues, and its record waits in %s",
+            uri,
+            recipe.name,
+            recipe.run_folder,
+        )

@@ -196,6 +196,20 @@ def _clear(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
+def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_differ(
+    tmp_path: Path,
+) -> None:
+    run = write_run(
+        tmp_path / "run", small_model("ViT"),
+        name="ViT", image_size=32, **TINY_VIT,
+    )  # fmt: skip
+    other = {**TINY_VIT, "depth": TINY_VIT["depth"] + 1, "mlp_dim": 96}
+    config = ModelConfig(name="ViT", image_size=48, **other)
+    told = f"the run has model.depth={TINY_VIT['depth']}, model.mlp_dim={TINY_VIT['mlp_dim']}$"
+    with pytest.raises(ValueError, match=told):
+        planned_load(config, 9, run, True, "bilinear")
+
+
 def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -> None:
     (bucket / "torn.npz").write_bytes(b"PK torn")
     (bucket / "model.pth").write_bytes(b"pickled")

@@ -197,7 +197,7 @@ TRANSFERS = [
     (
         "evaluate tiny.yaml init_from=sets/of4.npz",
         "init_from: .*does not fit this ViT:.*of another shape: head.weight is 4x32, the model has "
-        "3x32",
+        "3x32.*of other classes: 4, the model has 3",
     ),
     (
         "sweep tiny.yaml sweep.learning_rates=[]",
@@ -421,13 +421,19 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
 def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_path: Path) -> None:
     changes = ["init_from=gone", f"output={tmp_path}", "name=mine", "data.train=null"]
     recipe = load_recipe("digits", [*changes, "data.eval=null"])
-    with pytest.raises(ValueError, match="init_from: 'gone' holds no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"init_from: 'gone' does not exist; give a run"):
         check_places(COMMANDS[name], recipe)
+    for step in ("step-00000131", "step-00000509"):
+        (tmp_path / "run" / step).mkdir(parents=True)
+    path = str(tmp_path / "run" / "step-00000130")
+    held = r"step-00000130' does not exist \(.*/run has step-00000131, step-00000509\); give a run"
+    with pytest.raises(ValueError, match=held):
+        check_places(COMMANDS[name], recipe.with_changes(init_from=path))
     (tmp_path / "mine").mkdir()
     if name == "finetune":
         check_places(COMMANDS[name], recipe)
     else:
-        with pytest.raises(ValueError, match="init_from: 'gone' holds no whole checkpoint"):
+        with pytest.raises(ValueError, match=r"init_from: 'gone' does not exist; give a run"):
             check_places(COMMANDS[name], recipe)
 
 

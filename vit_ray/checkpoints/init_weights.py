@@ -16,6 +16,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import find_weights
 from vit_ray.checkpoints.weight_files import find_weight_file, read_weight_file
 from vit_ray.config.training_sections import ModelConfig
+from vit_ray.config.validation import value_text
 from vit_ray.models import build_model
 from vit_ray.models.positions import ResizeMode
 from vit_ray.models.sizes import Grid
@@ -84,6 +85,14 @@ def planned_load(
             return weights.load_into(_model_without_values(config, num_classes), new_head, resize)
     except (RuntimeError, IndexError) as error:  # of torch, for a tensor of too few dimensions
         raise ValueError(f"{path} does not fit this model: {error}") from error
+    except ValueError as error:
+        before = weights.position.recipe.get("model", {}) if weights.position else {}
+        now = config.model_dump(mode="json", exclude={"image_size"})
+        others = [key for key in now if before.get(key, now[key]) != now[key]]
+        if not others:
+            raise
+        listed = ", ".join(f"model.{key}={value_text(before[key])}" for key in others)
+        raise ValueError(f"{error}; the run has {listed}") from None
 
 
 @lru_cache(maxsize=8)

@@ -96,9 +96,11 @@ def check_places(command: Command, recipe: Recipe) -> None:
                         f"init_from: weights {path!r} do not exist; give a .npz or .safetensors "
                         "file, or the folder of a run"
                     )
+                steps = sorted(one.name for one in place.parent.glob("step-*") if one.is_dir())
+                held = f" ({place.parent} has {', '.join(steps)})" if steps else ""
                 raise ValueError(
-                    f"init_from: {path!r} holds no whole checkpoint; give a run folder, one of "
-                    "its step-* folders, or an exported weight file"
+                    f"init_from: {path!r} does not exist{held}; give a run folder, one of its "
+                    "step-* folders, or an exported weight file"
                 )
             elif not place.exists():
                 raise ValueError(

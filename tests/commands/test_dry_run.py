@@ -49,6 +49,17 @@ def test_it_states_steps_batches_memory_and_compute() -> None:
         assert re.search(rf"^ +{part} +\d+\.\d\d GiB$", text, re.MULTILINE), part
 
 
+def test_a_short_training_is_counted_in_minutes_and_the_device_is_named() -> None:
+    lines = describe_training(small()).splitlines()
+    (cost,) = (line for line in lines if line.startswith("training "))
+    assert "exaFLOPs, below one H200-minute at 40 % MFU" in cost
+    longer = describe_training(small(optim={"epochs": 300_000}))
+    exaflops, minutes = re.search(r"([\d.,]+) exaFLOPs, ([\d.]+) H200-minutes", longer).groups()  # type: ignore[union-attr]
+    # An H200 has 989 TFLOP/s in bf16 (data sheet).
+    assert float(minutes) == pytest.approx(float(exaflops) * 1e18 / (0.4 * 989.5e12) / 60, rel=0.05)
+    assert lines[-1].startswith("planned for             H200 (plan.device); on another device or")
+
+
 def test_the_memory_that_it_prints_is_the_estimates() -> None:
     recipe = small()
     text = describe_training(recipe)

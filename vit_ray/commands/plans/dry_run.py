@@ -33,6 +33,10 @@ def describe_training(recipe: Recipe) -> str:
     lines = describe_work(recipe, facts, cluster)
     for world_size in _shown_sizes(recipe):
         lines += _describe_group(recipe, facts, cluster, world_size)
+    lines.append(
+        f"planned for             {recipe.plan.device} (plan.device); on another device or on "
+        "CPUs, the first lines of the progress show the speed"
+    )
     return "\n".join(lines)
 
 

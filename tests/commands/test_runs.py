@@ -50,6 +50,23 @@ def test_a_run_that_nobody_drives_is_as_its_last_driver_left_it(
     assert 0 <= row.age_s < 60
 
 
+def test_an_evaluation_has_its_accuracy_and_no_step_and_long_names_are_whole(
+    tmp_path: Path,
+) -> None:
+    name = "a-run-with-a-name-that-is-longer-than-its-column-evaluation-20260102-030405"
+    log_of(tmp_path / name)
+    log = MetricsLog(metrics_log_path(str(tmp_path / name)))
+    log.metrics(509, {"eval/top1": 0.25, "eval/loss": 2.0})
+    log.append("finish", status="FINISHED")
+    (row,) = list_runs(str(tmp_path))
+    assert (row.state, row.top1, row.age_s) == ("finished", 0.25, None)
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(vit_ray, ["runs", str(tmp_path)]).stdout
+    assert "25.00%" in shown
+    cells = [line.split("│")[1:4] for line in shown.splitlines() if line.startswith("│")]
+    assert "".join(cell[0].strip() for cell in cells) == name
+    assert {cell[2].strip() for cell in cells} == {""}
+
+
 def test_a_run_that_is_driven_says_where_and_one_whose_driver_was_killed_does_not(
     tmp_path: Path,
 ) -> None:

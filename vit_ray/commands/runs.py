@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -61,27 +62,34 @@ def _row(folder: Location) -> RunRow | None:
     name, log = folder.uri.rpartition("/")[2], metrics_log_path(folder.uri)
     if not log.exists() and not has_had_checkpoints(folder):
         return None
-    owner = held_by(folder)
+    owner, recorded = held_by(folder), MetricsLog(log).opened()
     if owner:
         state = f"running: {owner}"
     elif not log.exists():  # its last driver ran on another machine
         state = "not running"
     else:
-        ends = [one["status"] for one in MetricsLog(log).opened() if one["kind"] == "finish"]
+        ends = [one["status"] for one in recorded if one["kind"] == "finish"]
         state = _ENDS.get(ends[-1], ends[-1]) if ends else "interrupted"
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         if list_checkpoints(folder):
             state += "; none of its checkpoints is complete"
-        return RunRow(name, state, 0, None, None, None)
+            return RunRow(name, state, 0, None, None, None)
+        metrics: dict[str, float] = {}  # an evaluation has only a log
+        for one in recorded:
+            metrics |= one["values"] if one["kind"] == "metrics" else {}
+        return RunRow(name, state, 0, _top1(metrics), None, None)
     position = checkpoint.position
     if position.progress.ended and not owner:
         state = f"finished: {position.progress.ended}"
-    metrics = with_best(position.progress.metrics)
-    top1 = next((metrics[key] for key in _ACCURACIES if key in metrics), None)
+    top1 = _top1(with_best(position.progress.metrics))
     committed = checkpoint.folder.child(COMMIT).info().mtime
     age_s = None if committed is None else max(0.0, time.time() - committed.timestamp())
     return RunRow(name, state, position.step, top1, age_s, position.tracking_run_id)
+
+
+def _top1(metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[key] for key in _ACCURACIES if key in metrics), None)
 
 
 def print_runs(output: str, as_json: bool) -> int:
@@ -93,7 +101,9 @@ def print_runs(output: str, as_json: bool) -> int:
     if not rows:
         print(f"no runs in {output}; give the `output` of your recipes")
         return 0
-    table = Table("run", "state", "step", "top-1", "newest checkpoint")
+    table = Table()
+    for title in ("run", "state", "step", "top-1", "newest checkpoint"):
+        table.add_column(title, overflow="fold")
     for row in rows:
         age = "none"
         if row.age_s is not None:
@@ -101,6 +111,7 @@ def print_runs(output: str, as_json: bool) -> int:
             size, unit = next((one for one in sizes if row.age_s >= one[0]), sizes[-1])
             age = f"{row.age_s / size:.0f} {unit} ago"
         top1 = "" if row.top1 is None else f"{row.top1:.2%}"
-        table.add_row(row.name, row.state, str(row.step), top1, age)
+        step = "" if row.age_s is None else str(row.step)
+        table.add_row(row.name, row.state, step, top1, age)
     Console().print(table)
     return 0

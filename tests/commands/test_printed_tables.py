@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 from scipy.stats import binomtest
 
-from vit_ray.commands.printed_tables import print_shares, print_sweep
+from vit_ray.commands.printed_tables import (
+    print_metrics,
+    print_result,
+    print_shares,
+    print_sweep,
+)
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.training import Outcome
+from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 
 
@@ -32,6 +38,24 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys: Any) -> None:
     assert "97.00% (1 run" in single
     assert "+-" not in single
     assert re.search(r"0\.1 +.*failed: a worker died", single)
+
+
+def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys: Any) -> None:
+    result = RunResult(
+        None, "pets", 5, 5, {"eval/top1": 38 / 90, "train/loss": 1.0}, "", num_eval_images=90
+    )
+    print_result(result)
+    low, high = binomtest(38, 90).proportion_ci(method="wilson")
+    text = f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)"
+    assert text in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_evaluation_prints_shares_as_a_training_does(capsys: Any) -> None:
+    print_metrics({"eval/top1": 0.9667, "eval/mean_class_top1": 0.5, "eval/loss": 0.25})
+    shown = capsys.readouterr().out
+    assert re.search(r"eval/top1 +\S+ +96\.67%", shown)
+    assert re.search(r"eval/mean_class_top1 +\S+ +50\.00%", shown)
+    assert re.search(r"eval/loss +\S+ +0\.2500", shown)
 
 
 def test_an_accuracy_has_wilsons_interval_of_its_images(capsys: Any) -> None:

@@ -59,10 +59,20 @@ _OF_CELLS = (
 _AVERAGED = ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}")
 
 
+_TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
+_SHARES = ("top1", "top5", "mean_average_precision")
+"""Ends of the names of accuracies."""
+
+
 def print_result(result: RunResult) -> int:
     """A run's outcome; exit code 0 if it reached its end, 3 if it was stopped on request."""
-    found = result.metrics
-    rows = [(title, form.format(found[key])) for key, title, form in _SHOWN if key in found]
+    found, rows = result.metrics, []
+    for key, title, form in _SHOWN:
+        if key in found:
+            value = form.format(found[key])
+            if key in _TOP1S and result.num_eval_images:
+                value += _interval_text(found[key], result.num_eval_images)
+            rows.append((title, value))
     for key, value in sorted(found.items()):
         if key.startswith(FEW_SHOT_GROUP):
             rows.append((key.removeprefix(FEW_SHOT_GROUP).replace("_", " "), f"{value:.2%}"))
@@ -74,6 +84,14 @@ def print_result(result: RunResult) -> int:
         print(goodput)
     print_link(result.hint, result.run_id)
     return 0 if result.is_complete else 3
+
+
+def _interval_text(share: float, num_images: int) -> str:
+    """Wilson's interval, and the images that it is for."""
+    from vit_ray.report.statistics.intervals import of_share  # scipy is imported only here
+
+    found = of_share(share, num_images)
+    return f" ({found.low:.1%} to {found.high:.1%} at 95 %, {num_images:,} images)"
 
 
 def print_link(hint: str, run_id: str | None) -> None:
@@ -160,7 +178,7 @@ def print_study(result: StudyResult) -> int:
 
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
     """Accuracies on one test set with Wilson's 95 % intervals."""
-    from vit_ray.report.statistics.intervals import of_share  # scipy: not installed in every driver
+    from vit_ray.report.statistics.intervals import of_share  # scipy is imported only here
 
     rows = []
     for name, share in shares.items():
@@ -179,6 +197,15 @@ def print_rows(
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+def print_metrics(metrics: Mapping[str, float]) -> None:
+    """Figures of an evaluation; accuracies in percent."""
+    rows = [
+        (key, f"{value:.2%}" if key.endswith(_SHARES) else f"{value:.4f}")
+        for key, value in sorted(metrics.items())
+    ]
+    print_rows("Evaluation", ("figure", "value"), rows)
 
 
 def print_table(table: report_tables.Table) -> None:

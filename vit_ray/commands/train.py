@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vit_ray.commands.printed_tables import print_result, print_rows, print_table
+from vit_ray.commands.printed_tables import print_metrics, print_result, print_table
 from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
@@ -23,8 +23,7 @@ def evaluate(recipe: Recipe) -> int:
     """Measure the weights in `init_from`; exit code 3 if it was stopped on request."""
     try:
         metrics = run.evaluate(recipe)
-        rows = [(key, f"{value:.4f}") for key, value in sorted(metrics.items())]
-        print_rows("Evaluation", ("figure", "value"), rows)
+        print_metrics(metrics)
         if table := evaluation_table(recipe, metrics):
             print_table(table)
         return 0

@@ -20,6 +20,7 @@ from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
+from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
 from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S
@@ -65,6 +66,8 @@ class RunResult:
     """It was stopped in the evaluation after its last step."""
     ended: str = ""
     """Why it ended before its last step (early stopping); else empty."""
+    num_eval_images: int = 0
+    """Images that the accuracies in `metrics` were measured on; 0 without an evaluation."""
 
     @property
     def is_complete(self) -> bool:
@@ -180,7 +183,7 @@ def run_prepared(
                     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
                         _record_cost(prepared, run, run.control.status().step, use_gpu=use_gpu)
                 raise
-        result = _result(job, run)
+        result = replace(_result(job, run), num_eval_images=_num_eval_images(resolved))
         if prepared.trains:
             cost = _record_cost(prepared, run, result.steps, use_gpu=use_gpu)
             result = replace(result, metrics={**result.metrics, **cost})
@@ -304,4 +307,14 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
         run_id = end_record(prepared.recipe, run_id, position.step, cost)
     result = _result_of(prepared.recipe, total_steps, checkpoint, position.progress.metrics)
     metrics = {**result.metrics, **cost}
-    return replace(result, run_id=run_id, metrics=metrics, already_complete=True)
+    return replace(
+        result,
+        run_id=run_id,
+        metrics=metrics,
+        already_complete=True,
+        num_eval_images=_num_eval_images(prepared.resolved),
+    )
+
+
+def _num_eval_images(resolved: ResolvedRun) -> int:
+    return resolved.streams["eval"].num_images if "eval" in resolved.streams else 0

@@ -145,8 +145,13 @@ def test_an_accuracy_on_held_out_images_is_told(store, tmp_path):
     store.run("cell-a", metrics=WHOLE)
     store.run("cell-b", metrics={"study/exaflops": 2.0, "dev/top1": 0.5})
     text = store.page(tmp_path)[0]
-    assert "1 measured on images held out of the training set" in text
-    assert "or a law: cell-b" in text
+    told = "measured on held-out training images, and so not compared with accuracies on a test set"
+    assert f"1 {told}: cell-b" in text
+
+
+def test_an_accuracy_on_held_out_images_alone_lacks_nothing(store, tmp_path):
+    store.run("cell-b", metrics={"study/exaflops": 2.0, "dev/top1": 0.5})
+    assert "measured on held-out" not in store.page(tmp_path)[0]
 
 
 BEST = {

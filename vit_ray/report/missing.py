@@ -23,6 +23,7 @@ def what_is_missing(
     if not archive.runs:
         return [f"{archive.experiment!r} holds no runs yet; this page is empty until one begins"]
     finished = [run for run in shown if run.status == "FINISHED"]
+    is_tested = any(EVAL_TOP1 in run.metrics and run.is_tested(EVAL_TOP1) for run in finished)
     named = {
         "failed": [run for run in shown if run.status == "FAILED"],
         "stopped before the end": [run for run in shown if run.status == "KILLED"],
@@ -32,9 +33,10 @@ def what_is_missing(
         "finished without an accuracy, and so in no figure of accuracy": [
             run for run in finished if not any(key.endswith("top1") for key in run.metrics)
         ],
-        "measured on images held out of the training set, and so neither a best accuracy, nor in a "
-        "table of the paper or a law": [
-            run for run in finished if run.is_on_dev(EVAL_TOP1) and run.kind in MEASURED_KINDS
+        "measured on held-out training images, and so not compared with accuracies on a test set": [
+            run
+            for run in finished
+            if run.is_on_dev(EVAL_TOP1) and run.kind in MEASURED_KINDS and is_tested
         ],
         "fine-tuned from weights whose pre-training is not among these runs, and so in no figure "
         "over compute": [

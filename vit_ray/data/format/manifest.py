@@ -210,8 +210,8 @@ def open_dataset(path: str) -> Manifest:
                     "convert first"
                 )
             raise ValueError(
-                f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give a folder that "
-                "jobs/convert.py wrote"
+                f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give the destination "
+                "of `vit-ray convert`"
             )
         # Workers of another cluster have working directories of their own.
         manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)

@@ -38,6 +38,10 @@ def command_lines() -> Iterator[tuple[str, str, list[str]]]:
 LINES = list(command_lines())
 FILES = {
     file: block.text for page in PAGES for block in blocks(page) for file in block.told("file")
+} | {
+    f"{images}.yaml": f"base: digits\nname: {images}\n"
+    for page in PAGES
+    for images in re.findall(r"vit-ray init +(\w+)", page.read_text())
 }
 
 

@@ -262,13 +262,12 @@ class Libjpeg:
         """Blocks of a component, without those that only fill up its last MCUs."""
         component = both[0][0].components[number]
         row_bytes = component.width_in_blocks * _BLOCK_BYTES
+        (ours, *in_ours), (theirs, *in_theirs) = (
+            (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
+            for of, array in both
+        )
         for row in range(component.height_in_blocks):
-            one, other = (
-                of.memory.contents.access_virt_barray(
-                    ctypes.addressof(of), array[number], row, 1, 0
-                )
-                for of, array in both
-            )
+            one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
             if self._compare(one[0], other[0], row_bytes):
                 return False
         return True

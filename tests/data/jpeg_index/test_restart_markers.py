@@ -17,6 +17,8 @@ from sklearn.datasets import load_sample_images
 
 from benchmarks.jpeg_rewriting import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture
+from vit_ray.data.images import jpeg
+from vit_ray.data.images.jpeg import size_of_jpeg
 from vit_ray.data.jpeg_index import libjpeg_process, restart_markers
 from vit_ray.data.jpeg_index.headers import header_segments, metadata_of
 from vit_ray.data.jpeg_index.restart_markers import Libjpeg, restart_writer, with_restart_markers
@@ -345,6 +347,50 @@ def test_a_file_that_no_decoder_takes_is_not_looked_through(writer: Libjpeg) -> 
     at = image.index(b"\xff\xc0")
     image[at + 5 : at + 9] = (20_000).to_bytes(2) * 2
     assert writer.ask(libjpeg_process.WARNINGS, bytes(image)) == b""
+
+
+@pytest.fixture
+def writer_at_full_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writer: Libjpeg
+) -> Iterator[Libjpeg]:
+    """Decodes all pixels of a file, not 1/8, for its warnings."""
+    code = Path(libjpeg_process.__file__).read_text()
+    assert code.count("_SCALE: Final = 8") == 1
+    (tmp_path / "whole.py").write_text(code.replace("_SCALE: Final = 8", "_SCALE: Final = 1"))
+    writer.ask(libjpeg_process.WARNINGS, PLAIN)  # so that its process runs
+    monkeypatch.setattr(restart_markers, "_HELPER", tmp_path / "whole.py")
+    library = Libjpeg(writer._command[-1])
+    yield library
+    library.close()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_warnings_at_one_eighth_are_those_at_full_size_and_without_any_the_file_decodes(
+    writer: Libjpeg, writer_at_full_size: Libjpeg, name: str
+) -> None:
+    """Coded data are changed, cut out, or put in; Pillow and OpenCV say what decodes."""
+    rng, num_whole, num_damaged = np.random.default_rng(7), 0, 0
+    for turn in range(40):
+        image = bytearray(FILES[name])
+        at = int(rng.integers(len(image) // 2, len(image) - 2)) if turn else len(image) - 2
+        image[at : at + turn % 3] = rng.bytes(turn % 4)
+        eighth, whole = (
+            library.ask(libjpeg_process.WARNINGS, bytes(image))
+            for library in (writer, writer_at_full_size)
+        )
+        assert whole == eighth
+        if whole == b"" and (size := size_of_jpeg(bytes(image))) is not None:
+            num_whole += 1
+            assert pixels_of(bytes(image)).shape[:2] == size
+            with Image.open(io.BytesIO(image)) as opened:
+                opened.load()
+        num_damaged += whole != b""
+    assert num_whole
+    assert num_damaged or name == "of one pixel"
+
+
+def test_no_file_that_is_taken_for_plain_is_too_large_to_be_looked_through() -> None:
+    assert jpeg._MOST_PIXELS <= libjpeg_process._MOST_PIXELS
 
 
 def test_no_made_up_file_changes_its_picture(writer: Libjpeg) -> None:

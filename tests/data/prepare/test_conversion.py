@@ -16,7 +16,7 @@ from sklearn.datasets import load_sample_images
 
 from tests.conftest import Head
 from tests.data.converting import convert
-from tests.data.pictures import encoded, jpeg, write_class_folders
+from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.prepare.conftest import module_with
 from vit_ray.data import open_dataset
 from vit_ray.data.format import row_groups
@@ -173,6 +173,25 @@ def test_a_header_without_data_is_never_decoded(
     monkeypatch.setattr(shard_images, "decode", lambda image: decoded.append(len(image)))
     report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.5)
     assert (report.num_images, decoded) == (1, [])
+
+
+@pytest.mark.parametrize("index_jpeg", [True, False])
+def test_a_whole_jpeg_is_decoded_by_libjpeg_alone_and_all_else_by_the_decoder_of_training(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_jpeg: bool
+) -> None:
+    source = write_damaged(tmp_path / "source", "whole", "stray bytes")
+    (source / "cat" / "other.png").write_bytes(encoded(picture(0, 30, 40), "PNG"))
+    decode, decoded = shard_images.decode, set[bytes]()
+
+    def noted(image: bytes) -> Any:
+        decoded.add(image)
+        return decode(image)
+
+    monkeypatch.setattr(shard_images, "decode", noted)
+    report = convert(str(source), str(tmp_path / "set"), index_jpeg=index_jpeg)
+    assert (report.num_images, report.num_damaged) == (3, 1)
+    names = ("stray bytes.jpg", "other.png")
+    assert decoded == {(source / "cat" / name).read_bytes() for name in names}
 
 
 def test_a_refusal_is_lifted_without_a_second_conversion(

@@ -42,7 +42,8 @@ _MOST_CPU_S: Final = 60
 _MOST_PIXELS: Final = 178_956_970
 """Most pixels of a decoded file; Pillow refuses more."""
 _SCALE: Final = 8
-"""A file is checked at 1/8, where a block is one pixel, and needs little memory."""
+"""A file is checked at 1/8, where a block is one pixel, and needs little memory. libjpeg decodes
+the codes of all coefficients at every scale (jdhuff.c), and no later step has a warning."""
 
 
 def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:

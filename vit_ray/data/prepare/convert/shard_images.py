@@ -115,16 +115,18 @@ def checked(
         raise ValueError("the file is empty")
     original_crc32 = checksum(image)
     writer = libjpeg if config.index_jpeg else None
-    # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
     found = None
-    declared = _declared_size(image)
+    of_jpeg = size_of_jpeg(image)
+    declared = of_jpeg or _declared_size(image)
     is_over = declared is not None and declared[0] * declared[1] > config.max_pixels
     if (scans := num_scans(image)) > _MOST_SCANS:
         raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MOST_SCANS}")
     turned = orientation_of(image) if config.apply_orientation else 1
-    is_large = _is_too_large(size_of_jpeg(image), config.shrink_to)
+    is_large = _is_too_large(of_jpeg, config.shrink_to)
     is_zeroed = has_zeroed_data(image)
-    if not is_over and not is_large and turned == 1 and not is_zeroed:
+    keeps_pixels = not is_over and not is_large and turned == 1
+    # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
+    if keeps_pixels and not is_zeroed:
         found = _rewritten(image, writer)
     damage = ""
     if found is None:
@@ -139,16 +141,19 @@ def checked(
                 f"it has {declared[1]} x {declared[0]} pixels, more than "
                 f"convert.max_pixels={config.max_pixels}"
             )
-        pixels = original = _TURNS[turned](decode(image))
-        if config.shrink_to is not None and _is_too_large(pixels.shape, config.shrink_to):
-            pixels = _shrunk(pixels, config.shrink_to)
-        if turned != 1 or pixels is not original:
-            _check_sides(pixels.shape)
-            bgr = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
-            quality = [cv2.IMWRITE_JPEG_QUALITY, config.shrink_quality]
-            image = cv2.imencode(".jpg", bgr, quality)[1].tobytes()
-            found = _rewritten(image, writer)
-        size = pixels.shape[:2]
+        if of_jpeg is not None and keeps_pixels and libjpeg is not None and not damage:
+            size = of_jpeg  # libjpeg has read all coded data, as in a file that it rewrites
+        else:
+            pixels = decoded = _TURNS[turned](decode(image))
+            if config.shrink_to is not None and _is_too_large(pixels.shape, config.shrink_to):
+                pixels = _shrunk(pixels, config.shrink_to)
+            if turned != 1 or pixels is not decoded:
+                _check_sides(pixels.shape)
+                bgr = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
+                quality = [cv2.IMWRITE_JPEG_QUALITY, config.shrink_quality]
+                image = cv2.imencode(".jpg", bgr, quality)[1].tobytes()
+                found = _rewritten(image, writer)
+            size = pixels.shape[:2]
     index = None
     if found is not None:
         image, size, index = found.image, found.size, found.index
@@ -159,12 +164,11 @@ def checked(
 
 
 def _declared_size(image: bytes) -> tuple[int, int] | None:
-    """Height and width by the header of a file; None where it cannot be read."""
-    if (size := size_of_jpeg(image)) is None:
-        # Pillow's plugins raise anything; decoding the image will say what is wrong.
-        with contextlib.suppress(Exception), open_image(image) as opened:
-            return opened.height, opened.width
-    return size
+    """Height and width by the header of a file that is no plain JPEG; None where it has none."""
+    # Pillow's plugins raise anything; decoding the image will say what is wrong.
+    with contextlib.suppress(Exception), open_image(image) as opened:
+        return opened.height, opened.width
+    return None
 
 
 def orientation_of(image: bytes) -> int:

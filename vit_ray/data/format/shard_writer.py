@@ -27,7 +27,8 @@ class EncodedImage:
         original_crc32: checksum of the file as it came, if it is another.
         index: of the restart markers that it was given.
         damage: what is wrong with its file, which decodes all the same; not stored.
-        crc32: checksum of the image where it lies, if `image` is empty as it is elsewhere.
+        crc32: checksum of the image, if it is known; also where `image` is empty as it lies
+            elsewhere.
     """
 
     image: bytes

@@ -113,7 +113,7 @@ def checked(
         raise image
     if not image:
         raise ValueError("the file is empty")
-    original_crc32 = checksum(image)
+    original, original_crc32 = image, checksum(image)
     writer = libjpeg if config.index_jpeg else None
     found = None
     of_jpeg = size_of_jpeg(image)
@@ -158,9 +158,11 @@ def checked(
     if found is not None:
         image, size, index = found.image, found.size, found.index
     height, width = size
+    crc32 = original_crc32 if image is original else None
     return EncodedImage(
-        image, labels, key, width, height, original_crc32=original_crc32, index=index, damage=damage
-    )
+        image, labels, key, width, height,
+        original_crc32=original_crc32, index=index, damage=damage, crc32=crc32,
+    )  # fmt: skip
 
 
 def _declared_size(image: bytes) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ import cv2
 import numpy as np
 import PIL
 
-from vit_ray.data.jpeg_index.headers import END, is_front, metadata_of, read_frame
+from vit_ray.data.jpeg_index.headers import is_front, metadata_of, read_frame
 from vit_ray.data.jpeg_index.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
 from vit_ray.data.jpeg_index.restart_index import RestartIndex, index_segments, interval_for
 
@@ -37,8 +37,9 @@ _SEGMENT_PIXELS: Final = 64 * 16
 its bytes. With twice as many, crops take 10 % longer, because more is decoded around them."""
 _MOST_PIXELS: Final = 1 << 26
 """Most pixels of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
-_LATER_METADATA: Final = re.compile(rb"\xff[\xe0-\xef\xfe]")
-"""Comments and applications' segments after the first scan's header, which libjpeg drops."""
+_END_OR_METADATA: Final = re.compile(rb"\xff[\xd9\xe0-\xef\xfe]")
+"""The end, or comments and applications' segments after the first scan's header, which libjpeg
+drops."""
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
 """Length of a JFIF segment without a thumbnail, and of an Adobe segment, with the marker."""
 _ANSWER_WITHIN_S: Final = 300.0
@@ -176,13 +177,12 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
     if frame is None or frame.height * frame.width > _MOST_PIXELS:
         return None
     # In coded data 0xff 0xd9 is always the end; a second picture may follow it.
-    if image.find(END, frame.scan_at) != len(image) - len(END):
+    found = _END_OR_METADATA.search(image, frame.scan_at)
+    if found is None or found.end() != len(image):
         return None
     metadata = metadata_of(image)
     # JFIF's and Adobe's segments with more than libjpeg writes, such as a thumbnail, would lose it.
     if any(len(s) != _FRONT_BYTES[s[1]] for s in metadata if is_front(s)):
-        return None
-    if _LATER_METADATA.search(image, frame.scan_at):
         return None
     interval = interval_for(frame, _SEGMENT_PIXELS)
     # The file's own tables may have no room for missing codes.

@@ -90,3 +90,34 @@ def test_the_cost_of_an_index_is_a_ratio_within_each_round(
     assert [cells(row)[4:] for row in rows] == [
         ["1.00", "1.000"], ["1.50", "1.040"],
     ]  # fmt: skip
+
+
+def test_writers_are_compared_on_distinct_files_and_within_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratios of rounds are 2, 4 and 1, that of the medians is 1."""
+    turns: dict[str, list[float]] = {}
+
+    def measured(way: str, source: Path, target: Path) -> dict[str, Any]:
+        files = sorted(source.glob("*/*.jpg"))
+        assert len({file.read_bytes() for file in files}) == 6
+        total = sum(file.stat().st_size for file in files)
+        facts = {"images": len(files), "bytes": 2 * total, "cpu_s": 0.03}
+        if len(files) == 20:
+            return {**facts, "seconds": 1.0}
+        done = turns.setdefault(way, [])
+        done.append(([2.0, 12.0, 3.0] if way in data_convert.OURS else [1.0, 3.0, 3.0])[len(done)])
+        return {**facts, "seconds": done[-1], "synced_s": 2 * done[-1]}
+
+    monkeypatch.setattr(data_convert, "measure_way", measured)
+    images = [tmp_path / name for name in ("a.jpg", "b.jpg")]
+    for number, image in enumerate(images):
+        image.write_bytes(jpeg(number, 200, 300))
+    text, *rows = data_convert.peers_table(images, 6, tmp_path / "copies", 3)
+    assert "takes 1.0 s; without it the rates of the first 3 rows are 3, 3, 3 images/s" in text
+    found = [cells(row) for row in rows[2:]]
+    assert [row[0] for row in found] == [*data_convert.OURS, *data_convert.PEERS]
+    assert [row[2:5] for row in found] == [
+        *[["2", "0 to 3", "1.00"]] * 3, *[["2", "2 to 6", "2.00"]] * 4,
+    ]  # fmt: skip
+    assert {tuple(row[5:]) for row in found} == {("5.00", "2.000", "1")}

@@ -69,10 +69,10 @@ def print_result(result: RunResult) -> int:
     found, rows = result.metrics, []
     for key, title, form in _SHOWN:
         if key in found:
-            value = form.format(found[key])
+            text = form.format(found[key])
             if key in _TOP1S and result.num_eval_images:
-                value += _interval_text(found[key], result.num_eval_images)
-            rows.append((title, value))
+                text += _interval_text(found[key], result.num_eval_images)
+            rows.append((title, text))
     for key, value in sorted(found.items()):
         if key.startswith(FEW_SHOT_GROUP):
             rows.append((key.removeprefix(FEW_SHOT_GROUP).replace("_", " "), f"{value:.2%}"))

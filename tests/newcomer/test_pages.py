@@ -39,7 +39,7 @@ LINES = list(command_lines())
 FILES = {
     file: block.text for page in PAGES for block in blocks(page) for file in block.told("file")
 } | {
-    f"{images}.yaml": f"base: digits\nname: {images}\n"
+    f"{images}.yaml": f"base: digits\nname: {images}\nconvert: {{source: x, destination: y}}\n"
     for page in PAGES
     for images in re.findall(r"vit-ray init +(\w+)", page.read_text())
 }

@@ -86,7 +86,9 @@ def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_be
     assert write(2, "dies") == 9
     run = locate(str(tmp_path / "run"))
     parts = sorted(path.name for path in (tmp_path / "run" / folder_name(2)).iterdir())
-    assert parts == ["rank-00000-of-00001.json", "rank-00000-of-00001.safetensors"]
+    assert parts == [
+        "rank-00000-of-00001.json", "rank-00000-of-00001.safetensors", "uncommitted"
+    ]  # fmt: skip
     told: list[str] = []
     newest = newest_verified_checkpoint(run, told.append)
     assert newest is not None

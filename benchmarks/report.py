@@ -1,12 +1,16 @@
 """The report page over 200 runs of 100,000 metric points each, from SQLite and from a server.
 
-    python benchmarks/report.py [--store FILE.db] [--out FILE.md]
+    python benchmarks/report.py [--shape SHAPE] [--runs N] [--store FILE.db] [--out FILE.md]
 
 The store is written by SQL, as recorders would fill it: ten metrics of every tenth step or so and
 a few of evaluations. A page is made by a process of its own; times count from before the
 interpreter starts, the peak is the resident memory of that process, libraries and the scripts that
 draw the figures included. The bar: 20 s and 1 GiB. The peer reads the same curves by MLflow's
 client, `get_metric_history`, and draws nothing. The server's own memory is not counted.
+
+Each run keeps the file of its loss curve, as the recorder writes it at the end of a long run;
+"server alone" is a page that samples every history. What the file costs a run is measured with a
+log of 100,000 steps.
 """
 
 from __future__ import annotations
@@ -57,19 +61,30 @@ SELECT ?, ?, ?, ?, 0, ?
 """
 
 
-def write_store(path: Path, points: int) -> str:
+def loss_at(step: int) -> float:
+    """As `_POINTS` has it."""
+    return 2.3 / (1 + step * 1e-3) + (step * 7919 % 1000) * 1e-4
+
+
+def write_store(path: Path, points: int, num_runs: int) -> str:
     """A SQLite store of a study; returns its address."""
     from mlflow.entities import Param, RunTag
 
+    from vit_ray import kept_curve
+    from vit_ray.config.recorded_recipe import stored_tag
     from vit_ray.tracking.mlflow_client import open_client
 
+    counts = dict.fromkeys(EVERY_STEP, points) if points else {"train/loss": POINTS}
+    counts |= dict.fromkeys(EVALUATED, EVALUATIONS) if points else {}
+    file = kept_curve.text_of({step: loss_at(step) for step in range(counts["train/loss"])})
     uri = f"sqlite:///{path}"
     client = open_client(uri)
     experiment = client.create_experiment("benchmark", artifact_location=f"file://{path.parent}/a")
     run_ids = []
-    for k in range(RUNS):
+    for k in range(num_runs):
         model = MODELS[k % len(MODELS)]
         tags = {"vit_ray.kind": "study_cell", "vit_ray.study_label": model, "data.train": "data/x"}
+        tags[stored_tag(kept_curve.TAG)] = str(counts["train/loss"] - 1)
         params = {"model.name": model, "optim.epochs": str(k % 5 + 1), "seed": str(k)}
         run = client.create_run(experiment, STARTED_MS + k, run_name=f"cell-{k}")
         client.log_batch(
@@ -77,10 +92,9 @@ def write_store(path: Path, points: int) -> str:
             params=[Param(*pair) for pair in params.items()],
             tags=[RunTag(*pair) for pair in tags.items()],
         )
+        client.log_text(run.info.run_id, file, kept_curve.FILE)
         client.set_terminated(run.info.run_id)
         run_ids.append(run.info.run_id)
-    counts = dict.fromkeys(EVERY_STEP, points) if points else {"train/loss": POINTS}
-    counts |= dict.fromkeys(EVALUATED, EVALUATIONS) if points else {}
     with contextlib.closing(sqlite3.connect(path)) as store:
         _fill(store, run_ids, counts)
     return uri
@@ -116,6 +130,14 @@ def make_page(uri: str, folder: str) -> int:
     return build_report(uri, "benchmark", Path(folder) / "report.html").stat().st_size
 
 
+def make_page_of_histories(uri: str, folder: str) -> int:
+    """As `make_page`, of runs that keep no file of their loss curve."""
+    from vit_ray.report.runs import RecordedRun
+
+    RecordedRun.keeps_curve = property(lambda _: False)
+    return make_page(uri, folder)
+
+
 def read_by_client(uri: str, _: str) -> int:
     """The peer: points of the same curves."""
     from mlflow.tracking import MlflowClient
@@ -134,7 +156,33 @@ def read_by_client(uri: str, _: str) -> int:
     )
 
 
-WAYS = {"page": make_page, "peer": read_by_client}
+WAYS = {"page": make_page, "page of histories": make_page_of_histories, "peer": read_by_client}
+
+
+def measure_end(folder: Path) -> str:
+    """What the file costs a long run at its end, in one line."""
+    from vit_ray import kept_curve
+    from vit_ray.tracking.metrics_log import MetricsLog
+
+    path = folder / "metrics.jsonl"
+    log = MetricsLog(path)
+    with open(path, "w") as file:
+        for step in range(POINTS):
+            values = dict.fromkeys(EVERY_STEP, 0.1234567890123456) | {"train/loss": loss_at(step)}
+            record = {"kind": "metrics", "step": step, "values": values, "time_ms": STARTED_MS}
+            file.write(json.dumps(record) + "\n")
+    size, taken_s = log.size, []
+    for _ in range(ROUNDS):
+        begun_s = time.perf_counter()
+        log.end("FINISHED")
+        taken_s.append(time.perf_counter() - begun_s)
+    (text, _), *_ = log.read(size)
+    assert text["name"] == kept_curve.FILE
+    return (
+        f"The end of a run with a log of {POINTS:,} steps ({size / 2**20:.0f} MiB): "
+        f"{statistics.median(taken_s):.2f} s (best {min(taken_s):.2f}) to make the file of "
+        f"{len(text['text']) / 1000:.1f} kB."
+    )
 
 
 def run_apart(way: str, uri: str, folder: Path) -> dict[str, float]:
@@ -173,15 +221,19 @@ def serving(uri: str) -> Iterator[str]:
         server.wait()
 
 
-def measure(folder: Path, shape: str, points: int, kept: Path | None) -> list[str]:
+def measure(folder: Path, shape: str, points: int, kept: Path | None, num_runs: int) -> list[str]:
     """Rows of the table for a store of one shape."""
     path = kept or folder / f"{points}.db"
-    uri = f"sqlite:///{path}" if path.exists() else write_store(path, points)
+    uri = f"sqlite:///{path}" if path.exists() else write_store(path, points, num_runs)
     size_gib = path.stat().st_size / 2**30
     lines = []
     with serving(uri) as address:
-        places = {"page from SQLite": uri, "page from server": address}
-        figures = measure_rounds(places, ROUNDS, lambda one: run_apart("page", places[one], folder))
+        ways = {
+            "page from SQLite": ("page", uri),
+            "page from server": ("page", address),
+            "page from server alone": ("page of histories", address),
+        }
+        figures = measure_rounds(ways, ROUNDS, lambda one: run_apart(*ways[one], folder))
         figures["peer: get_metric_history, SQLite"] = [run_apart("peer", uri, folder)]
     for what, rounds in figures.items():
         seconds = [one["s"] for one in rounds]
@@ -202,12 +254,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", type=Path, help="kept here, and used if it is there")
     parser.add_argument("--shape", choices=SHAPES, help="this one alone")
+    parser.add_argument("--runs", type=int, default=RUNS, help="default %(default)s")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lines = [
         f"# report: {machine()}\n",
-        f"`python benchmarks/report.py`: {RUNS} runs of {POINTS:,} metric points each. Seconds "
-        f"from before the interpreter starts, median of {ROUNDS} (best in brackets), "
+        f"`python benchmarks/report.py`: {args.runs} runs of {POINTS:,} metric points each. "
+        f"Seconds from before the interpreter starts, median of {ROUNDS} (best in brackets), "
         "the peer once; "
         "peak resident memory of the process.\n",
         *header(
@@ -218,7 +271,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for shape, points in SHAPES.items():
             if args.shape in (None, shape):
-                lines += measure(Path(scratch), shape, points, args.store)
+                lines += measure(Path(scratch), shape, points, args.store, args.runs)
+        lines.append(f"\n{measure_end(Path(scratch))}")
     finish("\n".join(lines), args.out)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,7 @@ from mlflow.entities import Experiment, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from vit_ray import kept_curve
 from vit_ray.addresses import require_store
 from vit_ray.config.model_family import model_family
 from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before, tags_of
@@ -33,7 +35,8 @@ from vit_ray.metric_names import (
     TRANSFER_GROUP,
     TRANSFER_MEAN_TOP1,
 )
-from vit_ray.report.figures.histories import Curve, Histories, is_finite
+from vit_ray.mlflow_internals import latest_points
+from vit_ray.report.figures.histories import CONNECTIONS, Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
     EXAFLOPS,
@@ -64,11 +67,11 @@ TRANSFER: Final = re.compile(rf"{TRANSFER_GROUP}(.+)_top1")
 """Metric of a cell: accuracy on a task after fine-tuning."""
 MEAN_TRANSFER: Final = TRANSFER_MEAN_TOP1
 PARENT_TAG = "mlflow.parentRunId"
-MAX_POINTS: Final = 300
-"""Most points of a curve on the page."""
 MAX_POINTS_A_CHART: Final = 12_000
 """With more points in total, a browser draws for seconds."""
 MIN_POINTS: Final = 40
+_FILES_AT_HAND: Final = ("mlflow-artifacts:", "file:", "/")
+"""Places of files that are read through the server, or from a disk; others may need credentials."""
 _STEP_FOLDER: Final = re.compile(r"/step-\d{8,}$")
 _SETS: Final = {
     TRAINING_SET: ("training", "data.train"),
@@ -242,6 +245,16 @@ class RecordedRun:
         return self.tags.get(PARENT_TAG)
 
     @property
+    def keeps_curve(self) -> bool:
+        """Whether it has a file of its loss curve up to the latest point, in a place at hand."""
+        end = self.tags.get(kept_curve.TAG)
+        return (
+            end is not None
+            and self.run.info.artifact_uri.startswith(_FILES_AT_HAND)
+            and any(p.key == kept_curve.KEY and str(p.step) == end for p in latest_points(self.run))
+        )
+
+    @property
     def label(self) -> str:
         """Row name in a study; elsewhere the model's or the run's name."""
         return self.tags.get("vit_ray.study_label") or self.params.get("model.name") or self.name
@@ -398,20 +411,39 @@ class Archive:
         """Run id to steps and values in order, for each run that has any.
 
         For a long curve these are recorded points spread evenly over its length, at most
-        `MAX_POINTS` and fewer if many runs share the page, with the first and the last.
+        `kept_curve.MAX_POINTS` and fewer if many runs share the page, with the first and the last.
         """
         on_dev = re.sub(f"^{EVAL_GROUP}", DEV_GROUP, key)
-        by_name: dict[str, list[str]] = {}
+        by_name: dict[str, list[RecordedRun]] = {}
         for run in runs:
             if name := next((n for n in (key, on_dev) if n in run.run.data.metrics), None):
-                by_name.setdefault(name, []).append(run.run_id)
+                by_name.setdefault(name, []).append(run)
         count = sum(map(len, by_name.values()))
-        most = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_A_CHART // max(count, 1)))
-        return {
-            run_id: curve
-            for name, run_ids in by_name.items()
-            for run_id, curve in self._curves.curves(run_ids, name, most).items()
-        }
+        most = max(MIN_POINTS, min(kept_curve.MAX_POINTS, MAX_POINTS_A_CHART // max(count, 1)))
+        found: dict[str, Curve] = {}
+        for name, members in by_name.items():
+            found |= self._kept_curves(members, most) if name == kept_curve.KEY else {}
+            rest = [run.run_id for run in members if run.run_id not in found]
+            found |= self._curves.curves(rest, name, most)
+        return found
+
+    def _kept_curves(self, runs: Sequence[RecordedRun], most: int) -> dict[str, Curve]:
+        """Loss curves from the runs' own files, if histories would be read whole for them.
+
+        One file that cannot be read is the last that is asked for: its storage may be away.
+        """
+        fresh = [] if self._curves.is_indexed else [run for run in runs if run.keeps_curve]
+        found: dict[str, Curve] = {}
+        for first in range(0, len(fresh), CONNECTIONS):
+            some = fresh[first : first + CONNECTIONS]
+            with ThreadPoolExecutor(CONNECTIONS) as readers:
+                contents = [*readers.map(lambda run: self.file(run, kept_curve.FILE), some)]
+            for run, content in zip(some, contents, strict=True):
+                if content and (curve := kept_curve.curve_in(content)):
+                    found[run.run_id] = kept_curve.spread(curve, most)
+            if None in contents:
+                break
+        return found
 
     def file(self, run: RecordedRun, path: str) -> bytes | None:
         """Content of a file of a run's artifacts; None if it does not exist."""

@@ -177,7 +177,7 @@ class Tracker:
         )
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
-        self.log.append("finish", status=status)
+        self.log.end(status)
         return self.close(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:

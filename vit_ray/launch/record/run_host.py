@@ -203,7 +203,7 @@ class RunHost:
             return NoRun.UNKNOWN
         with run.one_at_a_time:
             if run.tracker is not None:
-                run.log.append("finish", status=status)
+                run.log.end(status)
                 run.close()
                 self._export(run)
             return NoRun.UNKNOWN if run.is_sent is None else run.is_sent

@@ -2,9 +2,9 @@
 
 From an SQL store only the points that are drawn are read, each by the index of run, key and step;
 for an uneven history also all of its steps. A server returns its own even sample, for which it
-reads every point of the histories. That sample may hold superseded records if a run went back and
-recorded steps again: a history whose sample shows this is read whole. So are all histories if there
-is neither the index nor the call.
+reads every point of the histories; `kept_curve` spares it the longest. That sample may hold
+superseded records if a run went back and recorded steps again: a history whose sample shows this is
+read whole. So are all histories if there is neither the index nor the call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from vit_ray.kept_curve import spread
 from vit_ray.mlflow_internals import (
     ALL_STEPS,
     METRICS,
@@ -60,6 +61,11 @@ class Histories:
             indices = sa.inspect(engine).get_indexes(METRICS) if engine else []
         heads = [tuple(one["column_names"][: len(METRICS_INDEX)]) for one in indices]
         self._engine: sa.Engine | None = engine if METRICS_INDEX in heads else None
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether only the points that are drawn are read."""
+        return self._engine is not None
 
     def curves(self, run_ids: Sequence[str], key: str, most: int) -> dict[str, Curve]:
         """Run id to its curve, for each run that has one: at most this many points, at least two.
@@ -111,7 +117,7 @@ class Histories:
         """The latest record of each step in the whole history, thinned to what is drawn."""
         history = self._client.get_metric_history(run_id, key)
         ordered = sorted((one.step, one.timestamp, one.value) for one in history)
-        return _spread([*{record[0]: record for record in ordered}.values()], most)
+        return spread([*{record[0]: record for record in ordered}.values()], most)
 
 
 @contextlib.contextmanager
@@ -126,13 +132,6 @@ def _errors_of_mlflow() -> Iterator[None]:
 def is_finite(value: float) -> bool:
     """Whether a recorded value is a number; an SQL store keeps infinity as the largest float."""
     return abs(value) < sys.float_info.max
-
-
-def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most this many of them, the first and the last included."""
-    if len(items) <= most:
-        return list(items)
-    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
 
 
 def _sampled(connection: sa.Connection, of: dict[str, str], most: int) -> list[Record]:
@@ -157,7 +156,7 @@ def _sampled(connection: sa.Connection, of: dict[str, str], most: int) -> list[R
     if len({step for step, *_ in records}) >= min(most // 2, last - first + 1):
         return records
     recorded = [*dict.fromkeys(connection.execute(_STEPS, of).scalars())]
-    return read_from(_spread(recorded, most))
+    return read_from(spread(recorded, most))
 
 
 @functools.cache

@@ -1,0 +1,202 @@
+"""The loss curve that a long run keeps as a file, as the recorder writes it and a page reads it."""
+
+import itertools
+import math
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+import pytest
+from mlflow.server import app, handlers
+from mlflow.tracking import MlflowClient
+
+from vit_ray import kept_curve
+from vit_ray.config.recorded_recipe import tags_of
+from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.report.figures.histories import Histories
+from vit_ray.report.runs import Archive
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.tracker import Tracker, replay
+
+KEY = "train/loss"
+MOST = 44
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(kept_curve, "LONG", 50)
+    monkeypatch.setattr(kept_curve, "MAX_POINTS", MOST)
+
+
+@pytest.fixture
+def uri(empty_store, tmp_path):
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+class Answers(WSGIRequestHandler):
+    """Says nothing."""
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def address(uri, monkeypatch):
+    """Of an MLflow server of the store."""
+    monkeypatch.setattr(handlers, "_tracking_store", MlflowClient(uri)._tracking_client.store)
+    server = make_server("127.0.0.1", 0, app, handler_class=Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Runs whose histories were read."""
+    found, curves = [], Histories.curves
+
+    def noted(self, run_ids, *rest):
+        found.extend(run_ids)
+        return curves(self, run_ids, *rest)
+
+    monkeypatch.setattr(Histories, "curves", noted)
+    return found
+
+
+def trained(uri, log_path, steps, status="FINISHED", offset=0.0, **opening):
+    """Train an attempt; its MLflow run."""
+    config = TrackingConfig(uri=uri, experiment="long")
+    tracker = Tracker.start(RunOpening(config, log_path.parent.name, log_path, **opening))
+    for step in steps:
+        tracker.log.metrics(step, {KEY: offset + 1.0 / (1 + step), "train/lr": 0.1})
+    if status is None:  # killed: what is sent is in MLflow, the end was never recorded
+        assert tracker.close()
+    else:
+        assert tracker.finish(status)
+    return tracker.run_id
+
+
+def recorded(uri, run_id):
+    """Finite points as MLflow has them."""
+    history = MlflowClient(uri).get_metric_history(run_id, KEY)
+    return {float(one.step): one.value for one in history if abs(one.value) < 1e300}
+
+
+def kept(uri, run_id, folder):
+    """The file, and the tag."""
+    client = MlflowClient(uri)
+    tag = tags_of(client.get_run(run_id).data.tags).get(kept_curve.TAG)
+    names = [one.path for one in client.list_artifacts(run_id)]
+    if kept_curve.FILE not in names:
+        return None, tag
+    place = client.download_artifacts(run_id, kept_curve.FILE, str(folder))
+    return kept_curve.curve_in(Path(place).read_bytes()), tag
+
+
+def test_a_long_run_keeps_recorded_points_of_all_its_attempts(uri, tmp_path):
+    log = tmp_path / "run" / "metrics.jsonl"
+    run_id = trained(uri, log, range(0, 60, 2), None)
+    # Killed after step 58; resumed at 40, so that 42 to 58 come again, with other rounding.
+    trained(uri, log, [*range(42, 201, 2), 203], offset=0.5, resume_step=40)
+    curve, tag = kept(uri, run_id, tmp_path)
+    known = recorded(uri, run_id)
+    assert len(known) == 102
+    assert {*curve} <= {*known.items()}
+    steps = [step for step, _ in curve]
+    assert [len(steps), steps[0], steps[-1], tag] == [MOST, 0.0, 203.0, "203"]
+    gaps = [right - left for left, right in itertools.pairwise(steps)]
+    assert max(gaps) - min(gaps) <= 3
+    assert log.read_bytes().count(kept_curve.FILE.encode()) == 1
+
+
+def test_a_short_run_keeps_none_nor_one_whose_log_lacks_an_earlier_attempt(uri, tmp_path):
+    short = trained(uri, tmp_path / "short" / "metrics.jsonl", range(50))
+    assert kept(uri, short, tmp_path) == (None, None)
+    first = trained(uri, tmp_path / "run" / "metrics.jsonl", range(60), "KILLED")
+    elsewhere = tmp_path / "node" / "metrics.jsonl"
+    trained(uri, elsewhere, range(60, 160), run_id=first, resume_step=59)
+    curve, tag = kept(uri, first, tmp_path)
+    assert (curve[-1][0], tag) == (59.0, "59")  # of the first attempt: no longer valid
+
+
+def test_losses_that_are_not_finite_are_not_in_the_curve(uri, tmp_path):
+    config = TrackingConfig(uri=uri, experiment="long")
+    tracker = Tracker.start(RunOpening(config, "run", tmp_path / "run" / "metrics.jsonl"))
+    for step in range(80):
+        tracker.log.metrics(step, {KEY: math.nan if step in (3, 79) else float(step)})
+    assert tracker.finish()
+    curve, tag = kept(uri, tracker.run_id, tmp_path)
+    assert (curve[-1], tag) == ((78.0, 78.0), "78")
+    assert {*curve} <= {*recorded(uri, tracker.run_id).items()}
+
+
+def test_a_replay_into_another_store_brings_the_file(uri, tmp_path, empty_store):
+    log = tmp_path / "run" / "metrics.jsonl"
+    run_id = trained(uri, log, range(100))
+    shutil.copy(empty_store, tmp_path / "other.db")
+    other = f"sqlite:///{tmp_path}/other.db"
+    assert not replay(log, other).refused
+    client = MlflowClient(other)
+    (run,) = client.search_runs([client.get_experiment_by_name("long").experiment_id])
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir(), here.mkdir()
+    assert kept(other, run.info.run_id, there) == kept(uri, run_id, here)
+
+
+def test_a_page_from_a_server_reads_the_file_alone_and_draws_the_same(
+    uri, address, tmp_path, asked
+):
+    run_id = trained(uri, tmp_path / "run" / "metrics.jsonl", range(0, 650, 5))
+    archive = Archive(address, "long")
+    drawn = archive.curves(archive.runs, KEY)[run_id]
+    assert asked == []
+    here = Archive(uri, "long")
+    assert drawn == here.curves(here.runs, KEY)[run_id]  # read by the index, evenly spread
+    assert asked == [run_id]
+    # With many runs a line has fewer points.
+    few = archive._kept_curves(archive.runs, 5)[run_id]
+    assert len(few) == 5
+    assert {*few} <= {*drawn}
+    assert [few[0], few[-1]] == [drawn[0], drawn[-1]]
+
+
+def test_a_run_that_went_on_is_read_from_its_history(uri, address, tmp_path, asked):
+    log = tmp_path / "run" / "metrics.jsonl"
+    run_id = trained(uri, log, range(100), "KILLED")
+    trained(uri, log, range(90, 150), None, resume_step=89)  # live, or killed without an end
+    archive = Archive(address, "long")
+    assert archive.curves(archive.runs, KEY)[run_id][-1] == (149.0, 1.0 / 150)
+    assert asked == [run_id]
+
+
+@pytest.mark.parametrize("content", [b"[[0, 1.0], [1", b"{}", b"[[1, NaN]]", b'[["x", 1]]', None])
+def test_a_file_that_is_damaged_or_gone_costs_only_time(
+    uri, address, tmp_path, asked, content, monkeypatch
+):
+    run_ids = {trained(uri, tmp_path / f"{i}" / "metrics.jsonl", range(100)) for i in range(6)}
+    for run in Archive(uri, "long").runs:
+        file = Path(run.run.info.artifact_uri.removeprefix("file://")) / kept_curve.FILE
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+    archive = Archive(address, "long")
+    tried = []
+    read = Archive.file
+    monkeypatch.setattr(Archive, "file", lambda *args: tried.append(args) or read(*args))
+    found = archive.curves(archive.runs, KEY)
+    assert {*asked} == run_ids
+    assert all(curve[-1] == (99.0, 0.01) for curve in found.values())
+    assert len(tried) == (6 if content else 4)  # one that is gone: the storage may be away
+
+
+def test_storage_that_needs_credentials_is_not_asked(uri, address, tmp_path):
+    trained(uri, tmp_path / "run" / "metrics.jsonl", range(100))
+    (run,) = Archive(address, "long").runs
+    assert run.keeps_curve
+    info = SimpleNamespace(artifact_uri="s3://bucket/run")
+    elsewhere = type(run)(SimpleNamespace(info=info, data=run.run.data))
+    assert not elsewhere.keeps_curve

@@ -1,7 +1,9 @@
 """Features in files of several ranks: every image once, whatever was interrupted."""
 
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from vit_ray.evaluate.feature_files import (
     write_facts,
 )
 from vit_ray.storage import locate
-from vit_ray.worker.extraction import begin_extraction, write_features
+from vit_ray.worker import extraction
+from vit_ray.worker.extraction import Waits, begin_extraction, write_features
 from vit_ray.worker.job import Extraction
 
 NUM_IMAGES, BATCH, WIDTH, CLASSES = 43, 4, 6, 3
@@ -56,6 +59,7 @@ def extract(folder: Path, world_size: int, ranks: Any = None, with_logits: bool 
             batch_size=BATCH,
             rank=rank,
             world_size=world_size,
+            waits=Waits(),
         )
     return start
 
@@ -127,3 +131,89 @@ def test_features_that_are_not_whole_are_not_read(tmp_path: Path) -> None:
     (tmp_path / FACTS_FILE).write_text("{")
     with pytest.raises(ValueError, match="is damaged"):
         read_facts(folder)
+
+
+def batches_of(
+    folder: Path, rows_per_file: int, waits: Waits, note: Any = lambda turn: None
+) -> int:
+    """Write all batches of one rank; `note` is called before each."""
+
+    def noted() -> Any:
+        for turn, one in enumerate(predictions(0, 1, 0)):
+            note(turn)
+            yield one
+
+    how = Extraction(str(folder), False, rows_per_file)
+    return write_features(
+        noted(), how, start=0, batch_size=BATCH, rank=0, world_size=1, waits=waits
+    )
+
+
+def test_the_next_file_is_computed_while_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_part, is_computed = extraction.write_part, threading.Event()
+    names: list[str] = []
+
+    def write(folder: Any, name: str, parts: Any) -> None:
+        assert is_computed.wait(20)
+        write_part(folder, name, parts)
+        names.append(name)
+
+    def note(turn: int) -> None:
+        if turn == 3:  # the last batch of the second file; the first is not written yet
+            assert names == []
+            is_computed.set()
+        assert len(names) >= turn // 2 - 1  # one file waits, not more
+
+    monkeypatch.setattr(extraction, "write_part", write)
+    assert batches_of(tmp_path, 2 * BATCH, Waits(), note) == NUM_IMAGES - 1
+    firsts = range(0, NUM_IMAGES, 2 * BATCH)
+    assert names == [part_name(f, min(f + 8, 44), 0, 1) for f in firsts]
+    assert whole_parts(locate(str(tmp_path))) == (names, [], 44)
+
+
+def test_a_file_that_cannot_be_written_ends_the_extraction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = []
+
+    def refused(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(extraction, "write_part", refused)
+    with pytest.raises(OSError, match="the disk is full"):
+        batches_of(tmp_path, 2 * BATCH, Waits(), turns.append)
+    assert turns[-1] == 3  # at the end of the next file
+    with pytest.raises(OSError, match="the disk is full"):
+        batches_of(tmp_path, 99 * BATCH, Waits())  # the only one
+
+
+def test_a_stop_leaves_the_file_that_was_being_written(tmp_path: Path) -> None:
+    def stop(turn: int) -> None:
+        if turn == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        batches_of(tmp_path, 2 * BATCH, Waits(), stop)
+    assert whole_parts(locate(str(tmp_path))) == ([part_name(0, 8, 0, 1)], [], 8)
+
+
+def test_waits_are_counted_from_the_first_batch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(extraction, "time", SimpleNamespace(monotonic=lambda: now.s))
+    waits = Waits()
+    assert waits.seconds() == [0.0, 0.0, 0.0]
+
+    def stream() -> Any:
+        for wait_s in (7.0, 2.0, 3.0):
+            now.s += wait_s
+            yield {}
+
+    def written() -> None:
+        now.s += 5.0
+
+    for _ in waits.for_images(stream()):
+        now.s += 10.0  # computing
+    waits.for_file(SimpleNamespace(result=written))  # type: ignore[arg-type]
+    assert waits.seconds() == [5.0, 5.0, 40.0]  # 2 + 3 of images; 3 x 10, 5 and 5 in all

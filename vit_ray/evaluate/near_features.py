@@ -11,7 +11,9 @@ from vit_ray.evaluate.feature_files import read_facts, read_features
 from vit_ray.evaluate.few_shot import unit_rows
 from vit_ray.storage import Location
 
-_OF_THE_SET: Final = ("data_fingerprint", "num_images", "with_logits", "is_complete", "files")
+_OF_THE_SET: Final = (
+    "data_fingerprint", "num_images", "with_logits", "is_complete", "files", "speed",
+)  # fmt: skip
 """Keys in which features of one model may differ."""
 _ROWS_AT_A_TIME: Final = 1024
 

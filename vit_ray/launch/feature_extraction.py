@@ -15,12 +15,19 @@ from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import OpenRun
 from vit_ray.launch.run import run_prepared
 from vit_ray.launch.run_lock import lock_run
+from vit_ray.metric_names import (
+    EXTRACT_FILE_WAIT_FRACTION,
+    EXTRACT_IMAGE_WAIT_FRACTION,
+    EXTRACT_IMAGES_PER_S,
+)
 from vit_ray.storage import Location, check_rights, locate
 from vit_ray.worker.job import Extraction
 
 ROWS_PER_FILE: Final = 16384
 """Images per file of one worker, approximately; an interrupted extraction continues after complete
 files."""
+SPEED: Final = (EXTRACT_IMAGES_PER_S, EXTRACT_IMAGE_WAIT_FRACTION, EXTRACT_FILE_WAIT_FRACTION)
+"""Metrics of the last attempt that are kept with the features."""
 _OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
 """Keys of `model` that features do not depend on."""
 
@@ -79,14 +86,15 @@ def extract_features(recipe: Recipe, parent: OpenRun | None = None) -> Location:
     with lock_run(folder, what=f"extract.path: {folder.uri}"):
         if not features.are_whole():  # another process may have finished it before the lock
             write_facts(folder, facts)
-            run_prepared(features.prepared, parent=parent)
+            result = run_prepared(features.prepared, parent=parent)
             files, _, end = whole_parts(folder)
             if end < facts["num_images"]:
                 raise RunFailedError(
                     f"the workers have ended, and {folder.uri} holds files of {end} of "
                     f"{facts['num_images']} images; run the same command again"
                 )
-            write_facts(folder, {**facts, "is_complete": True, "files": files})
+            speed = {key: result.metrics[key] for key in SPEED if key in result.metrics}
+            write_facts(folder, {**facts, "is_complete": True, "files": files, "speed": speed})
     return folder
 
 

@@ -29,6 +29,8 @@ from vit_ray.evaluate.weight_pictures import FirstLayer
 from vit_ray.metric_names import (
     DEV_GROUP,
     EVAL_GROUP,
+    EXTRACT_FILE_WAIT_FRACTION,
+    EXTRACT_IMAGE_WAIT_FRACTION,
     EXTRACT_IMAGES,
     EXTRACT_IMAGES_PER_S,
     few_shot_top1,
@@ -40,7 +42,7 @@ from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.train.memory.out_of_memory import is_out_of_memory
 from vit_ray.train.objective import classification_loss, normalize, per_image
-from vit_ray.worker.extraction import begin_extraction, write_features
+from vit_ray.worker.extraction import Waits, begin_extraction, write_features
 from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
@@ -101,7 +103,7 @@ class Evaluator:
         self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
         try:
             if self._job.extraction is not None:
-                metrics = {EXTRACT_IMAGES: self._extract(self._job.extraction)}
+                metrics = self._extract(self._job.extraction)
             else:
                 metrics = self._measure("")
                 if self._engine.average is not None and metrics:
@@ -170,16 +172,16 @@ class Evaluator:
                 return metrics
         raise agreed
 
-    def _extract(self, extraction: Extraction) -> float:
-        """Write features from where an earlier attempt ended; returns the number of images."""
-        engine = self._engine
+    def _extract(self, extraction: Extraction) -> dict[str, float]:
+        """Write features from where an earlier attempt ended; returns `extract/...`."""
+        engine, waits = self._engine, Waits()
         start = read_by_first(partial(begin_extraction, extraction.folder), engine.device)
         batch_size = self._job.recipe.evaluate.batch_size
 
         def batches() -> Iterator[Batch]:
             """The stream; reports every few seconds the number of images, for the display."""
             began_s = shown_s = time.monotonic()
-            for number, batch in enumerate(self._watched("eval", start)):
+            for number, batch in enumerate(waits.for_images(self._watched("eval", start))):
                 seen, now_s = number * batch_size * engine.world_size, time.monotonic()
                 if now_s - shown_s > SHOWN_EVERY_S:
                     shown_s = now_s
@@ -194,8 +196,17 @@ class Evaluator:
             batch_size=batch_size,
             rank=engine.rank,
             world_size=engine.world_size,
+            waits=waits,
         )
-        return all_sum([float(count)], engine.device)[0]
+        images, images_s, files_s, total_s = all_sum([count, *waits.seconds()], engine.device)
+        if not total_s:  # nothing was left
+            return {EXTRACT_IMAGES: images}
+        return {
+            EXTRACT_IMAGES: images,
+            EXTRACT_IMAGES_PER_S: images * engine.world_size / total_s,
+            EXTRACT_IMAGE_WAIT_FRACTION: images_s / total_s,
+            EXTRACT_FILE_WAIT_FRACTION: files_s / total_s,
+        }
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
         """Also returns what is kept: images, and tables of which class was taken for which."""

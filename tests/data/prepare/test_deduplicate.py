@@ -1,5 +1,6 @@
 import shutil
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -216,7 +217,7 @@ def test_borders_are_cut_off_and_pictures_that_are_uniform_to_the_middle_are_not
     np.testing.assert_array_equal(without_borders(half), half)
 
 
-def write_features(folder: Path, manifest: Manifest, features: np.ndarray, **facts: str) -> str:
+def write_features(folder: Path, manifest: Manifest, features: np.ndarray, **facts: Any) -> str:
     """What an extraction writes of a data set: its features in two files."""
     place, names = locate(str(folder)), []
     labels = np.zeros(manifest.num_images, np.int32)
@@ -267,7 +268,7 @@ def test_features_of_other_sets_or_models_are_refused(
     train, test = map(open_dataset, sets)
     some = np.ones((200, 4), np.float32)
     mine = locate(write_features(tmp_path / "mine", train, some))
-    known = locate(write_features(tmp_path / "known", test, some))
+    known = locate(write_features(tmp_path / "known", test, some, speed={"images": 9.0}))
     other = locate(write_features(tmp_path / "other", test, some, model="another"))
     prints = [train.fingerprint, test.fingerprint]
     check_same_model([mine, known], prints)

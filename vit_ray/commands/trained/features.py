@@ -8,7 +8,7 @@ from vit_ray.commands.printed_tables import print_rows
 from vit_ray.config import Recipe
 from vit_ray.evaluate.feature_files import read_facts
 from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
-from vit_ray.launch.feature_extraction import extract_features
+from vit_ray.launch.feature_extraction import SPEED, extract_features
 from vit_ray.launch.stopping import RunStoppedError
 
 
@@ -22,6 +22,13 @@ def run_extract(recipe: Recipe) -> int:
     facts = read_facts(folder)
     assert facts is not None
     print(f"features of {facts['num_images']} images in {len(facts['files'])} files: {folder.uri}")
+    speed = facts.get("speed", {})
+    if speed.keys() >= {*SPEED}:
+        images_per_s, for_images, for_files = (speed[key] for key in SPEED)
+        print(
+            f"{images_per_s:,.0f} images/s from the first batch on; {for_images:.1%} of the time "
+            f"waited for images, {for_files:.1%} for files to be written"
+        )
     return 0
 
 

@@ -125,9 +125,9 @@ def _fill(store: sqlite3.Connection, run_ids: list[str], counts: dict[str, int])
 
 def make_page(uri: str, folder: str) -> int:
     """Runs in a process of its own; bytes of the page."""
-    from vit_ray.report.page import build_report
+    from vit_ray.report.page import write_report
 
-    return build_report(uri, "benchmark", Path(folder) / "report.html").stat().st_size
+    return write_report(uri, "benchmark", Path(folder) / "report.html").page.stat().st_size
 
 
 def make_page_of_histories(uri: str, folder: str) -> int:

@@ -201,6 +201,22 @@ def test_classes_without_images_are_named(here: Path, monkeypatch: pytest.Monkey
     assert classes == ["class_0", "class_1", "damaged", "notes"]  # the order of other conversions
 
 
+def test_folders_that_are_numbers_of_given_classes_are_not_called_empty(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "connect", lambda recipe: None)
+    run_in_this_process(monkeypatch)
+    write_images(here / "images", 2, 20, 40, 40)
+    for number in (0, 1):
+        (here / "images" / f"class_{number}").rename(here / "images" / str(number))
+    words = ("convert.source=images", "convert.destination=set", "convert.classes=[cat,dog]")
+    words += ("convert.labels_are=indices",)
+    done = run_cli("convert", "cifar10", "convert.split=null", *words)
+    assert done.exit_code == 0, done.stderr
+    assert "40 images of 2 classes" in done.stdout
+    assert "have no images" not in done.stdout
+
+
 def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: Path) -> None:
     (here / "images.yaml").write_text("mine")
     (here / "empty").mkdir()

@@ -204,8 +204,10 @@ def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_diff
         name="ViT", image_size=32, **TINY_VIT,
     )  # fmt: skip
     other = {**TINY_VIT, "depth": TINY_VIT["depth"] + 1, "mlp_dim": 96}
-    config = ModelConfig(name="ViT", image_size=48, **other)
-    told = f"the run has model.depth={TINY_VIT['depth']}, model.mlp_dim={TINY_VIT['mlp_dim']}$"
+    config = ModelConfig(name="ViT", image_size=48, dropout=0.5, **other)
+    told = (
+        f"the weights are of model.depth={TINY_VIT['depth']}, model.mlp_dim={TINY_VIT['mlp_dim']}$"
+    )
     with pytest.raises(ValueError, match=told):
         planned_load(config, 9, run, True, "bilinear")
 

@@ -77,6 +77,7 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
         ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
         ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),
         ("lr=1", "unknown key lr; did you mean optim.learning_rate?"),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.files import Origin, origin_of
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
 from vit_ray.own_parts import is_own
+
+_WITHOUT_TENSORS: Final = {"image_size", "dropout", "stochastic_depth"}
+"""Keys of the model that no tensor's shape depends on, or only that of positions, which resize."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,12 @@ def planned_load(
         raise ValueError(f"{path} does not fit this model: {error}") from error
     except ValueError as error:
         before = weights.position.recipe.get("model", {}) if weights.position else {}
-        now = config.model_dump(mode="json", exclude={"image_size"})
+        now = config.model_dump(mode="json", exclude=_WITHOUT_TENSORS)
         others = [key for key in now if before.get(key, now[key]) != now[key]]
         if not others:
             raise
         listed = ", ".join(f"model.{key}={value_text(before[key])}" for key in others)
-        raise ValueError(f"{error}; the run has {listed}") from None
+        raise ValueError(f"{error}; the weights are of {listed}") from None
 
 
 @lru_cache(maxsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
@@ -75,9 +76,12 @@ def describe_conversion(recipe: Recipe) -> str:
 
 def classes_without_images(config: ConvertConfig, report: ConvertReport) -> list[str]:
     """Names of the data set's classes, and of class folders of the source, without any image."""
-    folders = filter(None, map(class_of, units_of(config)))
     counts = report.label_histogram
-    return sorted(name for name in {*folders, *counts} if not counts.get(name))
+    empty = {name for name, count in counts.items() if not count}
+    if config.classes is None:  # else folders may be named by numbers
+        with suppress(OSError, ValueError):  # the data set is made
+            empty |= {name for name in map(class_of, units_of(config)) if name} - counts.keys()
+    return sorted(empty)
 
 
 def rejected_text(report: ConvertReport) -> str:

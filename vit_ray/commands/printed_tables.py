@@ -60,7 +60,7 @@ _AVERAGED = ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}")
 
 
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
-_SHARES = ("top1", "top5", "mean_average_precision")
+_SHARES = ("top1", "top3", "top5", "mean_average_precision")
 """Ends of the names of accuracies."""
 
 

@@ -57,7 +57,7 @@ def key_names() -> list[str]:
 
 def known_key(key: str) -> str:
     """The key itself if a recipe has it, otherwise the most similar one, or the key if none is."""
-    return key if key in key_names() else nearest_key(Recipe, key) or key
+    return key if key in key_names() else nearest_key(Recipe, key, list(Recipe.model_fields)) or key
 
 
 def require_keys(recipe: Recipe, keys: Sequence[str], example: str) -> None:

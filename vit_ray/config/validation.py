@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
@@ -102,7 +102,7 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
     match problem["type"]:
         case "extra_forbidden":
             valid = _section_at(schema, where[:-1]).model_fields
-            hint = nearest_key(schema, key)
+            hint = nearest_key(schema, key, list(valid))
             meant = f"; did you mean {hint}?" if hint else ""
             return f"unknown key {key}{meant} (valid in this section: {', '.join(valid)})"
         case "missing":
@@ -122,15 +122,14 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
     return f"{key}={given!r}: {message}"
 
 
-def nearest_key(schema: type[BaseModel], key: str) -> str | None:
-    """The key that was meant: an alias here, a near or longer key here, then either anywhere."""
+def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str | None:
+    """The key that was meant: an alias here, a near or longer key here, then either anywhere.
+
+    Args:
+        valid: keys of its section, which may be of a list.
+    """
     section, dot, unknown = key.rpartition(".")
     prefix, everything = section + dot, dotted_keys(schema)
-    valid = [
-        name.removeprefix(prefix)
-        for name in everything
-        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
-    ]
     alias = _ALIASES.get(unknown)
     alias = alias if alias in everything else None
     if alias and alias.startswith(prefix):

@@ -22,7 +22,7 @@ from vit_ray.launch.model_checks import (
     averaging_warning,
     check_head_is_trained,
 )
-from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.launch.resuming import accepted_changes, find_resume_point, refuse_resume
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import check_rights, locate, needing_right
@@ -118,7 +118,8 @@ def prepared_training(
     prepared = PreparedRun(kind, resolved, until_step=until_step, began_s=began_s)
     is_new = not run_folder.exists()
     if is_new:  # a recipe that is refused leaves no folder, which the lock would make
-        find_resume_point(recipe)
+        if recipe.resume is True:
+            refuse_resume(recipe)
         _check_start(prepared)
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []

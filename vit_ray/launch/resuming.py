@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
@@ -64,11 +64,20 @@ def find_resume_point(
         warn(str(error))
         checkpoint = None
     if checkpoint is None and recipe.resume is True:
-        raise ValueError(
-            f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
-            "and output, or set resume=auto"
-        )
+        refuse_resume(recipe)
     return checkpoint
+
+
+def refuse_resume(recipe: Recipe) -> NoReturn:
+    """Say that there is nothing to resume.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
+        "and output, or set resume=auto"
+    )
 
 
 def accepted_changes(

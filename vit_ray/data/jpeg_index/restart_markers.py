@@ -178,7 +178,7 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
         return None
     # In coded data 0xff 0xd9 is always the end; a second picture may follow it.
     found = _END_OR_METADATA.search(image, frame.scan_at)
-    if found is None or found.end() != len(image):
+    if found is None or found[0] != b"\xff\xd9" or found.end() != len(image):
         return None
     metadata = metadata_of(image)
     # JFIF's and Adobe's segments with more than libjpeg writes, such as a thumbnail, would lose it.

@@ -103,8 +103,16 @@ def mixing(streaming: Path | None) -> list[str]:
     ]
     cases: list[tuple[str, int, Callable[[int], Callable[[int], Int64Array]]]] = [
         ("row groups in turn (`data.shuffle_window=0`)", 64, lambda batch: ours(batch, 0)),
-        ("the window by default, 2,048 images", 2048, lambda batch: ours(batch, WINDOW_ROWS)),
-        ("a window of 16,384 images", 16384, lambda batch: ours(batch, 16384)),
+        (
+            "a window of 2,048 images (the default up to batch 1024)",
+            2048,
+            lambda batch: ours(batch, WINDOW_ROWS),
+        ),
+        (
+            "a window of 16,384 images (the default for batch 4096)",
+            16384,
+            lambda batch: ours(batch, 16384),
+        ),
         ("tf.data's buffer of 2,048 (model)", 2048, lambda _: buffered(2048)),
         ("tf.data's buffer of 16,384 (model)", 16384, lambda _: buffered(16384)),
         ("tf.data's buffer of 250,000 (model)", 250_000, lambda _: buffered(250_000)),

@@ -45,6 +45,15 @@ def test_a_block_is_cut_into_batches_that_are_views() -> None:
     assert all(np.shares_memory(b["image"], next(cut([block], 24))["image"]) for b in batches)
 
 
+def test_blocks_of_even_parts_are_joined_to_batches() -> None:
+    whole = batch(48, 8)
+    parts = [{name: column[n : n + 8] for name, column in whole.items()} for n in range(0, 48, 8)]
+    batches = list(cut(map(as_one_row, parts), 24))
+    assert [len(one["sample"]) for one in batches] == [24, 24]
+    for name, column in whole.items():
+        np.testing.assert_array_equal(np.concatenate([one[name] for one in batches]), column)
+
+
 @pytest.mark.parametrize(
     "block",
     [

@@ -15,6 +15,7 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
 from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.order.samples import Plan
+from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.record.run_metadata import data_inputs
@@ -59,7 +60,8 @@ def save_checkpoint(recipe: Recipe, window: int = 0, fingerprint: str | None = N
     tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
     if fingerprint is None:
         fingerprint = open_dataset(str(recipe.data.train)).fingerprint
-    where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
+    batch = recipe.train.global_batch_size
+    where = Position(Progress(10), 10, 10 * batch, batch, {"w": [2]}, tree, fingerprint)
     folder = locate(recipe.run_folder).child(folder_name(10))
     write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
 
@@ -80,7 +82,14 @@ def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) 
 
 @pytest.mark.parametrize(
     ("memory_mib", "batch", "window"),
-    [(512, 64, 2048), (64, 64, 256), (1, 64, 0), (512, 512, 2048), (512, 4096, 0), (512, 48, 1536)],
+    [
+        (512, 64, 2048),
+        (64, 64, 256),
+        (1, 64, 0),
+        (512, 512, 2048),
+        (512, 1024, 2048),
+        (512, 48, 1536),
+    ],
 )
 def test_the_window_follows_memory_and_batch(
     recipe: Recipe, memory_mib: int, batch: int, window: int
@@ -93,6 +102,57 @@ def test_the_window_follows_memory_and_batch(
     assert resolved.recipe.data.shuffle_window == window
     assert (resolved.streams["train"].window is None) == (window == 0)
     assert resolved.streams["train"].task_rows == max(1024, window)
+    assert resolved.streams["train"].held_rows is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "data", "window", "held"),
+    [
+        (1025, {}, 8200, 1949),  # 3/4 of 256 MiB have 2,013 images, less a row group
+        (2048, {}, 16384, 1949),
+        (4096, {}, 16384, 1949),
+        (5000, {}, 10000, 1949),
+        (8192, {}, 16384, 1949),
+        (8193, {}, 0, None),
+        (4096, {"task_memory_mib": 1024}, 16384, 2048),  # and no more than a task makes
+        (4096, {"task_memory_mib": 41}, 16384, 258),
+        (4096, {"task_memory_mib": 40}, 0, None),  # 250 images: not four row groups
+        (4096, {"object_store_mib": 4000}, 8192, 1949),  # 147 KiB of pixels in half of it
+        (4096, {"sample_weights": "labels"}, 0, None),
+    ],
+)
+def test_a_large_batch_has_a_window_that_many_tasks_make(
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    data: dict[str, Any],
+    window: int,
+    held: int | None,
+) -> None:
+    monkeypatch.setattr(streams, "_row_weights", lambda *_: None)  # there are no labels
+    train = {"global_batch_size": batch, "micro_batch_size": 1}
+    more = {"train": write_data_set(tmp_path / "more", 200), **data}
+    resolved = resolve_run(recipe.with_changes(data=more, train=train))
+    assert resolved.recipe.data.shuffle_window == window
+    assert resolved.streams["train"].held_rows == held
+
+
+def test_a_large_batch_of_several_data_sets_has_no_window(mixed: Recipe) -> None:
+    """Their rows are not dealt slot by slot: each task would read all row groups of a window."""
+    train = {"global_batch_size": 2048, "micro_batch_size": 64}
+    resolved = resolve_run(mixed.with_changes(train=train))
+    assert resolved.recipe.data.shuffle_window == 0
+    asked = resolve_run(mixed.with_changes(train=train, data={"shuffle_window": 4096}))
+    assert asked.streams["train"].held_rows is None
+
+
+def test_a_run_on_large_batches_keeps_the_window_that_it_began_with(recipe: Recipe) -> None:
+    save_checkpoint(recipe.with_changes(train={"global_batch_size": 4096}), 0)
+    found, resolved = prepared(recipe.with_changes(train={"global_batch_size": 4096}))
+    assert found.data.shuffle_window == 0
+    assert resolved.streams["train"].window is None
+    assert resolved.streams["train"].held_rows is None
 
 
 @pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128), (2000, 1024)])
@@ -150,18 +210,19 @@ def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message
 
 
 @pytest.mark.parametrize(
-    ("memory_mib", "window", "task_rows"),
-    [(512, 8192, 2048), (512, 16384, 2048), (2000, 8192, 8192), (64, 8192, 2048)],
+    ("memory_mib", "window", "held"),
+    [(512, 8192, 2048), (512, 16384, 2048), (2000, 8192, 2048), (64, 8192, 439), (4, 8192, 0)],
 )
 def test_a_large_batch_has_a_window_on_request_in_tasks_of_bounded_size(
-    recipe: Recipe, memory_mib: int, window: int, task_rows: int
+    recipe: Recipe, memory_mib: int, window: int, held: int
 ) -> None:
     changed = recipe.with_changes(
         data={"shuffle_window": window, "task_memory_mib": memory_mib},
         train={"global_batch_size": 4096, "micro_batch_size": 64},
     )
     spec = resolve_run(changed).streams["train"]
-    assert (spec.window and spec.window.num_rows, spec.task_rows) == (window, task_rows)
+    assert (spec.window and spec.window.num_rows, spec.task_rows) == (window, 2048)
+    assert spec.held_rows == held
 
 
 @pytest.mark.parametrize("window", [0, 64])

@@ -23,7 +23,7 @@ from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
 from vit_ray.data.format.schema import NO_LABEL
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import augmented, cut_crop
-from vit_ray.data.order.partition import BlockShape, Partition
+from vit_ray.data.order.partition import BlockShape, Partition, pieces_of
 from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.samples import Plan, Rows
@@ -57,6 +57,7 @@ class StreamSpec:
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
         block_rows: approximate rows per block; a multiple of the micro-batch is used.
         task_rows: approximate rows per task.
+        held_rows: of a window that is larger than a task, as in `partition.BlockShape`.
         cache_mib: encoded images that a reading task keeps in memory; at least one row group.
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
@@ -80,6 +81,7 @@ class StreamSpec:
     concurrency: int | None = None
     block_rows: int = 128
     task_rows: int = 1024
+    held_rows: int | None = None
     cache_mib: int = 256
     object_store_mib: int | None = None
     cache: LocalCache | None = None
@@ -96,6 +98,12 @@ class StreamSpec:
         """How the image at a position of the run is cropped."""
         found = (cut for first, cut in reversed(self.augmentations) if first <= position)
         return next(found, self.augmentation)
+
+    def pieces(self, world_size: int, share: int) -> int:
+        """Into how many pieces the training share of each of some ranks is cut for reading."""
+        if self.held_rows is None or self.window is None:
+            return 1
+        return pieces_of(share, self.window.num_rows // (world_size * share), self.held_rows)
 
     def stretches(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Positions [start, stop), cut where the crop size changes."""
@@ -114,6 +122,8 @@ class StreamJob:
     counts: NDArray[np.integer]
     block_factor: int = 1
     """How much larger than usual blocks are."""
+    in_pieces: bool = False
+    """Whether the partition's ranks are pieces of ranks, so that a block has rows of one batch."""
 
     @property
     def window(self) -> ShuffleWindow | None:
@@ -126,12 +136,11 @@ class StreamJob:
         rows_per_pass = self.partition.rows_per_pass
         window = self.window.num_rows if self.window else rows_per_pass
         passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
-        return BlockShape(
-            self.block_factor * self.spec.block_rows,
-            self.block_factor * self.spec.task_rows,
-            passes,
-            self.start // rows_per_pass,
-        )
+        spec, held_rows = self.spec, self.spec.held_rows if self.window else None
+        blocks = 1 if self.in_pieces else self.block_factor * spec.block_rows
+        # A task of a large window has more rows than usual already.
+        tasks = spec.task_rows if held_rows is not None else self.block_factor * spec.task_rows
+        return BlockShape(blocks, tasks, passes, self.start // rows_per_pass, held_rows)
 
     @property
     def is_encoded(self) -> bool:

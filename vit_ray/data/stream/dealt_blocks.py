@@ -34,7 +34,7 @@ class StreamLostError(RuntimeError):
 
 
 class RankBlock(NamedTuple):
-    """A block of a stream, its rank, and its bytes."""
+    """A block of a stream, its rank or piece of a rank (`Segment.ranks`), and its bytes."""
 
     rank: int
     block: ray.ObjectRef[Block]
@@ -70,12 +70,17 @@ class Reader:
         self.held_bytes += block.size
 
     def has(self, rank: int) -> bool:
-        """Whether the queue of a rank has a block."""
-        return bool(self._ready[rank])
+        """Whether the next block of a rank is there."""
+        return bool(self._queue(rank))
+
+    def _queue(self, rank: int) -> deque[RankBlock]:
+        """The queue of a rank, or of the piece whose turn it is."""
+        pieces = self.reading.pieces
+        return self._ready[rank * pieces + self._num_taken[rank] % pieces]
 
     def take(self, rank: int) -> ray.ObjectRef[Block]:
         """The next block of a rank that has one."""
-        block = self._ready[rank].popleft()
+        block = self._queue(rank).popleft()
         self.held_bytes -= block.size
         self._num_taken[rank] += 1
         self.behind_s = time.monotonic()
@@ -119,6 +124,7 @@ class Reading:
         most_bytes: Callable[[], float] = lambda: 0.0,
         expected: int = 1,
         first: int = 0,
+        pieces: int = 1,
         changed: threading.Condition | None = None,
     ) -> None:
         """
@@ -130,9 +136,11 @@ class Reading:
                 reader can join until this many bytes have been read.
             expected: readers that will join; reading waits for them at that point.
             first: number of the block to begin with.
+            pieces: of each rank's share of a batch; a rank takes a block of each in turn.
             changed: the condition of the reading whose reader this one takes over.
         """
         self._read, self._ranks, self._most_bytes = read, ranks, most_bytes
+        self.pieces = pieces
         self._blocks, self._num_read = _begun_later(read, first), first
         self._turn = threading.Lock()
         """Held by the thread that makes the next block."""
@@ -273,7 +281,13 @@ class Reading:
 
     def _part(self, reader: Reader) -> None:
         """Give a reader its own reading, from the next block on."""
-        own = Reading(self._read, self._ranks, first=self._num_read, changed=self._changed)
+        own = Reading(
+            self._read,
+            self._ranks,
+            first=self._num_read,
+            pieces=self.pieces,
+            changed=self._changed,
+        )
         own._since_start = None
         own._readers.append(reader)
         self._readers.remove(reader)

@@ -50,7 +50,7 @@ class Segment:
 
     dataset: ray.data.Dataset
     ranks: list[int]
-    """The rank of each block."""
+    """The rank of each block, or its piece: piece k of rank r is number `r * pieces + k`."""
     next_at: int
     """With this many blocks left, all tasks have started: the next segment may start, too."""
 
@@ -63,16 +63,51 @@ class HostRanks:
         name: of this reading of the stream, the same on all servers of the group.
         ranks: consecutive ones.
         world_size: ranks of the whole group.
+        pieces: into which each rank's share of a batch is cut; its blocks then have a piece of one
+            batch, piece after piece.
     """
 
     name: str
     ranks: range
     world_size: int
+    pieces: int = 1
 
     @property
     def share(self) -> float:
         """Share of the blocks of the whole group, and so of the cluster's resources for reading."""
         return len(self.ranks) / self.world_size
+
+
+def planned(
+    spec: StreamSpec, readers: HostRanks, batch_size: int, start: int, stop: int | None
+) -> tuple[StreamJob, Iterator[BlockTask]]:
+    """The tasks that read some ranks' part of a stream, as arithmetic; as `segments_of`."""
+    share, pieces = readers.share, readers.pieces
+    partition = Partition(readers.world_size * pieces, batch_size // pieces)
+    rows_per_pass = partition.rows_per_pass
+    if stop is None:
+        passes = max(0, -((start - spec.num_images) // rows_per_pass))
+    elif stop <= start or (stop - start) % rows_per_pass:
+        raise ValueError(
+            f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
+            f"multiple of workers x batch size per rank ({readers.world_size} x {batch_size} = "
+            f"{rows_per_pass}); use a multiple of {rows_per_pass}"
+        )
+    else:
+        passes = (stop - start) // rows_per_pass
+    counts = rows_per_group(spec.manifest, spec.rows)
+    # Ranks of a large group take many blocks, and each block costs its server time.
+    factor = 1 if share == 1 or stop is None else _LARGE_BLOCKS
+    job = StreamJob(spec, partition, start, stop is not None, counts, factor, pieces > 1)
+    ranks = range(readers.ranks.start * pieces, readers.ranks.stop * pieces)
+    whole = (
+        read_tasks(
+            partition, (first - start) // partition.world_size,
+            (last - start) // partition.world_size, job.shape, ranks,
+        )
+        for first, last in spec.stretches(start, start + passes * rows_per_pass)
+    )  # fmt: skip
+    return job, itertools.chain.from_iterable(whole)
 
 
 def segments_of(
@@ -96,22 +131,8 @@ def segments_of(
     Raises:
         ValueError: a training's range is empty or not a whole number of passes of all ranks.
     """
-    share, partition = readers.share, Partition(readers.world_size, batch_size)
-    rows_per_pass = partition.rows_per_pass
-    if stop is None:
-        passes = max(0, -((start - spec.num_images) // rows_per_pass))
-    elif stop <= start or (stop - start) % rows_per_pass:
-        raise ValueError(
-            f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
-            f"multiple of workers x batch size per rank ({readers.world_size} x {batch_size} = "
-            f"{rows_per_pass}); use a multiple of {rows_per_pass}"
-        )
-    else:
-        passes = (stop - start) // rows_per_pass
-    counts = rows_per_group(spec.manifest, spec.rows)
-    # Ranks of a large group take many blocks, and each block costs its server time.
-    factor = 1 if share == 1 or stop is None else _LARGE_BLOCKS
-    job = StreamJob(spec, partition, start, stop is not None, counts, factor)
+    share = readers.share
+    job, whole = planned(spec, readers, batch_size, start, stop)
     most_bytes = spec.object_store_mib and int(share * (spec.object_store_mib << 20))
     most_tasks = max(1, int(share * spec.concurrency)) if spec.concurrency else None
     if most_bytes is not None:
@@ -121,15 +142,8 @@ def segments_of(
         most_tasks = min(tasks, most_tasks or tasks)
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
-    whole = (
-        read_tasks(
-            partition, (first - start) // readers.world_size, (last - start) // readers.world_size,
-            job.shape, readers.ranks,
-        )
-        for first, last in spec.stretches(start, start + passes * rows_per_pass)
-    )  # fmt: skip
-    tasks_left = without_blocks(itertools.chain.from_iterable(whole), first_block)
-    while planned := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
+    tasks_left = without_blocks(whole, first_block)
+    while some := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
         # The context decides where a set's tasks run, unless their labels do. A block that is made
         # on its ranks' host crosses no network; with a single server, Ray Data spreads the tasks.
         current = DataContext.get_current()
@@ -140,7 +154,7 @@ def segments_of(
             )
         try:
             dataset = ray.data.read_datasource(
-                _BlockSource(readers.name, job_ref, planned),
+                _BlockSource(readers.name, job_ref, some),
                 num_cpus=spec.num_cpus,
                 concurrency=most_tasks,
                 override_num_blocks=1,
@@ -159,10 +173,10 @@ def segments_of(
         context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
         context.enable_progress_bars = False
         context.custom_execution_callback_classes = [PauseWhileFull]
-        block_ranks = [rank for task in planned for rank in task.ranks]
+        block_ranks = [rank for task in some for rank in task.ranks]
         next_at = 0  # two sets in progress would take twice the object store of one
         if most_bytes is None:
-            last = sum(len(task.ranks) for task in planned[-last_tasks:])
+            last = sum(len(task.ranks) for task in some[-last_tasks:])
             next_at = min(last, len(block_ranks) - 1)
         yield Segment(dataset, block_ranks, next_at)
 

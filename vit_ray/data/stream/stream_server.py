@@ -86,6 +86,11 @@ class Pass:
     num_sharing: int = 0
     """How many trainings, including this one, start together with equal streams; 0: not shared."""
 
+    def pieces(self, spec: StreamSpec) -> int:
+        """Into which each rank's share of a batch is cut (`HostRanks`)."""
+        is_training = self.name.stream == "train"
+        return spec.pieces(self.world_size, self.batch_size_per_rank) if is_training else 1
+
     def content(self, spec: StreamSpec) -> str:
         """Digest of everything that decides the blocks: trainings with equal digests can share."""
         how = replace(spec, manifest=None)  # type: ignore[arg-type]
@@ -180,7 +185,9 @@ class StreamServer:
         spec = ray.get(one.specs)[one.name.stream]
         if not one.num_sharing:
             name = "/".join(map(str, one.name))
-            return _first_reader(Reading(self._read_of(one, spec, name), one.ranks))
+            return _first_reader(
+                Reading(self._read_of(one, spec, name), one.ranks, pieces=one.pieces(spec))
+            )
         content = one.content(spec)
         # Blocks may be lost with the node on which they were made.
         key = content, one.ranks, () if one.name.stream == "train" else _nodes_alive()
@@ -204,6 +211,7 @@ class StreamServer:
             one.ranks,
             most_bytes=most_behind,
             expected=self._expected(one, key),
+            pieces=one.pieces(spec),
         )
         return _first_reader(self._shared[key])
 
@@ -220,7 +228,7 @@ class StreamServer:
 
     def _read_of(self, one: Pass, spec: StreamSpec, name: str) -> Callable[[int], Blocks]:
         """A function of n that reads a stream from its block n on."""
-        readers = HostRanks(name, one.ranks, one.world_size)
+        readers = HostRanks(name, one.ranks, one.world_size, one.pieces(spec))
         self._most_sharing = max(self._most_sharing, one.num_sharing)
         give_datasets(readers.share, self._most_sharing * one.world_size * self._cpus_per_rank)
         size = one.batch_size_per_rank

@@ -13,6 +13,13 @@ from vit_ray.data.order.shuffle import ShuffleWindow
 
 _MOST_ROWS: Final = 2048
 """Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
+_LARGE_ROWS: Final = 16_384
+"""Of a window by default where `_MOST_ROWS` are less than two batches: images of a row group then
+share batches hardly more often than by chance (benchmarks/data_shuffle.py)."""
+_LARGE_STORE_MIB: Final = 8192
+"""Of the object store for such a window, where the recipe gives no limit."""
+_LEAST_RUN: Final = 4
+"""Row groups that a task must be able to hold of such a window: it reads one more, cut in two."""
 _MOST_READS: Final = 4
 """Of a row group in a window that is larger than a task's memory: each of its batches reads it."""
 _MEMORY_SHARE: Final = 0.75
@@ -46,7 +53,10 @@ def window_rows(
             f"the nearest is {nearest}, and 0 is none"
         )
     memory_mib = data.task_memory_mib
-    if rows > max(_MOST_READS * batch, _rows_that_fit(memory_mib, manifest)):
+    most = max(_MOST_READS * batch, _rows_that_fit(memory_mib, manifest))
+    if _is_large(batch) and _holds_runs(memory_mib, manifest):
+        most = max(most, _LARGE_ROWS)
+    if rows > most:
         needed = (rows + _cut_rows(manifest)) * _image_bytes(manifest) / 2**20
         raise ValueError(
             f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
@@ -64,24 +74,56 @@ def shuffle_window(rows: int, batch: int, manifest: Manifest) -> ShuffleWindow |
     return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
 
 
-def rows_per_task(memory_mib: int, manifest: Manifest, window: ShuffleWindow, usual: int) -> int:
-    """Rows of a reading task: a whole window of all ranks, as far as they fit into its memory."""
+def rows_per_task(
+    memory_mib: int, manifest: Manifest, window: ShuffleWindow, usual: int
+) -> tuple[int, int | None]:
+    """Rows of a reading task, and of a window that it keeps in memory (`BlockShape`).
+
+    A whole window of all ranks, as far as they fit into its memory. A window of large batches is
+    made by many tasks, by its ranks' parts, where these lie side by side: not of several sets.
+    """
+    if _is_large(window.batch_size) and manifest.num_sets == 1:
+        return _MOST_ROWS, min(_MOST_ROWS, max(0, _rows_held(memory_mib, manifest)))
     fits = max(window.batch_size, _rows_that_fit(memory_mib, manifest))
-    return max(usual, window.num_rows if window.num_rows <= fits else min(fits, _MOST_ROWS))
+    rows = max(usual, window.num_rows if window.num_rows <= fits else min(fits, _MOST_ROWS))
+    return rows, None
+
+
+def _is_large(batch: int) -> bool:
+    """Whether no task makes two batches of so many images."""
+    return 2 * batch > _MOST_ROWS
 
 
 def _best_window(data: DataConfig, batch: int, sides: tuple[int, int], manifest: Manifest) -> int:
     """Images of the largest window of negligible cost; 0 if that is a single batch."""
-    most = min(_MOST_ROWS, _rows_that_fit(_MEMORY_SHARE * data.task_memory_mib, manifest))
-    if data.object_store_mib is not None:
+    held, store_mib = _rows_held(data.task_memory_mib, manifest), data.object_store_mib
+    most = min(_MOST_ROWS, held)
+    if _is_large(batch):
+        is_dealt = manifest.num_sets == 1 and not data.sample_weights
+        if not is_dealt or not _holds_runs(data.task_memory_mib, manifest):
+            # Rows of several sets are not dealt slot by slot, and those that are drawn by weight
+            # lie in many row groups: each task would read all row groups of the window.
+            return 0
+        most, store_mib = _LARGE_ROWS, store_mib or _LARGE_STORE_MIB
+    if store_mib is not None:
         # Rows whose pixels take half of it. A window is made by one task, and blocks of the next
         # task wait at the same time as those of the one that is in turn: with tasks of 64 blocks,
         # 33 MiB more than the limit of 24 were in use (measured).
-        most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
+        most = min(most, (store_mib << 19) // (3 * sides[0] * sides[1]))
     batches = 1
     while 2 * batches * batch <= most:
         batches *= 2
     return batches * batch if batches > 1 else 0
+
+
+def _holds_runs(memory_mib: int, manifest: Manifest) -> bool:
+    """Whether a task can hold enough of a large window that few row groups are cut."""
+    return _rows_held(memory_mib, manifest) >= _LEAST_RUN * _cut_rows(manifest)
+
+
+def _rows_held(memory_mib: int, manifest: Manifest) -> int:
+    """As `_rows_that_fit`, of the share of a task's memory that is taken by default."""
+    return _rows_that_fit(_MEMORY_SHARE * memory_mib, manifest)
 
 
 def _rows_that_fit(memory_mib: float, manifest: Manifest) -> int:

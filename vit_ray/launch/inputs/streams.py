@@ -174,9 +174,10 @@ def training_stream(
     trained = without_samples(rows, manifest, data.exclude)
     spec = stream_of(data, seed, augmentation, manifest, None if trained.is_all else trained)
     assert data.shuffle_window != "auto"
-    window, task_rows = shuffle_window(data.shuffle_window, batch, manifest), spec.task_rows
+    window = shuffle_window(data.shuffle_window, batch, manifest)
     if window is not None and window.num_batches > 1:
-        task_rows = rows_per_task(data.task_memory_mib, manifest, window, task_rows)
+        task_rows, held = rows_per_task(data.task_memory_mib, manifest, window, spec.task_rows)
+        spec = replace(spec, task_rows=task_rows, held_rows=held)
     weights: Weights | None = None
     if data.sample_weights is not None:  # of several sets, of each by itself
         parts: list[tuple[Manifest, RowSelection]] = []
@@ -191,7 +192,7 @@ def training_stream(
         if not weights.any():
             raise ValueError("data.exclude leaves no image with a weight; exclude fewer")
     repeats = Repeats(batch, data.repeats) if data.repeats > 1 else None
-    return replace(spec, window=window, task_rows=task_rows, weights=weights, repeats=repeats)
+    return replace(spec, window=window, weights=weights, repeats=repeats)
 
 
 def stream_of(

@@ -1,0 +1,132 @@
+"""How often reading tasks read each row group: the code's own plan and memory, without files."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.shard_files import ShardFile
+from vit_ray.data.images.crop_boxes import Augmentation
+from vit_ray.data.order.shuffle import ShuffleWindow
+from vit_ray.data.stream import batches
+from vit_ray.data.stream.ray_datasets import HostRanks, planned
+from vit_ray.launch.inputs.data_order import rows_per_task
+
+IMAGE_BYTES = 110_631
+"""Of an ImageNet photograph on average: data_shrink_to_cpu_2026-11-22.md."""
+
+
+def manifest_of(rows: list[int]) -> Manifest:
+    """A data set of row groups of so many images; there are no shards."""
+    counts, zeros, total = np.array(rows, np.int32), np.zeros(len(rows), np.int32), sum(rows)
+    return Manifest(
+        zeros, np.arange(len(rows), dtype=np.int32), counts, counts.astype(np.int64) * IMAGE_BYTES,
+        {}, zeros.astype(np.uint32), "nowhere", "nowhere", total, ["a"], 1, "test",
+        [ShardFile("part.parquet", total, 1 << 40, 0)],
+    )  # fmt: skip
+
+
+def spec_of(rows: list[int], batch: int, window: int, memory_mib: int) -> batches.StreamSpec:
+    """The training stream as `training_stream` makes it."""
+    manifest, dealt = manifest_of(rows), ShuffleWindow(batch, max(1, window // batch))
+    spec = batches.StreamSpec(manifest, Augmentation(size=1), cache_mib=memory_mib)
+    if dealt.num_batches == 1:
+        return spec
+    task_rows, held_rows = rows_per_task(memory_mib, manifest, dealt, spec.task_rows)
+    return replace(spec, window=dealt, task_rows=task_rows, held_rows=held_rows)
+
+
+def readers_of(spec: batches.StreamSpec, world_size: int, servers: int, share: int) -> Any:
+    """The ranks of each server, as `StreamServer` gives them to the stream."""
+    bounds = [number * world_size // servers for number in range(servers + 1)]
+    for first, last in itertools.pairwise(bounds):
+        yield HostRanks("", range(first, last), world_size, spec.pieces(world_size, share))
+
+
+class _Reads(batches.BatchReader):
+    """Reads row groups into the memory of a task, and cuts no image."""
+
+    def __init__(self, job: batches.StreamJob, counts: NDArray[np.int64]) -> None:
+        super().__init__(job)
+        self._counts, self.most_bytes = counts, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """As a task in a process of its own."""
+        most = self._job.spec.cache_mib << 20
+        self.read_group = batches._RowGroupCache(self._read, most)
+
+    def _read(self, group: int) -> Any:
+        self._counts[group] += 1
+        return SimpleNamespace(nbytes=int(self._job.spec.manifest.bytes[group]))
+
+    def _write(self, batch: Any, rows: Any, places: Any) -> None:
+        for group in np.unique(rows.groups[places]).tolist():
+            self.read_group(group)
+        self.most_bytes = max(self.most_bytes, self.read_group._bytes)
+
+
+@dataclass
+class Reads:
+    """What the tasks of all servers have read.
+
+    Attributes:
+        per_group: times of each row group.
+        rows: that were made of them.
+        most_rows: of a task.
+        first_step: row groups that the blocks of the first step have read.
+        most_bytes: that a task has held.
+    """
+
+    per_group: NDArray[np.int64]
+    rows: int = 0
+    most_rows: int = 0
+    first_step: int = 0
+    most_bytes: int = 0
+
+
+def reads_of(
+    spec: batches.StreamSpec,
+    batch: int,
+    world_size: int,
+    servers: int,
+    start: int,
+    steps: range,
+) -> Reads:
+    """Of some steps of a stream that begins at a position, with nothing kept between tasks."""
+    share = batch // world_size
+    found = Reads(np.zeros(spec.manifest.num_row_groups, np.int64))
+    for readers in readers_of(spec, world_size, servers, share):
+        job, tasks = planned(spec, readers, share, start, start + steps.stop * batch)
+        reader = _Reads(job, found.per_group)
+        for task in tasks:
+            reader.forget()
+            made = sum(last - first for _, first, last in task.blocks())
+            found.most_rows = max(found.most_rows, made)
+            for rank, first, last in task.blocks():
+                before = found.per_group.copy()
+                reader.batch(rank, first, last)
+                if not first:
+                    found.first_step += int((found.per_group - before).sum())
+                if first < steps.start * job.partition.batch_size_per_rank:
+                    found.per_group[:] = before
+                else:
+                    found.rows += last - first
+        found.most_bytes = max(found.most_bytes, reader.most_bytes)
+    return found
+
+
+def blocks_of(
+    spec: batches.StreamSpec, readers: HostRanks, share: int, start: int, stop: int
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Number of the rank or piece, and samples, of each block of a server in turn."""
+    job, tasks = planned(spec, readers, share, start, stop)
+    plan = batches.BatchReader(job).plan
+    for task in tasks:
+        for rank, first, last in task.blocks():
+            yield rank, plan.rows_at(start + job.partition.offsets(rank, first, last)).samples

@@ -29,6 +29,7 @@ from vit_ray.commands.plans.plan import (
     told_facts,
 )
 from vit_ray.config import Recipe
+from vit_ray.launch.inputs.data_order import most_rows
 from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.measure.failures import MOST_AUTO_S, Interruptions
 from vit_ray.measure.memory import GIB
@@ -54,6 +55,8 @@ STALL_S, STALL_S_PER_GIB = 0.14, 0.277
 """Seconds per save, and per GiB of a rank's part of it: checkpoint_stall_cpu_2026-11-21.md."""
 IMAGE_BYTES: Final = 110_631
 """Mean bytes of an ImageNet photograph: data_shrink_to_cpu_2026-11-22.md."""
+TASK_IMAGES: Final = 1024
+"""Consecutive images of the order that a reading task has, at most: `partition.read_tasks`."""
 REQUESTS_PER_S: Final = 5500.0
 """GET requests that S3 answers for one prefix: Amazon S3 User Guide, performance guidelines."""
 NUM_RUNS, SHARES = 1000, (0.05, 0.95)
@@ -187,6 +190,11 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     image_bytes = facts.image_bytes or IMAGE_BYTES
     into_server = plan.storage_gb_per_server * 1e9
     into_all = min(servers * into_server, (plan.storage_gb_per_s or math.inf) * 1e9)
+    # A server's images of a window lie side by side in the order, and a task has some of them: the
+    # row groups at its ends are read for others, too.
+    side_by_side = min(TASK_IMAGES, most_rows(recipe.data, batch) / servers)
+    again = 1 + (facts.group_images - 1) / side_by_side
+    image_bytes *= again
     cpu_ms = CPU_MS_PER_IMAGE[recipe.data.decode] + SERVER_MS_PER_IMAGE
     gpus_here = min(num_gpus, network.gpus_per_server)
     # A server with only some of its GPUs in the run is assumed to have CPUs in proportion.
@@ -194,7 +202,7 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     sources = {
         "data CPUs": images_per_s / servers * cpu_ms / 1e3 / cpus,
         "bytes into hosts": images_per_s * image_bytes / (servers * into_server),
-        "store requests": images_per_s / facts.group_images / REQUESTS_PER_S,
+        "store requests": again * images_per_s / facts.group_images / REQUESTS_PER_S,
     }
     if plan.storage_gb_per_s is not None:
         sources["store bandwidth"] = images_per_s * image_bytes / into_all
@@ -332,7 +340,8 @@ def assumptions(recipe: Recipe, facts: TrainingFacts) -> list[str]:
         "communication hidden; no evaluation; a run starts as it restarts",
         f"assumed   {plan.cpus_per_server} cores and {plan.storage_gb_per_server:g} GB/s from the "
         f"store for each server of {plan.gpus_per_server} GPUs; {REQUESTS_PER_S:,.0f} requests/s "
-        f"of a row group of {facts.group_images:.0f} images each; nothing cached",
+        f"of a row group of {facts.group_images:.0f} images each, those at the ends of a task's "
+        "part of a shuffle window twice; nothing cached",
         f"assumed   a failure each {plan.gpu_days_per_failure:,g} GPU-days, "
         + (f"a server taken back after {spot:g} days, " if spot else "no spot servers, ")
         + f"{plan.restart_s:g} s until the workers run again",

@@ -89,6 +89,13 @@ def rows_per_task(
     return rows, None
 
 
+def most_rows(data: DataConfig, batch: int) -> int:
+    """Images of the window, at least a batch; by default of the largest that memory may allow."""
+    if data.shuffle_window != "auto":
+        return max(batch, data.shuffle_window)
+    return max(1, (_LARGE_ROWS if _is_large(batch) else _MOST_ROWS) // batch) * batch
+
+
 def _is_large(batch: int) -> bool:
     """Whether no task makes two batches of so many images."""
     return 2 * batch > _MOST_ROWS

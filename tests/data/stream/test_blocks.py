@@ -54,6 +54,12 @@ def test_blocks_of_even_parts_are_joined_to_batches() -> None:
         np.testing.assert_array_equal(np.concatenate([one[name] for one in batches]), column)
 
 
+@pytest.mark.parametrize("counts", [(12, 8, 8), (8, 8, 24, 8), (12, 24, 12), (8, 8)])
+def test_parts_of_unlike_or_whole_batches_are_not_joined(counts: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="parts of a batch of 24"):
+        list(cut([as_one_row(batch(count, 2)) for count in counts], 24))
+
+
 @pytest.mark.parametrize(
     "block",
     [

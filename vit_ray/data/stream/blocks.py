@@ -20,11 +20,11 @@ def as_one_row(batch: Batch) -> Block:
 def cut(blocks: Iterable[Block], batch_size: int) -> Iterator[Batch]:
     """Batches of `batch_size` from blocks of one row, as views; do not write to them.
 
-    Blocks of an even part of a batch are joined.
+    Blocks of an even part of a batch are joined, if all parts of it have equal lengths.
 
     Raises:
-        RuntimeError: a block is not a whole number of batches, nor an even part of one: the data
-            are not in the planned order.
+        RuntimeError: a block is not a whole number of batches, nor an even part of one, or parts
+            do not follow each other: the data are not in the planned order.
     """
     pieces: list[Batch] = []
     for block in blocks:
@@ -37,6 +37,11 @@ def cut(blocks: Iterable[Block], batch_size: int) -> Iterator[Batch]:
                 f"a block has {sizes}, not one row of a multiple of {batch_size} images, or of an "
                 "even part"
             )
+        if pieces and len(pieces[0]["sample"]) != count:
+            raise RuntimeError(
+                f"a block of {count} images follows {len(pieces)} parts of a batch of {batch_size} "
+                f"that have {len(pieces[0]['sample'])}"
+            )
         if is_piece:
             pieces.append({k: column[0] for k, column in columns.items()})
             if len(pieces) * count == batch_size:
@@ -45,4 +50,5 @@ def cut(blocks: Iterable[Block], batch_size: int) -> Iterator[Batch]:
             continue
         for first in range(0, count, batch_size):
             yield {k: column[0, first : first + batch_size] for k, column in columns.items()}
-    assert not pieces, f"{len(pieces)} blocks are left over"
+    if pieces:
+        raise RuntimeError(f"the stream ends after {len(pieces)} parts of a batch of {batch_size}")

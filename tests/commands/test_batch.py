@@ -33,6 +33,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crop_boxes import CropBox, draw_boxes
+from vit_ray.launch.inputs import stream_cost as costs
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.inputs.streams import resolve_run
@@ -163,6 +164,29 @@ def test_the_cost_of_a_run_on_one_batch_is_of_that_batch(
     resolved = resolve_run(recipe_on(sets, train={"overfit_one_batch": True}))
     stream_cost(resolved, 3)
     assert measured == SeenBatches(resolved).planned(3).tolist()
+
+
+def test_the_cost_is_measured_with_a_few_row_groups_in_memory_at_a_time(
+    sets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, held = list[int](), list[int]()
+    read = costs._read
+
+    def noted(*drawn: Any) -> list[CropBox]:
+        measured.extend(drawn[-1].tolist())
+        return draw_boxes(*drawn)
+
+    def counted(*asked: Any) -> Any:
+        held.append(len(asked[1]))
+        return read(*asked)
+
+    monkeypatch.setattr(costs, "draw_boxes", noted)
+    monkeypatch.setattr(costs, "_read", counted)
+    monkeypatch.setattr(costs, "_GROUPS_HELD", 2)
+    resolved = resolve_run(recipe_on(sets, data={"shuffle_window": 32}))
+    stream_cost(resolved, 3)
+    assert sorted(measured) == sorted(SeenBatches(resolved).planned(3).tolist())
+    assert max(held) <= 2 < sum(held) == SeenBatches(resolved).cost(3)[0]
 
 
 def test_the_cost_is_printed_and_nothing_written(

@@ -23,6 +23,9 @@ STAGES: Final = ("read", "check", "draw", "decode", "crop", "augment", "copy")
 """Row groups from storage; their checksums; which images and boxes; pixels; the crop of them;
 what is done to the crop, own parts too; the batch once from memory to memory."""
 
+_GROUPS_HELD: Final = 65
+"""Row groups of 64 images that a batch of 4,096 in turn has; one with a shuffle window has more."""
+
 
 class _Stopwatch:
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -63,8 +66,11 @@ def stream_cost(resolved: ResolvedRun, step: int) -> dict[str, float]:
         rows = plan.rows_at(np.arange(start, start + size, dtype=np.int64))
         of_images.lap("draw")
         groups = np.unique(rows.groups)
-        read = _read(spec, groups.tolist(), of_groups)
-        _cut(spec, spec.augmentation_at(start), rows, read, of_images)
+        for turn in np.array_split(groups, -(-len(groups) // _GROUPS_HELD)):
+            places = np.flatnonzero(np.isin(rows.groups, turn))
+            part = Rows(*(a[places] for a in (rows.epochs, rows.groups, rows.rows, rows.samples)))
+            read = _read(spec, turn.tolist(), of_groups)
+            _cut(spec, spec.augmentation_at(start), part, read, of_images)
     finally:
         cv2.setNumThreads(threads)
     shared = int(counts[groups].sum())

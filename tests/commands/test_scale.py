@@ -83,8 +83,8 @@ def test_cores_bytes_and_requests_are_counted_as_they_were_measured() -> None:
         assert one.loads["data CPUs"] == pytest.approx(
             images_per_s * (0.88 + 1.7 / 128) / 1000 / cores
         )
-        # A window of 16,384 images, of which a server has a stretch and a task up to 1,024.
-        again = 1 + 63 / min(1024, 16_384 / servers)
+        # A window of 8,192 images, of which a server has a stretch and a task up to 1,024.
+        again = 1 + 63 / min(1024, 8192 / servers)
         read = images_per_s * again * 110_631
         assert one.loads["bytes into hosts"] == pytest.approx(read / (servers * GB))
         assert one.loads["store bandwidth"] == pytest.approx(read / (min(servers, 2) * GB))
@@ -151,11 +151,20 @@ def test_requests_bind_where_row_groups_are_small() -> None:
     facts = type(facts)(**{**vars(facts), "group_images": 4.0})
     point = scale_points(recipe, facts)[-1]
     assert point.limit == "store requests"
-    most = 4 * 5500 / (1 + 3 / (16_384 / 128))  # two ends of a stretch of 128 images
+    most = 4 * 5500 / (1 + 3 / (8192 / 128))  # two ends of a stretch of 64 images
     assert point.images_per_s == pytest.approx(most)
     # At the low end of the range, too, however much communication is hidden.
     assert point.days is not None
     assert point.days[1] * 86_400 >= facts.total_steps * 4096 / most
+
+
+def test_the_window_of_the_data_set_is_counted_where_it_is_known() -> None:
+    """A run without one has only a server's part of a batch side by side."""
+    recipe = recipe_of("plan.storage_gb_per_server=1")
+    facts = told_facts(recipe)
+    known = type(facts)(**{**vars(facts), "window": 0})
+    loads = [scale_points(recipe, one)[-1].loads["bytes into hosts"] for one in (facts, known)]
+    assert loads[1] / loads[0] == pytest.approx((1 + 63 / 32) / (1 + 63 / 64))
 
 
 def test_measured_figures_are_those_of_their_files() -> None:

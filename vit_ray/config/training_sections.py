@@ -295,9 +295,10 @@ class DataConfig(Section):
     """Images in the shuffle buffer, a multiple of the global batch: their row groups are dealt out
     over its batches, differently in each epoch. A reading task holds one window in memory, or its
     part of the window of a large batch; images that do not fit in task_memory_mib are read again. 0
-    = row groups one after another. `auto` = up to 2,048, and for batches above 1,024 up to 16,384,
-    within task_memory_mib and object_store_mib (several sets or sample_weights with such batches:
-    0); a resumed run keeps the window it began with."""
+    = row groups one after another. `auto` = up to 2,048 within task_memory_mib and half of
+    object_store_mib; for batches above 1,024 up to 16,384 within a third of object_store_mib
+    (unset: 1,200 MiB of pixels), and 0 with several sets, sample_weights, or a batch of which a
+    task cannot make a part; a resumed run keeps the window it began with."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""
     eval_augment: EvalAugmentConfig = EvalAugmentConfig()

@@ -1,44 +1,55 @@
 """How often reading tasks read each row group: the code's own plan and memory, without files."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.config.training_sections import DataConfig
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.images.crop_boxes import Augmentation
-from vit_ray.data.order.shuffle import ShuffleWindow
+from vit_ray.data.order.selection import select
 from vit_ray.data.stream import batches
+from vit_ray.data.stream.dealt_blocks import RankBlock, Reader, Reading
 from vit_ray.data.stream.ray_datasets import HostRanks, planned
-from vit_ray.launch.inputs.data_order import rows_per_task
+from vit_ray.launch.inputs.data_order import window_rows
+from vit_ray.launch.inputs.streams import training_stream
 
 IMAGE_BYTES = 110_631
 """Of an ImageNet photograph on average: data_shrink_to_cpu_2026-11-22.md."""
 
 
-def manifest_of(rows: list[int]) -> Manifest:
+def manifest_of(rows: list[int], image_bytes: int) -> Manifest:
     """A data set of row groups of so many images; there are no shards."""
     counts, zeros, total = np.array(rows, np.int32), np.zeros(len(rows), np.int32), sum(rows)
     return Manifest(
-        zeros, np.arange(len(rows), dtype=np.int32), counts, counts.astype(np.int64) * IMAGE_BYTES,
+        zeros, np.arange(len(rows), dtype=np.int32), counts, counts.astype(np.int64) * image_bytes,
         {}, zeros.astype(np.uint32), "nowhere", "nowhere", total, ["a"], 1, "test",
         [ShardFile("part.parquet", total, 1 << 40, 0)],
     )  # fmt: skip
 
 
-def spec_of(rows: list[int], batch: int, window: int, memory_mib: int) -> batches.StreamSpec:
-    """The training stream as `training_stream` makes it."""
-    manifest, dealt = manifest_of(rows), ShuffleWindow(batch, max(1, window // batch))
-    spec = batches.StreamSpec(manifest, Augmentation(size=1), cache_mib=memory_mib)
-    if dealt.num_batches == 1:
-        return spec
-    task_rows, held_rows = rows_per_task(memory_mib, manifest, dealt, spec.task_rows)
-    return replace(spec, window=dealt, task_rows=task_rows, held_rows=held_rows)
+def spec_of(
+    rows: list[int],
+    batch: int,
+    window: int | Literal["auto"],
+    memory_mib: int = 256,
+    size: int = 224,
+    image_bytes: int = IMAGE_BYTES,
+) -> batches.StreamSpec:
+    """The training stream of a run of crops of `size` pixels, whose window is made definite."""
+    manifest = manifest_of(rows, image_bytes)
+    data = DataConfig(train="nowhere", shuffle_window=window, task_memory_mib=memory_mib)
+    found = window_rows(data, batch, (size, size), manifest)
+    data = data.model_copy(update={"shuffle_window": found})
+    kept, _ = select(manifest, seed=0, held_out_fraction=0.0, fraction=1.0)
+    return training_stream(data, 0, Augmentation(size=1), batch, manifest, kept)
 
 
 def readers_of(spec: batches.StreamSpec, world_size: int, servers: int, share: int) -> Any:
@@ -130,3 +141,35 @@ def blocks_of(
     for task in tasks:
         for rank, first, last in task.blocks():
             yield rank, plan.rows_at(start + job.partition.offsets(rank, first, last)).samples
+
+
+def queued_of(
+    spec: batches.StreamSpec, readers: HostRanks, share: int, start: int, steps: int
+) -> list[int]:
+    """Most rows in the queues of a server in each step, if its ranks train on batches in turn."""
+    num_rows = steps * share * readers.world_size
+    blocks = (
+        RankBlock(rank, len(samples), len(samples))  # type: ignore[arg-type]
+        for rank, samples in blocks_of(spec, readers, share, start, start + num_rows)
+    )
+    queued: list[int] = []
+    readers_here: list[Reader] = []
+
+    def noted() -> Generator[RankBlock, None, None]:
+        for block in blocks:
+            queued[-1] = max(queued[-1], readers_here[0].held_bytes + block.size)
+            yield block
+
+    reading = Reading(lambda _: noted(), readers.ranks, pieces=readers.pieces)
+    reader = reading.new_reader()
+    assert reader is not None
+    readers_here.append(reader)
+    taken, made = Counter[int](), Counter[int]()
+    for step in range(steps):
+        queued.append(reader.held_bytes)
+        for rank in readers.ranks:
+            while made[rank] < (step + 1) * share:
+                block: Any = reader.next_block(rank, taken[rank])
+                taken[rank] += 1
+                made[rank] += block
+    return queued

@@ -109,15 +109,21 @@ def test_the_window_follows_memory_and_batch(
     ("batch", "data", "window", "held"),
     [
         (1025, {}, 8200, 1949),  # 3/4 of 256 MiB have 2,013 images, less a row group
-        (2048, {}, 16384, 1949),
-        (4096, {}, 16384, 1949),
-        (5000, {}, 10000, 1949),
-        (8192, {}, 16384, 1949),
-        (8193, {}, 0, None),
-        (4096, {"task_memory_mib": 1024}, 16384, 2048),  # and no more than a task makes
-        (4096, {"task_memory_mib": 41}, 16384, 258),
-        (4096, {"task_memory_mib": 40}, 0, None),  # 250 images: not four row groups
-        (4096, {"object_store_mib": 4000}, 8192, 1949),  # 147 KiB of pixels in half of it
+        (1538, {}, 3076, 1949),  # of which no share has parts smaller than 769
+        (1538, {"task_memory_mib": 128}, 0, None),  # 942 images
+        (2062, {}, 0, None),  # nor than 1,031
+        (2048, {}, 8192, 1949),  # 147 KiB of pixels: 1,176 MiB
+        (4096, {}, 8192, 1949),
+        (8192, {}, 0, None),
+        (4096, {"task_memory_mib": 1024}, 8192, 2048),  # and no more than a task makes
+        (4096, {"task_memory_mib": 74}, 8192, 517),
+        (4096, {"task_memory_mib": 73}, 0, None),  # 510 images: not eight row groups
+        (4096, {"object_store_mib": 3000}, 0, None),  # 6,966 images in a third of it
+        (4096, {"object_store_mib": 4000}, 8192, 1949),
+        (4096, {"object_store_mib": 8000}, 16384, 1949),
+        (5000, {"object_store_mib": 8000}, 10000, 1949),
+        (8192, {"object_store_mib": 8000}, 16384, 1949),
+        (8193, {"object_store_mib": 8000}, 0, None),
         (4096, {"sample_weights": "labels"}, 0, None),
     ],
 )
@@ -211,10 +217,10 @@ def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message
 
 @pytest.mark.parametrize(
     ("memory_mib", "window", "held"),
-    [(512, 8192, 2048), (512, 16384, 2048), (2000, 8192, 2048), (64, 8192, 439), (4, 8192, 0)],
+    [(512, 8192, 2048), (512, 16384, 2048), (2000, 8192, 2048), (64, 8192, 439), (4, 8192, None)],
 )
 def test_a_large_batch_has_a_window_on_request_in_tasks_of_bounded_size(
-    recipe: Recipe, memory_mib: int, window: int, held: int
+    recipe: Recipe, memory_mib: int, window: int, held: int | None
 ) -> None:
     changed = recipe.with_changes(
         data={"shuffle_window": window, "task_memory_mib": memory_mib},
@@ -223,6 +229,36 @@ def test_a_large_batch_has_a_window_on_request_in_tasks_of_bounded_size(
     spec = resolve_run(changed).streams["train"]
     assert (spec.window and spec.window.num_rows, spec.task_rows) == (window, 2048)
     assert spec.held_rows == held
+
+
+@pytest.mark.parametrize(
+    ("batch", "window", "memory_mib", "message"),
+    [
+        (2048, 16384, 40, "about 74 MiB of each reading task, .*=40; lower the one to 0, or raise"),
+        (1024, 16384, 256, "about 1569 MiB of each reading task, .*=256; lower the one to 2048,"),
+        (1538, 12304, 256, "about 1180 MiB of each reading task, .*=256; lower the one to 3076,"),
+    ],
+)
+def test_a_window_that_is_refused_names_the_memory_that_would_do(
+    recipe: Recipe, batch: int, window: int, memory_mib: int, message: str
+) -> None:
+    train = {"global_batch_size": batch, "micro_batch_size": 1}
+    data = {"shuffle_window": window, "task_memory_mib": memory_mib}
+    with pytest.raises(ValueError, match=message):
+        resolve_run(recipe.with_changes(train=train, data=data))
+
+
+def test_where_tasks_cannot_make_parts_of_a_window_four_reads_are_the_most(
+    recipe: Recipe, mixed: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_row_weights", lambda *_: None)  # there are no labels
+    train = {"global_batch_size": 2048, "micro_batch_size": 64}
+    for asked in (mixed, recipe.with_changes(data={"sample_weights": "labels"})):
+        changed = asked.with_changes(train=train, data={"shuffle_window": 8192})
+        spec = resolve_run(changed).streams["train"]
+        assert (spec.task_rows, spec.held_rows) == (2048, None)
+        with pytest.raises(ValueError, match=r"lower the one to 0, or raise the other"):
+            resolve_run(changed.with_changes(data={"shuffle_window": 16384}))
 
 
 @pytest.mark.parametrize("window", [0, 64])

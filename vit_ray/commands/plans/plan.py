@@ -60,6 +60,7 @@ class TrainingFacts:
         image_bytes: mean size of a stored image; 0 if unknown.
         group_images: mean number of images in a row group.
         num_row_groups: of the whole data set; by `group_images` where it is not there yet.
+        window: images of the shuffle window; None where the data set is not there yet.
     """
 
     num_images: int
@@ -72,6 +73,7 @@ class TrainingFacts:
     image_bytes: float = 0.0
     group_images: float = GROUP_IMAGES
     num_row_groups: int = 0
+    window: int | None = None
 
 
 def told_facts(recipe: Recipe) -> TrainingFacts:
@@ -95,13 +97,15 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     if all(not is_placeholder(path) and locate(path).exists() for path in paths):
         plan = resolve_run(recipe)
         of_set, where = plan.manifest, ", ".join(paths)
-        groups = of_set.num_row_groups
+        groups, window = of_set.num_row_groups, plan.recipe.data.shuffle_window
+        assert window != "auto"
         facts = _facts(recipe, plan.num_images, of_set.num_classes, where, groups)
         return replace(
             facts,
             largest_pixels=of_set.largest_pixels,
             image_bytes=float(of_set.bytes.sum() / of_set.num_images),
             group_images=of_set.num_images / of_set.num_row_groups,
+            window=window,
         )
     if convert is None or convert.destination != train or not is_source(convert.source):
         return _told_facts(recipe)

@@ -6,6 +6,7 @@ positions, the same for every world size. A block holds consecutive rows of one 
 rank's blocks come in the order of its rows.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -155,6 +156,18 @@ def pieces_of(share: int, window_passes: int, held_rows: int) -> int:
         if share % pieces == 0 and window_passes * share // pieces <= held_rows:
             return pieces
     return 1
+
+
+def largest_piece(batch: int) -> int:
+    """Rows of the smallest piece of a rank's share, for the worst number of ranks.
+
+    A task that can hold the window's rows of so many slots can hold a piece for any number of ranks
+    that divides the batch.
+    """
+    low = {one for one in range(1, math.isqrt(batch) + 1) if batch % one == 0}
+    shares = sorted(low | {batch // one for one in low})
+    pieces = [one for one in shares if one >= _LEAST_PIECE]
+    return max(min((p for p in pieces if not share % p), default=share) for share in shares)
 
 
 def without_blocks(tasks: Iterable[BlockTask], count: int) -> Iterator[BlockTask]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -9,16 +10,18 @@ import numpy as np
 from vit_ray.config.training_sections import DataConfig
 from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.order.partition import largest_piece
 from vit_ray.data.order.shuffle import ShuffleWindow
 
 _MOST_ROWS: Final = 2048
 """Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
 _LARGE_ROWS: Final = 16_384
-"""Of a window by default where `_MOST_ROWS` are less than two batches: images of a row group then
-share batches hardly more often than by chance (benchmarks/data_shuffle.py)."""
-_LARGE_STORE_MIB: Final = 8192
-"""Of the object store for such a window, where the recipe gives no limit."""
-_LEAST_RUN: Final = 4
+"""Of a window that many tasks make: images of a row group then share batches hardly more often than
+by chance (benchmarks/data_shuffle.py)."""
+_LARGE_MIB: Final = 1200
+"""Of the pixels of such a window by default, all of which may wait on one host before a batch of it
+is whole: a quarter of the object store that Ray gives a host of 16 GiB."""
+_LEAST_RUN: Final = 8
 """Row groups that a task must be able to hold of such a window: it reads one more, cut in two."""
 _MOST_READS: Final = 4
 """Of a row group in a window that is larger than a task's memory: each of its batches reads it."""
@@ -53,16 +56,21 @@ def window_rows(
             f"the nearest is {nearest}, and 0 is none"
         )
     memory_mib = data.task_memory_mib
-    most = max(_MOST_READS * batch, _rows_that_fit(memory_mib, manifest))
-    if _is_large(batch) and _holds_runs(memory_mib, manifest):
-        most = max(most, _LARGE_ROWS)
-    if rows > most:
-        needed = (rows + _cut_rows(manifest)) * _image_bytes(manifest) / 2**20
-        raise ValueError(
-            f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
-            f"and data.task_memory_mib={memory_mib}; lower the one or raise the other"
-        )
-    return rows
+    fits = _rows_that_fit(memory_mib, manifest)
+    if rows <= max(_MOST_READS * batch, fits):
+        return rows
+    mib = _mib_of(rows, manifest)
+    if rows <= _LARGE_ROWS and _can_be_parted(data, batch, rows // batch, manifest):
+        least = max(_parted_rows(batch, rows // batch), _LEAST_RUN * _cut_rows(manifest))
+        if least <= _rows_held(memory_mib, manifest):
+            return rows
+        mib = min(mib, _mib_of(least, manifest) / _MEMORY_SHARE)
+    lower = min(fits, _MOST_ROWS) // batch * batch
+    lower = max(lower if lower > batch else 0, _best_window(data, batch, sides, manifest))
+    raise ValueError(
+        f"data.shuffle_window={rows} images take about {math.ceil(mib)} MiB of each reading task, "
+        f"and data.task_memory_mib={memory_mib}; lower the one to {lower}, or raise the other"
+    )
 
 
 def shuffle_window(rows: int, batch: int, manifest: Manifest) -> ShuffleWindow | None:
@@ -75,25 +83,32 @@ def shuffle_window(rows: int, batch: int, manifest: Manifest) -> ShuffleWindow |
 
 
 def rows_per_task(
-    memory_mib: int, manifest: Manifest, window: ShuffleWindow, usual: int
+    data: DataConfig, manifest: Manifest, window: ShuffleWindow, usual: int
 ) -> tuple[int, int | None]:
     """Rows of a reading task, and of a window that it keeps in memory (`BlockShape`).
 
     A whole window of all ranks, as far as they fit into its memory. A window of large batches is
-    made by many tasks, by its ranks' parts, where these lie side by side: not of several sets.
+    made by many tasks, each of which has a part of every batch.
     """
-    if _is_large(window.batch_size) and manifest.num_sets == 1:
-        return _MOST_ROWS, min(_MOST_ROWS, max(0, _rows_held(memory_mib, manifest)))
-    fits = max(window.batch_size, _rows_that_fit(memory_mib, manifest))
+    batch, num_batches = window.batch_size, window.num_batches
+    if _can_be_parted(data, batch, num_batches, manifest):
+        held = min(_MOST_ROWS, _rows_held(data.task_memory_mib, manifest))
+        if _parted_rows(batch, num_batches) <= held:
+            return _MOST_ROWS, held
+    fits = max(batch, _rows_that_fit(data.task_memory_mib, manifest))
     rows = max(usual, window.num_rows if window.num_rows <= fits else min(fits, _MOST_ROWS))
     return rows, None
 
 
-def most_rows(data: DataConfig, batch: int) -> int:
+def most_rows(data: DataConfig, batch: int, sides: tuple[int, int]) -> int:
     """Images of the window, at least a batch; by default of the largest that memory may allow."""
     if data.shuffle_window != "auto":
         return max(batch, data.shuffle_window)
-    return max(1, (_LARGE_ROWS if _is_large(batch) else _MOST_ROWS) // batch) * batch
+    most = _MOST_ROWS
+    if _is_large(batch):
+        several = isinstance(data.train, tuple) and len(data.train) > 1
+        most = 0 if several or data.sample_weights else _LARGE_ROWS
+    return max(batch, _doubled(batch, min(most, _rows_stored(data, batch, sides))))
 
 
 def _is_large(batch: int) -> bool:
@@ -101,31 +116,64 @@ def _is_large(batch: int) -> bool:
     return 2 * batch > _MOST_ROWS
 
 
+def _can_be_parted(data: DataConfig, batch: int, num_batches: int, manifest: Manifest) -> bool:
+    """Whether tasks can each make a part of every batch of a window, and read little twice.
+
+    Not with several data sets, whose rows are not dealt slot by slot, nor with weights, since rows
+    that are drawn lie in many row groups: each task would read all row groups of the window. Nor
+    where a share of the batch has no parts small enough for a task.
+    """
+    is_plain = manifest.num_sets == 1 and not data.sample_weights
+    return is_plain and _is_large(batch) and _parted_rows(batch, num_batches) <= _MOST_ROWS
+
+
+def _parted_rows(batch: int, num_batches: int) -> int:
+    """Rows that a task must hold to make a part of every batch, on any number of GPUs."""
+    return num_batches * largest_piece(batch)
+
+
 def _best_window(data: DataConfig, batch: int, sides: tuple[int, int], manifest: Manifest) -> int:
     """Images of the largest window of negligible cost; 0 if that is a single batch."""
-    held, store_mib = _rows_held(data.task_memory_mib, manifest), data.object_store_mib
-    most = min(_MOST_ROWS, held)
+    held, stored = _rows_held(data.task_memory_mib, manifest), _rows_stored(data, batch, sides)
+    if not _is_large(batch):
+        return _doubled(batch, min(_MOST_ROWS, held, stored))
+    if held < _LEAST_RUN * _cut_rows(manifest):
+        return 0
+    num_batches = _doubled(batch, min(_LARGE_ROWS, stored)) // batch
+    while num_batches > 1 and not (
+        _can_be_parted(data, batch, num_batches, manifest)
+        and _parted_rows(batch, num_batches) <= held
+    ):
+        num_batches //= 2
+    return num_batches * batch if num_batches > 1 else 0
+
+
+def _rows_stored(data: DataConfig, batch: int, sides: tuple[int, int]) -> int:
+    """Rows of a window whose pixels may wait in the object store."""
+    store_mib = data.object_store_mib
     if _is_large(batch):
-        is_dealt = manifest.num_sets == 1 and not data.sample_weights
-        if not is_dealt or not _holds_runs(data.task_memory_mib, manifest):
-            # Rows of several sets are not dealt slot by slot, and those that are drawn by weight
-            # lie in many row groups: each task would read all row groups of the window.
-            return 0
-        most, store_mib = _LARGE_ROWS, store_mib or _LARGE_STORE_MIB
-    if store_mib is not None:
-        # Rows whose pixels take half of it. A window is made by one task, and blocks of the next
-        # task wait at the same time as those of the one that is in turn: with tasks of 64 blocks,
-        # 33 MiB more than the limit of 24 were in use (measured).
-        most = min(most, (store_mib << 19) // (3 * sides[0] * sides[1]))
+        stored_bytes = (store_mib << 20) // 3 if store_mib else _LARGE_MIB << 20
+    elif store_mib is None:
+        return _MOST_ROWS
+    else:
+        # Half of it. A window is made by one task, and blocks of the next task wait at the same
+        # time as those of the one that is in turn: with tasks of 64 blocks, 33 MiB more than the
+        # limit of 24 were in use (measured).
+        stored_bytes = store_mib << 19
+    return stored_bytes // (3 * sides[0] * sides[1])
+
+
+def _doubled(batch: int, most: int) -> int:
+    """Images of 2, 4, 8, ... batches, as many as there may be; 0 for fewer than two."""
     batches = 1
     while 2 * batches * batch <= most:
         batches *= 2
     return batches * batch if batches > 1 else 0
 
 
-def _holds_runs(memory_mib: int, manifest: Manifest) -> bool:
-    """Whether a task can hold enough of a large window that few row groups are cut."""
-    return _rows_held(memory_mib, manifest) >= _LEAST_RUN * _cut_rows(manifest)
+def _mib_of(rows: int, manifest: Manifest) -> float:
+    """Encoded images of so many rows, and of the row groups that are cut at their ends."""
+    return (rows + _cut_rows(manifest)) * _image_bytes(manifest) / 2**20
 
 
 def _rows_held(memory_mib: int, manifest: Manifest) -> int:

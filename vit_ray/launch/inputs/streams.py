@@ -176,7 +176,7 @@ def training_stream(
     assert data.shuffle_window != "auto"
     window = shuffle_window(data.shuffle_window, batch, manifest)
     if window is not None and window.num_batches > 1:
-        task_rows, held = rows_per_task(data.task_memory_mib, manifest, window, spec.task_rows)
+        task_rows, held = rows_per_task(data, manifest, window, spec.task_rows)
         spec = replace(spec, task_rows=task_rows, held_rows=held)
     weights: Weights | None = None
     if data.sample_weights is not None:  # of several sets, of each by itself

@@ -136,7 +136,7 @@ def test_a_large_batch_has_a_window_that_many_tasks_make(
     window: int,
     held: int | None,
 ) -> None:
-    monkeypatch.setattr(streams, "_row_weights", lambda *_: None)  # there are no labels
+    monkeypatch.setattr(streams, "row_weights", lambda *_: np.ones(200))  # there are no labels
     train = {"global_batch_size": batch, "micro_batch_size": 1}
     more = {"train": write_data_set(tmp_path / "more", 200), **data}
     resolved = resolve_run(recipe.with_changes(data=more, train=train))
@@ -251,7 +251,7 @@ def test_a_window_that_is_refused_names_the_memory_that_would_do(
 def test_where_tasks_cannot_make_parts_of_a_window_four_reads_are_the_most(
     recipe: Recipe, mixed: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_row_weights", lambda *_: None)  # there are no labels
+    monkeypatch.setattr(streams, "row_weights", lambda *_: np.ones(200))  # there are no labels
     train = {"global_batch_size": 2048, "micro_batch_size": 64}
     for asked in (mixed, recipe.with_changes(data={"sample_weights": "labels"})):
         changed = asked.with_changes(train=train, data={"shuffle_window": 8192})

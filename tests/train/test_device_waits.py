@@ -1,8 +1,9 @@
 """How often the host waits for the device in a step, counted on a device that only pretends."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -65,12 +66,19 @@ def test_the_pretended_device_is_waited_for_where_a_gpu_is(name: str) -> None:
     assert bool(waiting.names) == waits
 
 
-def waits_by_step(rank: int, stage: Any, precision: Any) -> list[int]:
-    """Waits from handing out a step's passes to the next step's."""
+def waits_by_step(rank: int, kinds: Any) -> dict[Any, list[int]]:
+    """By kind: waits from handing out a step's passes to the next step's."""
     from deepspeed.accelerator import get_accelerator
 
     kind = type(get_accelerator())
     kind.device_name = kind.current_device_name = lambda *_: str(DEVICE)
+    return {kind: _waits_of(rank, *kind) for kind in kinds}
+
+
+def _waits_of(rank: int, stage: Any, precision: Any) -> list[int]:
+    from deepspeed.accelerator import get_accelerator
+
+    gc.collect()  # DeepSpeed synchronizes when an engine is collected, as that of the kind before
     train = TrainConfig(zero_stage=stage, precision=precision, averaging=0.9)
     engine = build_engine(train, RANKS, MICRO)
     share = GLOBAL_BATCH // RANKS
@@ -101,16 +109,20 @@ def waits_by_step(rank: int, stage: Any, precision: Any) -> list[int]:
     return counts
 
 
+@cache
+def waits_of(*kinds: Any) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = run_ranks(RANKS, waits_by_step, kinds)[0]
+    return found
+
+
 @pytest.mark.slow(after=4)
-@pytest.mark.parametrize(("stage", "precision"), KINDS)
-def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(
-    stage: int, precision: str
-) -> None:
-    waits = run_ranks(RANKS, waits_by_step, stage, precision)[0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(kind: Any) -> None:
+    waits = waits_of(*(KINDS[:4] if kind in KINDS[:4] else KINDS[4:]))[kind]
     # Steps are logged at 1, 3 and 6; what follows the last is not counted. In its first step
     # stage 3 records the order of the layers.
     assert waits[1:] == [1, 2, 1, 1]
-    assert stage == 3 or waits[0] == 2
+    assert kind[0] == 3 or waits[0] == 2
 
 
 def norms_of_stage_3(rank: int, precision: str) -> list[tuple[float, float]]:

@@ -684,11 +684,11 @@ def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
     tracker = started(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
     tracker.log.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
     tracker.finish(timeout_s=0.1)
-    job = [sys.executable, str(ROOT / "jobs" / "replay.py")]
-    done = subprocess.run([*job, str(log_path), config.uri], capture_output=True, text=True)
+    job = [sys.executable, str(ROOT / "jobs" / "replay.py"), str(log_path), config.uri]
+    done = subprocess.run(job, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "2 points were new\n")
-    wrong = subprocess.run([*job, str(log_path) + "x", config.uri], capture_output=True, text=True)
-    assert wrong.returncode == 2
+    wrong = run_cli("replay", f"{log_path}x", config.uri)
+    assert wrong.exit_code == 2
     assert "no such file" in wrong.stderr
 
 

@@ -277,6 +277,7 @@ def test_a_failure_at_a_rung_ends_the_trial_and_fills_no_rung(
     assert [one.step for one in kept(tmp_path) if one.trial.startswith("s-0.4")] == [1]
 
 
+@pytest.mark.slow(after=10)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_driver_that_is_killed_again_and_again_decides_and_results_as_an_undisturbed_one(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

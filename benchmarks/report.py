@@ -66,6 +66,11 @@ def loss_at(step: int) -> float:
     return 2.3 / (1 + step * 1e-3) + (step * 7919 % 1000) * 1e-4
 
 
+def files_of(path: Path) -> Path:
+    """Folder of the files that the server of a store sends."""
+    return path.with_suffix(".files")
+
+
 def write_store(path: Path, points: int, num_runs: int) -> str:
     """A SQLite store of a study; returns its address."""
     from mlflow.entities import Param, RunTag
@@ -79,7 +84,7 @@ def write_store(path: Path, points: int, num_runs: int) -> str:
     file = kept_curve.text_of({step: loss_at(step) for step in range(counts["train/loss"])})
     uri = f"sqlite:///{path}"
     client = open_client(uri)
-    experiment = client.create_experiment("benchmark", artifact_location=f"file://{path.parent}/a")
+    experiment = client.create_experiment("benchmark", artifact_location="mlflow-artifacts:/b")
     run_ids = []
     for k in range(num_runs):
         model = MODELS[k % len(MODELS)]
@@ -92,7 +97,9 @@ def write_store(path: Path, points: int, num_runs: int) -> str:
             params=[Param(*pair) for pair in params.items()],
             tags=[RunTag(*pair) for pair in tags.items()],
         )
-        client.log_text(run.info.run_id, file, kept_curve.FILE)
+        place = files_of(path) / "b" / run.info.run_id / "artifacts" / kept_curve.FILE
+        place.parent.mkdir(parents=True)
+        place.write_text(file)
         client.set_terminated(run.info.run_id)
         run_ids.append(run.info.run_id)
     with contextlib.closing(sqlite3.connect(path)) as store:
@@ -194,14 +201,14 @@ def run_apart(way: str, uri: str, folder: Path) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serving(uri: str) -> Iterator[str]:
+def serving(uri: str, files: Path) -> Iterator[str]:
     """Address of an MLflow server of the store, inside the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
     server = subprocess.Popen(
-        [*command, "--port", str(port), "--workers", "2"],
+        [*command, "--port", str(port), "--workers", "2", "--artifacts-destination", str(files)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -227,7 +234,7 @@ def measure(folder: Path, shape: str, points: int, kept: Path | None, num_runs: 
     uri = f"sqlite:///{path}" if path.exists() else write_store(path, points, num_runs)
     size_gib = path.stat().st_size / 2**30
     lines = []
-    with serving(uri) as address:
+    with serving(uri, files_of(path)) as address:
         ways = {
             "page from SQLite": ("page", uri),
             "page from server": ("page", address),

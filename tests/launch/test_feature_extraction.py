@@ -3,15 +3,24 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.data.small_sets import write_set
 from tests.recipes import recipe_with
 from vit_ray import lock
+from vit_ray.commands.trained.features import run_extract
 from vit_ray.config import Recipe
-from vit_ray.evaluate.feature_files import read_facts, write_facts
+from vit_ray.evaluate.feature_files import (
+    FeatureRows,
+    part_name,
+    read_facts,
+    write_facts,
+    write_part,
+)
 from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.feature_extraction import extract_features
 from vit_ray.launch.pool.pool_training import RunFailedError
@@ -137,6 +146,26 @@ def test_features_that_another_process_has_ended_meanwhile_are_taken(
     monkeypatch.setattr(extraction, "lock_run", ended_by_another)
     extract_features(recipe)
     assert started == []
+
+
+def test_the_end_says_how_fast_it_was_and_what_waited(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(prepared: PreparedRun, **_: Any) -> Any:
+        assert prepared.extraction is not None
+        rows = np.arange(2)
+        part = FeatureRows(["a", "b"], rows, rows, np.ones((2, 8), np.float32), None)
+        write_part(locate(prepared.extraction.folder), part_name(0, 2, 0, 1), [part])
+        waits = {"extract/image_wait_fraction": 0.021, "extract/file_wait_fraction": 0.003}
+        return SimpleNamespace(metrics={"extract/images_per_s": 1520.4, **waits, "other": 1.0})
+
+    monkeypatch.setattr(extraction, "run_prepared", run)
+    for _ in range(2):  # a finished one is not repeated, and has the same figures
+        assert run_extract(recipe) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == (
+            "1,520 images/s from the first batch on; 2.1% of the time waited for images, 0.3% for "
+            "files to be written"
+        )
 
 
 def test_files_that_nothing_tells_of_are_left_alone(

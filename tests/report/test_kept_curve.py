@@ -9,12 +9,18 @@ from types import SimpleNamespace
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import pytest
-from mlflow.server import app, handlers
+from mlflow.server import (
+    ARTIFACTS_DESTINATION_ENV_VAR,
+    SERVE_ARTIFACTS_ENV_VAR,
+    app,
+    handlers,
+)
 from mlflow.tracking import MlflowClient
 
 from vit_ray import kept_curve
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.report import runs
 from vit_ray.report.figures.histories import Histories
 from vit_ray.report.runs import Archive
 from vit_ray.tracking.metrics_log import RunOpening
@@ -44,9 +50,20 @@ class Answers(WSGIRequestHandler):
 
 
 @pytest.fixture
-def address(uri, monkeypatch):
-    """Of an MLflow server of the store."""
-    monkeypatch.setattr(handlers, "_tracking_store", MlflowClient(uri)._tracking_client.store)
+def files(tmp_path):
+    """Folder of what the server sends itself."""
+    return tmp_path / "files"
+
+
+@pytest.fixture
+def address(uri, files, monkeypatch):
+    """Of an MLflow server of the store, with its default place of files."""
+    store = MlflowClient(uri)._tracking_client.store
+    monkeypatch.setattr(store, "artifact_root_uri", "mlflow-artifacts:/")
+    monkeypatch.setattr(handlers, "_tracking_store", store)
+    monkeypatch.setattr(handlers, "_artifact_repo", None)
+    monkeypatch.setenv(SERVE_ARTIFACTS_ENV_VAR, "true")
+    monkeypatch.setenv(ARTIFACTS_DESTINATION_ENV_VAR, str(files))
     server = make_server("127.0.0.1", 0, app, handler_class=Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -150,7 +167,7 @@ def test_a_replay_into_another_store_brings_the_file(uri, tmp_path, empty_store)
 def test_a_page_from_a_server_reads_the_file_alone_and_draws_the_same(
     uri, address, tmp_path, asked
 ):
-    run_id = trained(uri, tmp_path / "run" / "metrics.jsonl", range(0, 650, 5))
+    run_id = trained(address, tmp_path / "run" / "metrics.jsonl", range(0, 650, 5))
     archive = Archive(address, "long")
     drawn = archive.curves(archive.runs, KEY)[run_id]
     assert asked == []
@@ -164,10 +181,10 @@ def test_a_page_from_a_server_reads_the_file_alone_and_draws_the_same(
     assert [few[0], few[-1]] == [drawn[0], drawn[-1]]
 
 
-def test_a_run_that_went_on_is_read_from_its_history(uri, address, tmp_path, asked):
+def test_a_run_that_went_on_is_read_from_its_history(address, tmp_path, asked):
     log = tmp_path / "run" / "metrics.jsonl"
-    run_id = trained(uri, log, range(100), "KILLED")
-    trained(uri, log, range(90, 150), None, resume_step=89)  # live, or killed without an end
+    run_id = trained(address, log, range(100), "KILLED")
+    trained(address, log, range(90, 150), None, resume_step=89)  # live, or killed without an end
     archive = Archive(address, "long")
     assert archive.curves(archive.runs, KEY)[run_id][-1] == (149.0, 1.0 / 150)
     assert asked == [run_id]
@@ -175,28 +192,27 @@ def test_a_run_that_went_on_is_read_from_its_history(uri, address, tmp_path, ask
 
 @pytest.mark.parametrize("content", [b"[[0, 1.0], [1", b"{}", b"[[1, NaN]]", b'[["x", 1]]', None])
 def test_a_file_that_is_damaged_or_gone_costs_only_time(
-    uri, address, tmp_path, asked, content, monkeypatch
+    address, files, tmp_path, asked, content, monkeypatch
 ):
-    run_ids = {trained(uri, tmp_path / f"{i}" / "metrics.jsonl", range(100)) for i in range(6)}
-    for run in Archive(uri, "long").runs:
-        file = Path(run.run.info.artifact_uri.removeprefix("file://")) / kept_curve.FILE
-        file.unlink()
-        if content is not None:
-            file.write_bytes(content)
+    run_ids = {trained(address, tmp_path / f"{i}" / "metrics.jsonl", range(100)) for i in range(6)}
+    kept_files = [*files.rglob(kept_curve.FILE)]
+    assert len(kept_files) == 6
+    for file in kept_files:
+        file.unlink() if content is None else file.write_bytes(content)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    tried, read = [], runs.file_of_server
+    monkeypatch.setattr(runs, "file_of_server", lambda *args: tried.append(args) or read(*args))
     archive = Archive(address, "long")
-    tried = []
-    read = Archive.file
-    monkeypatch.setattr(Archive, "file", lambda *args: tried.append(args) or read(*args))
     found = archive.curves(archive.runs, KEY)
     assert {*asked} == run_ids
     assert all(curve[-1] == (99.0, 0.01) for curve in found.values())
     assert len(tried) == (6 if content else 4)  # one that is gone: the storage may be away
 
 
-def test_storage_that_needs_credentials_is_not_asked(uri, address, tmp_path):
-    trained(uri, tmp_path / "run" / "metrics.jsonl", range(100))
+def test_files_that_the_server_does_not_send_are_not_asked_for(address, tmp_path):
+    trained(address, tmp_path / "run" / "metrics.jsonl", range(100))
     (run,) = Archive(address, "long").runs
     assert run.keeps_curve
-    info = SimpleNamespace(artifact_uri="s3://bucket/run")
-    elsewhere = type(run)(SimpleNamespace(info=info, data=run.run.data))
-    assert not elsewhere.keeps_curve
+    for place in ("s3://bucket/run", "file:///runs", "mlflow-artifacts://another:5000/1/run"):
+        info = SimpleNamespace(artifact_uri=place)
+        assert not type(run)(SimpleNamespace(info=info, data=run.run.data)).keeps_curve

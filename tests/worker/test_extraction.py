@@ -21,7 +21,12 @@ from vit_ray.evaluate.feature_files import (
 )
 from vit_ray.storage import locate
 from vit_ray.worker import extraction
-from vit_ray.worker.extraction import Waits, begin_extraction, write_features
+from vit_ray.worker.extraction import (
+    Waits,
+    begin_extraction,
+    extraction_metrics,
+    write_features,
+)
 from vit_ray.worker.job import Extraction
 
 NUM_IMAGES, BATCH, WIDTH, CLASSES = 43, 4, 6, 3
@@ -217,3 +222,14 @@ def test_waits_are_counted_from_the_first_batch_on(monkeypatch: pytest.MonkeyPat
         now.s += 10.0  # computing
     waits.for_file(SimpleNamespace(result=written))  # type: ignore[arg-type]
     assert waits.seconds() == [5.0, 5.0, 40.0]  # 2 + 3 of images; 3 x 10, 5 and 5 in all
+
+
+def test_two_workers_of_ten_seconds_each_made_three_hundred_images() -> None:
+    found = extraction_metrics(300.0, 1.0 + 2.0, 0.5, 10.0 + 10.0, world_size=2)
+    assert found == {
+        "extract/images": 300.0,
+        "extract/images_per_s": 30.0,
+        "extract/image_wait_fraction": 0.15,
+        "extract/file_wait_fraction": 0.025,
+    }
+    assert extraction_metrics(0.0, 0.0, 0.0, 0.0, world_size=2) == {"extract/images": 0.0}

@@ -35,7 +35,7 @@ from vit_ray.metric_names import (
     TRANSFER_GROUP,
     TRANSFER_MEAN_TOP1,
 )
-from vit_ray.mlflow_internals import latest_points
+from vit_ray.mlflow_internals import SERVED, file_of_server, latest_points
 from vit_ray.report.figures.histories import CONNECTIONS, Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
@@ -70,8 +70,6 @@ PARENT_TAG = "mlflow.parentRunId"
 MAX_POINTS_A_CHART: Final = 12_000
 """With more points in total, a browser draws for seconds."""
 MIN_POINTS: Final = 40
-_FILES_AT_HAND: Final = ("mlflow-artifacts:", "file:", "/")
-"""Places of files that are read through the server, or from a disk; others may need credentials."""
 _STEP_FOLDER: Final = re.compile(r"/step-\d{8,}$")
 _SETS: Final = {
     TRAINING_SET: ("training", "data.train"),
@@ -246,11 +244,15 @@ class RecordedRun:
 
     @property
     def keeps_curve(self) -> bool:
-        """Whether it has a file of its loss curve up to the latest point, in a place at hand."""
-        end = self.tags.get(kept_curve.TAG)
+        """Whether it has a file of its loss curve up to the latest point, which its server sends.
+
+        Other places may need credentials, or more time than the server takes for the history.
+        """
+        end, place = self.tags.get(kept_curve.TAG), str(self.run.info.artifact_uri)
         return (
             end is not None
-            and self.run.info.artifact_uri.startswith(_FILES_AT_HAND)
+            and place.startswith(SERVED)
+            and not place.startswith(f"{SERVED}/")  # another server's
             and any(p.key == kept_curve.KEY and str(p.step) == end for p in latest_points(self.run))
         )
 
@@ -428,16 +430,24 @@ class Archive:
         return found
 
     def _kept_curves(self, runs: Sequence[RecordedRun], most: int) -> dict[str, Curve]:
-        """Loss curves from the runs' own files, if histories would be read whole for them.
+        """Loss curves from the files that runs of a server keep.
 
         One file that cannot be read is the last that is asked for: its storage may be away.
         """
-        fresh = [] if self._curves.is_indexed else [run for run in runs if run.keeps_curve]
+        fresh = [run for run in runs if run.keeps_curve] if self.is_server else []
         found: dict[str, Curve] = {}
+
+        def read(run: RecordedRun) -> bytes | None:
+            place = f"{run.run.info.artifact_uri}/{kept_curve.FILE}"
+            try:
+                return file_of_server(self._client, place)
+            except MlflowException:
+                return None
+
         for first in range(0, len(fresh), CONNECTIONS):
             some = fresh[first : first + CONNECTIONS]
             with ThreadPoolExecutor(CONNECTIONS) as readers:
-                contents = [*readers.map(lambda run: self.file(run, kept_curve.FILE), some)]
+                contents = [*readers.map(read, some)]
             for run, content in zip(some, contents, strict=True):
                 if content and (curve := kept_curve.curve_in(content)):
                     found[run.run_id] = kept_curve.spread(curve, most)

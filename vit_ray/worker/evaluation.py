@@ -29,9 +29,6 @@ from vit_ray.evaluate.weight_pictures import FirstLayer
 from vit_ray.metric_names import (
     DEV_GROUP,
     EVAL_GROUP,
-    EXTRACT_FILE_WAIT_FRACTION,
-    EXTRACT_IMAGE_WAIT_FRACTION,
-    EXTRACT_IMAGES,
     EXTRACT_IMAGES_PER_S,
     few_shot_top1,
 )
@@ -42,7 +39,12 @@ from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.train.memory.out_of_memory import is_out_of_memory
 from vit_ray.train.objective import classification_loss, normalize, per_image
-from vit_ray.worker.extraction import Waits, begin_extraction, write_features
+from vit_ray.worker.extraction import (
+    Waits,
+    begin_extraction,
+    extraction_metrics,
+    write_features,
+)
 from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
@@ -198,15 +200,8 @@ class Evaluator:
             world_size=engine.world_size,
             waits=waits,
         )
-        images, images_s, files_s, total_s = all_sum([count, *waits.seconds()], engine.device)
-        if not total_s:  # nothing was left
-            return {EXTRACT_IMAGES: images}
-        return {
-            EXTRACT_IMAGES: images,
-            EXTRACT_IMAGES_PER_S: images * engine.world_size / total_s,
-            EXTRACT_IMAGE_WAIT_FRACTION: images_s / total_s,
-            EXTRACT_FILE_WAIT_FRACTION: files_s / total_s,
-        }
+        sums = all_sum([count, *waits.seconds()], engine.device)
+        return extraction_metrics(*sums, world_size=engine.world_size)
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
         """Also returns what is kept: images, and tables of which class was taken for which."""

@@ -16,6 +16,12 @@ import torch
 from torch import Tensor
 
 from vit_ray.evaluate.feature_files import FeatureRows, part_name, whole_parts, write_part
+from vit_ray.metric_names import (
+    EXTRACT_FILE_WAIT_FRACTION,
+    EXTRACT_IMAGE_WAIT_FRACTION,
+    EXTRACT_IMAGES,
+    EXTRACT_IMAGES_PER_S,
+)
 from vit_ray.storage import locate
 from vit_ray.train.loop import Batch
 from vit_ray.worker.job import Extraction
@@ -57,6 +63,20 @@ class Waits:
         """Of waiting for images, of waiting for files, and of everything."""
         total_s = 0.0 if self.begun_s is None else time.monotonic() - self.begun_s
         return [self.images_s, self.files_s, total_s]
+
+
+def extraction_metrics(
+    images: float, images_s: float, files_s: float, total_s: float, *, world_size: int
+) -> dict[str, float]:
+    """`extract/...` from the numbers and `Waits.seconds` of all ranks, added up."""
+    if not total_s:  # nothing was left to compute
+        return {EXTRACT_IMAGES: images}
+    return {
+        EXTRACT_IMAGES: images,
+        EXTRACT_IMAGES_PER_S: images * world_size / total_s,
+        EXTRACT_IMAGE_WAIT_FRACTION: images_s / total_s,
+        EXTRACT_FILE_WAIT_FRACTION: files_s / total_s,
+    }
 
 
 def begin_extraction(folder: str) -> int:

@@ -62,11 +62,6 @@ class Histories:
         heads = [tuple(one["column_names"][: len(METRICS_INDEX)]) for one in indices]
         self._engine: sa.Engine | None = engine if METRICS_INDEX in heads else None
 
-    @property
-    def is_indexed(self) -> bool:
-        """Whether only the points that are drawn are read."""
-        return self._engine is not None
-
     def curves(self, run_ids: Sequence[str], key: str, most: int) -> dict[str, Curve]:
         """Run id to its curve, for each run that has one: at most this many points, at least two.
 

@@ -114,7 +114,8 @@ def test_other_data_cannot_be_gone_on_with() -> None:
 
 def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
     changed = linear_recipe(optim={"learning_rate": 0.3}, resume="changed")
-    with pytest.raises(ValueError, match=r"has finished, .*optim.learning_rate was 0.1 and is 0.3"):
+    told = r"has finished, and these keys have changed: optim.learning_rate was 0.1 and is 0.3; res"
+    with pytest.raises(ValueError, match=told):
         accepted(changed, position(20))
     ended = replace(position(7), progress=Progress(step=7, ended="no better validation loss"))
     with pytest.raises(ValueError, match="has finished"):

@@ -275,7 +275,7 @@ vit_ray = _Names(
             "Class and probability of the images at PATHS (images, folders, parquet files, "
             "converted data sets) by the weights in SOURCE: a run, a checkpoint, or a weight file, "
             "as in `init_from` of recipes.",
-            "vit_ray.commands.predict:print_predictions",
+            "vit_ray.commands.trained.predict:print_predictions",
             click.Argument(["source"]),
             click.Argument(["paths"], nargs=-1, required=True),
             click.Option(

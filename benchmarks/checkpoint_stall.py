@@ -9,9 +9,9 @@ other in turn, and train on until all is written. The same tensors are saved by 
 a local folder; by a copy in memory, the least that writing beside a training needs; by `torch.save`
 to a file of each process, with fsync and without; and by `torch.distributed.checkpoint.async_save`:
 as it is, with a stager that is kept, whose copies take the memory of those before, and of tensors
-that are no views. The stall is the time until the call returns, of the slower process. What the
-steps until all is written took beyond the median step of the same round, the stall included, is the
-time lost; with CPU time likewise, of which both processes' mean is given, and which depends less on
+that are no views. The stall is the time until the call returns, of the slower process. The time
+lost is what the steps until all is written took beyond the median step of the same round, with the
+stall. CPU time lost is counted in the same way, as the mean of both processes; it depends less on
 what else the machine does. The first round, which makes buffers, is left out.
 
 Before that, unless `--apart`: a training by `vit_ray.launch.run.train` on scikit-learn's digits at
@@ -343,7 +343,7 @@ def report_of_ranks(args: argparse.Namespace, folder: Path) -> list[str]:
         "",
         f"- ours that makes its memory: {first['stall']:.3f} s, CPU {first['call_cpu']:.3f} s",
         f"- ours per GiB of a worker's part: {ours['stall'] / share:.3f} s",
-        f"- reckoned from that for ViT-H/14 on one worker, {huge:.2f} GiB: "
+        f"- by that, for ViT-H/14 on one worker, {huge:.2f} GiB: "
         f"{huge * ours['stall'] / share:.1f} s, {huge * ours['stall'] / share / CADENCE_S:.2%}",
         f"- time lost in all: {ours['lost'] / CADENCE_S:.3%} of {CADENCE_S} s, in CPU time "
         f"{ours['cpu_lost'] / CADENCE_S:.3%}",

@@ -2,9 +2,9 @@
 
     PYTHONPATH=PEERS python benchmarks/convert_peers.py WRITER FOLDER_OF_CLASS_FOLDERS TARGET
 
-The files are put in random order and dealt to a process for each core, each of which reads its
-files and writes shards of its own. No library looks at an image; in one way OpenCV decodes each
-first. Libraries are imported before the clock starts. Prints a line of JSON.
+The files are in random order. There is one process a core; it reads its part of the files and
+writes its own shards. No library looks at an image; in one way OpenCV decodes each first. Libraries
+are imported before the clock starts. Prints a line of JSON.
 """
 
 import importlib

@@ -168,7 +168,7 @@ def index_table(images: list[Path], count: int, folder: Path) -> list[str]:
 
 
 def write_copies(images: list[Path], count: int, folder: Path) -> None:
-    """Distinct files, each a part of an image encoded anew, in class folders."""
+    """Distinct files in class folders: each is a part of an image, encoded again."""
     for first, image in enumerate(images):
         numbers = range(first, count, len(images))
         names = [f"class_{i % CLASSES}/{i:07d}.jpg" for i in numbers]

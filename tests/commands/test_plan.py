@@ -1,4 +1,4 @@
-"""`jobs/plan.py`: its numbers, what it needs, and its errors."""
+"""`vit-ray plan`: its numbers, what it needs, and its errors."""
 
 from __future__ import annotations
 

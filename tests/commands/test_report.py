@@ -73,7 +73,7 @@ def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog
     away = recipe.with_changes(tracking={"uri": "http://user:hunter2@127.0.0.1:9"})
     open_client(away.tracking.uri)  # as the job has done: calls fail fast
     assert page_of(away, "0" * 32, record) is None
-    assert "jobs/report.py can write it" in caplog.text
+    assert "`vit-ray report` can write it" in caplog.text
     assert "hunter2" not in caplog.text
     assert page_of(away, None, record) is None
 

@@ -152,7 +152,7 @@ class DeduplicateConfig(Section):
     flips: bool = False
     """Also leave out mirrored copies; takes about twice as long."""
     features: str | None = None
-    """Folder of features of `source` (jobs/extract_features.py); images are then compared by the
+    """Folder of features of `source` (`vit-ray extract_features`); images are then compared by the
     cosine of their features, not by bytes and pixels. Unset = compare bytes and pixels."""
     evaluation_features: tuple[str, ...] = ()
     """Folders of features of the `evaluation_sets`, in their order, from the same model."""

@@ -61,7 +61,7 @@ def check_same_model(folders: Sequence[Location], fingerprints: Sequence[str]) -
         facts = read_facts(folder)
         if facts is None or not facts.get("is_complete"):
             raise ValueError(
-                f"{folder.uri} holds no complete set of features; run jobs/extract_features.py"
+                f"{folder.uri} holds no complete set of features; run `vit-ray extract_features`"
             )
         if facts["data_fingerprint"] != fingerprint:
             raise ValueError(

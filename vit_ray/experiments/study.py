@@ -54,7 +54,7 @@ class StudyResult:
     """Cells of the whole grid; more than `cells` if the study was stopped on request."""
     parent_run_id: str | None
     page: Path | None
-    """None while MLflow is away: `jobs/report.py` can write it later."""
+    """None while MLflow is away: `vit-ray report` can write it later."""
     hint: str
 
     @property

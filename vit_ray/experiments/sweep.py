@@ -76,7 +76,7 @@ class SweepResult:
     beside_paper: Table | None = None
     """The test accuracy, its spread and label, and the paper's."""
     page: Path | None = None
-    """None while MLflow is away: `jobs/report.py` can write it later."""
+    """None while MLflow is away: `vit-ray report` can write it later."""
 
     @property
     def test_top1(self) -> list[float]:

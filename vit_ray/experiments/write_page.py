@@ -74,7 +74,7 @@ def page_of(recipe: Recipe, run_id: str | None, record: RunRecord) -> Path | Non
 
 def _tell_of_none(recipe: Recipe, run_id: str, error: Exception) -> None:
     reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
-    logger.warning("no report of run %s for now; jobs/report.py can write it: %s", run_id, reason)
+    logger.warning("no report of run %s for now; `vit-ray report` can write it: %s", run_id, reason)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], 
         if writing.is_alive():
             logger.warning(
                 "a page of run %s is still being written after %g s and is not waited for any "
-                "longer; if it replaces the last page, rewrite that with jobs/report.py",
+                "longer; if it replaces the last page, rewrite that with `vit-ray report`",
                 run_id,
                 END_S,
             )

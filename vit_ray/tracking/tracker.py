@@ -197,7 +197,7 @@ class Tracker:
         if not is_sent or missing:
             logger.warning(
                 "MLflow at %s does not have %s of run %s; when that is fixed, run: python "
-                "jobs/replay.py %s URI",
+                "`vit-ray replay %s URI`",
                 safe_uri(self._uri),
                 ", ".join(missing) if missing else "all",
                 self.run_id,

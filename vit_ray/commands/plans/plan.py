@@ -243,7 +243,7 @@ def plan_stage(
 
 
 def describe_plan(recipe: Recipe) -> str:
-    """The text of `jobs/plan.py`: the work, then a column for each ZeRO stage."""
+    """The text of `vit-ray plan`: the work, then a column for each ZeRO stage."""
     facts = told_facts(recipe)
     cluster = planned_cluster(recipe)
     stages = [plan_stage(recipe, facts, cluster, stage) for stage in STAGES]

@@ -177,7 +177,7 @@ class ShardReader:
         if not is_shard_schema(columns):
             raise ValueError(
                 f"shard {location.path!r} has a foreign schema ({self.metadata.schema.names}); "
-                f"expected the columns {SHARD_SCHEMA.names} as jobs/convert.py writes them"
+                f"expected the columns {SHARD_SCHEMA.names} as `vit-ray convert` writes them"
             )
 
     def content(self, row_group: int) -> pa.Buffer:
@@ -213,7 +213,7 @@ class ShardReader:
         if source.size() != self._bytes:
             raise ValueError(
                 f"shard {self._location.path!r} has {source.size()} bytes and the manifest says "
-                f"{self._bytes}: it was changed or cut short after conversion; run jobs/verify.py"
+                f"{self._bytes}: it was changed or cut short after conversion; run `vit-ray verify`"
             )
         return source
 
@@ -483,7 +483,7 @@ class RowGroupReader:
             raise ValueError(
                 f"shard {self._manifest.shard_location(group).path!r} has {found} rows in row "
                 f"group {int(self._manifest.row_group[group])} and the manifest says {expected}: "
-                "it was changed after conversion; run jobs/verify.py"
+                "it was changed after conversion; run `vit-ray verify`"
             )
 
     def _retried(self, group: int, read: Callable[[], Result]) -> Result:
@@ -510,7 +510,7 @@ class RowGroupReader:
                     f"shard {path!r} cannot be read: its storage does not answer ({error}); the "
                     "data need no repair, try again when it does"
                 ) from error
-            advice = "run jobs/verify.py on the data set"
+            advice = "run `vit-ray verify` on the data set"
             if is_denied(error):
                 advice = "check the credentials in the environment, and the rights that they give"
             raise ValueError(f"shard {path!r} cannot be read ({error}); {advice}") from error

@@ -409,7 +409,7 @@ def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, int, str
                 yield int(group), stored, key, encoded.image(stored)
             except ChangedImageError as error:
                 shard = manifest.shard_location(int(group)).path
-                raise ValueError(f"{key!r} in {shard!r}: {error}; run jobs/verify.py") from error
+                raise ValueError(f"{key!r} in {shard!r}: {error}; run `vit-ray verify`") from error
 
 
 def _digest(image: bytes) -> bytes:

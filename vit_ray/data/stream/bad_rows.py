@@ -53,6 +53,6 @@ class BadRowLimit:
             raise ValueError(
                 f"{total} of {self.num_images} images cannot be decoded, above "
                 f"data.max_bad_fraction={self.max_fraction}; one of them is "
-                f"{next(iter(new.values()))}; run jobs/verify.py, or raise the limit"
+                f"{next(iter(new.values()))}; run `vit-ray verify`, or raise the limit"
             )
         self._uncounted, self._until_count = 0, (allowed - total) / _PROCESSES

@@ -215,7 +215,7 @@ class BatchReader:
                 return
         raise ValueError(
             f"shard {manifest.shard_location(group).path!r}: no image of its row group "
-            f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py"
+            f"{int(manifest.row_group[group])} can be decoded; run `vit-ray verify`"
         )
 
 

@@ -215,7 +215,7 @@ class DeviceDecoder:
         if not len(good):
             raise ValueError(
                 f"none of {len(samples)} images can be decoded on the device, the first is "
-                f"{table['where'][0].as_py()}; run jobs/verify.py, or set data.decode=host"
+                f"{table['where'][0].as_py()}; run `vit-ray verify`, or set data.decode=host"
             )
         rows[bad] = good[np.searchsorted(good, bad) % len(good)]
         return {

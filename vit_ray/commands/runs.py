@@ -62,7 +62,8 @@ def _row(folder: Location) -> RunRow | None:
     name, log = folder.uri.rpartition("/")[2], metrics_log_path(folder.uri)
     if not log.exists() and not has_had_checkpoints(folder):
         return None
-    owner, recorded = held_by(folder), MetricsLog(log).opened()
+    owner = held_by(folder)
+    recorded = [] if owner else MetricsLog(log).opened()  # a long log takes seconds
     if owner:
         state = f"running: {owner}"
     elif not log.exists():  # its last driver ran on another machine

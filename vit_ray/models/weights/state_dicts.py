@@ -145,7 +145,7 @@ def fit_state_dict(
         before, after = ("x".join(map(str, one)) for one in (state[name].shape, shape))
         if tensor.shape != shape:
             problems["of another shape"].append(f"{name} is {before}, the model has {after}")
-            if name == "head.weight" and len(tensor) != shape[0]:
+            if name == "head.weight" and tensor.dim() == len(shape) and len(tensor) != shape[0]:
                 problems["of other classes"] = [f"{len(tensor)}, the model has {shape[0]}"]
         elif tensor is state[name]:
             report.loaded.append(name)

@@ -20,6 +20,13 @@ def test_the_csv_reads_back_and_unknown_stays_empty():
     ]
 
 
+def test_a_number_with_a_sign_is_no_formula_in_the_csv():
+    values = ["-29.33", "+29.33", "-1e-06", "-1+1", "-A1", "+cmd|' /C calc'!A0", "=1", "@a", "-"]
+    table = Table("t", [Column("a")], [[value] for value in values])
+    (_, *rows) = csv.reader(io.StringIO(table.csv()))
+    assert [row[0] for row in rows] == [*values[:3], *(f"'{value}" for value in values[3:])]
+
+
 def test_unknown_is_a_dash_on_the_page_and_zero_is_zero():
     table = Table("t", [Column("a"), Column("b", percent)], [["x", None], ["y", 0.0]])
     assert [[cell.text for cell in row] for row in table.cells()] == [["x", "-"], ["y", "0.00"]]

@@ -124,10 +124,7 @@ class Table:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.title for column in self.columns])
         for row in self.rows:
-            is_formula = [isinstance(v, str) and v.startswith(_FORMULA) for v in row]
-            writer.writerow(
-                [f"'{v}" if is_one else v for v, is_one in zip(row, is_formula, strict=True)]
-            )
+            writer.writerow([f"'{v}" if _is_formula(v) else v for v in row])
         return text.getvalue()
 
     def latex(self) -> str:
@@ -140,6 +137,17 @@ class Table:
             f"% {self.caption}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head,
             r"\midrule", *lines, r"\bottomrule", r"\end{tabular}", "",
         ])  # fmt: skip
+
+
+def _is_formula(value: Value) -> bool:
+    """Whether a spreadsheet would run a cell; a number with a sign is a number."""
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return True
+    return False
 
 
 def _latex(text: str) -> str:

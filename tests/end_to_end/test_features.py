@@ -132,7 +132,7 @@ def test_workers_write_what_one_forward_gives_and_measure_each_class(
         )
     )
     assert row["label"] == "proxy"
-    assert float(row["top-1 %"]) == pytest.approx(right.mean())
+    assert float(row["top-1 %"]) == pytest.approx(100 * right.mean())
     uri = f"runs:/{runs['evaluate'].info.run_id}/evaluation/per_class.csv"
     rows = list(csv.reader(io.StringIO(mlflow.artifacts.load_text(uri))))[1:]
     assert {row[1]: int(row[3]) for row in rows} == {

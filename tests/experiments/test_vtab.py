@@ -152,7 +152,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     }
     lines = record.calls.last("text")[1].splitlines()
     assert len(lines) == 1 + 4 + 4
-    assert lines[1].startswith("pets,natural,8,0.5,0.972,")
+    assert lines[1].startswith("pets,natural,8,50.0,97.2,")
     assert lines[1].endswith(",proxy,")  # of 8 images, not of 1,000
     assert lines[2].endswith(",,absent: no converted data")
     print_table(vtab_table(result.rows, result.is_papers_model))

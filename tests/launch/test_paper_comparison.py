@@ -45,11 +45,11 @@ CIFAR: dict[str, Any] = {
 def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data() -> None:
     ours, *papers = rows_of(CIFAR, task="cifar10", pretraining="imagenet21k")
     assert (ours["label"], ours["runs"]) == ("data", "3")
-    measured = float(ours["top-1 %"]), float(ours["deviation"])
-    assert measured == pytest.approx((0.99, 0.001))
+    measured = float(ours["top-1 %"]), float(ours["deviation %"])
+    assert measured == pytest.approx((99.0, 0.1))
     assert ours["note"] == ""
     found = {row["row"]: float(row["top-1 %"]) for row in papers}
-    assert found == {"paper, Table 2": 0.9915, "paper, Table 5": pytest.approx(0.9916)}
+    assert found == {"paper, Table 2": 99.15, "paper, Table 5": 99.16}
     assert {row["label"] for row in papers} == {"paper"}
 
 

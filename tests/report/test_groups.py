@@ -570,7 +570,7 @@ def test_each_figure_of_means_has_the_seeds_that_they_are_of():
         (0.1, "failed", {}), (pytest.approx(0.6), "", {"1": 0.5, "2": 0.7}), (0.8, "", {}),
     ]  # fmt: skip
     heads = [column.title for column in chart.values.columns]
-    seed, y = heads.index("seed"), heads.index("top-1 accuracy")
+    seed, y = heads.index("seed"), heads.index("top-1 accuracy %")
     assert sorted((row[y], row[seed] or "") for row in chart.values.rows) == [
         (0.1, "3"), (0.5, "1"), (pytest.approx(0.6), ""), (0.7, "2"), (0.8, "0"),
     ]  # fmt: skip

@@ -85,7 +85,7 @@ def test_of_two_runs_of_one_cell_the_finished_one_is_shown(store, tmp_path, firs
         metrics = WHOLE if status == "FINISHED" else {"eval/top1": 0.1}
         store.run("cell-a", status=status, start=start, metrics=metrics)
     text, rows = store.page(tmp_path)
-    assert [(row["run"], row["top-1 %"]) for row in rows] == [("cell-a", "0.5")]
+    assert [(row["run"], row["top-1 %"]) for row in rows] == [("cell-a", "50.0")]
     assert "1 another record of a training that is shown by a newer or finished one: cell-a" in text
 
 
@@ -100,7 +100,7 @@ def test_the_papers_tables_have_one_run_of_each_cell(store, tmp_path):
 def test_of_two_finished_runs_of_one_cell_the_newer_is_shown(store, tmp_path):
     store.run("cell-a", start=5, metrics={**WHOLE, "eval/top1": 0.9})
     store.run("cell-a", start=2, metrics=WHOLE)
-    assert [row["top-1 %"] for row in store.page(tmp_path)[1]] == ["0.9"]
+    assert [row["top-1 %"] for row in store.page(tmp_path)[1]] == ["90.0"]
 
 
 def test_cells_that_no_run_is_of_are_counted(store, tmp_path):
@@ -162,7 +162,7 @@ BEST = {
 def test_the_best_evaluation_is_the_result_beside_the_last(store, tmp_path):
     store.run("cell-a", metrics={**WHOLE, **BEST})
     text, ((row),) = store.page(tmp_path)
-    assert (row["top-1 %"], row["last top-1 %"], row["best at step"]) == ("0.75", "0.5", "40.0")
+    assert (row["top-1 %"], row["last top-1 %"], row["best at step"]) == ("75.0", "50.0", "40.0")
     assert row["measured on"] == "best of 12 evaluations on the test set"
     assert "1 with an accuracy that is the best of 12 evaluations on the test set: cell-a" in text
     assert [y for _, y in drawn_points(text)] == [0.75]
@@ -191,7 +191,7 @@ def test_a_point_that_is_no_result_is_told_from_one_without_pointing_at_it(store
 def test_a_best_that_held_out_images_chose_is_no_best_of_the_test_set(store, tmp_path):
     store.run("cell-a", metrics={**WHOLE, **BEST, "dev/loss": 1.0, "dev/best_loss": 0.5})
     text, ((row),) = store.page(tmp_path)
-    assert (row["top-1 %"], row["last top-1 %"]) == ("0.75", "0.5")
+    assert (row["top-1 %"], row["last top-1 %"]) == ("75.0", "50.0")
     assert "evaluations on the test set" not in text
 
 
@@ -199,7 +199,7 @@ def test_a_best_on_held_out_images_alone_is_told_as_one_on_these(store, tmp_path
     best = {key.replace("eval/", "dev/"): value for key, value in BEST.items()}
     store.run("cell-a", metrics={"study/exaflops": 2.0, **best})
     text, ((row),) = store.page(tmp_path)
-    assert (row["top-1 %"], row["measured on"]) == ("0.75", "dev split")
+    assert (row["top-1 %"], row["measured on"]) == ("75.0", "dev split")
     assert "evaluations on the test set" not in text
 
 
@@ -218,7 +218,7 @@ def test_a_value_that_is_no_number_is_neither_drawn_nor_an_accuracy(store, tmp_p
     assert "1 finished without an accuracy, and so in no figure of accuracy: cell-b" in text
     assert "1 finished without exaFLOPs, and so not in figures over compute: cell-c" in text
     held = {row["run"]: (row["exaFLOPs"], row["top-1 %"]) for row in rows}
-    assert held == {"cell-a": ("2.0", "0.5"), "cell-b": ("3.0", ""), "cell-c": ("", "0.25")}
+    assert held == {"cell-a": ("2.0", "50.0"), "cell-b": ("3.0", ""), "cell-c": ("", "25.0")}
     assert not re.search(r"\b(nan|NaN|Infinity|inf)\b", re.sub("(?s)<script.*?</script>", "", text))
     assert [run for run, y in drawn_points(text) if not math.isfinite(y)] == []
     assert {run for run, _ in drawn_points(text)} == {"cell-a"}
@@ -244,9 +244,9 @@ def test_metrics_of_odd_names_are_as_good_as_any(store, tmp_path):
     }
     store.run("cell-a", metrics={**WHOLE, **odd})
     text, ((row),) = store.page(tmp_path)
-    assert row["a task: v2.0 top1 top-1 after fine-tuning %"] == "0.625"
-    assert (row["exaFLOPs"], row["top-1 %"]) == ("2.0", "0.5")
-    assert not {"0.1", "0.2", "0.3", "0.4", "5.0"} & {*row.values()}
+    assert row["a task: v2.0 top1 top-1 after fine-tuning %"] == "62.5"
+    assert (row["exaFLOPs"], row["top-1 %"]) == ("2.0", "50.0")
+    assert not {"10.0", "20.0", "30.0", "40.0", "5.0"} & {*row.values()}
     assert "What is missing" not in text
 
 

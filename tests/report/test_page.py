@@ -128,8 +128,8 @@ def test_every_number_of_every_cell_is_in_the_csv(built, study):
     for name, metrics in study[2].items():
         row = rows[name]
         assert float(row["exaFLOPs"]) == pytest.approx(metrics["study/exaflops"])
-        assert float(row["5-shot %"]) == pytest.approx(metrics["few_shot/5_shot_top1"])
-        assert float(row["top-1 %"]) == pytest.approx(metrics["eval/top1"])
+        assert float(row["5-shot %"]) == pytest.approx(100 * metrics["few_shot/5_shot_top1"])
+        assert float(row["top-1 %"]) == pytest.approx(100 * metrics["eval/top1"])
         assert row["status"] == "finished"
     dead = rows[f"cell-dead {EVIL}"]
     assert (dead["status"], dead["top-1 %"]) == ("running", "")

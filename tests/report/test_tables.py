@@ -15,9 +15,16 @@ def test_the_csv_reads_back_and_unknown_stays_empty():
     table = Table("t", [Column("a"), Column("b", percent)], [['say "hi", you', 0.5], ["x", None]])
     assert list(csv.reader(io.StringIO(table.csv()))) == [
         ["a", "b"],
-        ['say "hi", you', "0.5"],
+        ['say "hi", you', "50.0"],
         ["x", ""],
     ]
+
+
+def test_a_share_is_in_percent_in_the_csv_as_on_the_page():
+    heads = [Column("top-1 %", percent), Column("% of the time", number, is_bar=True)]
+    heads += [Column("loss", number), Column("cell %")]
+    table = Table("t", heads, [[0.29, 0.868, 0.29, "89.67"]])
+    assert table.csv().splitlines()[1] == "29.0,86.8,0.29,89.67"
 
 
 def test_a_number_with_a_sign_is_no_formula_in_the_csv():

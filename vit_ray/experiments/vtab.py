@@ -239,7 +239,7 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
     """
     columns = [
         Column("task"), Column("group"), Column("images"), Column("ours, top-1 %", percent),
-        *(Column(f"paper: {name}", percent) for name in TABLE_9), Column("deviation", percent),
+        *(Column(f"paper: {name}", percent) for name in TABLE_9), Column("deviation %", percent),
         Column("chosen"), Column("label"), Column("note"),
     ]  # fmt: skip
     lines: list[list[Value]] = [

@@ -83,7 +83,7 @@ def result_table(
         doubt = "paper.pretraining is not set" if of_paper else "the paper does not have this model"
     columns = [
         Column("row"), Column("test set"), Column("pre-training"), Column("model"),
-        Column("top-1 %", percent), Column("deviation", percent), Column("runs"), Column("label"),
+        Column("top-1 %", percent), Column("deviation %", percent), Column("runs"), Column("label"),
         Column("note"),
     ]  # fmt: skip
     mine: list[Value] = [

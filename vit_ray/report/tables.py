@@ -57,6 +57,11 @@ class Column:
     is_bar: bool = False
     """Shares of 1, also shown as a bar behind the number."""
 
+    @property
+    def is_share(self) -> bool:
+        """Whether its values are shares of 1, which readers see in percent."""
+        return self.is_bar or self.form is percent
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -116,7 +121,7 @@ class Table:
             ]  # fmt: skip
 
     def csv(self) -> str:
-        """Comma-separated raw values with a heading line.
+        """Comma-separated values with a heading line: unrounded, shares in percent as on the page.
 
         A text that a spreadsheet would run as a formula gets a quote before it.
         """
@@ -124,7 +129,13 @@ class Table:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.title for column in self.columns])
         for row in self.rows:
-            writer.writerow([f"'{v}" if _is_formula(v) else v for v in row])
+            writer.writerow([
+                f"'{value}" if _is_formula(value)
+                # Of 0.29, not 28.999999999999996.
+                else float(f"{100 * value:.14g}") if column.is_share and isinstance(value, float)
+                else value
+                for column, value in zip(self.columns, row, strict=True)
+            ])  # fmt: skip
         return text.getvalue()
 
     def latex(self) -> str:

@@ -214,12 +214,13 @@ class Chart:
     def values(self) -> Table:
         """The same as a table."""
         forms = [percent if axis.is_percent else number for axis in (self.x, self.y)]
+        units = [" %" if axis.is_percent else "" for axis in (self.x, self.y)]
         points = [(s, p) for s in self.series for one in s.points for p, _ in _with_seeds(one)]
         details = dict.fromkeys(key for _, p in points for key in p.details)
         columns = [
-            Column("name"), Column("series"), Column(self.x.title, forms[0]),
-            Column(self.y.title, forms[1]), Column("low", forms[1]), Column("high", forms[1]),
-            Column("state"), *map(Column, details),
+            Column("name"), Column("series"), Column(f"{self.x.title}{units[0]}", forms[0]),
+            Column(f"{self.y.title}{units[1]}", forms[1]), Column(f"low{units[1]}", forms[1]),
+            Column(f"high{units[1]}", forms[1]), Column("state"), *map(Column, details),
         ]  # fmt: skip
         rows = [
             [

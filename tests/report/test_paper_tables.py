@@ -179,12 +179,12 @@ def test_an_accuracy_on_held_out_images_is_no_result():
     assert best_sentences(runs) == ["Best top-1 accuracy: 50.00 %, by ViT-B/32."]
     (sentence,) = best_sentences([other])
     assert "75.00 % top-1 on images held out of the training set" in sentence
-    assert [row["measured on"] for row in texts(figures.cells(runs))] == ["-", "dev split"]
+    assert [row["measured on"] for row in texts(figures.cells(runs))] == ["test set", "dev split"]
     tuned = held_out(finetune("t", "elsewhere", "pets", 0.9))
     assert transfers([tuned]) == []
     (chart,) = figures.accuracy_against_compute(runs, "eval/top1")
     told = [p.details.get("measured on") for p in chart.series[0].points]
-    assert told == [None, "dev split"]
+    assert told == ["test set", "dev split"]
 
 
 def test_where_all_average_their_weights_these_are_compared():

@@ -61,8 +61,9 @@ CURVES: Final = {
     EVAL_AVERAGED_TOP1: Axis("validation top-1 of averaged weights", is_percent=True),
     few_shot_top1(5): Axis("5-shot accuracy", is_percent=True),
 }
+TESTED: Final = "test set"
 # Tag of a sweep's run: what its accuracy was measured on.
-SWEEP_STAGES: Final = {"sweep_trial": DEV, "finetune": "test set"}
+SWEEP_STAGES: Final = {"sweep_trial": DEV, "finetune": TESTED}
 
 
 def against_compute(runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -161,7 +162,8 @@ def interval_of(run: RecordedRun, key: str) -> Estimate | None:
 def _point(run: RecordedRun, at: float, key: str) -> Point:
     status = "" if run.status == "FINISHED" else run.status.lower()
     details = {"run": run.name, "status": status, "seed": run.params.get("seed", "")}
-    details["measured on"] = "" if run.is_tested(key) else DEV
+    if key.startswith((EVAL_GROUP, FEW_SHOT_GROUP)):
+        details["measured on"] = TESTED if run.is_tested(key) else DEV
     interval = interval_of(run, key)
     if interval is not None:
         details["drawn"] = f"95 % interval of {run.num_tested(key)} images"
@@ -353,7 +355,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
             return DEV
         if (count := run.best_of_tests) is not None:
             return f"best of {count} evaluations on the test set"
-        return SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", ""))
+        return TESTED if any(key.startswith(EVAL_GROUP) for key in run.metrics) else None
 
     def numbers(title: str, key: str, form: Callable[[float], str] = number) -> Any:
         return Column(title, form), lambda run: run.number(key)

@@ -11,7 +11,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
+from vit_ray.commands import cli
 from vit_ray.commands import report as command
+from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.report import report, report_page
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import write_page as page_module
@@ -28,10 +30,10 @@ def recipe(tmp_path, empty_store):
     return recipe_from_dict(tree, "test")
 
 
-def _run(recipe, name, folder=None):
+def _run(recipe, name, folder=None, parent=None):
     client = open_client(recipe.tracking.uri)
     experiment = experiment_id(client, recipe.tracking.uri, "trials")
-    tags = {"vit_ray.run_folder": folder}
+    tags = {"vit_ray.run_folder": folder} | ({"mlflow.parentRunId": parent} if parent else {})
     return store_run(client, experiment, name, {"eval/top1": 0.5}, tags=tags, status=None)
 
 
@@ -56,9 +58,37 @@ def test_of_one_name_in_two_outputs_the_recipes_own_is_reported(recipe, tmp_path
     assert mine not in moved
 
 
-def test_without_such_a_run_the_whole_experiment_is_reported(recipe):
+def test_a_child_run_is_reported_by_its_name_and_after_one_without_a_parent(recipe):
+    sweep = _run(recipe, "sweep")
+    trial = _run(recipe, "mine", parent=sweep)
+    assert f"run {trial} and the runs below" in report(recipe).read_text()
+    alone = _run(recipe, "mine")
+    _run(recipe, "mine", parent=sweep)
+    assert f"run {alone} and the runs below" in report(recipe).read_text()
+
+
+def test_without_such_a_run_the_whole_experiment_is_reported_and_that_is_said(recipe, capsys):
     _run(recipe, "another")
     assert "another" in report(recipe).read_text()
+    assert report_page(recipe) == 0
+    assert "no run 'mine'; this page is of the whole experiment" in capsys.readouterr().out
+
+
+def test_a_typed_name_is_that_of_a_run_or_of_the_experiment(recipe, tmp_path, capsys):
+    place = (f"tracking.uri={recipe.tracking.uri}", "tracking.experiment=trials")
+    place += (f"output={recipe.output}",)
+
+    def typed(name):
+        code = cli.run_recipe(COMMANDS["report"], ("digits", f"name={name}", *place), is_dry=False)
+        return code, capsys.readouterr()
+
+    _run(recipe, "mine")
+    assert typed("mine")[0] == 0
+    code, shown = typed("nothere")
+    assert code == 2
+    assert "name=nothere: experiment 'trials' has no run of this name" in shown.err
+    assert not Path(recipe.with_changes(name="nothere").run_folder).exists()
+    assert typed("trials")[0] == 0
 
 
 def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):
@@ -145,7 +175,7 @@ def _watched(recipe, monkeypatch, answers):
     written = {is_live: Written(Path("page.html"), [], False, is_live) for is_live in (True, False)}
     coming = iter(answers)
 
-    def write(_):
+    def write(*_, **__):
         answer = next(coming)
         if isinstance(answer, Exception):
             raise answer

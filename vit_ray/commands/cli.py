@@ -71,7 +71,7 @@ def run_recipe(
             require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
             check_packages(command, recipe)
             check_places(command, recipe)
-            return command.run(recipe)
+            return command.run(recipe, overrides)
         if is_dry and command.plan:
             print(command.describe(recipe))
         elif is_dry:

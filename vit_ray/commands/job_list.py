@@ -7,7 +7,7 @@ help, completion and errors about typing mistakes must not wait for.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vit_ray.config import Recipe
@@ -46,13 +46,16 @@ class Command:
     """Keys of the data sets, weights and sources that must exist before it starts."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """Word given instead of the recipe -> `module:function` that takes the arguments after it."""
+    takes_overrides: bool = False
+    """`main` also takes the overrides that were typed."""
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Option -> its help, and the `module:function` that replaces `main` and `plan`: it takes the
     recipe and `is_dry`."""
 
-    def run(self, recipe: Recipe) -> int | None:
+    def run(self, recipe: Recipe, overrides: Sequence[str] = ()) -> int | None:
         self._check(recipe)
-        return pkgutil.resolve_name(self.main)(recipe)
+        given = (overrides,) if self.takes_overrides else ()
+        return pkgutil.resolve_name(self.main)(recipe, *given)
 
     def describe(self, recipe: Recipe) -> str:
         """What it would do; starts nothing."""
@@ -212,6 +215,7 @@ _ALL = (
         "digits",
         check="vit_ray.commands.early_checks:check_store",
         verbs={"compare": "vit_ray.commands.trained.compare:compare_words"},
+        takes_overrides=True,
     ),
     Command(
         "benchmark_models",

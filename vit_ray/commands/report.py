@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +14,7 @@ from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.tracking.metrics_log import RUN_FOLDER
 from vit_ray.tracking.mlflow_client import asking, reached_client
-from vit_ray.tracking.past_runs import runs_of_name
+from vit_ray.tracking.past_runs import PARENT_TAG, runs_of_name
 
 MAX_FAILURES: Final = 10
 """Failures in a row, of a store that does not answer, after which a watch ends."""
@@ -21,7 +23,8 @@ MAX_FAILURES: Final = 10
 def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | None = None) -> Path:
     """Report on the newest run with the recipe's name, or on its experiment if there is none.
 
-    A run in the recipe's output comes before runs of this name in other outputs.
+    A run in the recipe's output comes before runs of this name in other outputs, and a run without
+    a parent before child runs of this name.
 
     The page, its CSV and its figures are kept as artifacts of that run.
 
@@ -36,18 +39,39 @@ def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | N
     return _write(recipe, whole_experiment, keep_with).page
 
 
-def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None = None) -> Written:
+def _write(
+    recipe: Recipe,
+    whole_experiment: bool = False,
+    keep_with: str | None = None,
+    *,
+    needs_run: bool = False,
+) -> Written:
+    """
+    Args:
+        needs_run: a name without a run is an error, except the experiment's own.
+    """
     require_store(recipe.tracking.uri)
     with asking(recipe.tracking.uri):
         client = reached_client(recipe.tracking.uri)
         run_id = None
         if not whole_experiment:
             folder = recipe.with_absolute_paths().run_folder
-            named = runs_of_name(client, recipe.tracking.experiment, recipe.name)
+            experiment = recipe.tracking.experiment
+            named = runs_of_name(client, experiment, recipe.name)
             here = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
+            roots = [run for run in named if PARENT_TAG not in run.data.tags]
             # The folder may have another path here, or have moved since.
-            run_id = next((str(run.info.run_id) for run in here or named), None)
+            run_id = next((str(run.info.run_id) for run in here or roots or named), None)
+            is_missing = run_id is None and recipe.name != experiment
+            if needs_run and is_missing and client.get_experiment_by_name(experiment):
+                raise ValueError(
+                    f"name={recipe.name}: experiment {experiment!r} has no run of this name; give "
+                    f"the name of one of its runs, or name={experiment} for the whole experiment"
+                )
         written = write_page(recipe, run_id, recipe.report.watch_s)
+        if not (whole_experiment or run_id or written.is_empty):
+            line = f"no run {recipe.name!r}; this page is of the whole experiment"
+            written = replace(written, missing=[line, *written.missing])
         is_kept = recipe.report.watch_s is None or not written.is_live
         if is_kept and (keeper := keep_with or run_id):
             for path, folder in parts_of(written.page):
@@ -57,13 +81,20 @@ def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None
         return written
 
 
-def report_page(recipe: Recipe) -> int:
+def report_page(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
     """Write the page; with `report.watch_s`, repeatedly while a run is unfinished.
+
+    Args:
+        overrides: as typed; a typed name must be that of a run, or the experiment's.
 
     Returns:
         0; 1 if there are no runs yet, as the page then says.
+
+    Raises:
+        ValueError: no run has the typed name.
     """
-    written, failures = _write(recipe), 0
+    is_typed = any(word.startswith("name=") for word in overrides)
+    written, failures = _write(recipe, needs_run=is_typed), 0
     while recipe.report.watch_s is not None and written.is_live:
         print(f"report: {written.page}", flush=True)
         time.sleep(recipe.report.watch_s)

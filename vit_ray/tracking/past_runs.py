@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from vit_ray.config.recorded_recipe import stored_tag
 from vit_ray.config.training_sections import TrackingConfig
@@ -18,6 +18,7 @@ from vit_ray.tracking.mlflow_api import Metric, MlflowClient, Run, RunTag
 from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
 
 Answer = TypeVar("Answer")
+PARENT_TAG: Final = "mlflow.parentRunId"
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ def newest_run(
     """
 
     def ask(client: MlflowClient) -> str | None:
-        its = runs_of_name(client, tracking.experiment, name, kind, parent_id)
+        named = runs_of_name(client, tracking.experiment, name, kind)
+        its = [run for run in named if run.data.tags.get(PARENT_TAG) == parent_id]
         if folder is not None:
             noted = [run for run in its if run.info.run_id == noted_id]
             here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
@@ -55,9 +57,8 @@ def runs_of_name(
     experiment: str,
     name: str,
     kind: str | None = None,
-    parent_id: str | None = None,
 ) -> list[Run]:
-    """Runs of this name and `vit_ray.kind`, if given, under a parent or under none; newest first.
+    """Runs of this name and `vit_ray.kind`, if given, with a parent or without; newest first.
 
     Raises:
         MlflowException: MLflow does not answer.
@@ -68,10 +69,9 @@ def runs_of_name(
     wanted = f"attributes.run_name = '{name}'"
     if kind is not None:
         wanted += f" and tags.`vit_ray.kind` = '{kind}'"
-    found = client.search_runs(
-        [place.experiment_id], wanted, order_by=["attributes.start_time DESC"]
+    return list(
+        client.search_runs([place.experiment_id], wanted, order_by=["attributes.start_time DESC"])
     )
-    return [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent_id]
 
 
 def is_finished(tracking: TrackingConfig, run_id: str) -> bool:
@@ -89,7 +89,7 @@ def finished_children(tracking: TrackingConfig, parent_run_id: str) -> dict[str,
         while True:
             page = client.search_runs(
                 [parent.info.experiment_id],
-                f"tags.`mlflow.parentRunId` = '{parent_run_id}' and attributes.status = 'FINISHED'",
+                f"tags.`{PARENT_TAG}` = '{parent_run_id}' and attributes.status = 'FINISHED'",
                 order_by=["attributes.start_time DESC"],
                 page_token=token,
             )

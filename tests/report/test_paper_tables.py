@@ -349,7 +349,13 @@ def test_the_papers_accuracy_stands_beside_its_own_test_set_alone():
     others = cell("ViT-L/16", 0, 14.0, test=(10_000, 10), **{"eval/top1": 0.9})
     rows = texts(table_6([theirs, others], []))
     assert [row["the paper's ImageNet %"] for row in rows] == ["80.73", "-"]
-    assert not comparing([table_6([others], [])])  # one row of exaFLOPs compares nothing
+    assert not comparing([table_6([others], [])], [others])  # one row compares nothing
+
+
+@pytest.mark.parametrize(("test", "count"), [((300, 10), 0), ((10_000, 10), 1)])
+def test_table_6_is_left_out_where_no_run_is_of_the_papers_data(test, count):
+    runs = [cell(name, 0, test=test, **{"eval/top1": 0.5}) for name in ("ViT-B/32", "mine")]
+    assert len(comparing([table_6(runs, [])], runs)) == count
 
 
 LENGTHS = {(7.0, 1e6): (0.80, 0.82), (14.0, 1e6): (0.90, 0.94), (14.0, 1e5): (0.40, 0.42)}

@@ -92,9 +92,10 @@ def write_report(
     laws = laws_of(compared)
     is_study = any(run.kind == "study_cell" for run in runs)
     table = figures.cells(runs, archive)
+    tables = paper_tables(counted)
     papers = Section(
         "Tables of the paper",
-        tables=paper_tables(counted) if is_study else comparing(paper_tables(counted)),
+        tables=tables if is_study else comparing(tables, counted),
     )
     shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
     ablations = [Section("Ablations", charts=[*shaped, *empirical_cost(archive.runs)])]

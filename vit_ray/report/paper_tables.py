@@ -111,8 +111,12 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def comparing(tables: Sequence[Table]) -> list[Table]:
-    """Those with the paper's numbers or several of ours; a single value is no table."""
+def comparing(tables: Sequence[Table], runs: Sequence[RecordedRun]) -> list[Table]:
+    """Those with the paper's numbers or several of ours; a single value is no table.
+
+    Table 6 needs a run that was tested on one of the paper's sets.
+    """
+    is_papers = any({*run.test_sets} in PUBLISHED.values() for run in runs)
     found = []
     for table in tables:
         is_table_6 = table.caption.startswith("Table 6")
@@ -121,7 +125,8 @@ def comparing(tables: Sequence[Table]) -> list[Table]:
         several = len(models) > 1 and not is_table_6
         is_paper = any(title.startswith(THEIRS) for title in titles)
         has_rows = sum(row[0] != CORE_DAYS for row in table.rows) > 1
-        if (is_paper or several or has_rows) and not (is_table_6 and len(table.rows) < 2):
+        is_left_out = is_table_6 and (len(table.rows) < 2 or not is_papers)
+        if (is_paper or several or has_rows) and not is_left_out:
             found.append(table)
     return found
 

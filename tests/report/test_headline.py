@@ -112,6 +112,19 @@ def test_a_study_counts_its_cells_and_names_its_best():
     ]
 
 
+def test_a_best_beside_a_sweep_says_that_it_is_outside_and_which_run_of_one_model_it_is():
+    swept = made({"optim.learning_rate": 0.1}, kind="finetune", sweep_stage="finetune",
+                 metrics={"eval/top1": 0.92}, name="sweep-final-lr0.1-seed0")  # fmt: skip
+    vit = made(kind="pretrain", metrics={"eval/top1": 0.9}, name="digits-vit")
+    scratch = made({"optim.learning_rate": 0.3}, kind="pretrain", metrics={"eval/top1": 0.6})
+    assert headline(None, archived([swept, vit, scratch]), [])[-1] == (
+        "Best top-1 accuracy of the runs outside sweeps: 90.00 %, by ViT-B/32 (digits-vit), the "
+        "best of 2 on the test set."
+    )
+    (sentence,) = headline(None, archived([vit, scratch]), [])
+    assert sentence.startswith("Best top-1 accuracy: 90.00 %, by ViT-B/32 (digits-vit), the best")
+
+
 def gained(label, family, fraction, tops, steps=1000, more=()):
     changes = {"model.name": family, "data.fraction": fraction, "optim.epochs": None,
                "optim.steps": steps, **dict(more)}  # fmt: skip

@@ -48,7 +48,8 @@ def headline(
         first = [*ratios[:MOST_SENTENCES], *gains[:MOST_SENTENCES], *sweep_sentences(cells)]
         return [*first, " ".join([*best, count])]
     others = [run for run in runs if "vit_ray.sweep_stage" not in run.tags]
-    found = [*sweep_sentences(runs), *best_sentences(others)]
+    among = " of the runs outside sweeps" if len(others) < len(runs) else ""
+    found = [*sweep_sentences(runs), *best_sentences(others, among)]
     if runs and not found:
         run, loss = runs[-1], runs[-1].metrics.get(TRAIN_LOSS)
         last = "" if loss is None else f"; its last training loss is {number(loss)}"
@@ -56,23 +57,27 @@ def headline(
     return found
 
 
-def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
+def best_sentences(runs: Sequence[RecordedRun], among: str = "") -> list[str]:
     """The best mean over seeds of each accuracy on each pair of a training and a test set.
 
     For a single training also its length and its time.
+
+    Args:
+        among: which runs of the page these are, if there are others.
     """
     found = []
     for key in accuracies_of(runs):
         for whose, members in by_sets(runs, key):
             tested = [one for one in members if one.is_tested(key) and one.status == "FINISHED"]
             means = [
-                (seeds[0], mean)
+                (seeds, mean)
                 for seeds in by_group(tested).values()
                 if (mean := mean_of([one.metrics[key] for one in seeds]))
             ]
             if not means:
                 continue
-            run, best = max(means, key=lambda pair: pair[1].value)
+            best_seeds, best = max(means, key=lambda pair: pair[1].value)
+            run = best_seeds[0]
             name, result = f"{accuracy_name(key)}{whose}", described(run, best, key)
             of_tests = _chosen(run, key)
             if len(runs) == 1:
@@ -80,7 +85,10 @@ def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
                 found.append(f"{where}{of_tests and of_tests + ','} {_made(run)}.")
                 continue
             chosen = f", the best of {len(means)} on the test set" if len(means) > 1 else ""
-            found.append(f"Best {name}: {result}, by {run.label}{chosen}{of_tests}.")
+            by = run.label
+            if [seeds[0].label for seeds, _ in means].count(by) > 1:
+                by += f" ({', '.join(one.name for one in best_seeds)})"
+            found.append(f"Best {name}{among}: {result}, by {by}{chosen}{of_tests}.")
     held_out = [run for run in runs if run.is_on_dev(EVAL_TOP1)]
     if not found and held_out:
         run = max(held_out, key=lambda one: one.metrics[EVAL_TOP1])

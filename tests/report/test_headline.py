@@ -62,15 +62,34 @@ def test_a_best_rate_at_the_edge_of_its_grid_is_said(tops, advice):
 def test_the_fitted_optimum_is_the_top_of_a_parabola():
     rates = (0.001, 0.003, 0.01, 0.03, 0.1)
     tops = [0.9 - 0.1 * (i - 2.5) ** 2 / 4 for i in range(5)]
-    (chart,) = sweep_charts([trial(*pair) for pair in zip(rates, tops, strict=True)])
+    trials = [with_test_set(trial(*pair), 300) for pair in zip(rates, tops, strict=True)]
+    (chart,) = sweep_charts(trials)
     line, fitted = chart.series
     best = max(fitted.points, key=lambda point: point.y)
     assert 0.015 < best.x < 0.02  # between the third and the fourth
     assert best.y == pytest.approx(0.9, abs=0.005)
     assert len(line.points) == 5
-    assert "has its top at 0.01" in chart.note
-    (chart,) = sweep_charts([trial(*pair) for pair in zip(rates[:3], tops, strict=False)])
-    assert len(chart.series) == 1
+    assert f"has its top at {best.x:.2g}." in chart.note
+    assert len(sweep_charts(trials[:3])[0].series) == 1
+    # A diverged trial of ten classes, at 15 %, does not bend it.
+    (chart,) = sweep_charts([*trials, with_test_set(trial(1.0, 0.15), 300)])
+    assert chart.series[1].points == fitted.points
+
+
+@pytest.mark.parametrize(
+    "tops",
+    [
+        (0.7726, 0.8896, 0.9064, 0.1505),  # three trials that learned
+        (0.7726, 0.8896, 0.9064, 0.4),  # 95 % at 0.01, which measured 85 to 92 %
+    ],
+)
+def test_a_parabola_that_misses_what_was_measured_is_not_drawn(tops):
+    rates = (0.001, 0.01, 0.1, 1.0)
+    trials = [trial(*pair) for pair in zip(rates, tops, strict=True)]
+    for some in (trials, [with_test_set(one, 299) for one in trials]):
+        (chart,) = sweep_charts(some)
+        assert len(chart.series) == 1
+        assert "parabola" not in chart.note
 
 
 def of_rate(name, rate, top1, seed=0):

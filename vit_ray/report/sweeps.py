@@ -13,12 +13,14 @@ from vit_ray.report.runs import DEV, RecordedRun
 from vit_ray.report.statistics.accuracies import decided_key, decided_top1
 from vit_ray.report.statistics.groups import Group, differences
 from vit_ray.report.statistics.seeds import by_group, mean_of
-from vit_ray.report.tables import number, percent
+from vit_ray.report.tables import percent
 
 RATE = "optim.learning_rate"
 CELL = "study_cell"
 MIN_RATES = 4
 """From this many points on a parabola is informative."""
+DIVERGED = 0.1
+"""Trials with less than this share of the best trial's gain over chance are in no parabola."""
 
 
 def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -39,12 +41,13 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
             title = f"{name}, {stage}" + (f", differs in {rest}" if rest else "")
             line = line_of_means(title, alike[group], key)
             series.append(line)
-            if stage == DEV and (fitted := _parabola(line)):
+            chance = next((1 / n for _, n in alike[group][0][1][0].test_sets), 0.0)
+            if stage == DEV and (fitted := _parabola(line, chance)):
                 top = max(fitted, key=lambda point: point.y)
                 series.append(
                     replace(line, name=f"{title}, fitted", points=fitted, has_markers=False, dash=1)
                 )
-                optima.append(f"the parabola of {title} has its top at {number(top.x)}")
+                optima.append(f"the parabola of {title} has its top at {top.x:.2g}")
     note = "Rates are selected on the dev split, hollow; filled marks are the test set"
     accuracy = Axis("top-1 accuracy", is_percent=True)
     rate_axis = Axis("learning rate (log scale)", is_log=True)
@@ -52,14 +55,25 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     return [Chart(title, rate_axis, accuracy, series, f"{notes}.")] if series else []
 
 
-def _parabola(line: Series) -> list[Point]:
-    """Parabola of accuracy over the log of the rate; None if its top is outside the rates."""
-    rates = np.log([point.x for point in line.points])
+def _parabola(line: Series, chance: float) -> list[Point]:
+    """Parabola of accuracy over the log of the rate, without diverged trials.
+
+    Empty if its top is outside the rates, or it misses the interval of a point.
+
+    Args:
+        chance: accuracy of a guess.
+    """
+    least = chance + DIVERGED * (max(point.y for point in line.points) - chance)
+    used = [point for point in line.points if point.y > least]
+    rates = np.log([point.x for point in used])
     if len({*rates}) < MIN_RATES:
         return []
-    a, b, c = np.polyfit(rates, [point.y for point in line.points], 2)
+    a, b, c = np.polyfit(rates, [point.y for point in used], 2)
     if a >= 0 or not rates[0] < -b / (2 * a) < rates[-1]:
         return []
+    for point, y in zip(used, np.polyval((a, b, c), rates), strict=True):
+        if point.low is None or point.high is None or not point.low <= y <= point.high:
+            return []
     at = np.sort([*np.linspace(rates[0], rates[-1], 40), -b / (2 * a)])
     return [Point(float(np.exp(x)), float(a * x * x + b * x + c)) for x in at]
 

@@ -17,13 +17,11 @@ def trial(rate, top1, **more):
                 metrics={"dev/top1": top1}, name=f"digits-lr{rate}", **more)  # fmt: skip
 
 
-def with_test_set(run, images):
+def with_test_set(run, images, use="evaluation"):
     """The run, with a test set of so many images."""
     profile = json.dumps({"num_images": images, "num_classes": 10})
     held = Dataset("d", "0", "vit_ray", "{}", profile=profile)
-    run.run.inputs.dataset_inputs = [
-        DatasetInput(held, [InputTag("mlflow.data.context", "evaluation")])
-    ]
+    run.run.inputs.dataset_inputs = [DatasetInput(held, [InputTag("mlflow.data.context", use)])]
     return run
 
 
@@ -57,6 +55,27 @@ def test_a_best_rate_at_the_edge_of_its_grid_is_said(tops, advice):
     trials = [trial(rate, top1) for rate, top1 in zip((0.01, 0.03, 0.1), tops, strict=True)]
     (sentence,) = sweep_sentences(trials)
     assert sentence.endswith(f"best of 3.{advice}")
+
+
+def test_a_sweep_says_whether_its_winner_leads_by_more_than_noise():
+    """Newcombe's example (1998, method 10): 56 of 70 less 48 of 80, from 0.0524 to 0.3339."""
+    trials = [trial(0.001, 0.1), with_test_set(trial(0.01, 0.6), 80)]
+    trials.append(with_test_set(trial(0.1, 0.8), 70))
+    (sentence,) = sweep_sentences(trials)
+    assert "best of 3, by 20.00 points over learning rate 0.01" in sentence
+    assert ": more than noise (95 %: 5.24 to 33.39). 0.1 is the largest rate tried" in sentence
+    near = [with_test_set(trial(*pair), 299) for pair in ((0.01, 0.8896), (0.1, 0.9064))]
+    (sentence,) = sweep_sentences(near)
+    assert "by 1.68 points over learning rate 0.01: within noise (95 %: -" in sentence
+
+
+def test_held_out_images_are_counted_and_no_others():
+    alone = with_test_set(made(metrics={"dev/top1": 0.5}), 299)
+    assert (alone.num_tested("dev/top1"), alone.num_tested("dev/loss")) == (299, None)
+    both = {"dev/top1": 0.5, "eval/top1": 0.5}
+    assert with_test_set(made(metrics=both), 300).num_tested("dev/top1") is None
+    held_out = with_test_set(made(metrics=both), 299, "held-out evaluation")
+    assert (held_out.num_tested("dev/top1"), held_out.num_tested("eval/top1")) == (299, None)
 
 
 def test_the_fitted_optimum_is_the_top_of_a_parabola():

@@ -202,10 +202,13 @@ class RecordedRun:
     @property
     def test_sets(self) -> list[tuple[int, int]]:
         """Numbers of images and of classes of its evaluation set, as far as recorded."""
+        return self._sizes("evaluation")
+
+    def _sizes(self, use: str) -> list[tuple[int, int]]:
         return [
             (one.facts["num_images"], one.facts["num_classes"])
             for one in self.data_sets
-            if one.use == "evaluation" and {"num_images", "num_classes"} <= one.facts.keys()
+            if one.use == use and {"num_images", "num_classes"} <= one.facts.keys()
         ]
 
     @cached_property
@@ -223,8 +226,12 @@ class RecordedRun:
 
     def num_tested(self, key: str) -> int | None:
         """Images behind an accuracy of an evaluation, if a single set was evaluated."""
-        is_share = key.startswith(EVAL_GROUP) and "top" in key  # not a loss
-        sets = self.test_sets if is_share else []
+        if "top" not in key or not key.startswith((EVAL_GROUP, DEV_GROUP)):
+            return None  # a loss, for example
+        sets = self.test_sets
+        if key.startswith(DEV_GROUP):  # without a test set, held-out images are the evaluation set
+            is_tested = key.replace(DEV_GROUP, EVAL_GROUP, 1) in self.recorded
+            sets = self._sizes("held-out evaluation") or ([] if is_tested else sets)
         return sets[0][0] if len(sets) == 1 else None
 
     @property

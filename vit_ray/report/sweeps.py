@@ -12,6 +12,7 @@ from vit_ray.report.figures.charts import Axis, Chart, Point, Series
 from vit_ray.report.runs import DEV, RecordedRun
 from vit_ray.report.statistics.accuracies import decided_key, decided_top1
 from vit_ray.report.statistics.groups import Group, differences
+from vit_ray.report.statistics.intervals import of_difference
 from vit_ray.report.statistics.seeds import by_group, mean_of
 from vit_ray.report.tables import percent
 
@@ -79,8 +80,8 @@ def _parabola(line: Series, chance: float) -> list[Point]:
 
 
 def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
-    """For each sweep what won on the dev split, and if that is the lowest or highest rate, which to
-    try next.
+    """For each sweep what won on the dev split, whether its lead is more than noise, and if that is
+    the lowest or highest rate, which to try next.
 
     Also mean and deviation over seeds of the finished runs with the selected rate.
     """
@@ -102,12 +103,35 @@ def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
             if (mean := mean_of([run.metrics[key] for run in some if key in run.metrics]))
         }
         best = max(means, key=lambda group: means[group].value)
-        chosen = differences([*means])[best].replace(RATE, "learning rate")
-        text = f"{chosen or 'the only trial'} wins on the dev split ({means[best]} %)"
+        names = {
+            group: text.replace(RATE, "learning rate") or "the only trial"
+            for group, text in differences([*means]).items()
+        }
+        text = f"{names[best]} wins on the dev split ({means[best]} %)"
         text = f"{name}: {text}" if len(trials) > 1 else text[0].upper() + text[1:]
         rates = {group: groups[group][0].number(RATE) for group in means}
-        sentences.append(f"{text}, best of {len(means)}.{_edge(rates, best)}")
+        lead = ""
+        if rest_of := [group for group in means if group is not best]:
+            second = max(rest_of, key=lambda group: means[group].value)
+            lead = _lead(groups[best], groups[second], key, names[second])
+        sentences.append(f"{text}, best of {len(means)}{lead}.{_edge(rates, best)}")
     return sentences + _test_sentences(finished)
+
+
+def _lead(best: Sequence[RecordedRun], second: Sequence[RecordedRun], key: str, name: str) -> str:
+    """The difference of two points of a sweep, and whether its 95 % interval excludes 0."""
+    by_seed = [
+        {run.seed: run.metrics[key] for run in one if key in run.metrics} for one in (second, best)
+    ]
+    a, b = ([one[seed] for seed in sorted(one)] for one in by_seed)
+    counts = second[0].num_tested(key), best[0].num_tested(key)
+    is_paired = by_seed[0].keys() == by_seed[1].keys()
+    if (tested := of_difference(a, b, is_paired=is_paired, counts=counts)) is None:
+        return ""
+    found = tested.estimate
+    word = "more than noise" if found.low > 0 else "within noise"
+    ends = f"{percent(found.low)} to {percent(found.high)}"
+    return f", by {percent(found.value)} points over {name}: {word} (95 %: {ends})"
 
 
 def _edge(rates: Mapping[Group, float | None], best: Group) -> str:

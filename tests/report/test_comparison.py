@@ -254,8 +254,30 @@ def test_the_headline_says_which_side_is_better_and_in_which_keys_they_differ(st
     store.run("a", {"eval/top1": 0.6}, {"optim.lr": 1})
     store.run("b", {"eval/top1": 0.5}, {"optim.lr": 2})
     assert store.compare("a", "b").headline() == [
-        "a is 10.00 points better than b in top-1 accuracy; they differ in optim.lr."
+        "b is 10.00 points worse than a in top-1 accuracy, B - A: -10.00, one seed on a side; they "
+        "differ in optim.lr."
     ]
+
+
+def test_a_sentence_and_its_table_have_one_direction(store):
+    store.study("old", 1)
+    store.study("new", 0)
+    found = store.compare("old", "new")
+    (sentence,) = found.headline()
+    row = found.difference_table().rows[-1]
+    assert sentence.startswith("new is 2.00 points worse than old in top-1 accuracy (mean over 2")
+    assert f"B - A: {row[4]} (95 %: {row[6]} to {row[7]}; p = {row[8]});" in sentence
+
+
+def test_initial_weights_are_one_row_and_a_loss_says_what_it_is_on(store):
+    for name, weights in (("a", "None"), ("b", "/runs/pre")):
+        tags = {"vit_ray.kind": "finetune", "init_from": weights}
+        metrics = {"eval/loss": 1.0, "dev/loss": 2.0}
+        store.run(name, metrics, {"model.name": "ViT-S/16", "seed": 0}, tags)
+    found = store.compare("a", "b")
+    assert found.keys == {"init_from": ("None", "/runs/pre")}
+    rows = [row[1] for row in found.difference_table().rows]
+    assert rows == ["loss on the test set", "loss, dev split"]
 
 
 def test_a_fork_names_its_parent_and_its_curve_begins_where_they_part(store):

@@ -42,12 +42,18 @@ from vit_ray.report.runs import (
     RecordedRun,
 )
 from vit_ray.report.statistics.accuracies import ACCURACIES, accuracy_name, studied, trainings
-from vit_ray.report.statistics.groups import TRAINING_IMAGES, Group, differences, differing_keys
+from vit_ray.report.statistics.groups import (
+    TRAINING_IMAGES,
+    WEIGHTS,
+    Group,
+    differences,
+    differing_keys,
+)
 from vit_ray.report.statistics.intervals import Tested, of_difference
 from vit_ray.report.statistics.seeds import mean_of, one_run_a_cell
 from vit_ray.report.tables import Column, Table, Value, percent
 
-_EVALUATED: Final = {**ACCURACIES, EVAL_TOP5: "top-5 accuracy", EVAL_LOSS: "validation loss"}
+_EVALUATED: Final = {**ACCURACIES, EVAL_TOP5: "top-5 accuracy", EVAL_LOSS: "loss"}
 _ON_DEV: Final = {
     key.replace(EVAL_GROUP, DEV_GROUP): f"{name}, {DEV}"
     for key, name in _EVALUATED.items()
@@ -55,6 +61,7 @@ _ON_DEV: Final = {
 }
 METRICS: Final = {
     **_EVALUATED,
+    EVAL_LOSS: "loss on the test set",
     **_ON_DEV,
     TRAIN_LOSS: "training loss",
     TRAIN_IMAGES_PER_S: "images/s",
@@ -232,7 +239,7 @@ class Comparison:
         return found
 
     def headline(self) -> list[str]:
-        """Which side is better in the first common accuracy, and in which keys they differ."""
+        """How much better or worse B is in the first common accuracy, and which keys differ."""
         keys = ", ".join([*self.keys][:MOST_KEYS])
         more = f" and {len(self.keys) - MOST_KEYS} more" if len(self.keys) > MOST_KEYS else ""
         differ = f"they differ in {keys}{more}" if keys else "no recorded key of the recipe differs"
@@ -242,17 +249,18 @@ class Comparison:
         if not known:
             return [f"No accuracy in common; {differ}."]
         one = known[0]
-        better, worse = (self.b, self.a) if one.mean >= 0 else (self.a, self.b)
+        word = "better" if one.mean >= 0 else "worse"
         text = (
-            f"{better.root.name} is {percent(abs(one.mean))} points better than {worse.root.name}"
+            f"{self.b.root.name} is {percent(abs(one.mean))} points {word} than {self.a.root.name}"
         )
         name = METRICS.get(one.metric) or accuracy_name(one.metric)
         text += f" in {name}" + (f" ({one.cell})" if self.a.is_group else "")
+        text += f", B - A: {'+' if one.mean > 0 else ''}{percent(one.mean)}"
         if tested := one.tested:
-            sign = 1 if one.mean >= 0 else -1
-            ends = sorted([sign * tested.estimate.low, sign * tested.estimate.high])
             p = "" if tested.p is None else f"; p = {tested.p:.2g}"
-            text += f", 95 %: {percent(ends[0])} to {percent(ends[1])}{p}"
+            text += f" (95 %: {percent(tested.estimate.low)} to {percent(tested.estimate.high)}{p})"
+        if one.standard_error is None:
+            text += ", one seed on a side"
         return [f"{text}; {differ}."]
 
     def difference_table(self) -> Table:
@@ -442,7 +450,10 @@ def _key_differences(
             [{**run.params, **{k: v for k, v in run.group.items if " " in k}} for run in side]
             for side in pair
         ]
-        for key in {key for side in known for one in side for key in one} - _FOLLOWS:
+        keys = {key for side in known for one in side for key in one} - _FOLLOWS
+        if all(one.get(WEIGHTS) in (None, one.get("init_from")) for side in known for one in side):
+            keys.discard(WEIGHTS)  # the same row twice
+        for key in keys:
             held = [sorted({one.get(key, "unset") for one in side}) for side in known]
             if held[0] != held[1]:
                 for side, texts in zip(values.setdefault(key, ({}, {})), held, strict=True):

@@ -1,12 +1,16 @@
 """Which addresses of storage and MLflow can be used, as far as no library is needed to check."""
 
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 PLACEHOLDER: Final = "s3://BUCKET"
 """Placeholder in shipped recipes for the user's own place of data and runs."""
-_SQLITE: Final = b"SQLite format 3\0"
+SQLITE: Final = "sqlite:///"
+_MAGIC: Final = b"SQLite format 3\0"
 """First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty."""
+_RUN_PARTS: Final = 4
+"""`mlruns/EXPERIMENT/RUN/artifacts`, below the folder of a SQLite store."""
 
 
 def is_placeholder(path: str) -> bool:
@@ -54,16 +58,54 @@ def require_store(uri: str) -> None:
     Raises:
         ValueError: the address is of a SQLite file that does not exist, or of another file.
     """
-    if not uri.startswith("sqlite:///"):
+    path, what = sqlite_file(uri), "no such file"
+    if path is None:
         return
-    path, what = Path(uri.removeprefix("sqlite:///").partition("?")[0]), "no such file"
     if path.is_file():
         with path.open("rb") as file:
-            begins = file.read(len(_SQLITE))
-        if begins in (b"", _SQLITE):
+            begins = file.read(len(_MAGIC))
+        if begins in (b"", _MAGIC):
             return
         what = "the file is not a database"
     raise ValueError(
         f"tracking.uri={uri}: {what}; give the MLflow database of the runs, such as "
         "sqlite:///mlflow.db, or the address of a server"
     )
+
+
+class OtherFiles(NamedTuple):
+    """A run's files that belong to another place than its SQLite store, see `files_elsewhere`."""
+
+    address: Path
+    """Folder that the record names; never written."""
+    folder: Path
+    """Folder to read: the address or, if that does not exist, the same place next to the store."""
+
+
+def files_elsewhere(uri: str, artifact_uri: str) -> OtherFiles | None:
+    """Where a run's files are if its store is a copy: outside the folder of the SQLite file.
+
+    MLflow records absolute addresses, so a copied store still names the files of its original.
+
+    Args:
+        artifact_uri: as MLflow has it with the run.
+
+    Returns:
+        None if the store is no SQLite file, or the files are its own: on another machine, below the
+        folder of the file, or below `mlruns` of this folder, MLflow's default.
+    """
+    store, parts = sqlite_file(uri), urlsplit(artifact_uri)
+    if store is None or parts.scheme not in ("", "file"):
+        return None
+    path = unquote(parts.path) if parts.scheme else artifact_uri
+    address, home = Path(path).resolve(), store.resolve().parent
+    if any(address.is_relative_to(one) for one in (home, Path("mlruns").resolve())):
+        return None
+    near = home.joinpath(*address.parts[-_RUN_PARTS:])
+    is_near = near.is_dir() and not address.is_dir()
+    return OtherFiles(address, near if is_near else address)
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The SQLite file of a store; None for a server."""
+    return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None

@@ -67,6 +67,33 @@ def test_a_child_run_is_reported_by_its_name_and_after_one_without_a_parent(reci
     assert f"run {alone} and the runs below" in report(recipe).read_text()
 
 
+def test_a_report_on_a_copied_store_changes_no_file_of_the_original(recipe, tmp_path, capsys):
+    run_id = _run(recipe, "mine")
+    client = MlflowClient(recipe.tracking.uri)
+    event = '[{"kind": "restarted", "text": "node b was lost", "step": 3, "time_s": 1.0}]'
+    client.log_text(run_id, event, "history/0.json")
+    client.log_text(run_id, "older", "report.html")
+    original, copy = tmp_path / "mlruns", tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(tmp_path / "mlflow.db", copy)
+    shutil.copytree(original, copy / "mlruns")
+    before = {path: path.stat().st_mtime_ns for path in original.rglob("*")}
+    of_copy = recipe.with_changes(tracking={"uri": f"sqlite:///{copy}/mlflow.db"})
+    assert report_page(of_copy) == 0
+    page = page_of_runs(recipe)
+    assert f"page written to {page}; not kept with the run: its files are in {original}/" in (
+        capsys.readouterr().out
+    )
+    assert "node b was lost" in page.read_text()
+    assert {path: path.stat().st_mtime_ns for path in original.rglob("*")} == before
+
+    original.rename(tmp_path / "gone")
+    page.unlink()
+    assert report_page(of_copy) == 0
+    assert "node b was lost" in page.read_text()
+    assert not original.exists()
+
+
 def test_without_such_a_run_the_whole_experiment_is_reported_and_that_is_said(recipe, capsys):
     _run(recipe, "another")
     assert "another" in report(recipe).read_text()

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from vit_ray.addresses import require_store
+from vit_ray.addresses import files_elsewhere, require_store
 from vit_ray.config import Recipe
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.tracking.metrics_log import RUN_FOLDER
-from vit_ray.tracking.mlflow_client import asking, reached_client
+from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client
 from vit_ray.tracking.past_runs import PARENT_TAG, runs_of_name
 
 MAX_FAILURES: Final = 10
@@ -26,7 +26,8 @@ def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | N
     A run in the recipe's output comes before runs of this name in other outputs, and a run without
     a parent before child runs of this name.
 
-    The page, its CSV and its figures are kept as artifacts of that run.
+    The page, its CSV and its figures are kept as artifacts of that run, unless the store is a copy,
+    see `files_elsewhere`.
 
     Args:
         whole_experiment: always report on the experiment.
@@ -74,6 +75,13 @@ def _write(
             written = replace(written, missing=[line, *written.missing])
         is_kept = recipe.report.watch_s is None or not written.is_live
         if is_kept and (keeper := keep_with or run_id):
+            files = str(client.get_run(keeper).info.artifact_uri)
+            if other := files_elsewhere(absolute_uri(recipe.tracking.uri), files):
+                print(
+                    f"page written to {written.page}; not kept with the run: its files are in "
+                    f"{other.address}, outside of the store's folder"
+                )
+                return written
             for path, folder in parts_of(written.page):
                 place = f"experiment/{folder}" if whole_experiment else folder
                 send = client.log_artifacts if path.is_dir() else client.log_artifact

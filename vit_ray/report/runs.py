@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from vit_ray import kept_curve
-from vit_ray.addresses import require_store
+from vit_ray.addresses import OtherFiles, files_elsewhere, require_store
 from vit_ray.config.model_family import model_family
 from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before, tags_of
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
@@ -370,7 +370,7 @@ class Archive:
         )  # a bar for each history
         client = MlflowClient(uri)
         self.is_server = uri.startswith(("http://", "https://"))
-        self._client = client
+        self._client, self._uri = client, uri
         self._curves = Histories(client, is_server=self.is_server)
         self.address = redact(uri).partition("?")[0].rstrip("/")
         self.parent: RecordedRun | None = None
@@ -466,6 +466,8 @@ class Archive:
         """Content of a file of a run's artifacts; None if it does not exist."""
         with TemporaryDirectory() as folder:
             try:
+                if other := self._elsewhere(run):
+                    return (other.folder / path).read_bytes()
                 held = self._client.download_artifacts(run.run_id, path, folder)
                 return Path(held).read_bytes()
             except (MlflowException, OSError):
@@ -474,11 +476,17 @@ class Archive:
     def files_of(self, run: RecordedRun, folder: str) -> list[bytes]:
         """Contents of the files of a folder of a run's artifacts."""
         try:
+            if other := self._elsewhere(run):
+                files = sorted((other.folder / folder).iterdir())
+                return [one.read_bytes() for one in files if one.is_file()]
             listed = self._client.list_artifacts(run.run_id, folder)
         except (MlflowException, OSError):
             return []
         found = (self.file(run, one.path) for one in listed if not one.is_dir)
         return [content for content in found if content is not None]
+
+    def _elsewhere(self, run: RecordedRun) -> OtherFiles | None:
+        return files_elsewhere(self._uri, str(run.run.info.artifact_uri))
 
     def link(self, run: RecordedRun) -> str:
         """Address of the run on the MLflow server's pages; empty without a server."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
+from vit_ray.addresses import SQLITE, sqlite_file
 from vit_ray.config.secrets import redact, userinfo
 from vit_ray.file_lock import lock_file
 from vit_ray.metric_names import (
@@ -22,7 +23,6 @@ from vit_ray.metric_names import (
 from vit_ray.mlflow_internals import VIEW_PARAMETER, VIEW_TAG, view_state
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
-SQLITE = "sqlite:///"
 _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
     "mlflow.note.content": (
@@ -68,7 +68,7 @@ def absolute_uri(uri: str, folder: Path | None = None) -> str:
         uri: `TrackingConfig.uri`.
         folder: what a relative file is relative to; by default the current folder.
     """
-    path = _sqlite_path(uri)
+    path = sqlite_file(uri)
     return uri if path is None else f"{SQLITE}{(folder or Path.cwd()) / path}"
 
 
@@ -118,7 +118,7 @@ def open_client(uri: str) -> MlflowClient:
     logging.getLogger("alembic").setLevel(logging.ERROR)
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    path = _sqlite_path(uri)
+    path = sqlite_file(uri)
     if path is None:
         return MlflowClient(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def recorded_values(uri: str, run_id: str, key: str) -> dict[int, float]:
     Raises:
         RuntimeError, TimeoutError: as `reached_client`, or the store does not have the run.
     """
-    path = _sqlite_path(uri)
+    path = sqlite_file(uri)
     if path is not None and not path.exists():
         raise RuntimeError(f"there is no file of runs {path} here; give its path as tracking.uri=")
     client = reached_client(uri)
@@ -200,7 +200,7 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     """
     found = client.get_experiment_by_name(name)
     if found is None:
-        path = _sqlite_path(absolute_uri(uri))
+        path = sqlite_file(absolute_uri(uri))
         place = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
         try:
             client.create_experiment(name, artifact_location=place, tags=_TAGS)
@@ -235,14 +235,10 @@ def page_hint(uri: str, experiment: str | None = None, *, has_view: bool = False
         experiment: its id. MLflow's own start page is about traces, which are not used here.
         has_view: the experiment has the view of `share_view`.
     """
-    is_file = _sqlite_path(uri) is not None
+    is_file = sqlite_file(uri) is not None
     link = "http://127.0.0.1:5000" if is_file else safe_uri(uri).rstrip("/")
     if experiment:
         link += f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
         link += f"&{VIEW_PARAMETER}={VIEW}&compareRunsMode=CHART" if has_view else ""
     command = f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
     return f"{command} and then {link}" if is_file else link
-
-
-def _sqlite_path(uri: str) -> Path | None:
-    return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None

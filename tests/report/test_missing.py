@@ -36,9 +36,11 @@ class Store:
             known["mlflow.parentRunId"] = self.study
         ended = status if status != "RUNNING" else None
         times = {"start_ms": MADE + start, "time_ms": MADE}
-        return store_run(
+        run_id = store_run(
             self.client, self.experiment, name, metrics, tags=known, status=ended, **times
         )
+        self.client.log_text(run_id, "", "recipe.yaml")
+        return run_id
 
     def page(self, folder):
         path = write_report(self.uri, self.study, folder / "page.html").page

@@ -211,6 +211,17 @@ def test_a_training_whose_files_are_away_has_the_rest(store):
     ]  # fmt: skip
 
 
+def test_the_page_says_that_the_files_of_its_training_are_away(store, tmp_path):
+    away, there = record(store, files=False), record(store)
+    place = MlflowClient(store).get_run(away).info.artifact_uri
+    sentence = (
+        f"the files of run {CRAFTED} are not at {place}: images, errors and events are not shown"
+    )
+    assert sentence in write_report(store, away, tmp_path / "away.html").missing
+    missing = write_report(store, there, tmp_path / "there.html").missing
+    assert not [one for one in missing if one.startswith("the files of")]
+
+
 EVENT = b'[{"kind": "k", "text": "t", "step": 1, "time_s": 1e20}]'
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from vit_ray.config.secrets import redact
 from vit_ray.metric_names import EVAL_TOP1, STUDY_EXAFLOPS
 from vit_ray.report.runs import Archive, RecordedRun
 
@@ -70,4 +71,12 @@ def what_is_missing(
         begun = len({run.name for run in mine if run.kind == "study_cell"})
         if parent.kind == "study" and total.isdecimal() and begun < int(total):
             found.append(f"{int(total) - begun} of {total} cells of {parent.name} have not begun")
+    # Only the page of one training shows files.
+    alone = shown[0] if len(shown) == 1 else None
+    if alone is not None and alone.kind and not archive.has_files(alone):
+        place = redact(str(alone.run.info.artifact_uri).removeprefix("file://"))
+        found.append(
+            f"the files of run {alone.name} are not at {place}: images, errors and events are not "
+            "shown"
+        )
     return found

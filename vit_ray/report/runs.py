@@ -485,6 +485,15 @@ class Archive:
         found = (self.file(run, one.path) for one in listed if not one.is_dir)
         return [content for content in found if content is not None]
 
+    def has_files(self, run: RecordedRun) -> bool:
+        """Whether any file of a run's artifacts can be listed."""
+        try:
+            if other := self._elsewhere(run):
+                return other.folder.is_dir()
+            return bool(self._client.list_artifacts(run.run_id))
+        except (MlflowException, OSError):
+            return False
+
     def _elsewhere(self, run: RecordedRun) -> OtherFiles | None:
         return files_elsewhere(self._uri, str(run.run.info.artifact_uri))
 

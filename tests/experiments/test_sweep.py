@@ -99,7 +99,8 @@ def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
     class OpenedError(Exception):
         pass
 
-    def opened(*words: Any, **_: Any) -> None:
+    def opened(*words: Any, varied: list[str], **_: Any) -> None:
+        assert varied == [RATE]  # or its run would show a rate that no trial had
         raise OpenedError(words[4])
 
     whole = swept(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -111,6 +111,7 @@ def open_parent(
     trainings: Sequence[Recipe] = (),
     under: OpenParent | None = None,
     tags: dict[str, str] | None = None,
+    varied: Collection[str] = (),
 ) -> Iterator[OpenParent]:
     """Inside this block hold a parent run's folder, record it, and show its children's progress.
 
@@ -122,6 +123,7 @@ def open_parent(
         under: the study that this run is part of; it shows this run's progress, and forwards
             signals.
         tags: of the run, in addition to those that every run has.
+        varied: as for `open_record`.
 
     Raises:
         ValueError: the cluster cannot hold the workers of a training, or another process holds the
@@ -139,6 +141,7 @@ def open_parent(
             cluster,
             run_id=run_id,
             tags=tags,
+            varied=varied,
             node_id=under.node_id if under else None,
             parent=under.run.opening if under else None,
         ) as run,

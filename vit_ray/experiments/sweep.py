@@ -222,6 +222,7 @@ def open_sweep(
         trainings=plan.trials,
         under=under,
         tags=tags,
+        varied=[*plan.points[0]],
     )
 
 

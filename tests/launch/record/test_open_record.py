@@ -116,6 +116,17 @@ def test_what_a_run_is_told_joins_what_every_run_has(record: Record) -> None:
     assert record.calls[0][:2] == ("text", "recipe.yaml")
 
 
+def test_what_children_vary_is_no_parameter_of_their_parent(record: Record) -> None:
+    with opened():
+        pass
+    with opened(varied=["optim.learning_rate", "data.augment"]):
+        pass
+    everything, rest = (set(opening.params) for opening, _ in record.openings)
+    left_out = {key for key in everything if key.startswith("data.augment.")}
+    assert everything - rest == {"optim.learning_rate", *left_out}
+    assert left_out
+
+
 COST = {"study/exaflops": 0.5}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +89,7 @@ def open_record(
     *,
     run_id: str | None = None,
     tags: Mapping[str, str] | None = None,
+    varied: Collection[str] = (),
     node_id: str | None = None,
     **opening: Any,
 ) -> Iterator[OpenRun]:
@@ -100,6 +101,7 @@ def open_record(
         resolved: described in the run's metadata.
         run_id: the MLflow run to continue; None for a new one.
         tags: in addition to those that every run has.
+        varied: keys, or sections, that only its child runs have as parameters.
         node_id: the node that writes to MLflow; None for this node.
         opening: other fields of `RunOpening`.
     """
@@ -107,7 +109,11 @@ def open_record(
         _opening(
             recipe,
             run_id,
-            params=trained_params(recipe),
+            params={
+                key: value
+                for key, value in trained_params(recipe).items()
+                if not any(f"{key}.".startswith(f"{one}.") for one in varied)
+            },
             tags={
                 **run_facts(recipe, kind, resolved, cluster, opening.get("parent")),
                 **(tags or {}),

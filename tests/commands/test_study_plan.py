@@ -194,6 +194,7 @@ def studied_hours(monkeypatch: pytest.MonkeyPatch, plan: StudyPlan, room: Room) 
     monkeypatch.setattr(study_module, "cluster_room", lambda *_: room)
     monkeypatch.setattr(transfer, "plan_sweep", swept_without_data)
     monkeypatch.setattr(sweep, "sweep_table", lambda *_: Table("", [], []))
+    monkeypatch.setattr(sweep, "description", lambda *_: "")
     monkeypatch.setattr(transfer, "open_sweep", lambda *_: contextlib.nullcontext(parent))
     resolved_runs: list[Any] = [
         SimpleNamespace(

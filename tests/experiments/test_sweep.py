@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.experiments.sweeps import outcome_of, swept, trained
+from tests.launch.record.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
@@ -22,15 +23,23 @@ from vit_ray.experiments import runner, sweep
 from vit_ray.experiments.parent_run import _check_trainings
 from vit_ray.experiments.runner import Room, cluster_room, room_of
 from vit_ray.experiments.search_space import RATE, with_point
-from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, trial_recipe
+from vit_ray.experiments.sweep import (
+    SweepResult,
+    best_row,
+    sweep_metrics,
+    sweep_sentence,
+    trial_recipe,
+)
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome
 from vit_ray.experiments.training import outcome_of as outcome_at
 from vit_ray.launch.cluster.autoscaling import Growth
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.record.run_metadata import NOTE
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
+from vit_ray.report.tables import Table
 
 
 def averaging_recipe(averaging: float) -> Recipe:
@@ -138,6 +147,36 @@ def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     for shown in ("70.00%", "60.00%", "76.00% +-", "last weights: 66.00%", "failed: not finite"):
         assert shown in text
+
+
+def test_the_sweeps_description_says_what_was_tried_what_won_and_its_accuracies() -> None:
+    finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in (0.75, 0.77)]
+    outcome = SweepResult(rows_of(0.0), {RATE: 0.1}, finals)
+    sentence = "Sweep of 3 values of optim.learning_rate; 0.1 won (dev 80.00%); test "
+    assert sweep_sentence(outcome) == f"{sentence}76.00% (mean of 2 seeds)"
+    assert sweep_sentence(replace(outcome, finals=finals[:1])) == f"{sentence}75.00%"
+    two = {RATE: 0.1, "model.dropout": 0.0}
+    rows = [Outcome(TrialState.FINISHED, top1=0.8, point=two)]
+    assert sweep_sentence(SweepResult(rows, two, finals[:1])) == (
+        "Sweep of 1 points of optim.learning_rate, model.dropout; learning_rate=0.1, dropout=0 won "
+        "(dev 80.00%); test 75.00%"
+    )
+
+
+def test_a_sweep_ends_with_its_description_below_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = swept(tmp_path).with_changes(tracking={"description": "Of May"})
+    trial = trial_recipe(whole, {RATE: 0.1})
+    parent, calls = trained(monkeypatch, [result(top1=0.8)] * 9)
+    monkeypatch.setattr(sweep, "sweep_table", lambda *_: Table("", [], []))
+    resolved: Any = resolved_run()
+    plan = sweep.SweepPlan(whole, resolved, [{RATE: 0.1}], [trial], [1])
+    assert parent.run_flow(sweep.recorded_sweep(plan, parent), None) is not None
+    notes = [text for method, key, text in calls.made if (method, key) == ("tag", NOTE)]
+    first, second, third, *_ = notes[-1].split("\n\n")
+    assert (first, third[:8]) == ("Of May", "ViT-B/16")
+    assert second.startswith("Sweep of 1 values of optim.learning_rate; 0.1 won (dev 80.00%)")
 
 
 def test_without_averaging_one_accuracy_is_recorded_and_shown(

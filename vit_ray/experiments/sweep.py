@@ -54,6 +54,7 @@ from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import tag_ended_run
+from vit_ray.launch.record.run_metadata import NOTE, SOURCE_NAME, description
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.report.tables import Table
@@ -272,6 +273,8 @@ def recorded_sweep(
     table = sweep_table(recipe, swept.test_top1)
     record.text(PAPER_FILE, table.csv())
     record.results(0, sweep_metrics(swept))
+    command = parent.run.opening.tags.get(SOURCE_NAME, "")
+    record.tag(NOTE, description(recipe, plan.resolved, command, sweep_sentence(swept)))
     return replace(swept, parent_run_id=parent.run_id, hint=record.hint(), beside_paper=table)
 
 
@@ -454,6 +457,19 @@ def best_row(rows: list[Outcome]) -> Outcome:
         first = next((row for row in rows if row.error), rows[0])
         raise RunFailedError(f"every trial failed; the first: {first.error}")
     return max(measured, key=lambda row: row.top1 or 0.0)
+
+
+def sweep_sentence(outcome: SweepResult) -> str:
+    """What was tried, what was selected, and what it reached."""
+    keys, tried = [*outcome.best], len(outcome.rows)
+    (what, won) = (
+        (f"{tried} values of {keys[0]}", point_text(outcome.best).partition("=")[2])
+        if len(keys) == 1
+        else (f"{tried} points of {', '.join(keys)}", point_text(outcome.best))
+    )
+    dev = max(row.top1 or 0.0 for row in outcome.rows if row.point == outcome.best)
+    seeds = f" (mean of {len(outcome.finals)} seeds)" if len(outcome.finals) > 1 else ""
+    return f"Sweep of {what}; {won} won (dev {dev:.2%}); test {outcome.mean:.2%}{seeds}"
 
 
 def sweep_metrics(outcome: SweepResult) -> dict[str, float]:

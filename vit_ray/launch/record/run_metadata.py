@@ -34,6 +34,7 @@ from vit_ray.tracking.metrics_log import RUN_FOLDER, RunOpening
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 SOURCE_NAME: Final = "mlflow.source.name"
+NOTE: Final = "mlflow.note.content"
 ONE_BATCH: Final = (
     "Trained on one batch again and again (train.overfit_one_batch): its accuracy is no result."
 )
@@ -74,10 +75,6 @@ def run_facts(
     """
     command = (parent.tags.get(SOURCE_NAME) if parent else None) or command_line()
     flat = recipe.flat()
-    num_classes, about = resolved.manifest.num_classes, recipe.tracking.description
-    about = f"{about}\n\n" if about else ""
-    if recipe.train.overfit_one_batch:
-        about = f"{ONE_BATCH}\n\n{about}"
     try:
         # In a container, and on a shared account, the MLflow log-in says more.
         user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
@@ -94,12 +91,25 @@ def run_facts(
         "mlflow.user": user,
         SOURCE_NAME: command,
         "mlflow.source.type": "JOB",
-        "mlflow.note.content": (
-            f"{about}{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
-            f"classes, {resolved.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
-            f"    {command}\n"
-        ),
+        NOTE: description(recipe, resolved, command),
     }
+
+
+def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str = "") -> str:
+    """The run's description in MLflow, Markdown: the user's own, the result, model, data, length
+    and command.
+    """
+    first = [
+        ONE_BATCH if recipe.train.overfit_one_batch else "",
+        recipe.tracking.description or "",
+        result,
+    ]
+    what = (
+        f"{recipe.model.name} on {resolved.num_images:,} images of "
+        f"{resolved.manifest.num_classes:,} classes, {resolved.total_steps:,} steps of "
+        f"{recipe.train.global_batch_size}"
+    )
+    return "\n\n".join([*filter(None, first), what, f"    {command}\n"])
 
 
 def machine_facts(cluster: ClusterShape) -> str:

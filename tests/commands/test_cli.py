@@ -239,8 +239,10 @@ def test_help_and_refusals_import_nothing_heavy() -> None:
 def test_every_command_is_where_the_table_says(command: Command) -> None:
     for reference in filter(None, (command.main, command.plan)):
         function = pkgutil.resolve_name(reference)
-        (parameter,) = inspect.signature(function).parameters.values()
-        assert parameter.annotation == "Recipe", reference
+        taken = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
+        assert taken.pop("recipe") == "Recipe", reference
+        words = reference == command.main and command.takes_overrides
+        assert taken == ({"overrides": "Sequence[str]"} if words else {}), reference
     assert inspect.signature(pkgutil.resolve_name(command.main)).return_annotation == "int"
 
 

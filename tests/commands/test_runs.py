@@ -23,11 +23,12 @@ from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 
 
-def log_of(folder: Path, *ends: str) -> None:
+def log_of(folder: Path, *ends: str, measured_on: str = "eval") -> MetricsLog:
     log = MetricsLog(metrics_log_path(str(folder)))
-    log.open(RunOpening(TrackingConfig(), folder.name, log.path))
+    log.open(RunOpening(TrackingConfig(), folder.name, log.path, measured_on=measured_on))
     for end in ends:
         log.append("finish", status=end)
+    return log
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,21 @@ def test_an_evaluation_has_its_accuracy_and_no_step_and_long_names_are_whole(
     cells = [line.split("│")[1:4] for line in shown.splitlines() if line.startswith("│")]
     assert "".join(cell[0].strip() for cell in cells) == name
     assert {cell[2].strip() for cell in cells} == {""}
+
+
+@pytest.mark.parametrize(
+    ("opened", "metric", "said"),
+    [("eval", "eval/top1", "test"), ("dev", "eval/top1", "dev"), ("eval", "dev/top1", "dev")],
+)
+def test_an_accuracy_says_what_it_is_of(
+    opened: str, metric: str, said: str, tmp_path: Path
+) -> None:
+    log_of(tmp_path / "a", measured_on=opened).metrics(9, {metric: 0.25})
+    log_of(tmp_path / "b", measured_on=opened)
+    assert [row.measured_on for row in list_runs(str(tmp_path))] == [said, None]
+    shown = CliRunner(env={"COLUMNS": "120"}).invoke(vit_ray, ["runs", str(tmp_path)]).stdout
+    (cells,) = (line.split("│") for line in shown.splitlines() if "25.00%" in line)
+    assert cells[5].strip() == said
 
 
 def test_a_run_that_is_driven_says_where_and_one_whose_driver_was_killed_does_not(
@@ -124,6 +140,11 @@ def test_the_command_prints_a_table_or_json_and_refuses_what_is_no_folder(tmp_pa
     missing = CliRunner().invoke(vit_ray, ["runs", str(tmp_path / "nope")])
     assert missing.exit_code == 2
     assert "no such folder" in missing.stderr
+    log = str(metrics_log_path(str(tmp_path / "a")))
+    Path(log).touch()
+    file = CliRunner().invoke(vit_ray, ["runs", log])
+    assert file.exit_code == 2
+    assert f"OUTPUT='{log}' must be a folder, but '{log}' is a file" in file.stderr
     assert "no runs in" in CliRunner().invoke(vit_ray, ["runs", str(tmp_path / "a")]).stdout
 
 

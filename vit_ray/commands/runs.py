@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,13 @@ from vit_ray.checkpoints.run_checkpoints import (
 )
 from vit_ray.lock import held_by
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import DEV_AVERAGED_TOP1, DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1
+from vit_ray.metric_names import (
+    DEV_AVERAGED_TOP1,
+    DEV_GROUP,
+    DEV_TOP1,
+    EVAL_AVERAGED_TOP1,
+    EVAL_TOP1,
+)
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
@@ -39,6 +46,9 @@ class RunRow:
     top1: float | None
     """Accuracy of its last evaluation, or of the best if the run keeps that; averaged weights
     first."""
+    measured_on: str | None
+    """`test`, or `dev` for images held out of the training set; None without an accuracy, and where
+    it is not known here."""
     age_s: float | None
     """Seconds since its newest checkpoint was committed."""
     run_id: str | None
@@ -48,12 +58,13 @@ def list_runs(output: str) -> list[RunRow]:
     """The runs in a folder or bucket, by name; folders without a run are left out.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such folder, or a file in its place.
         OSError: it cannot be read.
     """
     folder = locate(output)
     if not folder.exists():
         raise ValueError(f"{output!r}: no such folder; give the `output` of your recipes")
+    folder.refuse_file_in_its_place("OUTPUT")
     rows = (_row(folder.child(name)) for name in sorted(folder.list_folders()))
     return [row for row in rows if row is not None]
 
@@ -75,22 +86,31 @@ def _row(folder: Location) -> RunRow | None:
     if checkpoint is None:
         if list_checkpoints(folder):
             state += "; none of its checkpoints is complete"
-            return RunRow(name, state, 0, None, None, None)
+            return RunRow(name, state, 0, None, None, None, None)
         metrics: dict[str, float] = {}  # an evaluation has only a log
         for one in recorded:
             metrics |= one["values"] if one["kind"] == "metrics" else {}
-        return RunRow(name, state, 0, _top1(metrics), None, None)
+        return RunRow(name, state, 0, *_accuracy(metrics, log), None, None)
     position = checkpoint.position
     if position.progress.ended and not owner:
         state = f"finished: {position.progress.ended}"
-    top1 = _top1(with_best(position.progress.metrics))
+    accuracy = _accuracy(with_best(position.progress.metrics), log)
     committed = checkpoint.folder.child(COMMIT).info().mtime
     age_s = None if committed is None else max(0.0, time.time() - committed.timestamp())
-    return RunRow(name, state, position.step, top1, age_s, position.tracking_run_id)
+    return RunRow(name, state, position.step, *accuracy, age_s, position.tracking_run_id)
 
 
-def _top1(metrics: Mapping[str, float]) -> float | None:
-    return next((metrics[key] for key in _ACCURACIES if key in metrics), None)
+def _accuracy(metrics: Mapping[str, float], log: Path) -> tuple[float | None, str | None]:
+    """Top-1 and what it is of: a run calls both sets `eval/`, and only its log says which it is."""
+    key = next((key for key in _ACCURACIES if key in metrics), None)
+    if key is None:
+        return None, None
+    if key.startswith(DEV_GROUP):
+        return metrics[key], "dev"
+    start = MetricsLog(log).first_start() if log.exists() else None
+    if start is None:
+        return metrics[key], None
+    return metrics[key], "dev" if start["measured_on"] == "dev" else "test"
 
 
 def print_runs(output: str, as_json: bool) -> int:
@@ -103,7 +123,7 @@ def print_runs(output: str, as_json: bool) -> int:
         print(f"no runs in {output}; give the `output` of your recipes")
         return 0
     table = Table()
-    for title in ("run", "state", "step", "top-1", "newest checkpoint"):
+    for title in ("run", "state", "step", "top-1", "measured on", "newest checkpoint"):
         table.add_column(title, overflow="fold")
     for row in rows:
         age = "none"
@@ -113,6 +133,6 @@ def print_runs(output: str, as_json: bool) -> int:
             age = f"{row.age_s / size:.0f} {unit} ago"
         top1 = "" if row.top1 is None else f"{row.top1:.2%}"
         step = "" if row.age_s is None else str(row.step)
-        table.add_row(row.name, row.state, step, top1, age)
+        table.add_row(row.name, row.state, step, top1, row.measured_on or "", age)
     Console().print(table)
     return 0

@@ -58,6 +58,26 @@ def test_of_one_name_in_two_outputs_the_recipes_own_is_reported(recipe, tmp_path
     assert mine not in moved
 
 
+def test_a_page_is_made_where_the_library_of_a_bucket_refuses_to_read_or_write(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    client = open_client(recipe.tracking.uri)
+    experiment = client.create_experiment("buckets", artifact_location="s3://bucket/mlflow")
+    run_id = client.create_run(experiment, run_name="mine").info.run_id
+    client.log_metric(run_id, "eval/top1", 0.5)
+    client.set_terminated(run_id)
+    recipe = recipe.with_changes(tracking={"experiment": "buckets"})
+    assert report_page(recipe) == 0
+    shown = capsys.readouterr().out
+    assert "not kept with the run: s3://bucket/mlflow/" in shown
+    assert "Unable to locate credentials" in shown
+    assert page_of_runs(recipe).exists()
+
+
 def test_a_child_run_is_reported_by_its_name_and_after_one_without_a_parent(recipe):
     sweep = _run(recipe, "sweep")
     trial = _run(recipe, "mine", parent=sweep)

@@ -13,7 +13,7 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.tracking.metrics_log import RUN_FOLDER
-from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client
+from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client, redact_uri
 from vit_ray.tracking.past_runs import PARENT_TAG, runs_of_name
 
 MAX_FAILURES: Final = 10
@@ -82,10 +82,14 @@ def _write(
                     f"{other.address}, outside of the store's folder"
                 )
                 return written
-            for path, folder in parts_of(written.page):
-                place = f"experiment/{folder}" if whole_experiment else folder
-                send = client.log_artifacts if path.is_dir() else client.log_artifact
-                send(keeper, str(path), place.rstrip("/") or None)
+            try:
+                for path, folder in parts_of(written.page):
+                    place = f"experiment/{folder}" if whole_experiment else folder
+                    send = client.log_artifacts if path.is_dir() else client.log_artifact
+                    send(keeper, str(path), place.rstrip("/") or None)
+            except Exception as error:  # also of a bucket's library
+                reason = redact_uri(f"{files}: {error}", recipe.tracking.uri)
+                print(f"page written to {written.page}; not kept with the run: {reason}")
         return written
 
 

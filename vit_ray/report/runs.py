@@ -470,8 +470,8 @@ class Archive:
                     return (other.folder / path).read_bytes()
                 held = self._client.download_artifacts(run.run_id, path, folder)
                 return Path(held).read_bytes()
-            except (MlflowException, OSError):
-                return None  # the page is made without it
+            except Exception:  # also of a bucket's library; the page is made without it
+                return None
 
     def files_of(self, run: RecordedRun, folder: str) -> list[bytes]:
         """Contents of the files of a folder of a run's artifacts."""
@@ -480,7 +480,7 @@ class Archive:
                 files = sorted((other.folder / folder).iterdir())
                 return [one.read_bytes() for one in files if one.is_file()]
             listed = self._client.list_artifacts(run.run_id, folder)
-        except (MlflowException, OSError):
+        except Exception:  # as in `file`
             return []
         found = (self.file(run, one.path) for one in listed if not one.is_dir)
         return [content for content in found if content is not None]
@@ -491,7 +491,7 @@ class Archive:
             if other := self._elsewhere(run):
                 return other.folder.is_dir()
             return bool(self._client.list_artifacts(run.run_id))
-        except (MlflowException, OSError):
+        except Exception:  # as in `file`
             return False
 
     def _elsewhere(self, run: RecordedRun) -> OtherFiles | None:

@@ -201,6 +201,7 @@ def test_a_name_of_a_shipped_recipe_and_of_an_own_file_is_refused(
             f"error: recipe '{name}' can be '{name}.yaml' or the shipped recipe '{full}'; give "
             f"{name}.yaml, or jobs/recipes/{full} for the shipped one\n"
         )
+        assert run_cli("plan", name, "--help").stderr == done.stderr
         own, shipped = run_cli("plan", f"{name}.yaml", "--recipe"), f"jobs/recipes/{full}"
         assert f"name: {'mine' if name == 'digits' else 'pets'}\n" in own.stdout
         assert run_cli("plan", shipped, "--recipe").exit_code == 0

@@ -23,7 +23,7 @@ from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
 from vit_ray.config.help import key_names, known_key, require_keys
 from vit_ray.config.secrets import RedactingFormatter, redact
-from vit_ray.config.shipped_recipes import recipe_names, require_one_recipe
+from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.own_parts import trust_modules
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -61,7 +61,6 @@ def run_recipe(
         if words and words[0] in command.verbs:
             return int(pkgutil.resolve_name(command.verbs[words[0]])(words[1:]))
         path, overrides = split_words(words)
-        require_one_recipe(path)
         recipe = load_recipe(path, overrides)
         note_unread(command, overrides)
         if flag and not shows_recipe:

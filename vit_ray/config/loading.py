@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from vit_ray.config.recipe import Recipe, recipe_from_dict
-from vit_ray.config.shipped_recipes import recipe_names, shipped_recipe
+from vit_ray.config.shipped_recipes import recipe_names, require_one_recipe, shipped_recipe
 from vit_ray.own_parts import trust_named
 
 
@@ -30,9 +30,11 @@ def load_recipe(
             `{"optim.steps": 5}`.
 
     Raises:
-        ValueError: no such file, bad YAML, an unknown key (with the nearest valid one), an
-            ill-typed or impossible value (with its dotted key).
+        ValueError: no such file, a name that means a file here as well as a shipped recipe, bad
+            YAML, an unknown key (with the nearest valid one), an ill-typed or impossible value
+            (with its dotted key).
     """
+    require_one_recipe(str(path))
     tree = changed(_read_tree(Path(path), seen=()), overrides or ())
     recipe = recipe_from_dict(tree, where=str(path))
     trust_named(tree)

@@ -10,11 +10,10 @@ import pytest
 from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry", "s3", "lock", "file_lock", "outcomes", "optional_imports"}
+EVERYONE = {"config", "storage", "retry", "s3", "lock", "outcomes"}
 EVERYONE |= {
     "addresses",
     "own_parts",
-    "model_aliases",
     "metric_names",
     "kept_curve",
     "internals",
@@ -56,14 +55,11 @@ ALLOWED = {
     "deepspeed_internals": set(),
     "mlflow_internals": set(),
     "s3": set(),
-    "optional_imports": set(),
-    "model_aliases": set(),
     "own_parts": set(),
     "metric_names": set(),
     "kept_curve": set(),
     "outcomes": set(),
     "lock": set(),
-    "file_lock": set(),
 }
 FOREIGN = {
     "config": {"ray", "torch", "deepspeed", "mlflow"},

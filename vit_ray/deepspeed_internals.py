@@ -25,8 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit_ray.internals import Internal
-from vit_ray.optional_imports import hide_modules
+from vit_ray.internals import Internal, hide_modules
 
 VERSION: Final = "0.19"
 """Version of DeepSpeed for which all of this was read and tested."""

@@ -1,12 +1,18 @@
-"""How a private name of a library is listed in the one file that may use it.
+"""Libraries beyond their public interface: private names, and optional imports that are hidden.
 
-These files are `ray_internals.py`, `deepspeed_internals.py` and `mlflow_internals.py`;
-`tests/test_internals.py` finds every name in the installed version.
+A private name is listed in the one file that may use it: `ray_internals.py`,
+`deepspeed_internals.py`, `mlflow_internals.py`. `tests/test_internals.py` finds every name in the
+installed version.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 
 @dataclass(frozen=True)
@@ -25,3 +31,25 @@ class Internal:
     """Attributes of an instance or of the class."""
     source: tuple[str, ...] = ()
     """Expressions that its source must contain, because the code replaces them."""
+
+
+_LOCK: Final = threading.RLock()
+
+
+@contextlib.contextmanager
+def hide_modules(*names: str) -> Iterator[None]:
+    """Make imports inside the block not find these, unless they have been imported already.
+
+    For optional imports that cost seconds and that nothing here uses, in our own processes: what is
+    imported inside behaves as if `names` were not installed. Other threads that import one of them
+    meanwhile would not find it either, so use this at the start of a process.
+    """
+    with _LOCK:
+        hidden = [name for name in names if name not in sys.modules]
+        sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for name in hidden:
+                if sys.modules.get(name, name) is None:
+                    del sys.modules[name]

@@ -32,7 +32,7 @@ from vit_ray.config.command_sections import (
     VtabConfig,
     VtabTask,
 )
-from vit_ray.config.model_family import model_family
+from vit_ray.config.model_names import model_family
 from vit_ray.config.secrets import credentials_problem, redacted
 from vit_ray.config.section import NotNegative, OnResume, Section
 from vit_ray.config.training_sections import (

@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray import kept_curve
 from vit_ray.addresses import OtherFiles, files_elsewhere, require_store
-from vit_ray.config.model_family import model_family
+from vit_ray.config.model_names import model_family
 from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before, tags_of
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact

@@ -26,10 +26,10 @@ from typing import IO, Any, Final, Literal, NamedTuple
 from vit_ray import kept_curve
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.file_lock import lock_file
 from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, FEW_SHOT_GROUP
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
+from vit_ray.tracking.file_lock import lock_file
 
 Record = dict[str, Any]
 Status = Literal["FINISHED", "FAILED", "KILLED"]

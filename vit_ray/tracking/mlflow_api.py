@@ -3,7 +3,7 @@
 As in mlflow-skinny, without pandas and SciPy, which take longer to import than everything else.
 """
 
-from vit_ray.optional_imports import hide_modules
+from vit_ray.internals import hide_modules
 
 with hide_modules("pandas", "scipy"):
     from mlflow.entities import (

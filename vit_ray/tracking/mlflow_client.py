@@ -12,7 +12,6 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 from vit_ray.addresses import SQLITE, sqlite_file
 from vit_ray.config.secrets import redact, userinfo
-from vit_ray.file_lock import lock_file
 from vit_ray.metric_names import (
     DEV_TOP1,
     EVAL_TOP1,
@@ -21,6 +20,7 @@ from vit_ray.metric_names import (
     TRAIN_LOSS,
 )
 from vit_ray.mlflow_internals import VIEW_PARAMETER, VIEW_TAG, view_state
+from vit_ray.tracking.file_lock import lock_file
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 _TAGS = {

@@ -1,7 +1,4 @@
-"""Names that timm and Hugging Face have for models of the catalog.
-
-Both recipes and models read them; models import nothing besides torch.
-"""
+"""Names of models: the paper's family of each, and what timm and Hugging Face call it."""
 
 from __future__ import annotations
 
@@ -16,6 +13,13 @@ _VIT: Final = re.compile(
 )
 _HYBRID: Final = re.compile(rf"vit_({'|'.join(_SIZES)})_r50_s(\d+)_(\d+){_TAG}")
 _BIT: Final = re.compile(rf"resnetv2_(\d+x\d)_bit{_TAG}|(?:google/)?bit-(\d+)")
+
+_FAMILIES: Final = {"Axial": "Axial", "Hybrid": r".*\+", "ViT": "ViT", "ResNet": r"R\d|ResNet"}
+
+
+def model_family(name: str) -> str:
+    """`ViT`, `Hybrid`, `ResNet`, `Axial` or `Other`, by the catalog's name."""
+    return next((family for family, test in _FAMILIES.items() if re.match(test, name)), "Other")
 
 
 def canonical_model(name: str) -> tuple[str, int | None]:

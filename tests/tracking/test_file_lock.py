@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from vit_ray import file_lock, lock
-from vit_ray.file_lock import lock_file
+from vit_ray import lock
+from vit_ray.tracking import file_lock
+from vit_ray.tracking.file_lock import lock_file
 
 # Another process, which says when it has the lock and keeps it until it is killed.
 HOLDER = """
 import errno, fcntl, sys, time
 from pathlib import Path
-from vit_ray import file_lock
+from vit_ray.tracking import file_lock
 
 if sys.argv[2] == "without":
     def flock(*_):

@@ -16,7 +16,6 @@ be judged by eye. Mirrored copies are always looked for.
 
 import argparse
 import io
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from benchmarks.result import finish, header, machine
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.perceptual_hash import CROPS, perceptual_hash
 from vit_ray.data.prepare.deduplicate import MAX_DISTANCE, _pictures, describe, find, known_from
+from vit_ray.report.statistics.intervals import of_share
 
 
 def stored(pixels: Any, quality: int = 90, format: str = "JPEG") -> bytes:
@@ -122,12 +122,9 @@ def enlarged(image: bytes, factor: int) -> bytes:
 
 
 def interval(hits: int, total: int) -> str:
-    """A share with its 95 % interval after Wilson (JASA 1927)."""
-    z, share = 1.96, hits / max(1, total)
-    scale = 1 + z * z / max(1, total)
-    centre = (share + z * z / 2 / max(1, total)) / scale
-    half = z * math.sqrt(share * (1 - share) / max(1, total) + (z / 2 / max(1, total)) ** 2) / scale
-    return f"{share:.4f} ({max(0.0, centre - half):.4f} to {min(1.0, centre + half):.4f})"
+    """A share with its 95 % interval."""
+    found = of_share(hits / max(1, total), max(1, total))
+    return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
 
 
 def keep_pairs(folder: Path, pairs: list[tuple[bytes, bytes]]) -> None:

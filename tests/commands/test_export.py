@@ -39,7 +39,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.record.model_card import image_processor, wilson_interval
+from vit_ray.launch.record.model_card import image_processor
 from vit_ray.models.weights import load_weights, save_weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk")
@@ -379,12 +379,6 @@ def test_a_hub_that_does_not_take_it_leaves_the_folder(
         export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")
     assert (tmp_path / "given" / "huggingface" / "model.safetensors").exists()
     assert hub.pushed == {}
-
-
-@pytest.mark.parametrize(("right", "count"), [(0, 10), (34, 40), (9_999, 10_000), (5, 5)])
-def test_the_interval_is_wilsons(right: int, count: int) -> None:
-    expected = binomtest(right, count).proportion_ci(method="wilson")
-    assert wilson_interval(right / count, count) == pytest.approx((expected.low, expected.high))
 
 
 def test_a_border_is_not_left_out_in_silence() -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
-import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vit_ray.config.secrets import redact
-from vit_ray.data.prepare.progress import clock
+from vit_ray.data.prepare.progress import ANSWER_S, clock, print_line, repeated
 from vit_ray.launch.record.control import RunStatus
 from vit_ray.launch.record.run_host import RunControl
 from vit_ray.metric_names import (
@@ -30,8 +28,6 @@ from vit_ray.metric_names import (
 Show = Callable[[RunStatus, str, bool], None]
 """Takes the state of the run, what `Pace` says about it, and whether it has ended."""
 
-POLL_S = 0.5
-STATUS_S = 10.0
 LINE_EVERY_S = 10.0
 NO_STEP_S, NO_STEP_TIMES = 15.0, 5.0
 """A step counts as slow if it takes longer than this, and this many times as long as the others."""
@@ -61,15 +57,22 @@ def shown_progress(
     if not is_shown:
         yield
         return
-    ended, console = threading.Event(), Console(file=sys.stderr)
-    arguments = (control, name, total, unit, ended, console)
-    thread = threading.Thread(target=_show, args=arguments, daemon=True)
-    thread.start()
-    try:
+    seen, pace, console = 0, Pace(total, unit), Console(file=sys.stderr)
+
+    def update(is_last: bool) -> None:
+        """Print new events, and the state of the run."""
+        nonlocal seen
+        status = control.status(ANSWER_S)
+        for event in status.events[seen:]:
+            print_line(console, redact(f"{name}: {event.kind}: {event.text}"))
+        seen = len(status.events)
+        show(status, pace.left(status), is_last)
+
+    lines = (
+        _bar(console, name, total) if console.is_terminal else _lines(console, name, total, unit)
+    )
+    with lines as show, repeated(update):
         yield
-    finally:
-        ended.set()
-        thread.join(timeout=10)
 
 
 def describe(status: RunStatus) -> str:
@@ -115,27 +118,6 @@ def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
     return "--:--" if done <= 0 else clock(elapsed_s / done * max(0, total - step))
 
 
-def _show(
-    control: RunControl, name: str, total: int, unit: str, ended: threading.Event, console: Console
-) -> None:
-    """Print events as they come, and the run's state, until it has ended."""
-    seen, pace, is_last = 0, Pace(total, unit), False
-    lines = (
-        _bar(console, name, total) if console.is_terminal else _lines(console, name, total, unit)
-    )
-    with lines as show:
-        while not is_last:
-            is_last = ended.wait(POLL_S)
-            try:
-                status = control.status(STATUS_S)
-            except (ray.exceptions.RayError, RuntimeError):
-                continue  # it is busy or has ended; the driver's own call will report it
-            for event in status.events[seen:]:
-                _print(console, redact(f"{name}: {event.kind}: {event.text}"))
-            seen = len(status.events)
-            show(status, pace.left(status), is_last)
-
-
 @contextlib.contextmanager
 def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
     columns = (
@@ -163,10 +145,6 @@ def _lines(console: Console, name: str, total: int, unit: str) -> Iterator[Show]
         nonlocal shown_s
         if status.step and (is_last or time.monotonic() - shown_s > LINE_EVERY_S):
             shown_s = time.monotonic()
-            _print(console, f"{name}: {unit} {status.step}/{total}, {pace}, {describe(status)}")
+            print_line(console, f"{name}: {unit} {status.step}/{total}, {pace}, {describe(status)}")
 
     yield show
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

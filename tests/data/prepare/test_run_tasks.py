@@ -1,18 +1,17 @@
 import io
-import threading
 import time
 from contextvars import copy_context
-from types import SimpleNamespace
 
 import pytest
+import ray
 from rich.console import Console
 
-from vit_ray.data.prepare import progress
 from vit_ray.data.prepare.progress import (
     TASK,
     Display,
     Shown,
     TaskCount,
+    repeated,
     report_done,
     shown_progress,
 )
@@ -67,15 +66,20 @@ def test_tasks_report_what_they_have_done_while_others_work(
     assert seen[-1] == (2, 3, 2)
 
 
-def test_the_last_count_is_shown_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(Display, "update", lambda _, *counts: seen.append(counts))
-    monkeypatch.setattr(progress.ray, "get", lambda sums, timeout: sums)
-    tally = SimpleNamespace(sums=SimpleNamespace(remote=lambda: (60, 3)))
-    ended = threading.Event()
-    ended.set()
-    progress._show(Shown("working", 60), 3, lambda: 3, tally, ended)
-    assert seen == [(3, 60, 3)]
+def test_a_display_is_updated_at_the_end_even_if_an_actor_was_busy() -> None:
+    seen: list[bool] = []
+
+    def update(is_last: bool) -> None:
+        seen.append(is_last)
+        if not is_last:
+            time.sleep(0.5)  # the block ends meanwhile
+            raise ray.exceptions.GetTimeoutError
+
+    with repeated(update):
+        deadline_s = time.monotonic() + 30
+        while not seen and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    assert (seen[0], seen[-1], seen.count(True)) == (False, True, 1)
 
 
 def test_a_task_says_at_most_once_a_second_and_at_its_end_what_it_has_done() -> None:

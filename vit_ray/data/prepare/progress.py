@@ -21,7 +21,8 @@ LINE_EVERY_S: Final = 30.0
 _POLL_S: Final = 0.5
 _SENT_EVERY_S: Final = 1.0
 """Seconds between reports of a task."""
-_ANSWER_S: Final = 10.0
+ANSWER_S: Final = 10.0
+"""Longest wait for the actor that counts, and for the last update."""
 _SPEED_OVER_S: Final = 120.0
 
 
@@ -103,32 +104,40 @@ def shown_progress(
         yield None
         return
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    tally = ray.remote(Tally).options(num_cpus=0, scheduling_strategy=here).remote()
-    ended = threading.Event()
-    arguments = (shown, num_parts, num_ended, tally, ended)
-    thread = threading.Thread(target=_show, args=arguments, daemon=True)
-    thread.start()
-    try:
-        yield tally
-    finally:
-        ended.set()
-        thread.join(timeout=_ANSWER_S)
-
-
-def _show(
-    shown: Shown, num_parts: int, num_ended: Callable[[], int], tally: Any, ended: threading.Event
-) -> None:
+    tally: Any = ray.remote(Tally).options(num_cpus=0, scheduling_strategy=here).remote()
     console = Console(file=sys.stderr)
     display = Display(shown, num_parts, console)
-    with display.bar if console.is_terminal else contextlib.nullcontext():
-        has_ended = False
-        while not has_ended:  # and once more when all have ended
-            has_ended = ended.wait(_POLL_S)
-            with contextlib.suppress(
-                ray.exceptions.RayError
-            ):  # busy or ended: no task fails because of it
-                images, noted = ray.get(tally.sums.remote(), timeout=_ANSWER_S)
-                display.update(num_ended(), images, noted)
+
+    def update(is_last: bool) -> None:
+        images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
+        display.update(num_ended(), images, noted)
+
+    with display.bar if console.is_terminal else contextlib.nullcontext(), repeated(update):
+        yield tally
+
+
+@contextlib.contextmanager
+def repeated(update: Callable[[bool], None]) -> Iterator[None]:
+    """Call `update(False)` twice a second in a thread, and `update(True)` when the block has ended.
+
+    An actor that is busy or has ended raises, which is ignored: nothing fails because of a display.
+    """
+    ended = threading.Event()
+
+    def run() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(_POLL_S)
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+                update(is_last)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=ANSWER_S)
 
 
 class Display:
@@ -171,7 +180,12 @@ class Display:
         if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
             line = f"{shown.title}: {', '.join(text)}"
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            print_line(self._console, line)
+
+
+def print_line(console: Console, line: str) -> None:
+    """A line of a log, as it is: not coloured, not wrapped."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def clock(seconds: float) -> str:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from statistics import NormalDist
 from typing import Any, Final
 
 import yaml
@@ -207,8 +205,10 @@ def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> 
     name, top1, images = found
     line = f"Top-1 accuracy on {name}: {top1:.2%}"
     if images:
-        low, high = wilson_interval(top1, images)
-        line += f" (95 % interval of {images:,} images: {low:.2%} to {high:.2%}; one seed)"
+        from vit_ray.report.statistics.intervals import of_share  # scipy is imported only here
+
+        at = of_share(top1, images)
+        line += f" (95 % interval of {images:,} images: {at.low:.2%} to {at.high:.2%}; one seed)"
     label, note = "proxy", "the test set is no longer there, or is not one of the paper's"
     if images and recipe.data.eval:
         table = evaluation_table(recipe, {EVAL_TOP1: top1})
@@ -217,14 +217,6 @@ def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> 
     if label == "data":
         return f"{line}. Test set, pre-training and model are those of the paper."
     return f"{line}. A proxy, not a result in the paper's setting: {note}."
-
-
-def wilson_interval(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a share measured on this many images (Wilson, 1927)."""
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    middle, scale = share + z**2 / (2 * count), 1 + z**2 / count
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return (middle - half) / scale, (middle + half) / scale
 
 
 def image_processor(augmentation: Augmentation) -> dict[str, Any]:

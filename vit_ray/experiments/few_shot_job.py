@@ -17,8 +17,7 @@ from vit_ray.data.format.labels import all_first_labels
 from vit_ray.evaluate.feature_files import read_features
 from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
 from vit_ray.experiments.parent_run import earlier_run, open_parent
-from vit_ray.experiments.runner import Flow, Work
-from vit_ray.experiments.training import Outcome
+from vit_ray.experiments.runner import Work, in_parallel
 from vit_ray.launch.feature_extraction import plan_extraction
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.metric_names import FEW_SHOT_GROUP, KNN_GROUP, few_shot_top1
@@ -113,12 +112,9 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
     ) as parent:
         parent.start_workers(recipes[missing[0]] if missing else None, trains=False)
         parent.run.control.begin_stage("extraction", len(missing))
-
-        def extracted() -> Flow[list[Outcome]]:
-            trainings = [parent.training(recipes[k], "extract", retries=1) for k in missing]
-            return (yield [Work(each, on_end=parent.note_end) for each in trainings])
-
-        outcomes = parent.run_flow(extracted(), None)
+        trainings = [parent.training(recipes[k], "extract", retries=1) for k in missing]
+        works = [Work(each, on_end=parent.note_end) for each in trainings]
+        outcomes = parent.run_flow(in_parallel(works), None)
         if outcomes is None:
             return None
         if failed := [one.error for one in outcomes if one.error]:

@@ -121,6 +121,11 @@ class Work:
 Flow = Generator[Sequence["Work | Flow[Any]"], list[Any], T]
 
 
+def in_parallel(parts: Sequence[Work | Flow[Any]]) -> Flow[list[Any]]:
+    """A flow of only these parts; returns what they do."""
+    return (yield parts)
+
+
 @dataclass(eq=False)
 class _Node:
     """A flow in progress."""

@@ -7,7 +7,7 @@ its newest checkpoint, and if it fails again is a row like the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from vit_ray.config.validation import errors_of
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.runner import Flow, Work, cluster_room, room_of
+from vit_ray.experiments.runner import Flow, Work, cluster_room, in_parallel, room_of
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
@@ -182,7 +182,11 @@ class StudyRun:
         )
         soon = (cell for group in groups for cell, _ in group if cell.name not in self.finished)
         parent.start_workers(first.recipe if (first := next(soon, None)) else None)
-        parent.run_flow(self._flow(groups), study.max_concurrent, study.max_gpus)
+        flows = [
+            group_flow(group, partial(self._train, branches=group[1:]), self._transfers)
+            for group in groups
+        ]
+        parent.run_flow(in_parallel(flows), study.max_concurrent, study.max_gpus)
         return [self.ended[cell.name] for cell in self.cells if cell.name in self.ended]
 
     def _is_over(self, group: Sequence[Planned]) -> bool:
@@ -192,12 +196,6 @@ class StudyRun:
             if before is not None and not before.missing:
                 self._note_end(before, resolved)
         return all(cell.name in self.ended for cell, _ in group)
-
-    def _flow(self, groups: Iterable[Sequence[Planned]]) -> Flow[None]:
-        yield [
-            group_flow(group, partial(self._train, branches=group[1:]), self._transfers)
-            for group in groups
-        ]
 
     def _train(
         self, planned: Planned, trunk: Planned | None, branches: Sequence[Planned]

@@ -18,7 +18,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.runner import Flow, Work
+from vit_ray.experiments.runner import Flow, Work, in_parallel
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, sweep
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
@@ -141,16 +141,11 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     with open_parent(recipe, "vtab", resolved, total, earlier, trainings=trainings) as parent:
         parent.start_workers(first_to_train(trainings))
         parent.run.control.begin_stage("task", len(plans))
-
-        def tasks_run() -> Flow[list[TaskResult]]:
-            rows: list[TaskResult] = yield [
-                _task(task, recipes[task.name], plans.get(task.name), parent, retries)
-                for task in tasks
-            ]
-            return rows
-
+        flows = [
+            _task(task, recipes[task.name], plans.get(task.name), parent, retries) for task in tasks
+        ]
         max_runs = recipe.sweep.max_concurrent if recipe.sweep else None
-        rows = parent.run_flow(tasks_run(), max_runs)
+        rows = parent.run_flow(in_parallel(flows), max_runs)
         if rows is None:
             return None
         parent.run.record.results(0, vtab_metrics(rows))

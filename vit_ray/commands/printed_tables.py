@@ -71,7 +71,8 @@ def print_result(result: RunResult) -> int:
         if key in found:
             text = form.format(found[key])
             if key in _TOP1S and result.num_eval_images:
-                text += _interval_text(found[key], result.num_eval_images)
+                count = result.num_eval_images
+                text += f" ({_interval_text(found[key], count)} at 95 %, {count:,} images)"
             rows.append((title, text))
     for key, value in sorted(found.items()):
         if key.startswith(FEW_SHOT_GROUP):
@@ -87,11 +88,11 @@ def print_result(result: RunResult) -> int:
 
 
 def _interval_text(share: float, num_images: int) -> str:
-    """Wilson's interval, and the images that it is for."""
+    """Wilson's 95 % interval of an accuracy on this many images."""
     from vit_ray.report.statistics.intervals import of_share  # scipy is imported only here
 
     found = of_share(share, num_images)
-    return f" ({found.low:.1%} to {found.high:.1%} at 95 %, {num_images:,} images)"
+    return f"{found.low:.1%} to {found.high:.1%}"
 
 
 def print_link(hint: str, run_id: str | None) -> None:
@@ -178,12 +179,9 @@ def print_study(result: StudyResult) -> int:
 
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
     """Accuracies on one test set with Wilson's 95 % intervals."""
-    from vit_ray.report.statistics.intervals import of_share  # scipy is imported only here
-
-    rows = []
-    for name, share in shares.items():
-        found = of_share(share, num_images)
-        rows.append((name, f"{share:.2%}", f"{found.low:.1%} to {found.high:.1%}"))
+    rows = [
+        (name, f"{share:.2%}", _interval_text(share, num_images)) for name, share in shares.items()
+    ]
     print_rows(f"{title}, {num_images:,} images", ("weights", "top-1", "95 % interval"), rows)
 
 

@@ -43,10 +43,6 @@ class StepTimes:
         return sum(self.waits) / self.total_s
 
     @property
-    def median_s(self) -> float:
-        return statistics.median(self.steps)
-
-    @property
     def own_median_s(self) -> float:
         """Median of what a step takes before it may wait for other workers: batch and forward."""
         return statistics.median(map(sum, zip(self.waits, self.forwards, strict=True)))

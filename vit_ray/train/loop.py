@@ -327,7 +327,7 @@ class _Training:
             COST_CORE_DAYS: progress.worker_seconds / 86_400,
             TRAIN_IMAGES_PER_S: images_per_s,
             DATA_WAIT_FRACTION: statistics.fmean(waits),
-            PERF_STEP_MS_MEDIAN: times.median_s * 1e3,
+            PERF_STEP_MS_MEDIAN: statistics.median(times.steps) * 1e3,
             PERF_OWN_MS_MEDIAN: statistics.median(own_s) * 1e3,
             PERF_OWN_MS_MAX: max(own_s) * 1e3,
             PERF_SLOWEST_RANK: float(own_s.index(max(own_s))),

@@ -15,7 +15,6 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.experiments.search_space import point_text, points_of
 from vit_ray.experiments.sweep import sweep_of, trial_recipe
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import estimate_memory
 from vit_ray.train.memory.micro_batch import micro_batch_size
@@ -31,19 +30,14 @@ def describe_training(recipe: Recipe) -> str:
     check_batch(recipe, facts.num_images)
     cluster = planned_cluster(recipe)
     lines = describe_work(recipe, facts, cluster)
-    for world_size in _shown_sizes(recipe):
+    sizes = recipe.group_sizes
+    for world_size in sizes if len(sizes) <= 4 else (sizes[0], sizes[-1]):
         lines += _describe_group(recipe, facts, cluster, world_size)
     lines.append(
         f"planned for             {recipe.plan.device} (plan.device); on another device or on "
         "CPUs, the first lines of the progress show the speed"
     )
     return "\n".join(lines)
-
-
-def _shown_sizes(recipe: Recipe) -> list[int]:
-    """Every worker count of a short elastic range, the ends of a long one."""
-    sizes = recipe.group_sizes
-    return sizes if len(sizes) <= 4 else [sizes[0], sizes[-1]]
 
 
 def _describe_group(
@@ -58,12 +52,8 @@ def _describe_group(
         f"with {workers:<19}global batch {batch:,} = {world_size} x micro-batch {micro}{note} x "
         f"{passes} pass{'es' if passes > 1 else ''}",
         f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
-        *_memory_parts(memory),
+        *(f"    {name:<20}{value:8.2f} GiB" for name, value in vars(memory).items()),
     ]
-
-
-def _memory_parts(memory: MemoryEstimate) -> list[str]:
-    return [f"    {name:<20}{value:8.2f} GiB" for name, value in vars(memory).items()]
 
 
 def _micro_batch(

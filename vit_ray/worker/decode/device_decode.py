@@ -97,7 +97,9 @@ class NvImageCodec:
         if not known:
             return found
         if self._device.type == "cpu":
-            regions = [self._region(streams[i], boxes[i]) for i in known]
+            regions = [
+                streams[i].get_sub_code_stream(region=self._codec.Region(*boxes[i])) for i in known
+            ]
             for i, image in zip(known, self._decoded(regions), strict=True):
                 found[i] = None if image is None else torch.from_numpy(np.asarray(image.cpu()))
             return found
@@ -122,9 +124,6 @@ class NvImageCodec:
             return stream
         except RuntimeError:
             return None
-
-    def _region(self, stream: Any, box: Box) -> Any:
-        return stream.get_sub_code_stream(region=self._codec.Region(*box))
 
 
 def _parts(numbers: list[int], pixels: list[int]) -> Iterator[list[int]]:

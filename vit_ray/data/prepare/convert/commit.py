@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -123,7 +122,9 @@ def commit(
             for name, target in ((REJECTED_FILE, rejected), (DAMAGED_FILE, damaged)):
                 for table in read_row_groups(base.child(name)):
                     target.write_table(table)
-        for result in _results(plan, staging):
+        files = (staging.child(RESULT.format(shard)) for shard in range(plan.num_shards))
+        for facts in read_many_facts(files):
+            result = ShardResult(**facts)
             for rows, target in ((result.rejected, rejected), (result.damaged, damaged)):
                 if rows:
                     columns = [pa.array(column) for column in zip(*rows, strict=True)]
@@ -184,12 +185,6 @@ def commit(
     replace(record, fingerprint=report.fingerprint).write(folder)
     _delete_abandoned(folder)
     return report
-
-
-def _results(plan: Plan, staging: Location) -> Iterator[ShardResult]:
-    """The results of all shards, in order."""
-    files = (staging.child(RESULT.format(shard)) for shard in range(plan.num_shards))
-    return (ShardResult(**facts) for facts in read_many_facts(files))
 
 
 def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> None:

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.checkpoints.written import flip
+from tests.commands.test_batch import recipe
 from tests.data.damage import damage
-from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from tests.launch.inputs.test_seen_batch import sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress, folder_name
@@ -28,12 +29,7 @@ from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.named_run import find_run
 from vit_ray.storage import locate
 
-__all__ = ["sets"]
-
-
-@pytest.fixture
-def recipe(sets: Path, tmp_path: Path) -> Recipe:
-    return recipe_on(sets, output=str(tmp_path / "runs"), data={"shuffle_window": 32})
+__all__ = ["recipe", "sets"]
 
 
 def received(recipe: Recipe, first: int, last: int) -> str:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
+from tests.report.made_runs import texts
 from vit_ray.report import sweeps
 from vit_ray.report.figures import chart_list as figures
 from vit_ray.report.headline import best_sentences, totals
@@ -77,12 +78,6 @@ def test_a_studys_figures_have_its_cells_and_not_their_fine_tunings():
     assert [row["branched from"] for row in rows] == ["-", "long at step 80", "-", "-"]
     assert [row["transfer to"] for row in rows] == ["-", "-", "pets", "-"]
     assert rows[0]["pets top-1 after fine-tuning %"] == "90.00"
-
-
-def texts(table):
-    """Rows as the page shows them, by the first column."""
-    heads = [column.title for column in table.columns]
-    return [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.cells()]
 
 
 def test_means_are_over_seeds_with_their_deviation():

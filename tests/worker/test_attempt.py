@@ -172,15 +172,20 @@ def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Pa
     assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)
 
 
-def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
+def stop_in_third_step(worker: Worker) -> None:
+    """The heartbeat of the third step learns that the run was asked to stop."""
 
-    def beat_before_third(step: int) -> None:
+    def beat(step: int) -> None:
         if step == 2:
             worker.actor.stop = "SIGTERM"
             worker.link.beat(step)
 
-    worker.engine.on_backward = beat_before_third
+    worker.engine.on_backward = beat
+
+
+def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    stop_in_third_step(worker)
     run(worker)
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
     assert newest_step(worker) == 3
@@ -344,13 +349,7 @@ def test_a_stop_whose_save_does_not_land_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(make_job(tmp_path))
-
-    def beat_before_third(step: int) -> None:
-        if step == 2:
-            worker.actor.stop = "SIGTERM"
-            worker.link.beat(step)
-
-    worker.engine.on_backward = beat_before_third
+    stop_in_third_step(worker)
     monkeypatch.setattr(worker.saver._writer, "write", lambda *_: None)
     run(worker)
     text = "SIGTERM; the checkpoint of step 3 could not be written"
@@ -361,11 +360,6 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     told_before_landing: list[int] = []
 
-    def beat_before_third(step: int) -> None:
-        if step == 2:
-            worker.actor.stop = "SIGTERM"
-            worker.link.beat(step)
-
     def write_late(write: Callable[[], None]) -> None:
         def late() -> None:
             told_before_landing.append(len([e for e in worker.actor.events if e[0] == "stopped"]))
@@ -373,7 +367,7 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
 
         threading.Timer(0.3, late).start()
 
-    worker.engine.on_backward = beat_before_third
+    stop_in_third_step(worker)
     worker.saver._run_beside = write_late
     run(worker)
     assert told_before_landing == [0]

@@ -231,15 +231,17 @@ def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
     assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
 
 
+class SaysClass0(FakeEngine):
+    """Every image is of class 0."""
+
+    def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
+
+
 def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are of class 0 by the engine: a fifth of the test set, and half of two images."""
-
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
-
+    """Of class 0 are a fifth of the test set, and half of two images."""
     without_others(monkeypatch)
     test, (dev, *_) = share(0, 1), share(0, 1)
     dev = {**dev, "weight": np.array([1, 1, 0, 0], np.float32)}
@@ -251,7 +253,7 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
         ("evaluate", {"keep_best": True}, {"eval/top1": 4 / 19}),
     ):
         job = make_job(tmp_path, kind, data=data, checkpoint=kept)
-        worker = Worker(job, Engine(), FakeRun(), lambda name, start: streams[name])
+        worker = Worker(job, SaysClass0(), FakeRun(), lambda name, start: streams[name])
         metrics = worker.hooks.evaluate(4)
         assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
 
@@ -259,16 +261,12 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
 def test_each_of_several_sets_has_its_own_figures_and_the_first_the_plain_ones_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
-
     without_others(monkeypatch)
     first, (one, *_) = share(0, 1), share(0, 1)
     other = {**one, "weight": np.array([1, 1, 0, 0], np.float32)}
     streams = {"eval": first, "eval:sketch": [other]}
     job = make_job(tmp_path, "train", data={"eval": {"val": "somewhere", "sketch": "else"}})
-    worker = Worker(job, Engine(), FakeRun(), lambda name, start: streams[name])
+    worker = Worker(job, SaysClass0(), FakeRun(), lambda name, start: streams[name])
     metrics = worker.hooks.evaluate(4)
     assert {key: value for key, value in metrics.items() if key.endswith("top1")} == pytest.approx(
         {"eval/top1": 4 / 19, "eval/val/top1": 4 / 19, "eval/sketch/top1": 1 / 2}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from scipy import stats
 
+from tests.data.images.test_randaugment import Scripted
 from tests.data.pictures import encoded, picture
 from tests.recipes import recipe_with
 from vit_ray.data.images.augmentations import augmentation_of
@@ -20,16 +21,6 @@ from vit_ray.data.order.keyed_random import KeyedUniform
 IMAGE = picture(3, 40, 48)
 GREYS = IMAGE @ np.array([299, 587, 114]) / 1000
 NUM_SAMPLES = 3000
-
-
-class Scripted(KeyedUniform):
-    """Draws what it is told."""
-
-    def __init__(self, *numbers: float) -> None:
-        self._numbers = list(numbers)
-
-    def draw(self) -> float:
-        return self._numbers.pop(0)
 
 
 def difference(found: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -6,16 +6,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import cv2
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from benchmarks.jpeg_rewriting import crafted_jpeg, difference
+from tests.data.jpeg_index.test_restart_index import by_opencv
 from tests.data.pictures import encoded, picture
 from vit_ray.data.images import jpeg
 from vit_ray.data.images.jpeg import size_of_jpeg
@@ -55,21 +53,16 @@ def writer() -> Iterator[Libjpeg]:
     library.close()
 
 
-def pixels_of(image: bytes) -> NDArray[Any]:
-    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-    return cv2.imdecode(np.frombuffer(image, np.uint8), flags)
-
-
 @pytest.mark.parametrize("name", list(FILES))
 def test_a_rewritten_file_has_the_pixels_of_the_original(name: str, writer: Libjpeg) -> None:
     image = FILES[name]
     found = with_restart_markers(image, writer)
     assert found is not None
-    np.testing.assert_array_equal(pixels_of(found.image), pixels_of(image))
+    np.testing.assert_array_equal(by_opencv(found.image), by_opencv(image))
     np.testing.assert_array_equal(
         *(np.asarray(Image.open(io.BytesIO(i))) for i in (found.image, image))
     )
-    assert found.size == pixels_of(image).shape[:2]
+    assert found.size == by_opencv(image).shape[:2]
     assert "progressive" not in Image.open(io.BytesIO(found.image)).info
 
 
@@ -211,7 +204,7 @@ def test_a_file_is_not_given_the_tables_of_the_file_before(writer: Libjpeg) -> N
     of_standard_codes = without(FILES["4:2:0"], 0xC4)  # as a frame of motion JPEG
     found = with_restart_markers(of_standard_codes, writer)
     assert found is not None
-    np.testing.assert_array_equal(pixels_of(found.image), pixels_of(FILES["4:2:0"]))
+    np.testing.assert_array_equal(by_opencv(found.image), by_opencv(FILES["4:2:0"]))
 
 
 def of_several_scans() -> bytes:
@@ -231,7 +224,7 @@ def of_several_scans() -> bytes:
 def test_a_file_of_several_scans_stays_as_it_came(writer: Libjpeg) -> None:
     image = of_several_scans()
     one_scan = encoded(CHINA[:96, :160], subsampling=0, qtables=[[1] * 64] * 2)
-    difference = pixels_of(image).astype(int) - pixels_of(one_scan)
+    difference = by_opencv(image).astype(int) - by_opencv(one_scan)
     assert abs(difference).mean() < 1  # Pillow rounds colours otherwise than libjpeg
     assert with_restart_markers(one_scan, writer) is not None
     assert with_restart_markers(image, writer) is None
@@ -278,7 +271,7 @@ def test_components_of_any_colours_keep_their_own_codes(
     np.testing.assert_array_equal(
         *(np.asarray(Image.open(io.BytesIO(i))) for i in (found.image, image))
     )
-    np.testing.assert_array_equal(pixels_of(found.image), pixels_of(image))
+    np.testing.assert_array_equal(by_opencv(found.image), by_opencv(image))
     assert ac_tables(found.image) == ac_tables(image)
     assert len(ac_tables(image)) == 2
 
@@ -309,7 +302,7 @@ def test_the_codes_of_a_file_are_kept(writer: Libjpeg, name: str, moves: bool) -
     found = with_restart_markers(image, writer)
     assert found is not None
     assert ac_tables(found.image) == ac_tables(image)
-    np.testing.assert_array_equal(pixels_of(found.image), pixels_of(FILES[name]))
+    np.testing.assert_array_equal(by_opencv(found.image), by_opencv(FILES[name]))
 
 
 PLAIN = encoded(CHINA[:96, :160], subsampling=0)
@@ -381,7 +374,7 @@ def test_warnings_at_one_eighth_are_those_at_full_size_and_without_any_the_file_
         assert whole == eighth
         if whole == b"" and (size := size_of_jpeg(bytes(image))) is not None:
             num_whole += 1
-            assert pixels_of(bytes(image)).shape[:2] == size
+            assert by_opencv(bytes(image)).shape[:2] == size
             with Image.open(io.BytesIO(image)) as opened:
                 opened.load()
         num_damaged += whole != b""

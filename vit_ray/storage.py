@@ -70,7 +70,6 @@ class Location:
         return Location(self.filesystem, f"{self.path.rstrip('/')}/{name}")
 
     def exists(self) -> bool:
-        """Whether a file or folder exists."""
         return self.info().type != fs.FileType.NotFound
 
     def refuse_file_in_its_place(self, key: str) -> None:
@@ -99,7 +98,6 @@ class Location:
         )
 
     def read(self) -> bytes:
-        """The whole file."""
         return with_retries(self._read_once, f"reading {self.path}")
 
     def read_twice(self) -> list[bytes]:
@@ -112,8 +110,6 @@ class Location:
         return with_retries(read_once, f"reading {self.path}")
 
     def read_range(self, offset: int, length: int) -> bytes:
-        """Some bytes of the file."""
-
         def read_once() -> bytes:
             with self.filesystem.open_input_file(self.path) as file:
                 return bytes(file.read_at(length, offset))

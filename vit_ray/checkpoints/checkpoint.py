@@ -184,11 +184,9 @@ class Checkpoint:
         read_all(self.shards, lambda shard: verify_shard(self.folder, shard))
 
     def has_average(self) -> bool:
-        """Whether averaged weights were saved."""
         return AVERAGE in self.kinds()
 
     def kinds(self) -> set[str]:
-        """Kinds of values that were saved."""
         return {kind for shard in self.shards for _, kind, *_ in shard.fragments()}
 
     def weights(self, *, averaged: bool = False) -> dict[str, Tensor]:

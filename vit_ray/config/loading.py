@@ -62,7 +62,6 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
 
 
 def _parsed(override: str) -> tuple[str, Any]:
-    """Key and value of `key=value`."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")

@@ -118,7 +118,6 @@ class Recipe(Section):
 
     @property
     def run_folder(self) -> str:
-        """The checkpoint folder of the run of this name."""
         return f"{self.output.rstrip('/')}/{self.name}"
 
     @property

@@ -571,7 +571,6 @@ class TrainConfig(Section):
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed in pairs."""
         return self.mixup > 0.0 or self.cutmix > 0.0
 
     @property

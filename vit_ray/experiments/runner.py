@@ -138,8 +138,6 @@ class _Node:
 
 
 class _Run(NamedTuple):
-    """A running training."""
-
     place: tuple[int, ...]
     """As in `_Node`."""
     need: Room
@@ -246,7 +244,6 @@ class Runner:
         return bool(may_end) and len(waiting) > len(self._alike(work, together))
 
     def goes_on(self, work: Work, outcome: Outcome) -> bool:
-        """Whether a training continues after an outcome."""
         try:
             return outcome.is_cut or work.goes_on(work.training, outcome)
         except Exception as error:

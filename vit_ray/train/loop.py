@@ -247,7 +247,6 @@ class _Training:
         return Cadence(config.every_steps, minutes)
 
     def step(self) -> _Step:
-        """Train on the next batch."""
         engine, context, progress = self._engine, self._context, self._progress
         start_s = self._clock()
         batch = next(self._batches, None)

@@ -236,7 +236,6 @@ class Attempt:
         self.link.log(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Accuracy and few-shot accuracy."""
         wants_save = partial(self.save_is_wanted, step)
         try:
             with self.link.clock.within(TimeClass.EVALUATION):

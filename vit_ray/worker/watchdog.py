@@ -86,13 +86,11 @@ class Watchdog(threading.Thread):
         self.resume()
 
     def run(self) -> None:
-        """Beat until stopped."""
         while not self._stopped.wait(BEAT_S):
             self.check()
             self._beat(self._step)
 
     def note_step(self, step: int) -> None:
-        """A step is done."""
         self._step, self._has_moved = step, True
         self._moved_s = self._clock()
 
@@ -106,7 +104,6 @@ class Watchdog(threading.Thread):
         self._has_moved = False
 
     def note_move(self) -> None:
-        """A part of an evaluation is done."""
         self._moved_s = self._clock()
 
     def resume(self) -> None:
@@ -115,7 +112,6 @@ class Watchdog(threading.Thread):
         self._is_paused = False
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopped.set()
 
     def check(self) -> None:

@@ -237,11 +237,9 @@ class _Dumper(yaml.SafeDumper):
     """Texts of several lines are written as block scalars, and repeated values are repeated."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """No aliases."""
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """A scalar for a text."""
         style = "|" if "\n" in text else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 

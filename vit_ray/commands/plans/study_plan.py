@@ -39,7 +39,6 @@ class PlannedTask:
 
     @property
     def num_runs(self) -> int:
-        """Number of all fine-tunings."""
         return self.num_trials + self.num_finals
 
 
@@ -60,7 +59,6 @@ class PlannedCell:
 
     @property
     def transfer_exaflops(self) -> float:
-        """Compute of its tasks."""
         return sum(task.num_runs * task.exaflops for task in self.tasks)
 
     @property
@@ -113,7 +111,6 @@ class StudyPlan:
 
     @property
     def transfer_exaflops(self) -> float:
-        """Compute of all fine-tunings."""
         return sum(one.transfer_exaflops for one in self.cells)
 
     @property

@@ -154,7 +154,6 @@ def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> lis
 
 
 def _print_steps(run: NamedRun, batches: SeenBatches, sample: int) -> None:
-    """The steps and places of a sample in the run."""
     done = run.newest.position.step if run.newest else 0
     steps = [one for one in batches.steps_of(sample) if one[0] < run.total_steps]
     print(f"sample {sample}; the newest checkpoint is of step {done}")

@@ -172,11 +172,9 @@ class Manifest(RowGroupColumns):
         return hashlib.sha256(repr((root, files)).encode()).hexdigest()[:16]
 
     def shard_location(self, group: int) -> Location:
-        """Where the file that holds a row group lies."""
         return self.file_location(int(self.file_index[group]))
 
     def file_location(self, index: int) -> Location:
-        """Where one of `files` lies."""
         path = self.files[index].path
         return locate(self.root).child(path) if self.root else locate(path)
 

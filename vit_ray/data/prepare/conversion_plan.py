@@ -87,7 +87,6 @@ class Plan:
     fields: dict[str, list[str]] = field(default_factory=dict)
 
     def name_of(self, shard: int) -> str:
-        """The file of a shard."""
         return shard_name(self.first_shard + shard, self.first_shard + self.num_shards)
 
     @property

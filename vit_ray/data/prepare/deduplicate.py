@@ -105,7 +105,6 @@ class DeduplicateReport:
         undecodable: int = 0,
         undecodable_evaluation: int = 0,
     ) -> DeduplicateReport:
-        """The report on a data set and the duplicates in it."""
         duplicates = [duplicate for *_, duplicate in found]
         exact = sum(duplicate.is_exact for duplicate in duplicates)
         near = len(duplicates) - exact

@@ -52,7 +52,6 @@ class Tally:
         self._done[task] = images, noted
 
     def sums(self) -> tuple[int, int]:
-        """Counts of all tasks."""
         return sum(n for n, _ in self._done.values()), sum(n for _, n in self._done.values())
 
 

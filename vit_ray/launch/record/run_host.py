@@ -227,7 +227,6 @@ class HostedRun:
         return HostedRun, (self.host, self.opening)
 
     def open(self) -> ray.ObjectRef[None]:
-        """Send the opening."""
         self.opened = self.host.open.remote(self.opening)
         return self.opened
 
@@ -376,7 +375,6 @@ class RunRecord(Recorder):
         return self._run.ask(wait_s, "ask", "tracker.run_id")
 
     def hint(self) -> str:
-        """How to open MLflow's page."""
         return self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.hint")
 
     def flush(self, timeout_s: float) -> bool:

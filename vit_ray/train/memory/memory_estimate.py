@@ -41,8 +41,6 @@ def count_tensors(recipe: Recipe, num_classes: int) -> int:
 
 
 class _Sizes(NamedTuple):
-    """Elements of parameters."""
-
     trained: list[int]
     frozen: list[int]
     gathers: tuple[list[Matrices], ...]

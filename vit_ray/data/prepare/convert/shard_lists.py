@@ -50,13 +50,11 @@ class ShardRows:
 
     @property
     def shards_per_list(self) -> int:
-        """Shards whose images are listed in one file."""
         buckets = min(_MOST_BUCKETS, -(-self.num_images // _ROWS_PER_BUCKET), self.num_shards)
         return -(-self.num_shards // buckets)
 
     @property
     def first_shards(self) -> range:
-        """The first shard of each list."""
         return range(0, self.num_shards, self.shards_per_list)
 
 

@@ -60,7 +60,6 @@ class SourceRecord:
     units: dict[str, tuple[str, str]]
 
     def write(self, folder: Location) -> None:
-        """Keep it in a folder."""
         write_facts(folder.child(SOURCE_FILE), asdict(self))
 
 

@@ -141,7 +141,6 @@ class IndexEntry:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the values of `extra`."""
         return sum(len(value.encode()) for value in self.extra if value is not None)
 
     @property

@@ -214,7 +214,6 @@ class UnitFacts:
     fields: dict[str, str] = field(default_factory=dict)
 
     def add(self, unit: SourceUnit, entry: IndexEntry) -> None:
-        """Count one entry."""
         self.rows += 1
         if entry.problem is None:
             self.labels.update(entry.labels)

@@ -24,7 +24,7 @@ def recipe(tmp_path: Path) -> Recipe:
         "cost", output=str(tmp_path / "runs"), train={"precision": "fp32"},
         tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "cost"},
         benchmark_models={
-            "models": models, "image_sizes": [16, 17], "max_batch_size": 2, "timed_s": 1e-3,
+            "models": models, "image_sizes": [16, 17], "max_batch_size": 2,
         },
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ MODEL = {
 
 
 def small(**changes: Any) -> tuple[Recipe, BenchmarkModelsConfig]:
-    section = {"models": [{"label": "small", "model": MODEL}], "timed_s": 1e-3}
+    section = {"models": [{"label": "small", "model": MODEL}]}
     recipe = recipe_with(
         "speed",
         model={**MODEL, "image_size": 8},
@@ -31,7 +31,10 @@ def small(**changes: Any) -> tuple[Recipe, BenchmarkModelsConfig]:
 
 
 @pytest.mark.slow
-def test_real_passes_are_timed_for_every_mode_and_whole_size() -> None:
+def test_real_passes_are_timed_for_every_mode_and_whole_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_speed, "TIMED_S", 1e-3)
     recipe, config = small(image_sizes=[7, 8, 17], max_batch_size=3)
     device, found = measure_model(recipe, config, use_gpu=False)
     assert device == "CPU"
@@ -57,7 +60,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         prepared.append(batch_size)
         return lambda: batch_size
 
-    def seconds(run_pass: Callable[[], int], device: Any, timed_s: float) -> float:
+    def seconds(run_pass: Callable[[], int], device: Any) -> float:
         return run_pass() / 100
 
     monkeypatch.setattr(model_speed, "_prepared", prepare)
@@ -102,7 +105,7 @@ def test_a_pass_that_runs_out_of_memory_ends_the_search_and_other_errors_end_it_
 ) -> None:
     recipe, config = small(modes=["inference"], max_batch_size=64)
 
-    def crowded(run_pass: Callable[[], int], device: Any, timed_s: float) -> float:
+    def crowded(run_pass: Callable[[], int], device: Any) -> float:
         if run_pass() > 21:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run_pass() / 100

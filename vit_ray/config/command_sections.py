@@ -464,8 +464,6 @@ class BenchmarkModelsConfig(Section):
     memory_gib: PositiveFloat | None = None
     """Memory limit; unset = all of a GPU, or 2 GiB on a CPU, where a batch is tried only if the
     estimate of `--dry-run` is below the limit."""
-    timed_s: PositiveFloat = 1.0
-    """Seconds to repeat the passes of a batch, at least three times; the result is the median."""
 
 
 class InspectConfig(Section):

@@ -34,6 +34,8 @@ MAX_PASS_S: Final = 10.0
 """Stop the search when a pass is predicted to take longer than this, from the last pass's speed."""
 WARM_UP_PASSES: Final = 2
 MIN_PASSES: Final = 3
+TIMED_S: Final = 1.0
+"""Seconds to repeat the passes of a batch, at least `MIN_PASSES`; the result is the median."""
 _STEPS_BETWEEN: Final = 8
 """The largest batch is found to an eighth of itself."""
 
@@ -113,7 +115,7 @@ def _searched(
 
         def images_per_s() -> float:
             run_pass = _prepared(recipe, mode, batch_size, device)
-            return batch_size / _median_s(run_pass, device, config.timed_s)
+            return batch_size / _median_s(run_pass, device)
 
         # By a trial on a GPU, for inference by the run itself, and on a CPU by the estimate; for a
         # step of one pass, whose batch is on the device too.
@@ -179,7 +181,7 @@ def _prepared(
     return train
 
 
-def _median_s(run_pass: Callable[[], None], device: torch.device, timed_s: float) -> float:
+def _median_s(run_pass: Callable[[], None], device: torch.device) -> float:
     def end_passes() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -188,7 +190,7 @@ def _median_s(run_pass: Callable[[], None], device: torch.device, timed_s: float
         run_pass()
     end_passes()
     times: list[float] = []
-    while len(times) < MIN_PASSES or sum(times) < timed_s:
+    while len(times) < MIN_PASSES or sum(times) < TIMED_S:
         start_s = time.perf_counter()
         run_pass()
         end_passes()

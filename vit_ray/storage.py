@@ -475,5 +475,5 @@ def file_version(location: Location) -> str:
 
 
 def stat_version(status: os.stat_result) -> str:
-    """That of a file on a disk."""
+    """The version of a file on a disk."""
     return f"{status.st_size}-{status.st_mtime_ns}"

@@ -125,7 +125,7 @@ class Position:
         return self.progress.step
 
     def resumed(self, recipe: dict[str, Any], data_fingerprint: str) -> Progress:
-        """From which a run of this recipe and data set continues."""
+        """The progress from which a run of this recipe and data set continues."""
         if (recipe, data_fingerprint) == (self.recipe, self.data_fingerprint):
             return self.progress
         return replace(self.progress, samples_digest="")  # the order may be another from here on

@@ -33,7 +33,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def add_digests(*digests: int) -> int:
-    """Of what all of them are of, taken together."""
+    """The digest of the samples of all of them."""
     return sum(digests) % (1 << _BITS)
 
 
@@ -43,5 +43,5 @@ def to_floats(digest: int) -> list[float]:
 
 
 def of_floats(sums: list[float]) -> int:
-    """The digest whose parts, or whose ranks' parts summed, these are."""
+    """The digest from its parts, or from sums of the parts of several ranks."""
     return add_digests(*(int(part) << shift for part, shift in zip(sums, _PARTS, strict=True)))

@@ -237,7 +237,7 @@ class WorkClock:
         """Replaced as a whole: another thread may read it."""
 
     def enter(self, what: TimeClass, **changes: float) -> TimeClass:
-        """What begins now, after what ends now; returns the latter."""
+        """Begin a class of time; returns the class that ends."""
         now_s, before, work = self._clock(), self._class, self.work
         spent = {**work.seconds, before: work.seconds.get(before, 0.0) + now_s - work.until_s}
         self.work = replace(work, until_s=now_s, seconds=spent, **changes)  # type: ignore[arg-type]

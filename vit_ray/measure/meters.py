@@ -97,7 +97,7 @@ class Compute:
     later: tuple[tuple[int, "Compute"], ...] = ()
 
     def at(self, step: int) -> "Compute":
-        """Of an image of a 0-based step."""
+        """The compute of an image at a 0-based step."""
         return next((one for first, one in reversed(self.later) if first <= step), self)
 
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:

@@ -76,7 +76,7 @@ class LocalCache:
         return content
 
     def write(self, name: str, content: pa.Buffer | bytes) -> None:
-        """Keep an entry if there is room; never raises for want of it."""
+        """Keep an entry if there is room; a full disk is a warning, not an error."""
         try:
             path = _own_folder(self.folder) / name
             with _locked(path.parent) as marker:
@@ -107,7 +107,7 @@ class LocalCache:
         return fits
 
     def _make_room(self, path: Path, num_bytes: int) -> int:
-        """Bytes of all entries, after others have gone that may."""
+        """Delete idle entries of other data sets until the new one fits; bytes of those left."""
         entries = list(_entries(path.parent))
         total = sum(stat.st_size for _, stat in entries)
         idle_since, of_set = time.time() - _IDLE_S, path.name.partition("-")[0]

@@ -18,7 +18,7 @@ Struct = dict[int, tuple[int, Any]]
 
 
 class OtherLayoutError(ValueError):
-    """The row group has not the columns of the footer that it was to be read by."""
+    """The row group does not have the columns of the given footer."""
 
 
 class FooterTemplate:

@@ -68,19 +68,19 @@ class RowGroupColumns:
         rows: NDArray[np.integer],
         dropped: dict[int, NDArray[np.int32]],
     ) -> "RowGroupColumns":
-        """Some of the row groups, with fewer rows that count."""
+        """Some of the row groups, with other numbers of rows that count."""
         files, numbers, sizes = self.file_index[groups], self.row_group[groups], self.bytes[groups]
         return RowGroupColumns(files, numbers, rows, sizes, dropped, self.crc32[groups])
 
     def without_empty(self) -> "RowGroupColumns":
-        """Those with rows that count."""
+        """The row groups that have rows that count."""
         kept = np.flatnonzero(self.rows)
         places = {old: new for new, old in enumerate(kept.tolist())}
         dropped = {places[old]: rows for old, rows in self.dropped.items() if old in places}
         return self.chosen(kept, self.rows[kept], dropped)
 
     def after(self, before: "Manifest") -> "RowGroupColumns":
-        """The row groups of a data set, and then these, of further files."""
+        """The row groups of a data set, followed by these, whose files are new."""
         return one_after_another([before, self], [len(before.files), 0])
 
 

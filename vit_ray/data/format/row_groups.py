@@ -517,6 +517,6 @@ class RowGroupReader:
 
 
 def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
-    """Where, among the labels of all rows, those stand that are no class."""
+    """Indices, in the labels of all rows, of those that are not a class."""
     values = labels.values.to_numpy()
     return np.flatnonzero((values < 0) | (values >= num_classes))

@@ -76,13 +76,13 @@ RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
 
 
 def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
-    """That of shards with columns of text behind those that all have."""
+    """The schema of shards with text columns after the common ones."""
     index = INDEX_SCHEMA if is_indexed else ()
     return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
 
 
 def is_shard_schema(schema: pa.Schema) -> bool:
-    """Whether a shard may have it, with any columns of text."""
+    """Whether it is a valid schema of a shard, with any text columns."""
     names, fixed = schema.names, len(SHARD_SCHEMA)
     is_indexed = has_index(schema)
     text_columns = names[fixed + is_indexed * len(INDEX_SCHEMA) :]

@@ -55,7 +55,7 @@ class ShardFacts:
 
 
 class _ChecksummedOutput(io.RawIOBase):
-    """Passes what is written on, and takes the checksum of each part of it."""
+    """Forwards what is written, and computes a checksum of each part."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

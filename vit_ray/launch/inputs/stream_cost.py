@@ -33,7 +33,7 @@ class _Stopwatch:
         self._clock, self._at_s = clock, clock()
 
     def lap(self, stage: str | None = None) -> None:
-        """What has passed since the last lap is of this stage, or of none."""
+        """Count the time since the last lap for this stage, or for none."""
         now_s = self._clock()
         if stage is not None:
             self.spent_s[stage] += now_s - self._at_s

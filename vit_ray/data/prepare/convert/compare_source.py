@@ -26,7 +26,7 @@ OTHER_PIXELS: Final = "it does not decode to the pixels of the file that it was 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """An image of a data set that is another file than its source's."""
+    """An image whose file in the data set differs from its source's."""
 
     file: str
     row_group: int
@@ -38,7 +38,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it; `source` is a sentence about what was compared with what."""
+    """The result; `source` is a sentence that says what was compared."""
 
     num_equal: int
     differing: list[Rewritten]

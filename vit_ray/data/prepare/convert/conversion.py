@@ -114,7 +114,7 @@ class _Planned:
         return record.fingerprint == fingerprint != self._plan.extends
 
     def delete_unlisted(self) -> None:
-        """Delete the shards that the plan names and that the data set has not."""
+        """Delete the plan's shards that the data set does not list."""
         if self._plan is not None:
             listed = {file.path for file in open_dataset(self._folder.uri).files}
             names = map(self._plan.name_of, range(self._plan.num_shards))
@@ -122,7 +122,7 @@ class _Planned:
                 self._folder.child(name).delete()
 
     def delete(self) -> None:
-        """Likewise, and what the staging folder has of it, the plan last."""
+        """Also delete the plan's files in the staging folder, the plan itself last."""
         if self._plan is not None:
             self.delete_unlisted()
             staging = self._folder.child(STAGING_FOLDER)

@@ -147,7 +147,7 @@ def _per_shard(bucket: Path, shards: ShardRows, first: int) -> Iterator[pa.Table
 
 
 def _in_order(batches: list[pa.RecordBatch], start: int, stop: int) -> pa.Table:
-    """The rows whose positions are in a range, by these, without them."""
+    """The rows with positions in a range, sorted by position, without that column."""
     found = []
     for batch in batches:
         positions = batch["position"].to_numpy()

@@ -73,7 +73,6 @@ def _example_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("vit_ray.Example"))
 
 
-_PILLOWS_ERRORS: Final = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _Example: Final = _example_class()
 Value = int | float | bytes
 

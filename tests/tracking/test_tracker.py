@@ -354,7 +354,7 @@ def test_a_record_that_mlflow_refuses_costs_only_itself(config, log_path, caplog
     assert not tracker.finish()
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (3, 3.0)]
     assert [r for r in caplog.messages if "refuses" in r and "not#allowed" in r]
-    assert [r for r in caplog.messages if "1 refused record of" in r and "vit-ray replay" in r]
+    assert [r for r in caplog.messages if "1 refused record of" in r and "run: vit-ray replay" in r]
 
 
 def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path, monkeypatch):
@@ -737,7 +737,7 @@ def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, log_path
     assert not tracker.finish("FAILED", timeout_s=0.1)
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len([w for w in warnings if "cannot be used" in w]) == 1
-    assert "vit-ray replay" in warnings[-1]
+    assert f"run: vit-ray replay {log_path} URI" in warnings[-1]
     assert "hunter2" not in log_path.read_text() + "".join(caplog.messages) + tracker.hint
     assert replay(log_path, config.uri).num_points == 50
     run = _only_run(config.uri)

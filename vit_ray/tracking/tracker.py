@@ -196,8 +196,8 @@ class Tracker:
             missing = [f"{refused} refused record{'s' if refused > 1 else ''}", *missing]
         if not is_sent or missing:
             logger.warning(
-                "MLflow at %s does not have %s of run %s; when that is fixed, run: python "
-                "`vit-ray replay %s URI`",
+                "MLflow at %s does not have %s of run %s; when that is fixed, run: "
+                "vit-ray replay %s URI",
                 safe_uri(self._uri),
                 ", ".join(missing) if missing else "all",
                 self.run_id,

@@ -83,6 +83,21 @@ def test_an_accuracy_says_what_it_is_of(
     assert cells[5].strip() == said
 
 
+def test_an_accuracy_is_of_the_set_of_the_last_start_and_unknown_in_an_early_log(
+    tmp_path: Path,
+) -> None:
+    log_of(tmp_path / "a", measured_on="dev")
+    log = log_of(tmp_path / "a", measured_on="eval")
+    log.metrics(9, {"eval/top1": 0.25})
+    (row,) = list_runs(str(tmp_path))
+    assert row.measured_on == "test"
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    early = [{k: v for k, v in one.items() if k != "measured_on"} for one in lines]
+    log.path.write_text("".join(f"{json.dumps(one)}\n" for one in early))
+    (row,) = list_runs(str(tmp_path))
+    assert (row.top1, row.measured_on) == (0.25, None)
+
+
 def test_a_run_that_is_driven_says_where_and_one_whose_driver_was_killed_does_not(
     tmp_path: Path,
 ) -> None:

@@ -101,14 +101,17 @@ def _row(folder: Location) -> RunRow | None:
 
 
 def _accuracy(metrics: Mapping[str, float], log: Path) -> tuple[float | None, str | None]:
-    """Top-1 and what it is of: a run calls both sets `eval/`, and only its log says which it is."""
+    """Top-1 and what it is of: a run calls both sets `eval/`, and only its log says which it is.
+
+    A resumed run may have another set than before.
+    """
     key = next((key for key in _ACCURACIES if key in metrics), None)
     if key is None:
         return None, None
     if key.startswith(DEV_GROUP):
         return metrics[key], "dev"
-    start = MetricsLog(log).first_start() if log.exists() else None
-    if start is None:
+    start = MetricsLog(log).last_start()
+    if start is None or "measured_on" not in start:  # an early log does not say
         return metrics[key], None
     return metrics[key], "dev" if start["measured_on"] == "dev" else "test"
 

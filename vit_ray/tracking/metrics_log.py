@@ -409,6 +409,15 @@ class MetricsLog(Recorder):
         """The record that opened the file."""
         return next((r for r, _ in self.read(0) if r["kind"] == "start"), None)
 
+    def last_start(self) -> Record | None:
+        """The record that opened the file last; other lines are not parsed."""
+        last = b""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            for line in file:
+                last = line if line.startswith(_START) else last
+        start = _parsed(last)
+        return start if start["kind"] == "start" else None
+
     @property
     def size(self) -> int:
         """Bytes written."""

@@ -1,5 +1,6 @@
 """Which addresses of storage and MLflow can be used, as far as no library is needed to check."""
 
+import os
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -83,7 +84,7 @@ class OtherFiles(NamedTuple):
 
 
 def files_elsewhere(uri: str, artifact_uri: str) -> OtherFiles | None:
-    """Where a run's files are if its store is a copy: outside the folder of the SQLite file.
+    """Where a run's files are if its store is a copy: not below `mlruns` next to the SQLite file.
 
     MLflow records absolute addresses, so a copied store still names the files of its original.
 
@@ -91,19 +92,41 @@ def files_elsewhere(uri: str, artifact_uri: str) -> OtherFiles | None:
         artifact_uri: as MLflow has it with the run.
 
     Returns:
-        None if the store is no SQLite file, or the files are its own: on another machine, below the
-        folder of the file, or below `mlruns` of this folder, MLflow's default.
+        None if the store is no SQLite file, or the files are its own or not on this machine.
     """
-    store, parts = sqlite_file(uri), urlsplit(artifact_uri)
-    if store is None or parts.scheme not in ("", "file"):
+    store, folder = sqlite_file(uri), local_folder(artifact_uri)
+    if store is None or folder is None or are_own_files(uri, artifact_uri):
         return None
-    path = unquote(parts.path) if parts.scheme else artifact_uri
-    address, home = Path(path).resolve(), store.resolve().parent
-    if any(address.is_relative_to(one) for one in (home, Path("mlruns").resolve())):
-        return None
-    near = home.joinpath(*address.parts[-_RUN_PARTS:])
+    address = folder.resolve()
+    near = store.resolve().parent.joinpath(*address.parts[-_RUN_PARTS:])
     is_near = near.is_dir() and not address.is_dir()
     return OtherFiles(address, near if is_near else address)
+
+
+def are_own_files(uri: str, artifact_uri: str) -> bool:
+    """Whether a run's files may be written: those of a server, or below `mlruns` next to the SQLite
+    file. Others, also on S3, may be those of another store, of which this one is a copy.
+
+    The store, its folder and `mlruns` may be symbolic links. A copy in the folder of its original
+    shares the files.
+    """
+    store, folder = sqlite_file(uri), local_folder(artifact_uri)
+    if store is None:
+        return True
+    if folder is None:
+        return False
+    typed = Path(os.path.abspath(store)).parent
+    homes = {one / "mlruns" for one in (typed, typed.resolve(), store.resolve().parent)}
+    addresses = Path(os.path.abspath(folder)), folder.resolve()
+    return any(address.is_relative_to(home) for address in addresses for home in homes)
+
+
+def local_folder(address: str) -> Path | None:
+    """The folder of a path or a `file://` address; None for other addresses."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("", "file"):
+        return None
+    return Path(unquote(parts.path) if parts.scheme else address)
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -12,6 +12,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.tracking import MlflowClient
 
 from tests.report.made_runs import made
+from tests.tracking.stored_runs import store_run
 from vit_ray.evaluate.examples import picture, training_files
 from vit_ray.report.document import with_content
 from vit_ray.report.figures.chart_list import curve_series
@@ -211,11 +212,22 @@ def test_a_training_whose_files_are_away_has_the_rest(store):
     ]  # fmt: skip
 
 
+def test_the_place_of_files_that_are_away_is_a_path(store, tmp_path):
+    client, folder = MlflowClient(store), tmp_path / "it's a%20place"
+    experiment = client.create_experiment("named", artifact_location=folder.as_uri())
+    run_id = store_run(client, experiment, "r", tags={"vit_ray.kind": "pretrain"})
+    missing = write_report(store, run_id, tmp_path / "page.html").missing
+    assert (
+        f"the files of run r cannot be read at {folder}/{run_id}/artifacts: images" in missing[-1]
+    )
+
+
 def test_the_page_says_that_the_files_of_its_training_are_away(store, tmp_path):
     away, there = record(store, files=False), record(store)
     place = MlflowClient(store).get_run(away).info.artifact_uri
     sentence = (
-        f"the files of run {CRAFTED} are not at {place}: images, errors and events are not shown"
+        f"the files of run {CRAFTED} cannot be read at {place.removeprefix('file://')}: images, "
+        "errors and events are not shown"
     )
     assert sentence in write_report(store, away, tmp_path / "away.html").missing
     missing = write_report(store, there, tmp_path / "there.html").missing

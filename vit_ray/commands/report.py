@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from vit_ray.addresses import files_elsewhere, require_store
+from vit_ray.addresses import are_own_files, local_folder, require_store
 from vit_ray.config import Recipe
+from vit_ray.config.secrets import redact
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.tracking.metrics_log import RUN_FOLDER
-from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client, redact_uri
+from vit_ray.tracking.mlflow_client import asking, reached_client, redact_uri
 from vit_ray.tracking.past_runs import PARENT_TAG, runs_of_name
 
 MAX_FAILURES: Final = 10
@@ -27,7 +28,7 @@ def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | N
     a parent before child runs of this name.
 
     The page, its CSV and its figures are kept as artifacts of that run, unless the store is a copy,
-    see `files_elsewhere`.
+    see `are_own_files`.
 
     Args:
         whole_experiment: always report on the experiment.
@@ -76,10 +77,11 @@ def _write(
         is_kept = recipe.report.watch_s is None or not written.is_live
         if is_kept and (keeper := keep_with or run_id):
             files = str(client.get_run(keeper).info.artifact_uri)
-            if other := files_elsewhere(absolute_uri(recipe.tracking.uri), files):
+            if not are_own_files(recipe.tracking.uri, files):
                 print(
-                    f"page written to {written.page}; not kept with the run: its files are in "
-                    f"{other.address}, outside of the store's folder"
+                    f"page written to {written.page}; not kept with the run: MLflow has its files "
+                    f"at {local_folder(files) or redact(files)}, which is not below mlruns/ next "
+                    "to the store"
                 )
                 return written
             try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from vit_ray.addresses import local_folder
 from vit_ray.config.secrets import redact
 from vit_ray.metric_names import EVAL_TOP1, STUDY_EXAFLOPS
 from vit_ray.report.runs import Archive, RecordedRun
@@ -74,9 +75,10 @@ def what_is_missing(
     # Only the page of one training shows files.
     alone = shown[0] if len(shown) == 1 else None
     if alone is not None and alone.kind and not archive.has_files(alone):
-        place = redact(str(alone.run.info.artifact_uri).removeprefix("file://"))
+        recorded = str(alone.run.info.artifact_uri)
+        place = local_folder(recorded) or redact(recorded)
         found.append(
-            f"the files of run {alone.name} are not at {place}: images, errors and events are not "
-            "shown"
+            f"the files of run {alone.name} cannot be read at {place}: images, errors and events "
+            "are not shown"
         )
     return found

@@ -119,12 +119,14 @@ def test_what_a_run_is_told_joins_what_every_run_has(record: Record) -> None:
 def test_what_children_vary_is_no_parameter_of_their_parent(record: Record) -> None:
     with opened():
         pass
-    with opened(varied=["optim.learning_rate", "data.augment"]):
+    with opened(varied=["optim.learning_rate", "data.augment", "data.train"]):
         pass
     everything, rest = (set(opening.params) for opening, _ in record.openings)
     left_out = {key for key in everything if key.startswith("data.augment.")}
     assert everything - rest == {"optim.learning_rate", *left_out}
     assert left_out
+    with_place, without = (set(opening.tags) for opening, _ in record.openings)
+    assert with_place - without == {"data.train"}
 
 
 COST = {"study/exaflops": 0.5}

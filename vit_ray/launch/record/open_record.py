@@ -101,21 +101,25 @@ def open_record(
         resolved: described in the run's metadata.
         run_id: the MLflow run to continue; None for a new one.
         tags: in addition to those that every run has.
-        varied: keys, or sections, that only its child runs have as parameters.
+        varied: keys, or sections, that only its child runs have as parameters or tags.
         node_id: the node that writes to MLflow; None for this node.
         opening: other fields of `RunOpening`.
     """
+
+    def own(facts: Mapping[str, str]) -> dict[str, str]:
+        return {
+            key: value
+            for key, value in facts.items()
+            if not any(f"{key}.".startswith(f"{one}.") for one in varied)
+        }
+
     run = OpenRun.start(
         _opening(
             recipe,
             run_id,
-            params={
-                key: value
-                for key, value in trained_params(recipe).items()
-                if not any(f"{key}.".startswith(f"{one}.") for one in varied)
-            },
+            params=own(trained_params(recipe)),
             tags={
-                **run_facts(recipe, kind, resolved, cluster, opening.get("parent")),
+                **own(run_facts(recipe, kind, resolved, cluster, opening.get("parent"))),
                 **(tags or {}),
             },
             datasets=data_inputs(resolved),

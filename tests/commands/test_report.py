@@ -196,7 +196,15 @@ def test_a_typed_name_is_that_of_a_run_or_of_the_experiment(recipe, tmp_path, ca
     assert code == 2
     assert "name=nothere: experiment 'trials' has no run of this name" in shown.err
     assert not Path(recipe.with_changes(name="nothere").run_folder).exists()
+    assert "or name=trials for the whole experiment" in shown.err
     assert typed("trials")[0] == 0
+
+
+def test_an_experiments_name_that_no_recipe_can_have_is_not_advised(recipe):
+    named = recipe.with_changes(tracking={"experiment": "it's a trial"})
+    experiment_id(open_client(named.tracking.uri), named.tracking.uri, "it's a trial")
+    with pytest.raises(ValueError, match=r"give the name of one of its runs$"):
+        report_page(named, ["name=mine"])
 
 
 def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,9 +67,13 @@ def _write(
             run_id = next((str(run.info.run_id) for run in here or roots or named), None)
             is_missing = run_id is None and recipe.name != experiment
             if needs_run and is_missing and client.get_experiment_by_name(experiment):
+                whole = ""
+                with contextlib.suppress(ValueError):  # such as one with a space
+                    recipe.with_changes(name=experiment)
+                    whole = f", or name={experiment} for the whole experiment"
                 raise ValueError(
                     f"name={recipe.name}: experiment {experiment!r} has no run of this name; give "
-                    f"the name of one of its runs, or name={experiment} for the whole experiment"
+                    f"the name of one of its runs{whole}"
                 )
         written = write_page(recipe, run_id, recipe.report.watch_s)
         if not (whole_experiment or run_id or written.is_empty):

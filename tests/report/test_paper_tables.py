@@ -182,6 +182,24 @@ def test_an_accuracy_on_held_out_images_is_no_result():
     assert told == ["test set", "dev split"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "metrics", "said"),
+    [
+        ("pretrain", {"eval/loss": 1.0}, "test set"),
+        ("pretrain", {"eval/loss": 1.0, "dev/loss": 1.0, "dev/top1": 0.5}, "dev split"),
+        ("pretrain", {"dev/loss": 1.0}, "dev split"),
+        ("pretrain", {"dev/mean_average_precision": 0.5}, "dev split"),
+        ("sweep_trial", {"dev/top1": 0.5}, "dev split"),
+        ("sweep_trial", {}, None),  # not evaluated
+        ("pretrain", {"train/loss": 1.0}, None),
+    ],
+)
+def test_an_evaluated_run_says_what_it_was_measured_on(kind, metrics, said):
+    one = run("r", kind, metrics, **{"vit_ray.sweep_stage": kind})
+    (row,) = texts(figures.cells([one]))
+    assert row.get("measured on") == said
+
+
 def test_where_all_average_their_weights_these_are_compared():
     last = {"eval/top1": 0.5, "few_shot/5_shot_top1": 0.3}
     theirs = {"eval/averaged_top1": 0.6, "few_shot/averaged_5_shot_top1": 0.4}

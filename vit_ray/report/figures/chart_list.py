@@ -351,11 +351,14 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
     """One row per training with every number recorded at its end, and its place in MLflow."""
 
     def measured_on(run: RecordedRun) -> str | None:
-        if not run.is_tested(EVAL_TOP1):
+        measured = [key for key in run.metrics if key.startswith(EVAL_GROUP)]
+        if not measured:
+            return None
+        if not run.is_tested(EVAL_TOP1) or all(map(run.is_on_dev, measured)):
             return DEV
         if (count := run.best_of_tests) is not None:
             return f"best of {count} evaluations on the test set"
-        return TESTED if any(key.startswith(EVAL_GROUP) for key in run.metrics) else None
+        return TESTED
 
     def numbers(title: str, key: str, form: Callable[[float], str] = number) -> Any:
         return Column(title, form), lambda run: run.number(key)

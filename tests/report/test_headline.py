@@ -63,10 +63,50 @@ def test_a_sweep_says_whether_its_winner_leads_by_more_than_noise():
     trials.append(with_test_set(trial(0.1, 0.8), 70))
     (sentence,) = sweep_sentences(trials)
     assert "best of 3, by 20.00 points over learning rate 0.01" in sentence
-    assert ": more than noise (95 %: 5.24 to 33.39). 0.1 is the largest rate tried" in sentence
+    assert (
+        ": more than noise (95 %: 5.24 to 33.39, one seed). 0.1 is the largest rate tried"
+        in sentence
+    )
     near = [with_test_set(trial(*pair), 299) for pair in ((0.01, 0.8896), (0.1, 0.9064))]
     (sentence,) = sweep_sentences(near)
     assert "by 1.68 points over learning rate 0.01: within noise (95 %: -" in sentence
+
+
+def unfinished(rate, status, metrics=None):
+    return made({"optim.learning_rate": rate}, kind="sweep_trial", sweep_stage="sweep_trial",
+                status=status, metrics=metrics, name=f"digits-lr{rate}")  # fmt: skip
+
+
+def test_a_rate_that_diverged_was_tried_and_is_not_advised():
+    trials = [trial(0.01, 0.7), trial(0.03, 0.8)]
+    (sentence,) = sweep_sentences([*trials, unfinished(0.1, "FAILED")])
+    assert sentence == "Learning rate 0.03 wins on the dev split (80.00 %), best of 2."
+    (sentence,) = sweep_sentences([trials[0], unfinished(0.1, "FAILED")])
+    assert sentence.startswith(
+        "The only finished trial (learning rate 0.01) wins on the dev split (70.00 %), best of 1. "
+        "0.01 is the smallest rate tried: try 0.001."
+    )
+    cells = [of_rate("ViT-B/32", rate, top1) for rate, top1 in ((1e-3, 0.8), (3e-3, 0.9))]
+    cells.append(of_rate("ViT-B/32", 1e-2, None, status="FAILED"))
+    assert sweep_sentences(archived(cells)) == [
+        "Learning rate 0.003 wins on the dev split (90.00 %), best of 2."
+    ]
+
+
+def test_while_trials_run_the_best_only_leads():
+    trials = [trial(0.01, 0.7), trial(0.03, 0.8), unfinished(0.1, "RUNNING", {"dev/top1": 0.9})]
+    (sentence,) = sweep_sentences(trials)
+    assert sentence == "Learning rate 0.03 leads so far on the dev split (80.00 %), best of 2."
+
+
+def test_of_equal_points_the_retrained_one_won():
+    trials = [with_test_set(trial(rate, 0.8), 300) for rate in (0.01, 0.03, 0.1)]
+    final = made({"optim.learning_rate": 0.03}, kind="finetune", sweep_stage="finetune",
+                 metrics={"eval/top1": 0.8}, name="digits-final-lr0.03-seed0")  # fmt: skip
+    won, tested = sweep_sentences([*trials, final])
+    assert won.startswith("Learning rate 0.03 wins on the dev split (80.00 %), best of 3, by 0.00")
+    assert tested.endswith("learning rate 0.03.")
+    assert sweep_sentences(trials)[0].startswith("Learning rate 0.01 wins")
 
 
 def test_held_out_images_are_counted_and_no_others():
@@ -90,6 +130,9 @@ def test_the_fitted_optimum_is_the_top_of_a_parabola():
     assert len(line.points) == 5
     assert f"has its top at {best.x:.2g}." in chart.note
     assert len(sweep_charts(trials[:3])[0].series) == 1
+    # Nor does one that has not finished.
+    part = with_test_set(unfinished(0.3, "RUNNING", {"dev/top1": 0.5}), 300)
+    assert sweep_charts([*trials, part])[0].series[1].points == fitted.points
     # A diverged trial of ten classes, at 15 %, does not bend it.
     (chart,) = sweep_charts([*trials, with_test_set(trial(1.0, 0.15), 300)])
     assert chart.series[1].points == fitted.points
@@ -111,9 +154,10 @@ def test_a_parabola_that_misses_what_was_measured_is_not_drawn(tops):
         assert "parabola" not in chart.note
 
 
-def of_rate(name, rate, top1, seed=0):
+def of_rate(name, rate, top1, seed=0, **more):
     params = {"model.name": name, "optim.learning_rate": rate, "seed": seed}
-    return made(params, kind="study_cell", metrics={"dev/top1": top1})
+    metrics = {} if top1 is None else {"dev/top1": top1}
+    return made(params, kind="study_cell", metrics=metrics, **more)
 
 
 def test_a_study_of_rates_says_which_is_best_for_each_model_and_which_to_try():

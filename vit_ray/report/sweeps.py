@@ -1,7 +1,7 @@
 """Sweeps over learning rates: rate against accuracy, the selected rate, and its test result."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,15 +57,16 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def _parabola(line: Series, chance: float) -> list[Point]:
-    """Parabola of accuracy over the log of the rate, without diverged trials.
+    """Parabola of accuracy over the log of the rate, of finished trials that have not diverged.
 
     Empty if its top is outside the rates, or it misses the interval of a point.
 
     Args:
         chance: accuracy of a guess.
     """
-    least = chance + DIVERGED * (max(point.y for point in line.points) - chance)
-    used = [point for point in line.points if point.y > least]
+    finished = [point for point in line.points if point.state == DEV]
+    most = max((point.y for point in finished), default=chance)
+    used = [point for point in finished if point.y > chance + DIVERGED * (most - chance)]
     rates = np.log([point.x for point in used])
     if len({*rates}) < MIN_RATES:
         return []
@@ -82,6 +83,8 @@ def _parabola(line: Series, chance: float) -> list[Point]:
 def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
     """For each sweep what won on the dev split, whether its lead is more than noise, and if that is
     the lowest or highest rate, which to try next.
+
+    While trials run, it only leads so far. Of equal points the one that was retrained won.
 
     Also mean and deviation over seeds of the finished runs with the selected rate.
     """
@@ -102,19 +105,28 @@ def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
             for group, some in groups.items()
             if (mean := mean_of([run.metrics[key] for run in some if key in run.metrics]))
         }
-        best = max(means, key=lambda group: means[group].value)
+        rates = {group: groups[group][0].number(RATE) for group in means}
+        chosen = {
+            run.number(RATE)
+            for run in runs
+            if not run.is_trial and _sweep_name(run) == f"{name}-final"
+        }
+        best = max(means, key=lambda group: (means[group].value, rates[group] in chosen))
         names = {
-            group: text.replace(RATE, "learning rate") or "the only trial"
+            group: text.replace(RATE, "learning rate")
+            or f"the only finished trial (learning rate {groups[group][0].params.get(RATE, '?')})"
             for group, text in differences([*means]).items()
         }
-        text = f"{names[best]} wins on the dev split ({means[best]} %)"
+        tried = [run for run in runs if _is_tried_with(run, members[0])]
+        is_over = all(run.status not in ("RUNNING", "SCHEDULED") for run in tried)
+        verb = "wins" if is_over else "leads so far"
+        text = f"{names[best]} {verb} on the dev split ({means[best]} %)"
         text = f"{name}: {text}" if len(trials) > 1 else text[0].upper() + text[1:]
-        rates = {group: groups[group][0].number(RATE) for group in means}
         lead = ""
         if rest_of := [group for group in means if group is not best]:
             second = max(rest_of, key=lambda group: means[group].value)
             lead = _lead(groups[best], groups[second], key, names[second])
-        sentences.append(f"{text}, best of {len(means)}{lead}.{_edge(rates, best)}")
+        sentences.append(f"{text}, best of {len(means)}{lead}.{_edge(rates[best], tried)}")
     return sentences + _test_sentences(finished)
 
 
@@ -131,16 +143,28 @@ def _lead(best: Sequence[RecordedRun], second: Sequence[RecordedRun], key: str, 
     found = tested.estimate
     word = "more than noise" if found.low > 0 else "within noise"
     ends = f"{percent(found.low)} to {percent(found.high)}"
+    ends += ", one seed" if tested.error is None else ""
     return f", by {percent(found.value)} points over {name}: {word} (95 %: {ends})"
 
 
-def _edge(rates: Mapping[Group, float | None], best: Group) -> str:
+def _is_tried_with(run: RecordedRun, trial: RecordedRun) -> bool:
+    """Whether it is of the sweep of a trial, or for a study of rates of its recipe, however it
+    ended.
+    """
+    if run.kind != trial.kind or run.is_trial != trial.is_trial:
+        return False
+    recipes = [one.group.only(lambda key: "." in key and key != RATE) for one in (run, trial)]
+    is_alike = trial.is_trial or recipes[0] == recipes[1]
+    return is_alike and _sweep_name(run) == _sweep_name(trial)
+
+
+def _edge(best: float | None, tried: Sequence[RecordedRun]) -> str:
     """Which rate to try if the best is the lowest or highest of those tried."""
-    known = sorted({rate for rate in rates.values() if rate is not None and rate > 0})
-    if len(known) < 2 or rates[best] not in (known[0], known[-1]):
+    known = sorted({rate for run in tried if (rate := run.number(RATE)) is not None and rate > 0})
+    if len(known) < 2 or best not in (known[0], known[-1]):
         return ""
     word, own, other = ("smallest", *known[:2])
-    if rates[best] == known[-1]:
+    if best == known[-1]:
         word, own, other = "largest", known[-1], known[-2]
     return f" {own:g} is the {word} rate tried: try {own * own / other:.1g}."
 

@@ -259,6 +259,13 @@ def test_the_headline_says_which_side_is_better_and_in_which_keys_they_differ(st
     ]
 
 
+def test_equal_sides_are_neither_better_nor_worse(store):
+    for name in "ab":
+        store.run(name, {"eval/top1": 0.5}, {"optim.lr": 1})
+    (sentence,) = store.compare("a", "b").headline()
+    assert sentence.startswith("b is equal to a in top-1 accuracy, B - A: 0.00, one seed on a side")
+
+
 def test_a_sentence_and_its_table_have_one_direction(store):
     store.study("old", 1)
     store.study("new", 0)

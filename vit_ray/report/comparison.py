@@ -249,10 +249,9 @@ class Comparison:
         if not known:
             return [f"No accuracy in common; {differ}."]
         one = known[0]
-        word = "better" if one.mean >= 0 else "worse"
-        text = (
-            f"{self.b.root.name} is {percent(abs(one.mean))} points {word} than {self.a.root.name}"
-        )
+        word = "better" if one.mean > 0 else "worse"
+        how = f"{percent(abs(one.mean))} points {word} than" if one.mean else "equal to"
+        text = f"{self.b.root.name} is {how} {self.a.root.name}"
         name = METRICS.get(one.metric) or accuracy_name(one.metric)
         text += f" in {name}" + (f" ({one.cell})" if self.a.is_group else "")
         text += f", B - A: {'+' if one.mean > 0 else ''}{percent(one.mean)}"

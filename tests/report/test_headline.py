@@ -43,6 +43,25 @@ def test_a_training_without_an_accuracy_says_so():
     ]
 
 
+def test_a_training_that_has_not_finished_has_the_accuracy_so_far():
+    for status, told in (("RUNNING", "is running"), ("FAILED", "has failed")):
+        for key, where in (("eval/top1", ""), ("dev/top1", " on held-out images")):
+            run = made(kind="pretrain", status=status, metrics={"train/loss": 1.5, key: 0.5})
+            assert headline(None, archived([run]), []) == [
+                f"ViT-B/32 on cifar10 {told}; its top-1{where} is 50.00 %; its last training loss "
+                "is 1.5."
+            ]
+
+
+def test_a_test_set_of_an_unfinished_run_is_not_denied():
+    runs = [made(kind="pretrain", metrics={"dev/top1": 0.5})]
+    assert headline(None, archived(runs), [])[0].endswith("; there is no test set.")
+    runs.append(made(kind="pretrain", status="RUNNING", metrics={"eval/top1": 0.5}))
+    (sentence,) = headline(None, archived(runs), [])
+    assert "50.00 % top-1 on images held out" in sentence
+    assert "test set" not in sentence
+
+
 @pytest.mark.parametrize(
     ("tops", "advice"),
     [

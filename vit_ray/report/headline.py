@@ -17,6 +17,7 @@ from vit_ray.report.statistics.accuracies import (
     accuracies_of,
     accuracy_name,
     by_sets,
+    decided_key,
     studied,
 )
 from vit_ray.report.statistics.intervals import of_mean
@@ -53,7 +54,12 @@ def headline(
     if runs and not found:
         run, loss = runs[-1], runs[-1].metrics.get(TRAIN_LOSS)
         last = "" if loss is None else f"; its last training loss is {number(loss)}"
-        found.append(f"{run.label} on {run.training_name} has no accuracy yet{last}.")
+        state, key = "has no accuracy yet", decided_key([run], EVAL_TOP1)
+        if key in run.metrics:
+            where = "" if run.is_tested(key) else " on held-out images"
+            is_ended = {"FAILED": "has failed", "KILLED": "was stopped"}.get(run.status)
+            state = f"{is_ended or 'is running'}; its top-1{where} is {percent(run.metrics[key])} %"
+        found.append(f"{run.label} on {run.training_name} {state}{last}.")
     return found
 
 
@@ -89,13 +95,14 @@ def best_sentences(runs: Sequence[RecordedRun], among: str = "") -> list[str]:
             if [seeds[0].label for seeds, _ in means].count(by) > 1:
                 by += f" ({', '.join(one.name for one in best_seeds)})"
             found.append(f"Best {name}{among}: {result}, by {by}{chosen}{of_tests}.")
-    held_out = [run for run in runs if run.is_on_dev(EVAL_TOP1)]
+    held_out = [r for r in runs if r.is_on_dev(EVAL_TOP1) and r.status == "FINISHED"]
     if not found and held_out:
         run = max(held_out, key=lambda one: one.metrics[EVAL_TOP1])
         text = described(run, Mean(run.metrics[EVAL_TOP1], None, 1), EVAL_TOP1)
         found.append(
             f"{run.label} on {run.training_name} reaches {text} top-1 on images held out of the "
-            f"training set {_made(run)}; there is no test set."
+            f"training set {_made(run)}"
+            f"{'' if any(EVAL_TOP1 in one.recorded for one in runs) else '; there is no test set'}."
         )
     return found
 

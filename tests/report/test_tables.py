@@ -25,12 +25,14 @@ def test_a_share_is_in_percent_in_the_csv_as_on_the_page():
     heads += [Column("loss", number), Column("cell %")]
     table = Table("t", heads, [[0.29, 0.868, 0.29, "89.67"]])
     assert table.csv().splitlines()[1] == "29.0,86.8,0.29,89.67"
+    assert Table("t", heads[:1], [[1], [0]]).csv().splitlines()[1:] == ["100.0", "0.0"]
 
 
 def test_a_number_with_a_sign_is_no_formula_in_the_csv():
     values = ["-29.33", "+29.33", "-1e-06", "-1+1", "-A1", "+cmd|' /C calc'!A0", "=1", "@a", "-"]
-    table = Table("t", [Column("a")], [[value] for value in values])
-    (_, *rows) = csv.reader(io.StringIO(table.csv()))
+    table = Table("t", [Column("=a")], [[value] for value in values])
+    (head, *rows) = csv.reader(io.StringIO(table.csv()))
+    assert head == ["'=a"]
     assert [row[0] for row in rows] == [*values[:3], *(f"'{value}" for value in values[3:])]
 
 

@@ -121,19 +121,21 @@ class Table:
             ]  # fmt: skip
 
     def csv(self) -> str:
-        """Comma-separated values with a heading line: unrounded, shares in percent as on the page.
+        """Comma-separated values with a heading line: numbers unrounded, shares in percent as on
+        the page; a mean with its deviation is a text, as on the page.
 
         A text that a spreadsheet would run as a formula gets a quote before it.
         """
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([column.title for column in self.columns])
+        heads = [column.title for column in self.columns]
+        writer.writerow([f"'{head}" if _is_formula(head) else head for head in heads])
         for row in self.rows:
             writer.writerow([
                 f"'{value}" if _is_formula(value)
+                else value if isinstance(value, str | None) or not column.is_share
                 # Of 0.29, not 28.999999999999996.
-                else float(f"{100 * value:.14g}") if column.is_share and isinstance(value, float)
-                else value
+                else float(f"{100 * value:.14g}")
                 for column, value in zip(self.columns, row, strict=True)
             ])  # fmt: skip
         return text.getvalue()

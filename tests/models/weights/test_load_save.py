@@ -736,10 +736,22 @@ def test_a_deeper_file_is_not_cut_to_fit(tmp_path: Path) -> None:
         load_weights(small_model("ViT"), tmp_path / "model.npz")
 
 
-def test_a_demanded_head_that_does_not_fit_is_an_error() -> None:
-    source = small_model("ViT", num_classes=9)
-    with pytest.raises(ValueError, match=r"head.weight is 9x32, the model has 5x32"):
-        fit_state_dict(small_model("ViT"), source.state_dict(), new_head=False)
+@pytest.mark.parametrize(
+    ("shape", "message", "has_classes"),
+    [
+        ((9, 32), "head.weight is 9x32, the model has 5x32", True),
+        ((5, 30), "head.weight is 5x30, the model has 5x32", False),
+        ((9,), "head.weight is 9, the model has 5x32", False),
+        ((), "head.weight is a single number, the model has 5x32", False),
+    ],
+)
+def test_a_demanded_head_that_does_not_fit_is_an_error(
+    shape: tuple[int, ...], message: str, has_classes: bool
+) -> None:
+    state = {**small_model("ViT").state_dict(), "head.weight": torch.zeros(shape)}
+    with pytest.raises(ValueError, match=message) as error:
+        fit_state_dict(small_model("ViT"), state, new_head=False)
+    assert ("of other classes: 9, the model has 5" in str(error.value)) is has_classes
 
 
 def test_state_dicts_of_another_model_are_errors() -> None:

@@ -142,7 +142,9 @@ def fit_state_dict(
         elif leaf.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
             tensor = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
         fitted[name] = tensor
-        before, after = ("x".join(map(str, one)) for one in (state[name].shape, shape))
+        before, after = (
+            "x".join(map(str, one)) or "a single number" for one in (state[name].shape, shape)
+        )
         if tensor.shape != shape:
             problems["of another shape"].append(f"{name} is {before}, the model has {after}")
             if name == "head.weight" and tensor.dim() == len(shape) and len(tensor) != shape[0]:

@@ -20,6 +20,7 @@ from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import PATIENCE_S, RENEW_S
 from vit_ray.storage import locate
+from vit_ray.tracking import metrics_log
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 
 
@@ -119,6 +120,23 @@ def test_a_run_that_is_driven_says_where_and_one_whose_driver_was_killed_does_no
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     assert list_runs(str(tmp_path))[0].state == "interrupted"
+
+
+def test_the_log_of_a_running_run_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_of(tmp_path / "a").metrics(9, {"eval/top1": 0.25})
+    parsed = []
+    monkeypatch.setattr(
+        metrics_log,
+        "_parsed",
+        lambda line, parse=metrics_log._parsed: parsed.append(line) or parse(line),
+    )
+    with lock_run(locate(str(tmp_path / "a"))):
+        list_runs(str(tmp_path))
+        assert not parsed
+    list_runs(str(tmp_path))
+    assert len(parsed) > 1
 
 
 def test_a_driver_on_another_host_is_seen_while_it_renews_its_lock(tmp_path: Path) -> None:

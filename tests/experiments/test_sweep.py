@@ -158,7 +158,7 @@ def test_the_sweeps_description_says_what_was_tried_what_won_and_its_accuracies(
     two = {RATE: 0.1, "model.dropout": 0.0}
     rows = [Outcome(TrialState.FINISHED, top1=0.8, point=two)]
     assert sweep_sentence(SweepResult(rows, two, finals[:1])) == (
-        "Sweep of 1 points of optim.learning_rate, model.dropout; learning_rate=0.1, dropout=0 won "
+        "Sweep of 1 point of optim.learning_rate, model.dropout; learning_rate=0.1, dropout=0 won "
         "(dev 80.00%); test 75.00%"
     )
 
@@ -176,7 +176,7 @@ def test_a_sweep_ends_with_its_description_below_the_users_own(
     notes = [text for method, key, text in calls.made if (method, key) == ("tag", NOTE)]
     first, second, third, *_ = notes[-1].split("\n\n")
     assert (first, third[:8]) == ("Of May", "ViT-B/16")
-    assert second.startswith("Sweep of 1 values of optim.learning_rate; 0.1 won (dev 80.00%)")
+    assert second.startswith("Sweep of 1 value of optim.learning_rate; 0.1 won (dev 80.00%)")
 
 
 def test_without_averaging_one_accuracy_is_recorded_and_shown(

@@ -462,10 +462,11 @@ def best_row(rows: list[Outcome]) -> Outcome:
 def sweep_sentence(outcome: SweepResult) -> str:
     """What was tried, what was selected, and what it reached."""
     keys, tried = [*outcome.best], len(outcome.rows)
+    many = "s" if tried > 1 else ""
     (what, won) = (
-        (f"{tried} values of {keys[0]}", point_text(outcome.best).partition("=")[2])
+        (f"{tried} value{many} of {keys[0]}", point_text(outcome.best).partition("=")[2])
         if len(keys) == 1
-        else (f"{tried} points of {', '.join(keys)}", point_text(outcome.best))
+        else (f"{tried} point{many} of {', '.join(keys)}", point_text(outcome.best))
     )
     dev = max(row.top1 or 0.0 for row in outcome.rows if row.point == outcome.best)
     seeds = f" (mean of {len(outcome.finals)} seeds)" if len(outcome.finals) > 1 else ""

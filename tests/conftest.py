@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Before Ray is imported anywhere: a token of this session's own, since its ports are open to the
 # network, and no accelerator that DeepSpeed could mistake the machine for.
@@ -94,6 +95,29 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     from vit_ray.checkpoints import run_checkpoints
 
     monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def schema_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Copy MLflow's schema into each new SQLite file: making it takes more than a second."""
+    utils = sys.modules.get("mlflow.store.db.utils")
+    if utils is None or hasattr(utils, "make_schema"):
+        return
+    utils.make_schema = utils._initialize_tables
+    first = tmp_path_factory.mktemp("schema") / "mlflow.db"
+
+    def initialize(engine: Any) -> None:
+        path = Path(engine.url.database or "")
+        if not (engine.dialect.name == "sqlite" and path.is_file() and path.stat().st_size == 0):
+            utils.make_schema(engine)
+        elif first.exists():
+            engine.dispose()
+            shutil.copyfile(first, path)
+        else:
+            utils.make_schema(engine)
+            shutil.copyfile(path, first)
+
+    utils._initialize_tables = initialize
 
 
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.special import expit, softmax
 
+from vit_ray.evaluate.contact_sheet import strip
 from vit_ray.evaluate.examples import (
     KINDS,
     SIDE,
@@ -18,6 +20,7 @@ from vit_ray.evaluate.examples import (
 )
 
 NUM_IMAGES, NUM_CLASSES = 60, 5
+NO_PREDICTION = {"predicted": None, "probability": None, "loss": None}
 NAMES = ["a", 'b "quoted"', "<b>", "=1+1", "e"]
 
 
@@ -56,7 +59,7 @@ def kept(whole, num_ranks, order):
 def shades(picture):
     """A quarter of the shade of each square of a row, which a JPEG keeps nearly."""
     pixels = np.asarray(Image.open(io.BytesIO(picture)))
-    assert pixels.shape[0] == SIDE
+    assert pixels.shape[0] > SIDE  # the captions
     return [round(int(pixels[9, first + 9, 0]) / 4) for first in range(0, pixels.shape[1], SIDE)]
 
 
@@ -75,6 +78,7 @@ def test_the_first_and_the_worst_of_all_ranks_are_kept(whole, num_ranks):
             assert one["classes"] == [NAMES[k] for k in whole["labels"][i] if k >= 0]
             assert one["predicted"] == NAMES[predicted[i]]
             assert one["loss"] == pytest.approx(whole["losses"][i])
+            assert one["probability"] == pytest.approx(softmax(whole["logits"][i]).max(), rel=1e-6)
 
 
 def test_without_errors_there_is_no_picture_of_them(whole):
@@ -105,7 +109,30 @@ def test_training_crops_have_their_classes():
     files = training_files(images, [7, 8, 9], labels, NAMES)
     assert shades(files["training.jpg"]) == [0, 1, 2]
     assert json.loads(files["training.json"]) == [
-        {"predicted": None, "loss": None, "sample": 7, "classes": ["a", "<b>"]},
-        {"predicted": None, "loss": None, "sample": 8, "classes": ['b "quoted"']},
-        {"predicted": None, "loss": None, "sample": 9, "classes": []},
+        {**NO_PREDICTION, "sample": 7, "classes": ["a", "<b>"]},
+        {**NO_PREDICTION, "sample": 8, "classes": ['b "quoted"']},
+        {**NO_PREDICTION, "sample": 9, "classes": []},
     ]
+
+
+def test_a_model_of_sigmoids_gives_each_class_its_own_probability(whole):
+    ranks = ExampleImages(is_sigmoid=True)
+    ranks.add_batch(**{k: v if k == "samples" else torch.from_numpy(v) for k, v in whole.items()})
+    files = example_files(ranks.chosen(ranks.candidates(0), 0), NAMES)
+    for one in json.loads(files["examples.json"]):
+        best = whole["logits"][one["sample"]].max()
+        assert one["probability"] == pytest.approx(expit(best), rel=1e-6)
+
+
+def test_captions_are_below_their_own_image_and_no_wider():
+    """The same letters as the text alone gives; a long text ends before the next square."""
+    squares = [np.zeros((SIDE, SIDE, 3), np.uint8)] * 3
+    alone, in_row = (
+        np.asarray(Image.open(io.BytesIO(strip(some, captions))))[SIDE:, :, 0] < 128
+        for some, captions in ((squares[:1], [["true: 5"]]), (squares, [[], ["true: 5"], []]))
+    )
+    assert alone.any()
+    assert (in_row[2:, SIDE : 2 * SIDE] == alone[2:]).all()  # JPEG mixes rows at the edge
+    assert not in_row[2:, :SIDE].any()
+    wide = Image.open(io.BytesIO(strip(squares, [["W" * 50], [], []])))
+    assert (np.asarray(wide)[SIDE + 2 :, SIDE:, 0] > 128).all()

@@ -64,7 +64,13 @@ def record(uri, *, num_classes=5, gpu_hours=4 * 8200 / 3600, files=True):
     client.log_inputs(run_id, [DatasetInput(held, [InputTag("mlflow.data.context", "evaluation")])])
     squares = [np.full((96, 96, 3), 9, np.uint8)] * 4
     about = [
-        {"sample": i, "classes": [CLASSES[i]], "predicted": CLASSES[i - i % 2], "loss": 0.1}
+        {
+            "sample": i,
+            "classes": [CLASSES[i]],
+            "predicted": CLASSES[i - i % 2],
+            "loss": 0.1,
+            "probability": 0.25 * i,
+        }
         for i in range(4)
     ]
     labels = np.zeros((4, 1), np.int32)
@@ -123,7 +129,8 @@ def test_images_stand_with_what_they_were_taken_for(page):
     crafted = CRAFTED.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     crafted = crafted.replace('"', "&#34;")
     assert shown[:4] == [
-        crafted, f"{crafted}, not =1+1", "x" * 300, f"{'x' * 300}, not class 3",
+        f"{crafted} (0.0%)", f"{crafted} (25.0%), not =1+1", f"{'x' * 300} (50.0%)",
+        f"{'x' * 300} (75.0%), not class 3",
     ]  # fmt: skip
     assert shown[4:] == [crafted] * 4  # training images, of which nothing is predicted
     assert page[0].count('<li class="wrong">') == 2

@@ -1,7 +1,8 @@
 """Images that are kept for display: a few of an evaluation, and its worst errors.
 
-They are one picture, a row of squares, and facts about each of them as JSON: `sample`, its number;
-`classes`, of its labels; `predicted` and `loss`, null without a prediction.
+They are one picture, a row of squares with captions, and facts about each of them as JSON:
+`sample`, its number; `classes`, of its labels; `predicted`, the `probability` of that class, and
+`loss`, null without a prediction.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,14 +29,19 @@ NUM_TRAINING: Final = 24
 MOST_LABELS: Final = 8
 """Labels shown for an image."""
 _PIXELS: Final = SIDE * SIDE * 3
-_ROW: Final = _PIXELS + 4 + MOST_LABELS
-"""Numbers for one image: pixels, 1, sample, predicted, loss, labels + 1."""
+_ROW: Final = _PIXELS + 5 + MOST_LABELS
+"""Numbers for one image: pixels, 1, sample, predicted, its probability, loss, labels + 1."""
 
 
 class ExampleImages:
     """The candidates among one rank's images, then those of all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sigmoid: bool = False) -> None:
+        """
+        Args:
+            is_sigmoid: probabilities are by sigmoid, not by softmax.
+        """
+        self._is_sigmoid = is_sigmoid
         self._held: dict[str, list[tuple[float, Float64Array]]] = {kind: [] for kind in KINDS}
 
     def add_batch(
@@ -69,7 +75,10 @@ class ExampleImages:
             known = [one + 1 for one in labels[index].tolist() if one >= 0][:MOST_LABELS]
             known += [0] * (MOST_LABELS - len(known))
             pixels = square(images[index].cpu().numpy()).reshape(-1)
-            numbers = [1, samples[index], of_class[index], np.nan_to_num(loss[index]), *known]
+            scores = logits[index].float()
+            shares = scores.sigmoid() if self._is_sigmoid else scores.softmax(0)
+            best = [of_class[index], float(shares[int(of_class[index])])]
+            numbers = [1, samples[index], *np.nan_to_num([*best, loss[index]]), *known]
             return np.concatenate([pixels, numbers])
 
         unwanted: Float64Array = np.where(counts > 0, 0.0, np.inf)
@@ -129,12 +138,14 @@ def example_files(rows: Float64Array, classes: Sequence[str]) -> dict[str, bytes
         squares = [row[:_PIXELS].astype(np.uint8).reshape(SIDE, SIDE, 3) for row in some]
         about = []
         for row in some:
-            _, sample, predicted, loss, *labels = row[_PIXELS:]
-            known = [classes[int(one) - 1] for one in labels if one]
-            name = classes[int(predicted)]
-            about.append(
-                {"sample": int(sample), "classes": known, "predicted": name, "loss": float(loss)}
-            )
+            _, sample, predicted, probability, loss, *labels = row[_PIXELS:]
+            about.append({
+                "sample": int(sample),
+                "classes": [classes[int(one) - 1] for one in labels if one],
+                "predicted": classes[int(predicted)],
+                "probability": float(probability),
+                "loss": float(loss),
+            })  # fmt: skip
         files |= picture(kind, squares, about)
     return files
 
@@ -156,6 +167,17 @@ def picture(
     """The row of squares as JPEG and facts about each as JSON; nothing if there are no images."""
     if not squares:
         return {}
-    nothing = {"predicted": None, "loss": None}
-    text = json.dumps([{**nothing, **one} for one in about], indent=1)
-    return {f"{name}.jpg": strip(squares), f"{name}.json": text.encode()}
+    nothing = {"predicted": None, "probability": None, "loss": None}
+    facts = [{**nothing, **one} for one in about]
+    row = strip(squares, [*map(_caption, facts)])
+    return {f"{name}.jpg": row, f"{name}.json": json.dumps(facts, indent=1).encode()}
+
+
+def _caption(facts: dict[str, Any]) -> list[str]:
+    """Lines below an image: its class, and the predicted one with its probability."""
+    lines = [f"true: {', '.join(facts['classes']) or 'no label'}"]
+    if facts["predicted"] is not None:
+        lines.append(f"pred.: {facts['predicted']}")
+    if facts["probability"] is not None:
+        lines.append(f"{facts['probability']:.1%}")
+    return lines

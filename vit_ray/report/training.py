@@ -64,7 +64,9 @@ def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Galle
             classes, predicted = list(map(str, one["classes"])), one["predicted"]
             is_wrong = predicted is not None and predicted not in classes
             truth = ", ".join(classes) or "no label"
-            texts.append(f"{predicted}, not {truth}" if is_wrong else truth)
+            share = one.get("probability")  # earlier versions kept none
+            shown = "" if share is None else f" ({share:.1%})"
+            texts.append(f"{predicted}{shown}, not {truth}" if is_wrong else f"{truth}{shown}")
             wrong.append(is_wrong)
     except (ValueError, TypeError, KeyError):
         return None
@@ -76,6 +78,8 @@ def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Galle
         note = "Wrong predictions, sorted by loss, highest first."
     else:
         note = f"The first {len(texts)} images; a cross marks a wrong prediction."
+    if shown:
+        note += " In brackets: the probability of the prediction."
     return Gallery(title, strip, texts, wrong, note)
 
 

@@ -207,7 +207,8 @@ class Evaluator:
         """Also returns what is kept: images, and tables of which class was taken for which."""
         answers, recipe, device = self._job.answers, self._job.recipe, self._engine.device
         rank = self._link.rank
-        confusion, images, batches = Confusion(), ExampleImages(), self._watched("eval")
+        confusion, batches = Confusion(), self._watched("eval")
+        images = ExampleImages(is_sigmoid=recipe.train.loss == "sigmoid")
         accuracy = measure_accuracy(self._engine, batches, recipe, answers, confusion, images)
         classes = answers.classes if answers else self._job.classes
         rows = images.chosen(all_rows(images.candidates(rank), device), rank)

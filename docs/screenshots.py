@@ -32,8 +32,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from vit_ray.metric_names import DEV_TOP1
-from vit_ray.mlflow_internals import VIEW_PARAMETER
-from vit_ray.tracking.mlflow_client import VIEW
+from vit_ray.mlflow_internals import VIEW, VIEW_PARAMETER
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

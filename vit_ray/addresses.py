@@ -8,6 +8,8 @@ from urllib.parse import unquote, urlsplit
 PLACEHOLDER: Final = "s3://BUCKET"
 """Placeholder in shipped recipes for the user's own place of data and runs."""
 SQLITE: Final = "sqlite:///"
+LOCAL_SERVER: Final = "http://127.0.0.1:5000"
+"""What `mlflow ui` serves without options."""
 _MAGIC: Final = b"SQLite format 3\0"
 """First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty."""
 _RUN_PARTS: Final = 4

@@ -43,6 +43,8 @@ VIEW_TAG: Final = "mlflow.sharedViewState."
 the fields that `view_state` writes; other versions ignore fields that they do not have."""
 VIEW_PARAMETER: Final = "viewStateShareKey"
 """Parameter of the page's address: the key."""
+VIEW: Final = "vit_ray"
+"""Key of the view that links open."""
 VIEW_FIELDS: Final = (
     "compareRunCharts", "compareRunSections", "isAccordionReordered", "selectedColumns",
     "orderByKey", "orderByAsc",
@@ -165,6 +167,20 @@ def view_state(section: str, metrics: Sequence[str], columns: Sequence[str], ord
     first = {"uuid": section, "name": section, "display": True, "isReordered": True}
     values = (charts, [first], True, [*map(quoted, columns)], quoted(order_by), False)
     return json.dumps(dict(zip(VIEW_FIELDS, values, strict=True)))
+
+
+def runs_page(address: str, experiment: str, *, has_view: bool) -> str:
+    """Link to the list of an experiment's runs.
+
+    Without its last part MLflow opens pages about language models and traces.
+
+    Args:
+        address: of the server.
+        experiment: its id.
+        has_view: the experiment has the view `VIEW`.
+    """
+    link = f"{address}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+    return link + (f"&{VIEW_PARAMETER}={VIEW}&compareRunsMode=CHART" if has_view else "")
 
 
 def latest_points(run: Run) -> Iterable[Metric]:

@@ -14,6 +14,7 @@ from tests.tracking.stored_runs import store_run
 from vit_ray.report.figures.chart_list import cells
 from vit_ray.report.page import write_report
 from vit_ray.report.runs import Archive
+from vit_ray.tracking.mlflow_client import page_hint
 
 MODELS = {"ViT-Ti/16": 1.3, "ViT-S/16": 4.6, "R50x1": 4.1, "R50x1+ViT-B/32": 8.5}
 TRAINED_ON = ["data/digits", '[{"path": "data/faces", "weight": 2.0}]']
@@ -206,6 +207,7 @@ def test_every_figure_is_a_file_too(built):
     assert drawn <= {path.stem for path in folder.glob("*.csv")}
     assert {"table_6", "every_training_of_this_report"} <= {p.stem for p in folder.glob("*.tex")}
     links = [a["href"] for tag, a in Page(built[1]).tags if tag == "a"]
+    links = [link for link in links if not link.startswith("http://127.0.0.1")]
     assert links
     assert all((built[0].parent / link).is_file() for link in links)
 
@@ -218,8 +220,10 @@ def test_the_table_of_trainings_says_how_each_was_made_and_where_mlflow_has_it(b
     assert re.fullmatch("[0-9a-f]{32}", whole["run id"])
     page = Page(built[1])
     links = [a["href"] for tag, a in page.tags if tag == "a"]
-    assert all(link.startswith("report-figures/") for link in links)  # there is no server
-    assert "mlflow server --backend-store-uri sqlite:///" in page.text
+    runs = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
+    assert links[-1] == runs
+    assert all(link.startswith("report-figures/") for link in links[:-1])  # there is no server
+    assert f"mlflow ui --backend-store-uri {study[0]} and then {runs}" in page.text
 
 
 def test_runs_lead_to_the_pages_of_an_mlflow_server(study):
@@ -229,7 +233,11 @@ def test_runs_lead_to_the_pages_of_an_mlflow_server(study):
     link = f"https://mlflow.example.org/#/experiments/1/runs/{first.run_id}"
     assert archive.link(first) == link
     assert cells(archive.runs, archive).links[1] == link
-    assert archive.opening.endswith("in MLflow at https://mlflow.example.org.")
+    runs = "https://mlflow.example.org/#/experiments/1/runs?workflowType=machine_learning"
+    assert archive.opening.endswith(f"in MLflow: {runs}")
+    MlflowClient(study[0]).set_experiment_tag("1", "mlflow.sharedViewState.vit_ray", "{}")
+    viewed = Archive(study[0], study[1]).opening
+    assert viewed.endswith(page_hint(study[0], "1", has_view=True))
 
 
 def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):

@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from vit_ray import kept_curve
-from vit_ray.addresses import OtherFiles, files_elsewhere, require_store
+from vit_ray.addresses import LOCAL_SERVER, OtherFiles, files_elsewhere, require_store
 from vit_ray.config.model_names import model_family
 from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before, tags_of
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
@@ -35,7 +35,14 @@ from vit_ray.metric_names import (
     TRANSFER_GROUP,
     TRANSFER_MEAN_TOP1,
 )
-from vit_ray.mlflow_internals import SERVED, file_of_server, latest_points
+from vit_ray.mlflow_internals import (
+    SERVED,
+    VIEW,
+    VIEW_TAG,
+    file_of_server,
+    latest_points,
+    runs_page,
+)
 from vit_ray.report.figures.histories import CONNECTIONS, Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
@@ -393,6 +400,8 @@ class Archive:
                 "(give one of these, or a run id)"
             )
         self.experiment = str(found.name)
+        self._experiment_id = str(found.experiment_id)
+        self._has_view = f"{VIEW_TAG}{VIEW}" in found.tags
         everything: list[RecordedRun] = []
         token: str | None = ""
         while token is not None:
@@ -505,10 +514,15 @@ class Archive:
 
     @property
     def opening(self) -> str:
-        """Where each run's recipe, events and files are."""
-        server = f"mlflow server --backend-store-uri {self.address}"
-        where = f" at {self.address}." if self.is_server else f": {server}"
-        return f"Recipe, events and files of each run are in MLflow{where}"
+        """Where each run's recipe, events and files are: as commands print it."""
+        address, before = self.address, ""
+        if not self.is_server:
+            address, before = (
+                LOCAL_SERVER,
+                f"mlflow ui --backend-store-uri {self.address} and then ",
+            )
+        link = runs_page(address, self._experiment_id, has_view=self._has_view)
+        return f"Recipe, events and files of each run are in MLflow: {before}{link}"
 
 
 def paths_of(recorded: str) -> list[str]:

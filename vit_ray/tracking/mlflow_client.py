@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
-from vit_ray.addresses import SQLITE, sqlite_file
+from vit_ray.addresses import LOCAL_SERVER, SQLITE, sqlite_file
 from vit_ray.config.secrets import redact, userinfo
 from vit_ray.metric_names import (
     DEV_TOP1,
@@ -19,7 +19,7 @@ from vit_ray.metric_names import (
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
 )
-from vit_ray.mlflow_internals import VIEW_PARAMETER, VIEW_TAG, view_state
+from vit_ray.mlflow_internals import VIEW, VIEW_TAG, runs_page, view_state
 from vit_ray.tracking.file_lock import lock_file
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
@@ -32,8 +32,6 @@ _TAGS = {
         "of the test set."
     ),
 }
-VIEW: Final = "vit_ray"
-"""Key of the view that links open."""
 _VIEW_STATE: Final = view_state(
     "results",
     (TRAIN_LOSS, DEV_TOP1, EVAL_TOP1, TRAIN_IMAGES_PER_S, RUN_GOODPUT),
@@ -236,9 +234,8 @@ def page_hint(uri: str, experiment: str | None = None, *, has_view: bool = False
         has_view: the experiment has the view of `share_view`.
     """
     is_file = sqlite_file(uri) is not None
-    link = "http://127.0.0.1:5000" if is_file else safe_uri(uri).rstrip("/")
+    link = LOCAL_SERVER if is_file else safe_uri(uri).rstrip("/")
     if experiment:
-        link += f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
-        link += f"&{VIEW_PARAMETER}={VIEW}&compareRunsMode=CHART" if has_view else ""
+        link = runs_page(link, experiment, has_view=has_view)
     command = f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
     return f"{command} and then {link}" if is_file else link

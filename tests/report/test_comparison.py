@@ -287,6 +287,58 @@ def test_initial_weights_are_one_row_and_a_loss_says_what_it_is_on(store):
     assert rows == ["loss on the test set", "loss, dev split"]
 
 
+def test_a_sweep_is_compared_by_its_retraining(store):
+    base = {"model.name": "ViT-S/16", "seed": 0}
+    store.run("scratch", {"eval/top1": 0.6}, {**base, "optim.learning_rate": 0.3})
+    sweep = store.run("rates", {"eval/top1": 0.9}, tags={"vit_ray.kind": "sweep"})
+    below = {"mlflow.parentRunId": sweep}
+    for rate, top1 in ((0.1, 0.99), (0.2, 0.98)):
+        tags = {**below, "vit_ray.kind": "sweep_trial", "vit_ray.sweep_stage": "sweep_trial"}
+        params = {**base, "optim.learning_rate": rate}
+        store.run(f"rates-lr{rate}", {"dev/top1": top1}, params, tags)
+    tags = {**below, "vit_ray.kind": "finetune", "vit_ray.sweep_stage": "finetune"}
+    params = {**base, "optim.learning_rate": 0.1}
+    store.run("rates-final", {"eval/top1": 0.9}, params, tags)
+    for words, mean in ((("scratch", "rates"), 0.3), (("rates", "scratch"), -0.3)):
+        found = store.compare(*words)
+        (one,) = found.differences
+        assert (one.cell, one.mean) == ("ViT-S/16", pytest.approx(mean))
+        assert {*found.keys["optim.learning_rate"]} == {"0.1", "0.3"}
+        kinds = [row[2] for row in found.sections()[0].tables[0].rows]
+        assert "a sweep, compared by its retraining rates-final" in kinds
+
+
+def test_the_cost_of_a_fine_tuning_is_also_given_with_its_pre_training(store):
+    costs = {"study/exaflops": 8.0, "cost/core_days": 2.0}
+    tags = {"vit_ray.kind": "pretrain", "vit_ray.run_folder": "/runs/pre"}
+    store.run("pre", costs, {"model.name": "ViT-S/16", "seed": 0}, tags)
+    tags = {"vit_ray.kind": "finetune", "init_from": "/runs/pre/step-00000007"}
+    own = {"eval/top1": 0.9, "study/exaflops": 1.0, "cost/core_days": 0.5}
+    store.run("tuned", own, {"model.name": "ViT-S/16", "seed": 0}, tags)
+    scratch = {"eval/top1": 0.6, "study/exaflops": 1.0, "cost/core_days": 0.25}
+    store.run("scratch", scratch, {"model.name": "ViT-S/16", "seed": 0})
+    rows = {row[1]: row[2:5] for row in store.compare("tuned", "scratch").difference_table().rows}
+    assert rows["exaFLOPs"] == ["1", "1", "0"]
+    assert rows["exaFLOPs with pre-training"] == ["9", "1", "-8"]
+    assert rows["core-days with pre-training"] == ["2.5", "0.25", "-2.25"]
+    assert store.compare("tuned", "scratch").keys == {
+        "init_from": ("/runs/pre/step-00000007", "unset")
+    }
+    alone = store.compare("scratch", "pre").difference_table().rows
+    assert not [row for row in alone if "pre-training" in str(row[1])]
+
+
+def test_a_comparison_says_what_interrupted_either_side(store):
+    store.run("calm", {"eval/top1": 0.6}, tags={"mlflow.vit_ray.events.first_step": "1"})
+    events = {f"mlflow.vit_ray.events.{kind}": "1" for kind in ("worker_failed", "resumed")}
+    lost = {"run/lost_s": 40.0, "run/repeated_s": 30.0}
+    store.run("shaken", {"eval/top1": 0.7, **lost}, tags=events)
+    assert (
+        "interruptions: calm: none recorded; shaken: worker failed, resumed (1:10 min of work "
+        "repeated or lost)" in store.compare("calm", "shaken").sections()[2].texts
+    )
+
+
 def test_a_fork_names_its_parent_and_its_curve_begins_where_they_part(store):
     ids = [store.run("parent"), store.run("fork", tags={TAG: "parent at step 4"})]
     for run_id, first in zip(ids, (1, 5), strict=True):

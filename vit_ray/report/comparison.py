@@ -18,6 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray.addresses import require_store
 from vit_ray.config.branch_origin import TAG
+from vit_ray.measure.goodput import TimeClass
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
     DEV_GROUP,
@@ -25,10 +26,12 @@ from vit_ray.metric_names import (
     EVAL_LOSS,
     EVAL_TOP5,
     PERF_MFU,
+    RUN_GROUP,
     STUDY_EXAFLOPS,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
 )
+from vit_ray.outcomes import EventKind
 from vit_ray.report.document import Section, write_page
 from vit_ray.report.figures.chart_list import CURVES, curve_series
 from vit_ray.report.figures.charts import Axis, Chart
@@ -43,6 +46,7 @@ from vit_ray.report.runs import (
 )
 from vit_ray.report.statistics.accuracies import ACCURACIES, accuracy_name, studied, trainings
 from vit_ray.report.statistics.groups import (
+    PRETRAINING,
     TRAINING_IMAGES,
     WEIGHTS,
     Group,
@@ -51,7 +55,7 @@ from vit_ray.report.statistics.groups import (
 )
 from vit_ray.report.statistics.intervals import Tested, of_difference
 from vit_ray.report.statistics.seeds import mean_of, one_run_a_cell
-from vit_ray.report.tables import Column, Table, Value, percent
+from vit_ray.report.tables import Column, Table, Value, duration, percent
 
 _EVALUATED: Final = {**ACCURACIES, EVAL_TOP5: "top-5 accuracy", EVAL_LOSS: "loss"}
 _ON_DEV: Final = {
@@ -59,6 +63,8 @@ _ON_DEV: Final = {
     for key, name in _EVALUATED.items()
     if key.startswith(EVAL_GROUP)
 }
+_WHOLE: Final = " with pre-training"
+"""End of the key of a cost that includes the trainings whose weights a run started from."""
 METRICS: Final = {
     **_EVALUATED,
     EVAL_LOSS: "loss on the test set",
@@ -67,10 +73,19 @@ METRICS: Final = {
     TRAIN_IMAGES_PER_S: "images/s",
     PERF_MFU: "MFU",
     STUDY_EXAFLOPS: "exaFLOPs",
+    f"{STUDY_EXAFLOPS}{_WHOLE}": f"exaFLOPs{_WHOLE}",
     COST_CORE_DAYS: "core-days",
+    f"{COST_CORE_DAYS}{_WHOLE}": f"core-days{_WHOLE}",
 }
+_INTERRUPTIONS: Final = (
+    EventKind.WORKER_FAILED, EventKind.HUNG, EventKind.OUT_OF_MEMORY, EventKind.PREEMPTION,
+    EventKind.ROLLED_BACK, EventKind.RESIZING, EventKind.STOPPED, EventKind.RETRIED,
+    EventKind.RESUMED,
+)  # fmt: skip
 _FOLLOWS: Final = {TRAINING_IMAGES}
 """Keys that follow from other keys."""
+SWEEP: Final = "sweep"
+"""Kind of a run that stands for the retraining of its selected point."""
 MOST_KEYS: Final = 4
 """Keys named in the headline."""
 ONE_SEED: Final = (
@@ -105,8 +120,21 @@ class Side:
     @property
     def kind(self) -> str:
         """Description for messages."""
+        if self.root.kind == SWEEP:
+            return f"a sweep, compared by its retraining {', '.join(run.name for run in self.runs)}"
         what = self.root.kind or "parent run"
         return f"a {what} of {len(self.runs)} trainings" if self.is_group else "a single run"
+
+    @property
+    def interruptions(self) -> str:
+        """What interrupted its trainings, and the time that this cost."""
+        tags = {name for run in self.runs for name in run.tags}
+        kinds = [k for k in _INTERRUPTIONS if f"vit_ray.events.{k.replace(' ', '_')}" in tags]
+        costs = (TimeClass.REPEATED, TimeClass.LOST)
+        keys = [f"{RUN_GROUP}{one}_s" for one in costs]
+        lost_s = sum(run.recorded.get(key, 0.0) for run in self.runs for key in keys)
+        text = ", ".join(kinds) or "none recorded"
+        return f"{text} ({duration(lost_s)} of work repeated or lost)" if kinds else text
 
 
 @dataclass(frozen=True)
@@ -175,6 +203,10 @@ class Comparison:
         names = [Column(f"{letter}: {side.root.name}") for letter, side in sides]
         keys = [[key, *values] for key, values in self.keys.items()]
         notes = [ONE_SEED] if all(one.standard_error is None for one in self.differences) else []
+        notes.append(
+            f"interruptions: {self.a.root.name}: {self.a.interruptions}; "
+            f"{self.b.root.name}: {self.b.interruptions}"
+        )
         notes += [
             f"only in {side.root.name}, not compared: {'; '.join(cells)}"
             for side, cells in ((self.a, self.only_a), (self.b, self.only_b))
@@ -307,16 +339,16 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
 
     Raises:
         ValueError: a run does not exist or its name is not unique, one is a single run and the
-            other is not, or they have no cell or no metric in common.
+            other a study, or they have no cell or no metric in common.
     """
     require_store(uri)
     client = MlflowClient(uri)
     sides = [_side(Archive(uri, _find_run(client, experiment, word))) for word in words]
     a, b = sides
-    if a.is_group != b.is_group:
+    if a.is_group != b.is_group and SWEEP not in (a.root.kind, b.root.kind):
         raise ValueError(
-            f"compare: {a.root.name!r} is {a.kind} and {b.root.name!r} {b.kind}; give two runs (a "
-            "cell of a study is one, by its name), or two studies or sweeps"
+            f"compare: {a.root.name!r} is {a.kind} and {b.root.name!r} {b.kind}; give two runs or "
+            "sweeps (a cell of a study is a run, by its name), or two studies"
         )
     cells = _cells(a, b)
     common = [cell for cell in cells[0] if cell in cells[1]]
@@ -333,9 +365,13 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
         for metric in (*METRICS, *tasks):
             # A seed that was trained twice counts once, with the later run.
             by_a, by_b = (
-                {run.seed: run.recorded[metric] for run in one[cell] if metric in run.recorded}
+                {run.seed: value for run in one[cell] if (value := _value(run, metric)) is not None}
                 for one in cells
             )
+            if metric.endswith(_WHOLE) and not any(
+                run.origin for one in cells for run in one[cell]
+            ):
+                continue
             if by_a and by_b:
                 is_paired = by_a.keys() == by_b.keys() and len(by_a) == len(cells[0][cell])
                 of_a, of_b = (tuple(one[seed] for seed in sorted(one)) for one in (by_a, by_b))
@@ -350,6 +386,11 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     only_a, only_b = ([cell for cell in one if cell not in common] for one in cells)
     keys = _key_differences([(cells[0][cell], cells[1][cell]) for cell in common])
     return Comparison(a, b, keys, found, only_a, only_b)
+
+
+def _value(run: RecordedRun, metric: str) -> float | None:
+    key = metric.removesuffix(_WHOLE)
+    return run.recorded.get(metric) if key == metric else run.in_all(key)
 
 
 def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
@@ -398,13 +439,14 @@ def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
 
 
 def _side(archive: Archive) -> Side:
-    root = archive.parent
-    assert root is not None
+    assert archive.parent is not None
+    # As it is among the runs, which know the trainings that they started from.
+    root = next(run for run in archive.runs if run.run_id == archive.parent.run_id)
     below, _ = one_run_a_cell(run for run in archive.runs if run.run_id != root.run_id)
     counted = [
         run for run in studied(trainings(below)) if not run.is_trial and run.status == "FINISHED"
     ]
-    if root.kind in ("study", "sweep", "vtab") and not counted:
+    if root.kind in ("study", SWEEP, "vtab") and not counted:
         raise ValueError(
             f"compare: {root.kind} {root.name!r} has no finished trainings to compare yet"
         )
@@ -413,9 +455,10 @@ def _side(archive: Archive) -> Side:
 
 def _cells(a: Side, b: Side) -> tuple[Cells, Cells]:
     """Trainings of each side by the name of their cell."""
-    if not a.is_group:
-        name = a.root.label if a.root.label == b.root.label else "both"
-        return {name: [a.root]}, {name: [b.root]}
+    if not (a.is_group and b.is_group):
+        labels = {run.label for run in (*a.runs, *b.runs)}
+        name = labels.pop() if len(labels) == 1 else "both"
+        return {name: [*a.runs]}, {name: [*b.runs]}
     axes: set[str] = set()
     for side in (a, b):
         rows: dict[str, list[Group]] = {}
@@ -452,6 +495,8 @@ def _key_differences(
         keys = {key for side in known for one in side for key in one} - _FOLLOWS
         if all(one.get(WEIGHTS) in (None, one.get("init_from")) for side in known for one in side):
             keys.discard(WEIGHTS)  # the same row twice
+        if not all(any(run.origin for run in side) for side in pair):
+            keys = {key for key in keys if not key.startswith(PRETRAINING)}  # init_from says it
         for key in keys:
             held = [sorted({one.get(key, "unset") for one in side}) for side in known]
             if held[0] != held[1]:

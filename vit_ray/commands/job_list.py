@@ -208,8 +208,8 @@ _ALL = (
     Command(
         "report",
         "One HTML page of tables and figures of the recipe's run or experiment, from MLflow; "
-        "`report compare A B [RECIPE] [key=value ...]` shows what differs between two runs or two "
-        "studies, given by name or id.",
+        "`report compare A B [RECIPE] [key=value ...]` shows what differs between two runs or "
+        "sweeps, or two studies, given by name or id.",
         "vit_ray.commands.report:report_page",
         ("report", "name", "output", "tracking", "plan.price_per_gpu_hour"),
         "digits",

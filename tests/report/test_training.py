@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param
 from mlflow.tracking import MlflowClient
 
 from tests.report.made_runs import made
@@ -266,6 +266,22 @@ def test_files_of_something_else_are_left_out(store, content):
     assert not found["Images and errors"].galleries
     assert not found["Images and errors"].tables
     assert [row[2] for row in found["Events"].tables[0].rows] == [3]
+
+
+def test_the_page_says_where_the_model_card_is(store):
+    run_id, client = record(store), MlflowClient(store)
+    assert "Model card" not in " ".join(sections(store, run_id)["How to run it again"].texts)
+    model = client.create_logged_model("1", name="flowers", source_run_id=run_id)
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 30)])
+    assert "Model card" not in " ".join(sections(store, run_id)["How to run it again"].texts)
+    card = Path(model.artifact_location) / "README.md"
+    card.parent.mkdir(parents=True)
+    card.write_text("# flowers")
+    assert sections(store, run_id)["How to run it again"].texts[-1] == f"Model card: {card}"
+    archive = Archive(store, run_id)
+    archive.is_server, archive.address = True, "https://mlflow.example.org"
+    page = f"https://mlflow.example.org/#/experiments/1/models/{model.model_id}"
+    assert archive.card(archive.runs[0]) == page
 
 
 def test_the_time_of_several_trainings_is_one_sum(store):

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 from mlflow.entities import Experiment, Run
 from mlflow.exceptions import MlflowException
@@ -505,6 +506,22 @@ class Archive:
 
     def _elsewhere(self, run: RecordedRun) -> OtherFiles | None:
         return files_elsewhere(self._uri, str(run.run.info.artifact_uri))
+
+    def card(self, run: RecordedRun) -> str:
+        """Where the model card of the run's logged model is: a page of the server, or a file."""
+        outputs = getattr(run.run, "outputs", None)
+        models = outputs.model_outputs if outputs else []
+        if not models:
+            return ""
+        info, model_id = run.run.info, models[-1].model_id
+        if self.is_server:
+            return f"{self.address}/#/experiments/{info.experiment_id}/models/{model_id}"
+        try:
+            place = urlsplit(str(self._client.get_logged_model(model_id).artifact_location))
+        except MlflowException:
+            return ""
+        card = Path(unquote(place.path)) / "README.md"
+        return str(card) if place.scheme in ("", "file") and card.is_file() else ""
 
     def link(self, run: RecordedRun) -> str:
         """Address of the run on the MLflow server's pages; empty without a server."""

@@ -44,6 +44,8 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
             f"Git commit {run.short_commit}; the whole recipe is the file recipe.yaml of the run "
             f"in MLflow, run id {run.run_id}.",
         ]
+    if card := archive.card(run):
+        again.append(f"Model card: {card}")
     return [
         Section("Images and errors", galleries=shown, tables=[*_confusion(archive, run)]),
         time_section([run], price),

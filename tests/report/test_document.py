@@ -20,7 +20,7 @@ from vit_ray.report.document import (
 )
 from vit_ray.report.figures import charts
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series
-from vit_ray.report.tables import Column, Table, percent
+from vit_ray.report.tables import Column, Table, number, percent
 
 
 def chart(title):
@@ -71,6 +71,20 @@ def test_what_has_nothing_to_show_is_not_there():
         Section("Two", charts=[empty, chart("A figure")]),
     ]
     assert [(one.title, len(one.charts)) for one in with_content(sections)] == [("Two", 1)]
+
+
+def test_a_name_in_brackets_leads_to_its_row_if_only_one_row_has_it():
+    rows = [["a", 1.0], ["b <i>", 2.0], ["twice", 3.0], ["twice", 4.0]]
+    table = Table("Runs", [Column("run"), Column("loss", number)], rows, has_places=True)
+    lead = ["a wins (a, b <i>, twice), not (90 %)."]
+    text = render(
+        "t", [Section("s", tables=[table, Table("Other", table.columns, rows)])], lead=lead
+    )
+    assert (
+        'a wins (<a href="#runs-1">a</a>, <a href="#runs-2">b &lt;i&gt;</a>, twice), not (90 %).'
+        in text
+    )
+    assert re.findall('<tr id="(.*?)">', text) == [f"runs-{number}" for number in (1, 2, 3, 4)]
 
 
 def test_figures_of_an_earlier_page_go_and_others_files_stay(tmp_path):

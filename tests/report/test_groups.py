@@ -423,7 +423,8 @@ def test_a_sweep_of_rates_is_no_mean_and_joins_no_dev_split_to_a_test_set():
     assert sweeps.sweep_sentences(runs) == [
         "Learning rate 0.01 wins on the dev split (100.00 %), best of 3. 0.01 is the largest rate "
         "tried: try 0.03.",
-        "Test top-1 85.00 +- 7.07 % over 2 seeds, learning rate 0.01.",
+        "Test top-1 85.00 +- 7.07 % over 2 seeds, learning rate 0.01 (digits-final-lr0.01-seed0, "
+        "digits-final-lr0.01-seed1).",
     ]
 
 

@@ -276,7 +276,18 @@ def test_what_a_branch_shares_with_its_trunk_is_counted_once():
         one.run.data.tags["vit_ray.branched_from"] = f"{trunk.name} at step 80"
     branch.run.data.params["train.global_batch_size"] = "32"
     # The last fifth of the branch.
-    assert totals([trunk, branch, unknown]) == ["Total: 12 exaFLOPs and 2.4 core-days."]
+    assert totals([trunk, branch, unknown]) == [
+        "Total cost of 3 trainings: 12 exaFLOPs, 2.4 core-days."
+    ]
+
+
+def test_the_cost_is_what_is_known_in_units_that_people_read():
+    one = cell("ViT-B/32", 0, **{"cost/core_days": 0.003, "cost/gpu_hours": 36.0})
+    del one.run.data.metrics["study/exaflops"]
+    assert totals([one]) == [
+        "Total cost: 0.003 core-days (4:19 min of one worker), 1.5 GPU-days with start-up and "
+        "stalls."
+    ]
 
 
 def test_a_cells_own_transfers_are_rows_and_its_fine_tunings_are_not_counted_twice():

@@ -47,6 +47,16 @@ def test_columns_that_nobody_filled_are_dropped():
     assert [column.title for column in table.used().columns] == ["a", "c"]
 
 
+def test_what_all_rows_share_is_said_once():
+    heads = [Column("run"), Column("seed", number), Column("loss", number), Column("commit")]
+    rows = [["a", 0.0, 1.0, None], ["b", 0.0, 1.0, "c0ffee"]]
+    shown, shared = Table("t", heads, rows).without_shared(("seed", "commit"))
+    assert shared == "seed 0"
+    assert [column.title for column in shown.columns] == ["run", "loss", "commit"]
+    assert shown.rows == [["a", 1.0, None], ["b", 1.0, "c0ffee"]]
+    assert Table("t", heads, rows[:1]).without_shared(("seed",))[1] == ""
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(12.4, "12 s"), (185, "3:05 min"), (7620, "2:07 h"), (59.6, "1:00 min")]
 )

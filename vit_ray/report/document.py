@@ -12,14 +12,15 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from vit_ray.report.figures import charts
 from vit_ray.report.figures.charts import Chart
@@ -145,6 +146,7 @@ def render(
         opening=opening,
         files=files,
         refresh_s=refresh_s,
+        linked=partial(_linked, places=_places(sections)),
         still=lambda chart: Markup(charts.still(chart)),
         style=Markup(style),
         packed=base64.b64encode(gzip.compress(drawing, mtime=0)).decode() if drawing else "",
@@ -153,6 +155,30 @@ def render(
         "img-src data:; form-action 'none'; base-uri 'none'",
         licences=_source("licences.txt"),
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+
+
+def _places(sections: Sequence[Section]) -> dict[str, str]:
+    """Where in the page a name is, for first cells that are unique in a table with places."""
+    found: dict[str, str] = {}
+    for table in (table for section in sections for table in section.tables if table.has_places):
+        names = [str(row[0]) for row in table.rows]
+        places = {name: table.place_of(number) for number, name in enumerate(names, 1)}
+        found |= {name: place for name, place in places.items() if names.count(name) == 1}
+    return found
+
+
+def _linked(text: str, places: Mapping[str, str]) -> Markup:
+    """A text in which names in brackets are links to their places."""
+
+    def link(name: str) -> Markup:
+        place = places.get(name)
+        return Markup('<a href="#{}">{}</a>').format(place, name) if place else escape(name)
+
+    parts = re.split(r"(?<=\()([^()]+)(?=\))", text)  # what is in brackets has odd numbers
+    return Markup("").join(
+        Markup(", ").join(map(link, part.split(", "))) if number % 2 else part
+        for number, part in enumerate(parts)
     )
 
 

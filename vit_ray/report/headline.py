@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
+    COST_GPU_HOURS,
     EVAL_LAST_TOP1,
     EVAL_TOP1,
     STUDY_EXAFLOPS,
@@ -134,7 +135,12 @@ def totals(runs: Sequence[RecordedRun]) -> list[str]:
     for key, name in ((STUDY_EXAFLOPS, "exaFLOPs"), (COST_CORE_DAYS, "core-days")):
         values = [run.metrics[key] * own_share(run) for run in runs if key in run.metrics]
         found += [f"{number(sum(values))} {name}"] if values else []
-    return [f"Total: {' and '.join(found)}."] if found else []
+        if key == COST_CORE_DAYS and values and sum(values) < 1:
+            found[-1] += f" ({duration(86_400 * sum(values))} of one worker)"
+    if hours := [run.metrics[COST_GPU_HOURS] for run in runs if COST_GPU_HOURS in run.metrics]:
+        found.append(f"{number(sum(hours) / 24)} GPU-days with start-up and stalls")
+    count = f" of {len(runs)} trainings" if len(runs) > 1 else ""
+    return [f"Total cost{count}: {', '.join(found)}."] if found else []
 
 
 def _made(run: RecordedRun) -> str:

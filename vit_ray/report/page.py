@@ -46,6 +46,9 @@ _LAWS = (
     "over as many seeds: a single further run scatters more."
 )
 
+_SHARED = ("status", "data fraction", "seed", "git commit", "data fingerprint")
+"""Columns of the table of trainings that a page replaces by one sentence if all rows are equal."""
+
 
 @dataclass(frozen=True)
 class Written:
@@ -100,7 +103,8 @@ def write_report(
     shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
     ablations = [Section("Ablations", charts=[*shaped, *empirical_cost(archive.runs)])]
     curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
-    every = Section("Trainings", tables=[table])
+    shown, shared = table.without_shared(_SHARED)
+    every = Section("Trainings", [f"All rows: {shared}."] if shared else [], tables=[shown])
     alone = training_sections(archive, runs[0], price_per_gpu_hour) if len(runs) == 1 else []
     time = [] if alone else [time_section(runs, price_per_gpu_hour)]
     sections = [Section("Sweep", charts=sweep_charts(runs)), curves, *alone, every]
@@ -119,7 +123,7 @@ def write_report(
             else Section("Fitted power laws", unfitted),
             papers,
             *ablations,
-            Section("Cost and speed", totals(runs), figures.cost_and_speed(compared)),
+            Section("Cost and speed", charts=figures.cost_and_speed(compared)),
             *time,
             *sections,
         ]
@@ -131,7 +135,7 @@ def write_report(
     # The end of a local path is how a reader knows the data.
     short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
     whose = f", run {archive.parent.run_id} and the runs below it" if archive.parent else ""
-    lead = headline(archive, runs, laws)
+    lead = [*headline(archive, runs, laws), *totals(runs)]
     # Text at the top is not repeated below.
     sections = [replace(one, texts=[t for t in one.texts if t not in lead]) for one in sections]
     heads = [column.title for one in sections for table in one.tables for column in table.columns]

@@ -189,7 +189,8 @@ def _test_sentences(finished: Sequence[RecordedRun]) -> list[str]:
         whose = f"{name}: test" if len(sweeps) > 1 else "Test"
         rate = f"learning rate {chosen[0].params.get(RATE, '?')}"
         differs = f", differs in {rest}" if rest else ""
-        sentences.append(f"{whose} top-1 {mean} % over {seeds}, {rate}{differs}.")
+        names = f" ({', '.join(run.name for run in chosen)})" if len(sweeps) == 1 else ""
+        sentences.append(f"{whose} top-1 {mean} % over {seeds}, {rate}{differs}{names}.")
     return sentences
 
 

@@ -5,7 +5,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 Value = float | str | None
@@ -87,6 +87,8 @@ class Table:
     """Link of the first cell of each row."""
     number: int = 1
     """Number among tables and charts of one page whose captions give the same name."""
+    has_places: bool = False
+    """Sentences at the top of a page link to its rows."""
 
     @property
     def name(self) -> str:
@@ -103,6 +105,25 @@ class Table:
             [list(itertools.compress(row, filled)) for row in self.rows],
             self.links if filled[:1] == [True] else (),
         )
+
+    def without_shared(self, titles: Sequence[str]) -> tuple["Table", str]:
+        """Without those of these columns that have one value in all of several rows, and a text
+        with these values.
+        """
+        shared: dict[int, str] = {}
+        for index, column in enumerate(self.columns):
+            values = {row[index] for row in self.rows}
+            if column.title in titles and len(self.rows) > 1 and len(values) == 1:
+                shared[index] = next(self.cells())[index].text
+        kept = [index not in shared for index in range(len(self.columns))]
+        rows = [list(itertools.compress(row, kept)) for row in self.rows]
+        columns = list(itertools.compress(self.columns, kept))
+        texts = [f"{self.columns[index].title} {text}" for index, text in shared.items()]
+        return replace(self, columns=columns, rows=rows), ", ".join(texts)
+
+    def place_of(self, number: int) -> str:
+        """Name of a row, by its 1-based number, for links inside a page."""
+        return f"{self.name}-{number}" if self.has_places else ""
 
     def cells(self) -> Iterator[list[Cell]]:
         """Each row as the page shows it."""

@@ -369,35 +369,35 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
     columns: list[tuple[Column, Callable[[RecordedRun], Value]]] = [
         (Column("run"), lambda run: run.name),
         (Column("model"), lambda run: run.label),
-        numbers("data fraction", "data.fraction"),
-        numbers("epochs", "optim.epochs"),
-        numbers("steps", "optim.steps"),
-        numbers("exaFLOPs", STUDY_EXAFLOPS),
-        *(numbers(f"{n}-shot %", few_shot_top1(n), percent) for n in (1, 5, 10, 25)),
-        numbers("mean average precision %", EVAL_MEAN_AVERAGE_PRECISION, percent),
+        (Column("status"), lambda run: run.status.lower()),
         numbers("top-1 %", EVAL_TOP1, percent),
+        numbers("top-1 % averaged", EVAL_AVERAGED_TOP1, percent),
         (Column("measured on"), measured_on),
         numbers("last top-1 %", EVAL_LAST_TOP1, percent),
         numbers("best at step", RESULT_STEP),
-        tag("transfer to", "transfer_task"),
+        numbers("top-5 %", EVAL_TOP5, percent),
+        numbers("mean average precision %", EVAL_MEAN_AVERAGE_PRECISION, percent),
+        numbers("eval loss", EVAL_LOSS),
+        *(numbers(f"{n}-shot %", few_shot_top1(n), percent) for n in (1, 5, 10, 25)),
         *(
             numbers(f"{accuracy_name(key)} %", key, percent)
             for key in (MEAN_TRANSFER, *transfer_keys(runs))
         ),
-        tag("branched from", "branched_from"),
-        numbers("top-1 % averaged", EVAL_AVERAGED_TOP1, percent),
-        numbers("top-5 %", EVAL_TOP5, percent),
-        numbers("eval loss", EVAL_LOSS),
+        numbers("learning rate", "optim.learning_rate"),
+        numbers("epochs", "optim.epochs"),
+        numbers("steps", "optim.steps"),
+        numbers("data fraction", "data.fraction"),
         numbers("training images", IMAGES_KEY),
         numbers("images seen", STUDY_IMAGES_SEEN),
-        numbers("learning rate", "optim.learning_rate"),
         numbers("seed", "seed"),
+        tag("transfer to", "transfer_task"),
+        tag("branched from", "branched_from"),
+        numbers("exaFLOPs", STUDY_EXAFLOPS),
+        numbers("core-days", COST_CORE_DAYS),
+        (Column("wall time", duration), lambda run: run.elapsed_s),
         numbers("images/s", TRAIN_IMAGES_PER_S),
         numbers("MFU %", PERF_MFU, percent),
         numbers("data wait %", DATA_WAIT_FRACTION, percent),
-        numbers("core-days", COST_CORE_DAYS),
-        (Column("wall time", duration), lambda run: run.elapsed_s),
-        (Column("status"), lambda run: run.status.lower()),
         (Column("group"), lambda run: run.group.digest),
         tag("git commit", "git_commit"),
         (Column("data fingerprint"), lambda run: run.tags.get("vit_ray.data_fingerprint", "")[:12]),
@@ -406,7 +406,8 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
     rows = [[value(run) for _, value in columns] for run in runs]
     links = [archive.link(run) for run in runs] if archive and archive.is_server else []
     heads = [column for column, _ in columns]
-    return Table("Every training of this report", heads, rows, links).used()
+    table = Table("Every training of this report", heads, rows, links).used()
+    return replace(table, has_places=True)
 
 
 def own_share(run: RecordedRun) -> float:

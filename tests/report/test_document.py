@@ -76,14 +76,12 @@ def test_what_has_nothing_to_show_is_not_there():
 def test_a_name_in_brackets_leads_to_its_row_if_only_one_row_has_it():
     rows = [["a", 1.0], ["b <i>", 2.0], ["twice", 3.0], ["twice", 4.0]]
     table = Table("Runs", [Column("run"), Column("loss", number)], rows, has_places=True)
-    lead = ["a wins (a, b <i>, twice), not (90 %)."]
+    lead = ["a, not b, wins (a, b <i>, twice), not (90 %)."]
     text = render(
         "t", [Section("s", tables=[table, Table("Other", table.columns, rows)])], lead=lead
     )
-    assert (
-        'a wins (<a href="#runs-1">a</a>, <a href="#runs-2">b &lt;i&gt;</a>, twice), not (90 %).'
-        in text
-    )
+    links = '<a href="#runs-1">a</a>, <a href="#runs-2">b &lt;i&gt;</a>'
+    assert f"a, not b, wins ({links}, twice), not (90 %)." in text
     assert re.findall('<tr id="(.*?)">', text) == [f"runs-{number}" for number in (1, 2, 3, 4)]
 
 

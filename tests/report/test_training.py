@@ -60,7 +60,8 @@ def record(uri, *, num_classes=5, gpu_hours=4 * 8200 / 3600, files=True):
         [Param(k, str(v)) for k, v in run.params.items()],
     )
     facts = json.dumps({"num_images": 200, "num_classes": num_classes})
-    held = Dataset("flowers", "d" * 32, "vit_ray", "/data/flowers", profile=facts)
+    place = json.dumps({"uri": "/data/flowers"})
+    held = Dataset("flowers", "d" * 32, "vit_ray", place, profile=facts)
     client.log_inputs(run_id, [DatasetInput(held, [InputTag("mlflow.data.context", "evaluation")])])
     squares = [np.full((96, 96, 3), 9, np.uint8)] * 4
     about = [
@@ -203,6 +204,11 @@ def test_there_is_a_cost_where_there_is_a_price_and_were_gpus(store, more, price
     trained = {c.title: v for c, v in zip(table.columns, table.rows[0], strict=True)}
     assert trained["spent on"] == "training"
     assert trained.get("cost") == cost
+
+
+def test_a_data_set_is_named_by_its_address(page):
+    (row,) = page[1]["data_sets_of_the_training"]
+    assert row["from"] == "/data/flowers"
 
 
 def test_events_of_all_attempts_are_in_the_order_of_time(page):

@@ -228,8 +228,10 @@ class RecordedRun:
             uses = [tag.value for tag in one.tags if tag.key == "mlflow.data.context"]
             facts, held = _json(one.dataset.profile or ""), one.dataset
             facts = facts if isinstance(facts, dict) else {}
-            use = uses[0] if uses else ""
-            found.append(DataSet(use, held.name, str(held.digest), str(held.source), facts))
+            use, source = uses[0] if uses else "", str(held.source)
+            place = _json(source)  # ours: {"uri": ...}
+            place = str(place.get("uri", source)) if isinstance(place, dict) else source
+            found.append(DataSet(use, held.name, str(held.digest), place, facts))
         return found
 
     def num_tested(self, key: str) -> int | None:

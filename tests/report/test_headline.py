@@ -124,7 +124,7 @@ def test_of_equal_points_the_retrained_one_won():
                  metrics={"eval/top1": 0.8}, name="digits-final-lr0.03-seed0")  # fmt: skip
     won, tested = sweep_sentences([*trials, final])
     assert won.startswith("Learning rate 0.03 wins on the dev split (80.00 %), best of 3, by 0.00")
-    assert tested.endswith("learning rate 0.03.")
+    assert tested.endswith("learning rate 0.03 (digits-final-lr0.03-seed0).")
     assert sweep_sentences(trials)[0].startswith("Learning rate 0.01 wins")
 
 

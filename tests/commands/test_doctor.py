@@ -1,6 +1,7 @@
 """`vit-ray doctor`: each fault is told with its remedy, and nothing is left behind."""
 
 import resource
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.recipes import recipe_with
 from vit_ray.commands import doctor
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe
+from vit_ray.launch.cluster import connection
 from vit_ray.storage import Location
 
 
@@ -57,6 +59,18 @@ def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: 
     assert "RAY_ADDRESS=foo is not an address" in bad["Ray"]
     assert "not a database" in bad["MLflow"]
     assert "no right to write there" in bad["output"]
+
+
+def test_a_cluster_that_refuses_this_machines_token_is_a_fault(
+    tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that answers is not enough: the command itself would be refused."""
+    monkeypatch.setattr(connection, "token_problem", lambda *_: "token is missing")
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        found = findings(recipe_of(tmp_path))["Ray"]
+    assert not found.is_good
+    assert "requires its token (token is missing); copy ~/.ray/auth_token" in found.text
 
 
 @pytest.mark.parametrize("right", ["read", "list", "delete"])

@@ -124,12 +124,12 @@ def _open_files(_: Recipe) -> str:
 
 
 def _ray(_: Recipe) -> str:
-    from vit_ray.launch.cluster.connection import check_reachable
+    from vit_ray.launch.cluster.connection import check_address
 
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         return "RAY_ADDRESS is not set: the command starts its own Ray here"
-    check_reachable(address)
+    check_address(address)
     return f"answers at {address}"
 
 

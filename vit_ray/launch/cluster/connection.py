@@ -133,13 +133,7 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
         return shape(time.time())
     with _sigterm_as_before():
         if address := os.environ.get("RAY_ADDRESS"):
-            # Ray 2.60 turns on token authentication for local clusters, but not for an address. A
-            # cluster that was started on a machine with a token requires it; a cluster without
-            # authentication ignores it.
-            if AUTH_MODE not in os.environ and has_auth_token():
-                os.environ[AUTH_MODE] = "token"
-                reload_ray_config()
-            check_reachable(address)
+            check_address(address)
             _join(address)
         else:
             num_cpus = max(os.cpu_count() or 1, *map(local_cpus, (recipe, *others)))
@@ -232,20 +226,34 @@ def _children_in_a_group_of_their_own() -> Iterator[None]:
                     os.setpgid(0, 0)
 
 
-def _join(address: str) -> None:
-    """Join the cluster at `RAY_ADDRESS`; an address `HOST:PORT` is first asked whether it needs a
-    token.
+def check_address(address: str) -> None:
+    """Return if a cluster answers at `RAY_ADDRESS` and accepts the token of this machine; only an
+    address `HOST:PORT` is asked whether it needs one.
 
     Raises:
-        ValueError: the cluster requires a token, or runs another Ray or Python that cannot exchange
-            data with this one.
+        ValueError: nothing listens there, or the cluster requires a token.
     """
+    # Ray 2.60 turns on token authentication for local clusters, but not for an address. A cluster
+    # that was started on a machine with a token requires it; a cluster without authentication
+    # ignores it.
+    if AUTH_MODE not in os.environ and has_auth_token():
+        os.environ[AUTH_MODE] = "token"
+        reload_ray_config()
+    check_reachable(address)
     if re.fullmatch(HOST_PORT, address) and (problem := token_problem(address, REACH_S)):
         raise ValueError(
             f"RAY_ADDRESS={address}: the cluster requires its token ({problem}); copy "
             "~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN, and set "
             f"{AUTH_MODE}=token ({AUTH_MODE} is {os.environ.get(AUTH_MODE, 'not set')} now)"
         )
+
+
+def _join(address: str) -> None:
+    """Join the cluster at `RAY_ADDRESS`.
+
+    Raises:
+        ValueError: it runs another Ray or Python that cannot exchange data with this one.
+    """
     try:
         # no limit: Ray's own two minutes; `check_reachable` has tried before
         ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.recipes import recipe_with
 from tests.worker.fakes import make_job
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.pool import placement_wait
 from vit_ray.launch.pool.placement_wait import (
     NoPlaceError,
     PlacementWait,
     StoppedWaitingError,
     describe_missing,
+    lacking_now,
 )
 
 
@@ -20,11 +24,14 @@ class Watched:
     def __init__(self, folder: Path, minutes: float = 5.0) -> None:
         self.now_s, self.told = 0.0, []
         self.stop: str | None = None
+        self.lacking = ""
         job = make_job(folder, workers={"place_timeout_minutes": minutes})
         record: Any = SimpleNamespace(event=lambda *entry: self.told.append(entry))
         control: Any = SimpleNamespace(stop_reason=lambda: self.stop)
         job = replace(job, record=record, control=control)
-        self.watch = PlacementWait(job, lambda: "needs a GPU", clock=lambda: self.now_s)
+        self.watch = PlacementWait(
+            job, lambda: "needs a GPU", lambda: self.lacking, clock=lambda: self.now_s
+        )
 
     def after(self, seconds: float, **states: bool) -> list[Any]:
         """What has been told until then, asked each 5 s."""
@@ -48,6 +55,28 @@ def test_workers_that_run_are_not_waited_for_and_lost_ones_are_from_then_on(tmp_
     assert watched.after(3600, is_placed=True) == []
     assert watched.after(55) == []
     assert len(watched.after(5)) == 1
+
+
+def test_what_a_placed_group_lacks_is_told_every_minute_until_it_is_there(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.lacking = "no CPU reads"
+    assert [text for _, text, _ in watched.after(150, is_placed=True)] == 2 * ["no CPU reads"]
+    watched.lacking = ""
+    assert len(watched.after(3600, is_placed=True)) == 2
+
+
+@pytest.mark.parametrize(("cpus", "is_private", "lacks"), [
+    (3, False, False), (2, False, True), (2, True, False),
+])  # fmt: skip
+def test_a_run_whose_reading_nodes_are_lost_lacks_them(
+    cpus: int, is_private: bool, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two workers hold the CPUs of the node that is left."""
+    left = ClusterShape(2, cpus, 0, 0.0, is_private=is_private)
+    monkeypatch.setattr(placement_wait, "shape", lambda _: left)
+    text = lacking_now(recipe_with(workers={"num_workers": 2}))
+    assert ("leave 0 of 2 CPUs for reading data" in text and "start nodes" in text) == lacks
+    assert bool(text) == lacks
 
 
 def test_the_wait_has_an_end_that_names_its_knob(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Waiting for a worker group's placement: reports every minute what is missing, and has a limit.
 
-A stop also ends it: workers learn of a stop by their heartbeat, and none is running yet.
+A placed group may lack something too: the node that read for it is lost, and its workers wait for
+images. This also is reported every minute.
+
+A stop also ends the waiting: workers learn of a stop by their heartbeat, and none is running yet.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from typing import Final
 
 import ray
 
+from vit_ray.config import Recipe
+from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.connection import shape
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import draining_nodes
 from vit_ray.worker.job import TrainJob
@@ -34,11 +40,16 @@ class PlacementWait:
         self,
         job: TrainJob,
         missing: Callable[[], str],
+        lacking: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`missing`: says what the group needs and what the cluster has."""
-        self._job, self._missing, self._clock = job, missing, clock
-        self._since_s = self._told_s = self._alone_s = clock()
+        """
+        Args:
+            missing: says what the group needs and what the cluster has.
+            lacking: what the run of a placed group lacks; empty if nothing.
+        """
+        self._job, self._missing, self._lacking, self._clock = job, missing, lacking, clock
+        self._since_s = self._told_s = self._alone_s = self._looked_s = clock()
 
     @property
     def waited_s(self) -> float:
@@ -46,7 +57,7 @@ class PlacementWait:
         return self._clock() - self._since_s
 
     def check(self, *, is_placed: bool, is_in_turn: bool = False) -> None:
-        """Note whether the group is placed; report once a minute what it lacks.
+        """Note whether the group is placed; report once a minute what it, or its run, lacks.
 
         Args:
             is_in_turn: other trainings are running and will free a place for it: then there is no
@@ -59,6 +70,10 @@ class PlacementWait:
         now_s = self._clock()
         if is_placed:
             self._since_s = self._told_s = now_s
+            if now_s - self._looked_s >= TELL_S:
+                self._looked_s = now_s
+                if text := self._lacking():
+                    self._job.record.event(EventKind.NO_PLACE, text, 0)
             return
         if is_in_turn:
             self._alone_s = now_s
@@ -116,3 +131,15 @@ def missing_now(
     if labels:
         text += f"; only nodes with workers.label_selector={json.dumps(dict(labels))} are used"
     return text
+
+
+def lacking_now(recipe: Recipe) -> str:
+    """Why the connected cluster is now too small for a run whose group is placed; empty if not."""
+    cluster = shape(time.time())
+    if cluster.is_private:
+        return ""
+    try:
+        check_cluster(recipe, cluster)
+    except ValueError as error:
+        return f"the cluster has become too small, start nodes: {error}"
+    return ""

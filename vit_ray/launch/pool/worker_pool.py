@@ -35,7 +35,7 @@ from vit_ray.launch.pool.group_callbacks import (
     has_place,
     remove_groups,
 )
-from vit_ray.launch.pool.placement_wait import PlacementWait, missing_now
+from vit_ray.launch.pool.placement_wait import PlacementWait, lacking_now, missing_now
 from vit_ray.launch.pool.pool_server import PoolServer
 from vit_ray.launch.pool.ray_policies import (
     ConsecutiveFailurePolicy,
@@ -168,7 +168,9 @@ class BorrowedPool:
         sharing = Sharing(self.loan, self.num_sharing, self.keeper) if self.num_sharing else None
         labels = dict(shape.label_selector)
         watch = PlacementWait(
-            job, lambda: missing_now(shape.least_workers, shape.resources, labels)
+            job,
+            lambda: missing_now(shape.least_workers, shape.resources, labels),
+            lambda: lacking_now(job.recipe),
         )
         _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held, sharing))
         while not _ask(server, "wait_until_ended"):

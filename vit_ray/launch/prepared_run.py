@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
@@ -92,12 +92,17 @@ class PreparedRun:
 
 @contextmanager
 def prepared_training(
-    recipe: Recipe, kind: Kind, until_step: int | None = None
+    recipe: Recipe,
+    kind: Kind,
+    until_step: int | None = None,
+    check_new: Callable[[Recipe], object] = lambda _: None,
 ) -> Iterator[PreparedRun]:
     """Check a training run and hold its lock inside the block.
 
     Args:
         until_step: where this part of the run ends; None, or past its end, for the whole of it.
+        check_new: raises ValueError if a run without a folder cannot start; called last, before
+            the folder is made.
 
     Raises:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
@@ -121,6 +126,7 @@ def prepared_training(
         if recipe.resume is True:
             refuse_resume(recipe)
         _check_start(prepared)
+        check_new(prepared.recipe)
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []
         changes: list[str] = []

@@ -95,7 +95,9 @@ def train(
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: training failed more often than the recipe allows.
     """
-    with prepared_training(recipe, kind, until_step) as prepared:
+    with prepared_training(
+        recipe, kind, until_step, check_new=lambda new: check_cluster(new, connect(new))
+    ) as prepared:
         if prepared.is_over:
             return _finished_before(prepared)
         return run_prepared(prepared, tags or {}, parent)

@@ -45,6 +45,10 @@ _WRONG_CREDENTIALS: Final = re.compile(
 """S3's codes, as written by botocore and pyarrow."""
 
 
+_NO_CREDENTIALS: Final = re.compile(r"Unable to locate credentials|Partial credentials found")
+"""botocore's words."""
+
+
 class TransientError(OSError):
     """The store asks to try again later, or its answer was incomplete."""
 
@@ -158,6 +162,11 @@ def is_denied(error: Exception) -> bool:
     """Whether the store refuses these credentials."""
     is_refused = isinstance(error, DeniedError) or bool(_PERHAPS_THROTTLED.search(str(error)))
     return is_refused or has_wrong_credentials(error)
+
+
+def has_no_credentials(error: Exception) -> bool:
+    """Whether this process has no key for the store, or only a part of one."""
+    return bool(_NO_CREDENTIALS.search(str(error)))
 
 
 def has_wrong_credentials(error: Exception) -> bool:

@@ -348,6 +348,8 @@ def _as_os_errors(path: str) -> Iterator[None]:
         exceptions.EndpointConnectionError,
     ) as error:
         raise TransientError(f"{path}: {error}") from error
+    except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
+        raise DeniedError(f"{path}: {error}") from error
     except exceptions.BotoCoreError as error:
         raise OSError(f"{path}: {error}") from error
 

@@ -23,8 +23,11 @@ from vit_ray import s3
 from vit_ray.addresses import check_address
 from vit_ray.retry import (
     DEFAULT_POLICY,
+    ONE_ATTEMPT,
+    has_no_credentials,
     has_wrong_credentials,
     is_denied,
+    is_transient,
     retry_policy,
     with_retries,
 )
@@ -39,8 +42,9 @@ _HASHED_BYTES: Final = 1 << 20
 RIGHTS_PROBE: Final = "rights-probe"
 """File by which a start tries its access rights; one that could not be deleted is replaced by the
 next."""
-_PROBE_POLICY: Final = replace(DEFAULT_POLICY, denied_attempts=6)
-"""A store that throttles may answer like one that refuses: 6 s more, before the job is ended."""
+_PROBE_POLICY: Final = replace(DEFAULT_POLICY, denied_attempts=6, tell=_LOG.warning)
+"""A store that throttles may answer like one that refuses: 6 s more, before the job is ended. A
+store that does not answer is told at once, since its address may be wrong."""
 _RIGHTS: Final = {
     "list": "s3:ListBucket",
     "read": "s3:GetObject",
@@ -409,6 +413,13 @@ def needing_right(right: str, uri: str) -> Iterator[None]:
         text, wrong = str(error).rstrip("."), f"no right to {right} there"
         if "://" not in uri:
             remedy = "change the rights of the folder, or choose another place"
+        elif has_no_credentials(error):
+            wrong = "there are no credentials for the store here"
+            remedy = (
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role; in "
+                "`ray job submit` by --runtime-env-json '{\"env_vars\": {...}}', which also sets "
+                "them for the workers"
+            )
         elif has_wrong_credentials(error):
             wrong = "the store does not accept these credentials"
             remedy = "check AWS_ACCESS_KEY_ID, its secret and the clock of this machine"
@@ -456,9 +467,15 @@ def check_rights(folder: Location) -> None:
             f"{folder.uri}: there is no bucket {bucket} ({error}); create it, or choose another "
             "place"
         ) from None
-    except BaseException:
-        with contextlib.suppress(Exception):  # the error has been reported
+    except BaseException as error:
+        with contextlib.suppress(Exception), retry_policy(ONE_ATTEMPT):  # it has been reported
             probe.delete()
+        if isinstance(error, OSError) and not folder.is_local and is_transient(error):
+            raise OSError(
+                f"{folder.uri}: the store does not answer: {error}; check "
+                f"AWS_ENDPOINT_URL={os.environ.get('AWS_ENDPOINT_URL', '(not set: AWS)')} and the "
+                "network, and run the same command again"
+            ) from error
         raise
 
 

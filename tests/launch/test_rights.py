@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.data.denying_s3 import ACTIONS, Rights, serve_s3_with_rights
+from tests.ports import free_ports
 from tests.recipes import recipe_with
 from vit_ray import s3, storage
 from vit_ray.commands import doctor
@@ -85,6 +86,40 @@ def test_a_key_or_secret_that_is_wrong_is_not_a_missing_right(
             with pytest.raises(ValueError, match=told):
                 check_rights(locate("s3://runs/all"))
     s3.client_of.cache_clear()
+
+
+def test_a_machine_without_credentials_is_told_what_to_set(
+    allow: Callable[[Rights], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    allow({"runs": ALL})
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3.client_of.cache_clear()
+    told = r"runs/all: there are no credentials .*set AWS_ACCESS_KEY_ID and AWS_SECRET.*env_vars"
+    with pytest.raises(ValueError, match=told):
+        check_rights(locate("s3://runs/all"))
+    s3.client_of.cache_clear()
+
+
+def test_a_store_that_does_not_answer_is_named_while_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = replace(storage._PROBE_POLICY, attempts=3)
+    monkeypatch.setattr(storage, "_PROBE_POLICY", policy)
+    (port,) = free_ports(1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    s3.client_of.cache_clear()
+    told = f"s3://runs/all: the store does not answer: .*check AWS_ENDPOINT_URL=.*:{port} and"
+    caplog.set_level("INFO")
+    with pytest.raises(OSError, match=told):
+        check_rights(locate("s3://runs/all"))
+    s3.client_of.cache_clear()
+    # Of the write alone: the probe is deleted with less patience.
+    attempts = [text.split(" failed (")[0] for text in caplog.messages if ": attempt " in text]
+    assert attempts == [f"writing runs/all/rights-probe: attempt {n}" for n in (1, 2)]
 
 
 def test_features_need_the_same_rights(

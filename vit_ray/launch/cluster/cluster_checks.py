@@ -56,10 +56,12 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
             )
         use_gpu = cluster.most_gpus > 0
     if use_gpu and cluster.most_gpus < least:
+        fewer = f"lower workers.num_workers to at most {cluster.most_gpus:g}, or "
         raise ValueError(
             f"workers.num_workers={workers.num_workers} with a GPU each needs {least} GPUs; the "
-            f"cluster has {cluster.most_gpus:g} ({cluster}); lower workers.num_workers to at most "
-            f"{cluster.most_gpus:g}, or set workers.use_gpu=false"
+            f"cluster has {cluster.most_gpus:g} ({cluster}); "
+            f"{fewer if cluster.most_gpus >= 1 else 'start nodes with GPUs, or '}"
+            "set workers.use_gpu=false"
         )
     needed = least * workers.cpus_per_worker
     left = most = reading.most_cpus
@@ -69,7 +71,7 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
         fit = int((needed + left - recipe.data.cpus_per_task) // workers.cpus_per_worker)
         raise ValueError(
             f"{least} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
-            f"{left:g} of {most:g} CPUs for reading data, which "
+            f"{max(left, 0):g} of {most:g} CPUs for reading data, which "
             f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({reading}); use at most "
             f"{max(fit, 0)} workers, or fewer CPUs for each"
         )

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -435,6 +436,40 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
     else:
         with pytest.raises(ValueError, match=r"init_from: 'gone' does not exist; give a run"):
             check_places(COMMANDS[name], recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "pretrain",
+            ["output=mine"],
+            r"output=mine would be in this job's copy .* all nodes share",
+        ),
+        ("pretrain", ["output=/shared/runs"], "tracking.uri=sqlite:///mine.db would .* a server"),
+        ("pretrain", ["output=s3://mine/runs", "tracking.uri=http://mlflow:5000"], None),
+        ("pretrain", ["output=/shared/runs", "tracking.uri=sqlite:////shared/m.db"], None),
+        ("convert", ["convert.source=.", "convert.destination=new"], "destination=new would be"),
+        ("convert", ["convert.source=.", "convert.destination=/shared/new"], None),
+        ("manifest", ["output=mine"], None),
+    ],
+)
+def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
+    name: str, changes: list[str], message: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its nodes have a copy each, in a cache that Ray empties."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    sets = [f"data.{key}=s3://mine/set" for key in ("train", "eval")]
+    recipe = load_recipe("digits", ["tracking.uri=sqlite:///mine.db", *sets, *changes])
+    # As Ray 2.60 unpacks it.
+    copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    check_places(COMMANDS[name], recipe)
+    monkeypatch.chdir(copy)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_places(COMMANDS[name], recipe)
 
 
 def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> None:

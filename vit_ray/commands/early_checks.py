@@ -31,6 +31,8 @@ _BUCKETS = ("s3://", "gs://", "gcs://")
 _MANIFEST = "manifest.parquet"
 _WEIGHTS = (".npz", ".safetensors")
 _IN_PATTERNS = frozenset("*?[{")
+_UPLOADED = "working_dir_files"
+"""Ray's folder for the copies of what `ray job submit --working-dir` uploads."""
 
 
 def check_packages(command: Command, recipe: Recipe) -> None:
@@ -63,8 +65,10 @@ def check_places(command: Command, recipe: Recipe) -> None:
 
     Raises:
         ValueError: it does not exist; the model or the plan's device is not known; the batch does
-            not divide among the workers; or `RAY_ADDRESS` is not an address.
+            not divide among the workers; `RAY_ADDRESS` is not an address; or results would be
+            written into a submitted job's copy of its folder.
     """
+    _refuse_uploaded(command, recipe)
     if "model" in command.reads and not is_own(recipe.model.name):
         find_spec(recipe.model.name, recipe.model.options())
     if command.name == "plan":
@@ -115,6 +119,29 @@ def check_places(command: Command, recipe: Recipe) -> None:
         recipe.check_shares()
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):
         host_and_port(address)
+
+
+def _refuse_uploaded(command: Command, recipe: Recipe) -> None:
+    """Ray deletes a job's copy of its folder, and each node has its own."""
+    if _UPLOADED not in Path.cwd().parts or command.name in _STARTS_NOTHING:
+        return
+    places = "the full path of a folder that all nodes share, or s3://BUCKET/FOLDER"
+    stores = "a server such as http://mlflow:5000, or sqlite:/// with a full path"
+    sqlite, uri = "sqlite:///", recipe.tracking.uri
+    written = [("output", "output", recipe.output, places)]
+    if uri.startswith(sqlite):
+        written.append(("tracking", "tracking.uri", uri, stores))
+    if recipe.convert:
+        destination = recipe.convert.destination
+        written.append(("convert", "convert.destination", destination, places))
+    for section, key, given, allowed in written:
+        place = given.removeprefix(sqlite)
+        is_copied = "://" not in place and not Path(place).expanduser().is_absolute()
+        if section in command.reads and is_copied:
+            raise ValueError(
+                f"{key}={given} would be in this job's copy of the submitted folder, which Ray "
+                f"deletes; give {allowed}"
+            )
 
 
 def check_store(recipe: Recipe) -> None:

@@ -12,6 +12,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -195,6 +196,11 @@ def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
         raise ValueError(
             f"tracking.uri={recipe.tracking.uri} is a file on the head node and is lost with it; "
             "give a server such as http://mlflow:5000 (cluster/mlflow.yaml)"
+        )
+    if urlsplit(recipe.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"):
+        raise ValueError(
+            f"tracking.uri={recipe.tracking.uri} means the pod of the head itself there, where no "
+            "MLflow answers; give a server such as http://mlflow:5000 (cluster/mlflow.yaml)"
         )
     train = recipe.data.train
     train_paths = [one.path for one in train] if isinstance(train, tuple) else [train]

@@ -1,6 +1,9 @@
 """What a person sees of a run that works."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from vit_ray.launch import progress_display as progress
 from vit_ray.launch.progress_display import Pace, describe, time_left
@@ -113,3 +116,14 @@ def test_a_run_of_long_steps_is_not_waited_for_between_them(clock: list[float]) 
         assert pace.left(RunStatus(step=step)).startswith("ETA")
     clock[0] += 250
     assert pace.left(RunStatus(step=3)) == "no step for 0:05:10"
+
+
+def test_a_line_before_the_first_figures_ends_with_the_time_left() -> None:
+    console = Console(file=io.StringIO())
+    with progress._lines(console, "mine", 100, "step") as show:
+        show(RunStatus(step=7), "ETA --:--", True)
+        show(RunStatus(step=8, metrics={"train/loss": 1.0}), "ETA 0:01:00", True)
+    assert console.file.getvalue().splitlines() == [
+        "mine: step 7/100, ETA --:--",
+        "mine: step 8/100, ETA 0:01:00, loss 1.000",
+    ]

@@ -145,6 +145,8 @@ def _lines(console: Console, name: str, total: int, unit: str) -> Iterator[Show]
         nonlocal shown_s
         if status.step and (is_last or time.monotonic() - shown_s > LINE_EVERY_S):
             shown_s = time.monotonic()
-            print_line(console, f"{name}: {unit} {status.step}/{total}, {pace}, {describe(status)}")
+            figures = describe(status)
+            what = f"{unit} {status.step}/{total}, {pace}{', ' if figures else ''}{figures}"
+            print_line(console, f"{name}: {what}")
 
     yield show

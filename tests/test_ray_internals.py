@@ -10,6 +10,7 @@ import ray
 import ray.train
 
 from vit_ray import ray_internals
+from vit_ray.launch.pool.failure_causes import cause
 
 
 def test_each_name_is_given_by_the_door_and_no_other() -> None:
@@ -112,3 +113,18 @@ def test_a_server_may_take_its_share_of_the_cluster_that_no_rank_has(
     finally:
         ray_internals.give_datasets(1, 0)
     assert autoscaler.get_total_resources is plain
+
+
+@pytest.mark.parametrize("denied", ["", "ACCESS_DENIED"])
+def test_ray_datas_advice_on_retries_is_taken_off_an_error(denied: str) -> None:
+    """As Ray itself writes it; the last line of an error is shown as its cause."""
+    util = importlib.import_module("ray.data._internal.util")
+    text = "shard 'a' is missing\nor has failed to load"
+    error = util._annotate_exception_with_retry_context(
+        ValueError(text), description="apply UDF transform", attempts=1, max_attempts=1,
+        total_backoff_s=0.0, exception_str=denied,
+    )  # fmt: skip
+    assert "DataContext" in str(error)
+    assert ray_internals.without_retry_note(str(error)) == text
+    assert ray_internals.without_retry_note(text) == text
+    assert cause(error) == "or has failed to load"

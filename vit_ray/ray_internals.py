@@ -348,6 +348,9 @@ def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:
 STARTUP_TIMEOUT: Final = "The current node timed out during startup"
 _VERSION_MISMATCH: Final = "Version mismatch: "
 _MANY_ACTORS: Final = "worker processes have been started"
+_RETRY_NOTE: Final = re.compile(
+    r"\nFailed to [^\n]* attempts \(total backoff .*believe this to be transient\.", re.DOTALL
+)
 _MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
 """In a text of several lines; the last is about Ray's settings."""
 
@@ -372,6 +375,11 @@ def memory_kill(error: BaseException) -> tuple[str, str] | None:
     """Host, and use of its memory, if Ray has ended a process for lack of it; else None."""
     found = _MEMORY_KILL.search(str(error))
     return (found[1], found[2]) if found else None
+
+
+def without_retry_note(text: str) -> str:
+    """An error's text without the lines on retries that Ray Data (2.60) writes below it."""
+    return _RETRY_NOTE.sub("", text)
 
 
 def has_auth_token() -> bool:

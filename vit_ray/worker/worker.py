@@ -28,7 +28,7 @@ from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.outcomes import EventKind
-from vit_ray.ray_internals import preemption_notice
+from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import Location, locate
 from vit_ray.train.distillation import changed_teacher, load_teacher
 from vit_ray.train.engine.collectives import all_max, all_sum
@@ -320,5 +320,5 @@ def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
         while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, Exception):
             cause = cause.cause
         if isinstance(cause, ValueError):
-            raise UnrecoverableError(str(cause), is_agreed=False) from None
+            raise UnrecoverableError(without_retry_note(str(cause)), is_agreed=False) from None
         raise

@@ -8,6 +8,7 @@ checksum, so that one damaged image costs no other.
 """
 
 import io
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -487,7 +488,8 @@ class RowGroupReader:
             )
 
     def _retried(self, group: int, read: Callable[[], Result]) -> Result:
-        path = self._manifest.shard_location(group).path
+        location = self._manifest.shard_location(group)
+        path = location.path
 
         def read_once() -> Result:
             try:
@@ -500,9 +502,12 @@ class RowGroupReader:
         try:
             return with_retries(read_once, f"reading {path}")
         except FileNotFoundError as error:
+            there = (
+                f" on {platform.node()}" if self._manifest.shard_location(group).is_local else ""
+            )
             raise ValueError(
-                f"shard {path!r} is missing though the manifest lists it; restore the file or "
-                "convert again"
+                f"shard {path!r} is missing{there} though the manifest lists it; restore the file, "
+                "put the data set where all nodes that read see it, or convert again"
             ) from error
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and is_transient(error):

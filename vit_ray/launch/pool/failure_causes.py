@@ -9,7 +9,7 @@ from typing import Any, Final
 import ray
 
 from vit_ray.outcomes import WorkerPlace
-from vit_ray.ray_internals import memory_kill
+from vit_ray.ray_internals import memory_kill, without_retry_note
 from vit_ray.worker.job import DefectiveDeviceError
 
 _MOST_CAUSES: Final = 3
@@ -33,7 +33,7 @@ def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None)
                 "nodes with more memory, or fewer workers per node (a larger "
                 "workers.cpus_per_worker)"
             )
-        lines = [line for line in str(error).splitlines() if line.strip()]
+        lines = [line for line in without_retry_note(str(error)).splitlines() if line.strip()]
         return lines[-1].strip() if lines else repr(error)
     by_text: dict[str, tuple[bool, int]] = {}
     for rank, failure in sorted(failures.items()):

@@ -452,6 +452,16 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
         ("convert", ["convert.source=.", "convert.destination=new"], "destination=new would be"),
         ("convert", ["convert.source=.", "convert.destination=/shared/new"], None),
         ("manifest", ["output=mine"], None),
+        (
+            "pretrain",
+            ["output=/shared/runs", "tracking.uri=http://mlflow:5000", "data.train=here"],
+            r"no data set at 'here': .* \(data.train\); this job runs in a copy .* full path",
+        ),
+        (
+            "finetune",
+            ["output=/shared/runs", "tracking.uri=http://mlflow:5000", "init_from=here"],
+            r"init_from: 'here' does not exist; .*; this job runs in a copy .* full path",
+        ),
     ],
 )
 def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
@@ -462,6 +472,7 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     sets = [f"data.{key}=s3://mine/set" for key in ("train", "eval")]
     recipe = load_recipe("digits", ["tracking.uri=sqlite:///mine.db", *sets, *changes])
+    write_set(tmp_path / "here", [("a.png", [0])], ["ant"])  # the copy does not have it
     # As Ray 2.60 unpacks it.
     copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     copy.mkdir(parents=True)

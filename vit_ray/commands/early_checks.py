@@ -80,6 +80,12 @@ def check_places(command: Command, recipe: Recipe) -> None:
                     check_address(path)
                 continue
             place = Path(path).expanduser()
+            copied = ""
+            if _UPLOADED in Path.cwd().parts and not place.is_absolute():
+                copied = (
+                    "; this job runs in a copy of the submitted folder, without ignored files: "
+                    "give a full path that all nodes share, or s3://"
+                )
             if key == "inspect.images":
                 if not place.is_dir():
                     raise ValueError(f"{key}={path!r} is not a folder; give a folder of images")
@@ -104,12 +110,12 @@ def check_places(command: Command, recipe: Recipe) -> None:
                 held = f" ({place.parent} has {', '.join(steps)})" if steps else ""
                 raise ValueError(
                     f"init_from: {path!r} does not exist{held}; give a run folder, one of its "
-                    "step-* folders, or an exported weight file"
+                    f"step-* folders, or an exported weight file{copied}"
                 )
             elif not place.exists():
                 raise ValueError(
                     f"no data set at {path!r}: the folder does not exist; check the path or "
-                    f"convert first ({key})"
+                    f"convert first ({key}){copied}"
                 )
             elif not (place / _MANIFEST).exists():
                 is_run = key == "verify.path" and any(place.glob("step-*"))

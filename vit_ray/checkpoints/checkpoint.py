@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     """Kind, parameter, start in it, and values (n,) to be filled."""
 
 WEIGHT, AVERAGE = "weight", "average"
+
+ORDER_VERSION: Final = 2
+"""Of the order of samples: 2 deals several data sets slot by slot in windows of large batches."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +121,8 @@ class Position:
     """`license` and `source_url` of each training set, where its maker gave them."""
     teacher_digest: str = ""
     """Of the weights that a distilled run learns from; empty without a teacher."""
+    order_version: int = 1
+    """`ORDER_VERSION` of the code that wrote it; older checkpoints have none."""
 
     @property
     def step(self) -> int:

@@ -22,7 +22,12 @@ from vit_ray.launch.model_checks import (
     averaging_warning,
     check_head_is_trained,
 )
-from vit_ray.launch.resuming import accepted_changes, find_resume_point, refuse_resume
+from vit_ray.launch.resuming import (
+    accepted_changes,
+    find_resume_point,
+    refuse_resume,
+    require_order,
+)
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import check_rights, locate, needing_right
@@ -148,6 +153,8 @@ def prepared_training(
                 num_images=resolved.num_images,
                 total_steps=resolved.total_steps,
             )
+            if not prepared.is_over:
+                require_order(recipe.name, resume_from.position, resolved.streams["train"])
         notes = (
             *((EventKind.CHECKPOINT_DAMAGED, text) for text in damage),
             *((EventKind.RECIPE_CHANGED, text) for text in changes),

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from vit_ray.checkpoints.checkpoint import Checkpoint, Position
+from vit_ray.checkpoints.checkpoint import ORDER_VERSION, Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
     NoUsableCheckpointError,
     newest_checkpoint,
@@ -25,11 +25,15 @@ from vit_ray.config.resume_compatibility import (
 )
 from vit_ray.config.section import OnResume
 from vit_ray.config.validation import validated
+from vit_ray.data.format.joined_datasets import JoinedManifest
+from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import READS_OLDER, locate
 from vit_ray.train.optim.schedule import lr_at
 
 CROP_SIZES: Final = "data.augment.sizes"
+_DEALS_MIXTURES_AS_BEFORE: Final = "edec8ea"
+"""The last commit of `ORDER_VERSION` 1."""
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +155,23 @@ def accepted_changes(
             f"have been {rates[0]:.3g}"
         )
     return notes
+
+
+def require_order(name: str, position: Position, stream: StreamSpec) -> None:
+    """Refuse a training stream whose order is not the one in which the run began.
+
+    Raises:
+        ValueError: an earlier version of the code dealt its shuffle window otherwise.
+    """
+    window = stream.window
+    is_mixed = isinstance(stream.manifest, JoinedManifest)
+    if position.order_version < ORDER_VERSION and is_mixed and window and window.by_slot:
+        raise ValueError(
+            f"run {name!r} was started by another version of the code, which deals "
+            f"data.shuffle_window={window.num_rows} of several data sets otherwise; resume it with "
+            f"commit {_DEALS_MIXTURES_AS_BEFORE}, or choose another name (`vit-ray fork` continues "
+            "in the new order, init_from loads the weights)"
+        )
 
 
 def size_change(

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from vit_ray.checkpoints.checkpoint import (
+    ORDER_VERSION,
     Checkpoint,
     Position,
     Progress,
@@ -219,6 +220,7 @@ def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Po
         data_fingerprint=job.data_fingerprint,
         data_terms=list(job.data_terms),
         versions={"ray": version("ray"), "torch": torch.__version__},
+        order_version=ORDER_VERSION,
     )
 
 

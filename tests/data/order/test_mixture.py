@@ -9,10 +9,13 @@ from vit_ray.data.order.mixture import MixedOrder, counts_of
 from vit_ray.data.order.shuffle import Places, ShuffleWindow
 
 GOLDEN = [(1, 0), (1, 0), (0, 1), (0, 1), (1, 0), (1, 2), (1, 2), (1, 3)]
+GOLDEN_SLOTS = [(1, 3), (1, 0), (1, 1), (0, 1), (1, 0), (0, 3), (0, 0), (1, 2)]
 GOLDEN_WINDOW = [(1, 0), (1, 3), (1, 1), (0, 0), (1, 0), (0, 3), (0, 1), (1, 2)]
 
 weights = st.lists(st.integers(1, 1000), min_size=1, max_size=5).map(tuple)
-windows = st.none() | st.builds(ShuffleWindow, st.integers(1, 9), st.integers(1, 5))
+windows = st.none() | st.builds(
+    ShuffleWindow, st.integers(1, 9) | st.just(37), st.integers(1, 5), st.booleans()
+)
 
 
 @st.composite
@@ -75,10 +78,11 @@ def test_each_row_of_a_set_stands_once_in_each_of_its_epochs(order: MixedOrder) 
         assert whole <= mine
 
 
-@pytest.mark.parametrize("num_batches", [2, 16])
-def test_each_global_batch_has_the_proportions(num_batches: int) -> None:
+@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize("num_batches", [1, 2, 16])
+def test_each_global_batch_has_the_proportions(num_batches: int, by_slot: bool) -> None:
     rows = [np.full(100, 8), np.full(50, 8), np.full(20, 8)]
-    order = MixedOrder(rows, (70, 25, 5), 3, ShuffleWindow(64, num_batches))
+    order = MixedOrder(rows, (70, 25, 5), 3, ShuffleWindow(64, num_batches, by_slot))
     for batch in range(50):
         groups = order.places(np.arange(64 * batch, 64 * (batch + 1))).groups
         counts = np.bincount(np.searchsorted([100, 150], groups, side="right"), minlength=3)
@@ -94,6 +98,22 @@ def test_images_of_a_row_group_meet_others_in_each_epoch() -> None:
     assert len(np.unique(plain.places(np.arange(64)).groups)) == 4
 
 
+@pytest.mark.parametrize("num_batches", [1, 4])
+def test_some_slots_of_all_batches_have_consecutive_rows_of_each_set(num_batches: int) -> None:
+    """128 slots of a batch have 120 and 8 rows, or so: row groups of 16 are cut at either end."""
+    rows = [np.full(300, 16), np.full(100, 16)]
+    order = MixedOrder(rows, (15, 1), 3, ShuffleWindow(1024, num_batches, by_slot=True))
+    counts = []
+    for first in range(0, 1024, 128):
+        slots = np.arange(num_batches)[:, None] * 1024 + np.arange(first, first + 128)
+        counts.append(len(np.unique(order.places(slots.ravel()).groups)))
+    whole = 8 * num_batches
+    assert max(counts) <= whole + 2 * 2
+    # Of a window's row groups each batch has rows, of as many as there are.
+    groups = order.places(np.arange(1024)).groups
+    assert len(np.unique(groups)) >= 64 * min(num_batches, 4) * 0.9
+
+
 def test_sets_that_are_alike_are_not_read_in_step() -> None:
     order = MixedOrder([np.full(64, 1)] * 2, (1, 1), 3)
     groups = order.places(np.arange(64)).groups
@@ -102,7 +122,12 @@ def test_sets_that_are_alike_are_not_read_in_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "expected"), [(None, GOLDEN), (ShuffleWindow(4, 2), GOLDEN_WINDOW)]
+    ("window", "expected"),
+    [
+        (None, GOLDEN),
+        (ShuffleWindow(4, 2), GOLDEN_WINDOW),
+        (ShuffleWindow(4, 2, by_slot=True), GOLDEN_SLOTS),
+    ],
 )
 def test_a_mixed_order_never_changes_between_versions(
     window: ShuffleWindow | None, expected: list[tuple[int, int]]

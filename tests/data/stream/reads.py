@@ -36,7 +36,7 @@ def manifest_of(rows: list[int], image_bytes: int) -> Manifest:
 
 
 def spec_of(
-    rows: list[int],
+    rows: list[int] | Manifest,
     batch: int,
     window: int | Literal["auto"],
     memory_mib: int = 256,
@@ -44,7 +44,7 @@ def spec_of(
     image_bytes: int = IMAGE_BYTES,
 ) -> batches.StreamSpec:
     """The training stream of a run of crops of `size` pixels, whose window is made definite."""
-    manifest = manifest_of(rows, image_bytes)
+    manifest = manifest_of(rows, image_bytes) if isinstance(rows, list) else rows
     data = DataConfig(train="nowhere", shuffle_window=window, task_memory_mib=memory_mib)
     found = window_rows(data, batch, (size, size), manifest)
     data = data.model_copy(update={"shuffle_window": found})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoints.written import snapshot_of, write_snapshot
-from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
+from vit_ray.checkpoints.checkpoint import ORDER_VERSION, Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
@@ -17,6 +17,7 @@ from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.order.samples import Plan
 from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.named_run import find_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.record.run_metadata import data_inputs
 from vit_ray.storage import locate
@@ -55,13 +56,21 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
-def save_checkpoint(recipe: Recipe, window: int = 0, fingerprint: str | None = None) -> None:
+def save_checkpoint(
+    recipe: Recipe,
+    window: int = 0,
+    fingerprint: str | None = None,
+    order_version: int = ORDER_VERSION,
+) -> None:
     """A checkpoint of a run that has read its data with a window."""
     tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
     if fingerprint is None:
         fingerprint = open_dataset(str(recipe.data.train)).fingerprint
     batch = recipe.train.global_batch_size
-    where = Position(Progress(10), 10, 10 * batch, batch, {"w": [2]}, tree, fingerprint)
+    where = Position(
+        Progress(10), 10, 10 * batch, batch, {"w": [2]}, tree, fingerprint,
+        order_version=order_version,
+    )  # fmt: skip
     folder = locate(recipe.run_folder).child(folder_name(10))
     write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
 
@@ -144,13 +153,70 @@ def test_a_large_batch_has_a_window_that_many_tasks_make(
     assert resolved.streams["train"].held_rows == held
 
 
-def test_a_large_batch_of_several_data_sets_has_no_window(mixed: Recipe) -> None:
-    """Their rows are not dealt slot by slot: each task would read all row groups of a window."""
+@pytest.mark.parametrize(
+    ("batch", "data", "window", "held", "by_slot"),
+    [
+        (2048, {}, 8192, 1885, True),  # of 2,013 images two row groups may be cut
+        (4096, {"task_memory_mib": 82}, 8192, 516, True),
+        (2062, {}, 2062, None, True),
+        (4096, {"object_store_mib": 3000}, 4096, None, True),
+        (4096, {"task_memory_mib": 74}, 4096, None, True),
+        (2048, {"shuffle_window": 0}, 0, None, False),  # as runs began that had no other
+        (512, {"task_memory_mib": 512}, 2048, None, False),  # a task makes it whole
+    ],
+)
+def test_a_large_batch_of_several_data_sets_is_dealt_by_slot(
+    mixed: Recipe, batch: int, data: dict[str, Any], window: int, held: int | None, by_slot: bool
+) -> None:
+    """If there is no room for a window of two batches, in one of a single batch."""
+    train = {"global_batch_size": batch, "micro_batch_size": 1}
+    resolved = resolve_run(mixed.with_changes(train=train, data=data))
+    spec = resolved.streams["train"]
+    assert (resolved.recipe.data.shuffle_window, spec.held_rows) == (window, held)
+    assert spec.window is not None
+    assert spec.window.num_rows == max(batch, window)
+    assert spec.window.by_slot is by_slot
+
+
+def test_copies_of_images_of_several_data_sets_are_dealt_by_slot(mixed: Recipe) -> None:
+    """A batch of 683 images, three times each, is as large as its crops."""
     train = {"global_batch_size": 2048, "micro_batch_size": 64}
-    resolved = resolve_run(mixed.with_changes(train=train))
-    assert resolved.recipe.data.shuffle_window == 0
-    asked = resolve_run(mixed.with_changes(train=train, data={"shuffle_window": 4096}))
-    assert asked.streams["train"].held_rows is None
+    changed = mixed.with_changes(train=train, data={"repeats": 3, "held_out_fraction": 0.1})
+    spec = resolve_run(changed).streams["train"]
+    plan = Plan(spec.manifest, spec.seed, spec.rows, window=spec.window, repeats=spec.repeats)
+    of_slots = plan.rows_at(np.arange(0, 64)).groups
+    assert len(np.unique(of_slots)) < 10
+
+
+def test_a_mixture_that_began_in_an_earlier_order_is_not_continued(mixed: Recipe) -> None:
+    train = {"global_batch_size": 2048, "micro_batch_size": 64}
+    large = mixed.with_changes(train=train, optim={"epochs": 20})
+    fingerprint = resolve_run(large).manifest.fingerprint
+    earlier = r"another version of the code, which deals data\.shuffle_window=4096 of several data"
+    save_checkpoint(large, 4096, fingerprint, order_version=1)
+    with pytest.raises(ValueError, match=earlier):
+        prepared(large)
+    with pytest.raises(ValueError, match=earlier):
+        find_run(large.run_folder)
+    large = large.with_changes(name="later")
+    save_checkpoint(large, 4096, fingerprint)
+    assert prepared(large)[0].data.shuffle_window == 4096
+    assert find_run(large.run_folder).recipe.data.shuffle_window == 4096
+
+
+@pytest.mark.parametrize(("batch", "window"), [(2048, 0), (64, 256)])
+def test_a_mixture_whose_order_is_the_earlier_one_goes_on(
+    mixed: Recipe, batch: int, window: int
+) -> None:
+    train = {"global_batch_size": batch, "micro_batch_size": 64}
+    changed = mixed.with_changes(train=train, optim={"epochs": 20})
+    fingerprint = resolve_run(changed).manifest.fingerprint
+    save_checkpoint(changed, window, fingerprint, order_version=1)
+    found, resolved = prepared(changed)
+    assert found.data.shuffle_window == window
+    spec = resolved.streams["train"]
+    assert spec.window is not None
+    assert not spec.window.by_slot
 
 
 def test_a_run_on_large_batches_keeps_the_window_that_it_began_with(recipe: Recipe) -> None:
@@ -249,16 +315,16 @@ def test_a_window_that_is_refused_names_the_memory_that_would_do(
 
 
 def test_where_tasks_cannot_make_parts_of_a_window_four_reads_are_the_most(
-    recipe: Recipe, mixed: Recipe, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "row_weights", lambda *_: np.ones(200))  # there are no labels
     train = {"global_batch_size": 2048, "micro_batch_size": 64}
-    for asked in (mixed, recipe.with_changes(data={"sample_weights": "labels"})):
-        changed = asked.with_changes(train=train, data={"shuffle_window": 8192})
-        spec = resolve_run(changed).streams["train"]
-        assert (spec.task_rows, spec.held_rows) == (2048, None)
-        with pytest.raises(ValueError, match=r"lower the one to 0, or raise the other"):
-            resolve_run(changed.with_changes(data={"shuffle_window": 16384}))
+    data = {"sample_weights": "labels", "shuffle_window": 8192}
+    changed = recipe.with_changes(train=train, data=data)
+    spec = resolve_run(changed).streams["train"]
+    assert (spec.task_rows, spec.held_rows) == (2048, None)
+    with pytest.raises(ValueError, match=r"lower the one to 0, or raise the other"):
+        resolve_run(changed.with_changes(data={"shuffle_window": 16384}))
 
 
 @pytest.mark.parametrize("window", [0, 64])

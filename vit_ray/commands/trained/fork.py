@@ -17,7 +17,13 @@ from typing import Final
 
 import yaml
 
-from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name, read_checkpoint
+from vit_ray.checkpoints.checkpoint import (
+    ORDER_VERSION,
+    Position,
+    copy_checkpoint,
+    folder_name,
+    read_checkpoint,
+)
 from vit_ray.checkpoints.checkpoint_format import is_committed
 from vit_ray.checkpoints.run_checkpoints import (
     begin_without_checkpoint,
@@ -293,4 +299,5 @@ def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
         data_fingerprint=resolved.manifest.fingerprint,
         data_terms=list(resolved.manifest.terms),
         tracking_run_id=None,
+        order_version=ORDER_VERSION,
     )

@@ -1,9 +1,11 @@
 """The order of a run that reads several data sets in fixed proportions.
 
 Of the first n positions, each set has its share to within a sample or so, for every n: a set's
-samples are counted, not drawn. Which positions of a stretch it has is keyed, and so is, in each
-shuffle window, which of its rows stand there; each set goes through epochs of its own, in its own
-order. So what stands at a position is known without what stands before it.
+samples are counted, not drawn. Which positions of a stretch it has is keyed; each set goes through
+epochs of its own, in its own order. In a shuffle window of small batches, which of a set's rows
+stand where is keyed, too. In one of large batches, which many tasks make, each set's rows are dealt
+slot by slot, so that some consecutive slots of all batches have consecutive rows of each set. What
+stands at a position is known without what stands before it.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,9 @@ Int64Array = NDArray[np.int64]
 _SET, _SLOTS, _WINDOW = 16, 17, 18
 _STRETCH = 64
 """Positions among which the sets' turns are shuffled where there is no window."""
+_DEALT_STRETCH = 16
+"""And of a batch that is dealt slot by slot: few, as tasks that share a stretch read its row groups
+twice."""
 
 
 def counts_of(weights: tuple[int, ...], num_samples: int) -> list[int]:
@@ -43,8 +48,9 @@ class MixedOrder:
     Args:
         rows_per_set: of each set, the rows of each of its row groups that take part.
         weights: the sets' proportions.
-        window: in which rows are dealt out to global batches; each of these has the proportions.
-            Without one, each `_STRETCH` positions have them.
+        window: in which rows are dealt out to global batches; each of these has the proportions,
+            and each `_DEALT_STRETCH` slots of it if it is dealt by slot. Without a window, each
+            `_STRETCH` positions have them.
         weights_per_set: of each set, the weights of its rows; None for each once in an epoch.
 
     Raises:
@@ -68,7 +74,10 @@ class MixedOrder:
         self._weights = weights
         self._seed = seed
         self._window = window
-        self._stretch = _STRETCH if window is None else window.batch_size
+        self._batch = _STRETCH if window is None else window.batch_size
+        is_dealt = window is not None and window.by_slot
+        self._stretch = min(_DEALT_STRETCH, self._batch) if is_dealt else self._batch
+        self._stretches = -(-self._batch // self._stretch)  # of a batch; the last may be shorter
         self._turns_of = lru_cache(maxsize=256)(self._draw_turns)
 
     @property
@@ -85,12 +94,16 @@ class MixedOrder:
         """What stands at some positions; row groups are numbered through all sets."""
         # Which set each position has a sample of, and how many that set has given before.
         sets, turns = np.empty_like(positions), np.empty_like(positions)
-        stretches, slots = np.divmod(positions, self._stretch)
+        batches, slots = np.divmod(positions, self._batch)
+        parts, slots = np.divmod(slots, self._stretch)
+        stretches = batches * self._stretches + parts
         for stretch in np.unique(stretches).tolist():
             here = stretches == stretch
             its_sets, its_turns = self._turns_of(stretch)
             sets[here], turns[here] = its_sets[slots[here]], its_turns[slots[here]]
-        if self._window is not None:
+        if self._window is not None and self._window.by_slot:
+            turns = self._dealt(self._window, sets, turns, batches)
+        elif self._window is not None:
             turns = self._windowed(self._window, sets, turns, positions // self._window.num_rows)
         places = Places(*(np.empty_like(positions) for _ in range(3)))
         for index, order in enumerate(self._orders):
@@ -120,13 +133,16 @@ class MixedOrder:
         return range(start, start + length)
 
     def _draw_turns(self, stretch: int) -> tuple[Int64Array, Int64Array]:
-        start = stretch * self._stretch
+        batch, part = divmod(stretch, self._stretches)
+        slot = part * self._stretch
+        size = min(self._stretch, self._batch - slot)
+        start = batch * self._batch + slot
         before = counts_of(self._weights, start)
-        after = counts_of(self._weights, start + self._stretch)
+        after = counts_of(self._weights, start + size)
         spans = list(zip(before, after, strict=True))
         sets = np.repeat(np.arange(len(spans)), [last - first for first, last in spans])
         turns = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
-        slots = _permutation(self._stretch, self._seed, _SLOTS, stretch)
+        slots = _permutation(size, self._seed, _SLOTS, stretch)
         return sets[slots], turns[slots]
 
     def _windowed(
@@ -142,6 +158,31 @@ class MixedOrder:
                 permuted = _permutation(last - first, self._seed, _WINDOW, number, index)
                 mixed[mine] = first + permuted[turns[mine] - first]
         return mixed
+
+    def _dealt(
+        self, window: ShuffleWindow, sets: Int64Array, turns: Int64Array, batches: Int64Array
+    ) -> Int64Array:
+        """Turns with each set's rows of a window dealt to its batches, as `ShuffleWindow.undealt`.
+
+        A set's first rows go to its first place of each batch in turn, the next to the second; a
+        batch that has fewer places of the set than others is passed over.
+        """
+        dealt = np.empty_like(turns)
+        windows, of_window = np.divmod(batches, window.num_batches)
+        for number in np.unique(windows).tolist():
+            starts = number * window.num_rows + window.batch_size * np.arange(
+                window.num_batches + 1
+            )
+            firsts = np.array([counts_of(self._weights, start) for start in starts.tolist()])
+            sizes = np.diff(firsts, axis=0)
+            for index, its_sizes in enumerate(sizes.T):
+                mine = (windows == number) & (sets == index)
+                batch = of_window[mine, None]
+                place = turns[mine, None] - firsts[batch, index]
+                before = np.minimum(its_sizes, place)
+                before += (np.arange(window.num_batches) < batch) & (place < its_sizes)
+                dealt[mine] = firsts[0, index] + before.sum(axis=1)
+        return dealt
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """The rows at given positions of a run: an order applied to a selection of a data set."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -62,7 +62,7 @@ class Plan:
     ) -> None:
         self._manifest, self._weights, self._repeats = manifest, weights, repeats
         if repeats is not None and window is not None:
-            window = ShuffleWindow(repeats.draws, window.num_batches)
+            window = replace(window, batch_size=repeats.draws)
         self._selection = rows if weights is None else None
         if counts is None or weights is not None:
             counts = rows_per_group(manifest, self._selection)

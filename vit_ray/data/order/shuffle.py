@@ -27,10 +27,16 @@ _ROWS = 2
 
 @dataclass(frozen=True)
 class ShuffleWindow:
-    """Consecutive global batches, counted from the start of the run, that share their rows."""
+    """Consecutive global batches, counted from the start of the run, that share their rows.
+
+    Attributes:
+        by_slot: whether the rows of several data sets are dealt slot by slot, as those of one
+            always are.
+    """
 
     batch_size: int
     num_batches: int
+    by_slot: bool = False
 
     @property
     def num_rows(self) -> int:

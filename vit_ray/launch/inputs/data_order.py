@@ -61,7 +61,7 @@ def window_rows(
         return rows
     mib = _mib_of(rows, manifest)
     if rows <= _LARGE_ROWS and _can_be_parted(data, batch, rows // batch, manifest):
-        least = max(_parted_rows(batch, rows // batch), _LEAST_RUN * _cut_rows(manifest))
+        least = max(_parted_rows(batch, rows // batch), _LEAST_RUN * int(manifest.rows.max()))
         if least <= _rows_held(memory_mib, manifest):
             return rows
         mib = min(mib, _mib_of(least, manifest) / _MEMORY_SHARE)
@@ -77,9 +77,13 @@ def shuffle_window(rows: int, batch: int, manifest: Manifest) -> ShuffleWindow |
     """The window of so many images, if it is more than a batch.
 
     Several data sets have one of a single batch at least, so that each batch has their proportions.
+    Large batches are dealt slot by slot unless there are 0 images: then tasks read row groups many
+    times, which runs that began so go on with.
     """
     has_window = rows > batch or manifest.num_sets > 1
-    return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
+    if not has_window:
+        return None
+    return ShuffleWindow(batch, max(1, rows // batch), by_slot=rows > 0 and is_large(batch))
 
 
 def rows_per_task(
@@ -105,13 +109,12 @@ def most_rows(data: DataConfig, batch: int, sides: tuple[int, int]) -> int:
     if data.shuffle_window != "auto":
         return max(batch, data.shuffle_window)
     most = _MOST_ROWS
-    if _is_large(batch):
-        several = isinstance(data.train, tuple) and len(data.train) > 1
-        most = 0 if several or data.sample_weights else _LARGE_ROWS
+    if is_large(batch):
+        most = 0 if data.sample_weights else _LARGE_ROWS
     return max(batch, _doubled(batch, min(most, _rows_stored(data, batch, sides))))
 
 
-def _is_large(batch: int) -> bool:
+def is_large(batch: int) -> bool:
     """Whether no task makes two batches of so many images."""
     return 2 * batch > _MOST_ROWS
 
@@ -119,12 +122,11 @@ def _is_large(batch: int) -> bool:
 def _can_be_parted(data: DataConfig, batch: int, num_batches: int, manifest: Manifest) -> bool:
     """Whether tasks can each make a part of every batch of a window, and read little twice.
 
-    Not with several data sets, whose rows are not dealt slot by slot, nor with weights, since rows
-    that are drawn lie in many row groups: each task would read all row groups of the window. Nor
-    where a share of the batch has no parts small enough for a task.
+    Not with weights, since rows that are drawn lie in many row groups: each task would read all row
+    groups of the window. Nor where a share of the batch has no parts small enough for a task.
     """
-    is_plain = manifest.num_sets == 1 and not data.sample_weights
-    return is_plain and _is_large(batch) and _parted_rows(batch, num_batches) <= _MOST_ROWS
+    has_parts = is_large(batch) and _parted_rows(batch, num_batches) <= _MOST_ROWS
+    return has_parts and not data.sample_weights
 
 
 def _parted_rows(batch: int, num_batches: int) -> int:
@@ -133,25 +135,29 @@ def _parted_rows(batch: int, num_batches: int) -> int:
 
 
 def _best_window(data: DataConfig, batch: int, sides: tuple[int, int], manifest: Manifest) -> int:
-    """Images of the largest window of negligible cost; 0 if that is a single batch."""
+    """Images of the largest window of negligible cost.
+
+    If that is a single batch, 0; large batches of several data sets are dealt by slot even so.
+    """
     held, stored = _rows_held(data.task_memory_mib, manifest), _rows_stored(data, batch, sides)
-    if not _is_large(batch):
+    if not is_large(batch):
         return _doubled(batch, min(_MOST_ROWS, held, stored))
-    if held < _LEAST_RUN * _cut_rows(manifest):
-        return 0
+    single = batch if manifest.num_sets > 1 else 0
+    if held < _LEAST_RUN * int(manifest.rows.max()):
+        return single
     num_batches = _doubled(batch, min(_LARGE_ROWS, stored)) // batch
     while num_batches > 1 and not (
         _can_be_parted(data, batch, num_batches, manifest)
         and _parted_rows(batch, num_batches) <= held
     ):
         num_batches //= 2
-    return num_batches * batch if num_batches > 1 else 0
+    return num_batches * batch if num_batches > 1 else single
 
 
 def _rows_stored(data: DataConfig, batch: int, sides: tuple[int, int]) -> int:
     """Rows of a window whose pixels may wait in the object store."""
     store_mib = data.object_store_mib
-    if _is_large(batch):
+    if is_large(batch):
         stored_bytes = (store_mib << 20) // 3 if store_mib else _LARGE_MIB << 20
     elif store_mib is None:
         return _MOST_ROWS

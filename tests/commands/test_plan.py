@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from vit_ray.commands.plans.plan import (
     describe_work,
     plan_stage,
     planned_cluster,
+    times_read,
     told_facts,
 )
 from vit_ray.config import Recipe, load_recipe
@@ -220,6 +222,42 @@ def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Pat
         "up to 313 MiB in a task: task_memory_mib, and 57 for the largest image, of 5,000" in text
     )
     assert "for all tasks of a host" not in text  # of one row group
+
+
+# Of a data set without a remainder. Counted from the order for ImageNet-like shards:
+# benchmarks/results/data_window_large_batches_2026-11-27.md.
+@pytest.mark.parametrize(
+    ("num_sets", "batch", "window", "servers", "times"),
+    [
+        (1, 4096, 8192, 8, 1.06),
+        (1, 4096, 8192, 64, 1.49),
+        (1, 4096, 16384, 64, 1.25),
+        (2, 4096, 8192, 1, 1.12),
+        (2, 4096, 8192, 64, 1.99),
+        (3, 4096, 8192, 8, 1.18),
+        (2, 2062, 2062, 1, 1.13),
+        (2, 256, 1024, 1, 1.12),
+        (2, 256, 1024, 2, 2.3),
+        (2, 1024, 0, 8, 8.66),
+        (2, 4096, 0, 1, 4.11),
+    ],
+)
+def test_row_groups_are_read_as_often_as_counted(
+    num_sets: int, batch: int, window: int, servers: int, times: float
+) -> None:
+    sets = [{"path": f"/set{number}", "weight": 1} for number in range(num_sets)]
+    recipe = recipe_of().with_changes(
+        data={"train": sets, "shuffle_window": window},
+        train={"global_batch_size": batch, "micro_batch_size": 1},
+    )
+    facts = replace(told_facts(recipe), group_images=62.9)
+    assert times_read(recipe, facts, servers) == pytest.approx(times, rel=0.04)
+
+
+def test_row_groups_that_servers_read_several_times_are_named() -> None:
+    assert "row group is read" not in work_of("plan.num_gpus=8")
+    text = work_of("train.global_batch_size=4096", "plan.num_gpus=512")
+    assert "; each row group is read 1.49 times by 64 servers" in text
 
 
 def test_a_wrong_model_is_told_before_a_missing_data_set() -> None:

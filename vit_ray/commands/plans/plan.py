@@ -18,6 +18,7 @@ from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.data.stream.batches import LAG_SHARE
+from vit_ray.launch.inputs.data_order import is_large, most_rows
 from vit_ray.launch.inputs.streams import reads_of, resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
@@ -46,6 +47,10 @@ from vit_ray.train.memory.memory_estimate import (
 )
 
 STAGES = (0, 1, 2, 3)
+TASK_IMAGES: Final = 1024
+"""Consecutive images of the order that a reading task has, about (`partition.read_tasks`): some
+have up to 2,048, and read less."""
+_TIMES_SHOWN: Final = 1.25
 GROUP_IMAGES: Final[int] = ConvertConfig.model_fields["rows_per_row_group"].default
 BYTES_PER_PIXEL = 12  # of an image that is decoded whole, at most: PNG of 16 bits, or CMYK
 
@@ -260,6 +265,7 @@ def print_plan(recipe: Recipe) -> int:
 def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> list[str]:
     """Lines on images, steps, model, exaFLOPs and device hours."""
     batch, pace = recipe.train.global_batch_size, cluster.pace
+    servers = pace.network.servers(cluster.num_gpus)
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
     hours = pace.device_hours(facts.exaflops)
@@ -275,7 +281,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each",
         f"network                 {_network_text(pace.network, cluster.num_gpus)}",
-        f"reading                 {_reading_text(recipe, facts)}",
+        f"reading                 {_reading_text(recipe, facts, servers)}",
         *([f"warning                 {warning}"] if warning else []),
     ]
 
@@ -300,8 +306,32 @@ def _network_text(network: Network, num_gpus: int) -> str:
     )
 
 
-def _reading_text(recipe: Recipe, facts: TrainingFacts) -> str:
-    """What a reading task holds at most (row groups, largest image), and what tasks share."""
+def times_read(recipe: Recipe, facts: TrainingFacts, servers: int) -> float:
+    """How often each row group is read, about, by tasks that hold all that they have read."""
+    train, batch = recipe.data.train, recipe.train.global_batch_size
+    sets = len(train) if isinstance(train, tuple) else 1
+    window = facts.window
+    if window is None and recipe.data.shuffle_window == 0:
+        window = 0
+    elif window is None:
+        window = most_rows(recipe.data, batch, recipe.model.sides)
+    of_window = max(batch, window)
+    ends = sets * (facts.group_images - 1)
+    if sets == 1 or (window and is_large(batch)):
+        # A server's images of a window lie side by side in the order, and a task has some of them:
+        # the row groups at its ends are read for others, too.
+        return 1 + ends / min(TASK_IMAGES, of_window / servers)
+    # They lie in any row groups of the window.
+    num_images = min(max(TASK_IMAGES, window), of_window / servers)
+    groups = (of_window + ends) / facts.group_images
+    met = groups * -math.expm1(-num_images / groups)
+    return met * facts.group_images / num_images
+
+
+def _reading_text(recipe: Recipe, facts: TrainingFacts, servers: int) -> str:
+    """What a reading task holds at most (row groups, largest image), what tasks share and what they
+    read several times.
+    """
     limit = (
         recipe.convert.max_pixels
         if recipe.convert
@@ -317,6 +347,8 @@ def _reading_text(recipe: Recipe, facts: TrainingFacts) -> str:
     shared = shared_mib(recipe, facts)
     if shared >= 1:
         text += f"; {shared:,.0f} MiB for all tasks of a host: manifest and order"
+    if (times := times_read(recipe, facts, servers)) >= _TIMES_SHOWN:
+        text += f"; each row group is read {times:.2f} times by {servers} servers"
     return text
 
 

@@ -26,10 +26,10 @@ from vit_ray.commands.plans.plan import (
     divisors,
     plan_stage,
     planned_cluster,
+    times_read,
     told_facts,
 )
 from vit_ray.config import Recipe
-from vit_ray.launch.inputs.data_order import most_rows
 from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.measure.failures import MOST_AUTO_S, Interruptions
 from vit_ray.measure.memory import GIB
@@ -55,9 +55,6 @@ STALL_S, STALL_S_PER_GIB = 0.14, 0.277
 """Seconds per save, and per GiB of a rank's part of it: checkpoint_stall_cpu_2026-11-21.md."""
 IMAGE_BYTES: Final = 110_631
 """Mean bytes of an ImageNet photograph: data_shrink_to_cpu_2026-11-22.md."""
-TASK_IMAGES: Final = 1024
-"""Consecutive images of the order that a reading task has, about (`partition.read_tasks`): some
-have up to 2,048, and read less."""
 REQUESTS_PER_S: Final = 5500.0
 """GET requests that S3 answers for one prefix: Amazon S3 User Guide, performance guidelines."""
 NUM_RUNS, SHARES = 1000, (0.05, 0.95)
@@ -191,13 +188,7 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     image_bytes = facts.image_bytes or IMAGE_BYTES
     into_server = plan.storage_gb_per_server * 1e9
     into_all = min(servers * into_server, (plan.storage_gb_per_s or math.inf) * 1e9)
-    # A server's images of a window lie side by side in the order, and a task has some of them: the
-    # row groups at its ends are read for others, too.
-    window = facts.window
-    if window is None:
-        window = most_rows(recipe.data, batch, recipe.model.sides)
-    side_by_side = min(TASK_IMAGES, max(batch, window) / servers)
-    again = 1 + (facts.group_images - 1) / side_by_side
+    again = times_read(recipe, facts, servers)
     image_bytes *= again
     cpu_ms = CPU_MS_PER_IMAGE[recipe.data.decode] + SERVER_MS_PER_IMAGE
     gpus_here = min(num_gpus, network.gpus_per_server)

@@ -297,8 +297,8 @@ class DataConfig(Section):
     part of the window of a large batch; images that do not fit in task_memory_mib are read again. 0
     = row groups one after another. `auto` = up to 2,048 within task_memory_mib and half of
     object_store_mib; for batches above 1,024 up to 16,384 within a third of object_store_mib
-    (unset: 1,200 MiB of pixels), and 0 with several sets, sample_weights, or a batch of which a
-    task cannot make a part; a resumed run keeps the window it began with."""
+    (unset: 1,200 MiB of pixels), and 0 with sample_weights or a batch of which a task cannot make a
+    part (one batch of several sets); a resumed run keeps the window it began with."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""
     eval_augment: EvalAugmentConfig = EvalAugmentConfig()

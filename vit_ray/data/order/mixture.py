@@ -93,14 +93,13 @@ class MixedOrder:
     def places(self, positions: Int64Array) -> Places:
         """What stands at some positions; row groups are numbered through all sets."""
         # Which set each position has a sample of, and how many that set has given before.
-        sets, turns = np.empty_like(positions), np.empty_like(positions)
         batches, slots = np.divmod(positions, self._batch)
         parts, slots = np.divmod(slots, self._stretch)
-        stretches = batches * self._stretches + parts
-        for stretch in np.unique(stretches).tolist():
-            here = stretches == stretch
-            its_sets, its_turns = self._turns_of(stretch)
-            sets[here], turns[here] = its_sets[slots[here]], its_turns[slots[here]]
+        stretches, which = np.unique(batches * self._stretches + parts, return_inverse=True)
+        none = np.zeros(0, np.int64)
+        drawn = [(none, none), *map(self._turns_of, stretches.tolist())]
+        at = np.cumsum([len(sets) for sets, _ in drawn])[which] + slots
+        sets, turns = (np.concatenate(of_all)[at] for of_all in zip(*drawn, strict=True))
         if self._window is not None and self._window.by_slot:
             turns = self._dealt(self._window, sets, turns, batches)
         elif self._window is not None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.end_to_end.runs import same_weights
+from tests.launch.inputs.test_data_order import write_data_set
 from tests.launch.inputs.test_seen_batch import CASES, MIXTURE, recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
@@ -286,6 +287,38 @@ def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
     assert "a multiple of 2" in said(*words, "data.shuffle_window=0")[1]
     code, text = said(parent, "step=7", "name=fork", "data.repeats=2")
     assert (code, "the parent has 1 and 16, and neither can change" in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    ("order_version", "num_batches", "expected"),
+    [
+        (1, 2, "another batch size or version of the code deals out differently"),
+        (1, 7, "the order of samples in a shuffle window was version 1 and is version 2"),
+        (2, 2, "nothing else changes the training"),
+    ],
+)
+def test_a_fork_in_the_new_order_begins_between_two_shuffle_windows(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    order_version: int, num_batches: int, expected: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    paths = [write_data_set(tmp_path / str(size), size, group_bytes=64) for size in (20, 30)]
+    train = [{"path": path, "weight": 1.0} for path in paths]
+    recipe = recipe_on(
+        sets, data={"train": train, "shuffle_window": num_batches * 1040},
+        train={"global_batch_size": 1040}, output=str(tmp_path / "runs"),
+    )  # fmt: skip
+    resolved = resolve_run(recipe)
+    facts = {
+        "recipe": resolved.recipe.recorded(), "data_fingerprint": resolved.manifest.fingerprint,
+        "global_batch_size": 1040, "samples_seen": STEP * 1040, "order_version": order_version,
+    }  # fmt: skip
+    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    code, text = said(parent, "step=7", "name=fork")
+    assert expected in text
+    assert code == (2 if "differently" in expected else 0)
+    if code == 0:
+        assert find_run("fork.yaml").recipe.data.shuffle_window == num_batches * 1040
 
 
 @pytest.mark.parametrize(

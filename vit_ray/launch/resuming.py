@@ -163,15 +163,21 @@ def require_order(name: str, position: Position, stream: StreamSpec) -> None:
     Raises:
         ValueError: an earlier version of the code dealt its shuffle window otherwise.
     """
-    window = stream.window
-    is_mixed = isinstance(stream.manifest, JoinedManifest)
-    if position.order_version < ORDER_VERSION and is_mixed and window and window.by_slot:
+    if has_earlier_order(position, stream):
+        assert stream.window is not None
         raise ValueError(
             f"run {name!r} was started by another version of the code, which deals "
-            f"data.shuffle_window={window.num_rows} of several data sets otherwise; resume it with "
-            f"commit {_DEALS_MIXTURES_AS_BEFORE}, or choose another name (`vit-ray fork` continues "
-            "in the new order, init_from loads the weights)"
+            f"data.shuffle_window={stream.window.num_rows} of a list of data sets otherwise; "
+            f"resume it with commit {_DEALS_MIXTURES_AS_BEFORE}, or choose another name (`vit-ray "
+            "fork` continues in the new order, init_from loads the weights)"
         )
+
+
+def has_earlier_order(position: Position, stream: StreamSpec) -> bool:
+    """Whether the version that wrote the checkpoint deals the stream's window otherwise."""
+    window, is_mixed = stream.window, isinstance(stream.manifest, JoinedManifest)
+    is_dealt = is_mixed and window is not None and window.by_slot
+    return position.order_version < ORDER_VERSION and is_dealt
 
 
 def size_change(

@@ -192,7 +192,9 @@ def test_a_mixture_that_began_in_an_earlier_order_is_not_continued(mixed: Recipe
     train = {"global_batch_size": 2048, "micro_batch_size": 64}
     large = mixed.with_changes(train=train, optim={"epochs": 20})
     fingerprint = resolve_run(large).manifest.fingerprint
-    earlier = r"another version of the code, which deals data\.shuffle_window=4096 of several data"
+    earlier = (
+        r"another version of the code, which deals data\.shuffle_window=4096 of a list of data"
+    )
     save_checkpoint(large, 4096, fingerprint, order_version=1)
     with pytest.raises(ValueError, match=earlier):
         prepared(large)

@@ -309,21 +309,22 @@ def _network_text(network: Network, num_gpus: int) -> str:
 def times_read(recipe: Recipe, facts: TrainingFacts, servers: int) -> float:
     """How often each row group is read, about, by tasks that hold all that they have read."""
     train, batch = recipe.data.train, recipe.train.global_batch_size
-    sets = len(train) if isinstance(train, tuple) else 1
+    weights = [one.weight for one in train] if isinstance(train, tuple) else [1.0]
     window = facts.window
     if window is None and recipe.data.shuffle_window == 0:
         window = 0
     elif window is None:
         window = most_rows(recipe.data, batch, recipe.model.sides)
     of_window = max(batch, window)
-    ends = sets * (facts.group_images - 1)
-    if sets == 1 or (window and is_large(batch)):
+    if len(weights) == 1 or (window and is_large(batch)):
         # A server's images of a window lie side by side in the order, and a task has some of them:
-        # the row groups at its ends are read for others, too.
-        return 1 + ends / min(TASK_IMAGES, of_window / servers)
+        # the row groups at its ends are read for others, too. Few tasks have any of a tiny set.
+        num_images = min(TASK_IMAGES, of_window / servers)
+        cut = sum(min(1.0, weight / sum(weights) * num_images) for weight in weights)
+        return 1 + cut * (facts.group_images - 1) / num_images
     # They lie in any row groups of the window.
     num_images = min(max(TASK_IMAGES, window), of_window / servers)
-    groups = (of_window + ends) / facts.group_images
+    groups = (of_window + len(weights) * (facts.group_images - 1)) / facts.group_images
     met = groups * -math.expm1(-num_images / groups)
     return met * facts.group_images / num_images
 

@@ -86,6 +86,11 @@ def test_an_empty_part_is_refused(fraction: float) -> None:
             RowSelection.all(manifest_of(100)).take(fraction)
 
 
+def test_of_one_image_none_is_held_out() -> None:
+    with pytest.raises(ValueError, match="1 images: none can be held out"):
+        split_rows(manifest_of(1), 0.5)
+
+
 def test_a_selection_of_another_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="was made for 100 images"):
         RowSelection.all(manifest_of(100)).rows_per_group(manifest_of(90))

@@ -278,6 +278,11 @@ def split_rows(
     """
     total = manifest.num_images
     held_out = round(total * fraction)
+    if total < 2:
+        raise ValueError(
+            f"fraction={fraction} of {total} images: none can be held out of fewer than 2; give a "
+            "larger data set"
+        )
     if not 0 < held_out < total:
         raise ValueError(
             f"fraction={fraction} of {total} images holds out {held_out}; "

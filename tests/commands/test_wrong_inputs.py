@@ -451,6 +451,39 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
         ("pretrain", ["output=/shared/runs", "tracking.uri=sqlite:////shared/m.db"], None),
         ("convert", ["convert.source=.", "convert.destination=new"], "destination=new would be"),
         ("convert", ["convert.source=.", "convert.destination=/shared/new"], None),
+        ("pretrain", ["output=COPY/mine"], "output=.*/mine would be in this job's copy"),
+        ("pretrain", ["output=file://COPY/mine"], "output=file:.*/mine would be in this job's"),
+        ("pretrain", ["output=~/mine"], "tracking.uri=sqlite:///mine.db would be"),
+        (
+            "pretrain",
+            ["output=~/mine", "tracking.uri=sqlite:///~/mine.db"],
+            "tracking.uri=sqlite:///~/mine.db would be",  # such a path has no home
+        ),
+        *(
+            (name, [*inputs, f"{key}=new"], f"{key}=new would be in this job's copy")
+            for name, inputs, key in (
+                ("subset", ["subset.source=here", "subset.fraction=0.5"], "subset.destination"),
+                (
+                    "deduplicate",
+                    ["deduplicate.source=here", "deduplicate.evaluation_sets=[here]"],
+                    "deduplicate.destination",
+                ),
+                ("export", ["init_from=s3://mine/run"], "export.path"),
+                ("inspect_model", ["inspect.images=."], "inspect.path"),
+            )
+        ),
+        (
+            "extract_features",
+            [
+                "output=/shared/runs",
+                "tracking.uri=http://mlflow:5000",
+                "init_from=s3://mine/run",
+                "extract.data=s3://mine/set",
+                "extract.path=new",
+            ],
+            "extract.path=new would be",
+        ),
+        ("verify", ["verify.path=s3://mine/set"], None),
         ("manifest", ["output=mine"], None),
         (
             "pretrain",
@@ -471,10 +504,11 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     """Its nodes have a copy each, in a cache that Ray empties."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     sets = [f"data.{key}=s3://mine/set" for key in ("train", "eval")]
-    recipe = load_recipe("digits", ["tracking.uri=sqlite:///mine.db", *sets, *changes])
-    write_set(tmp_path / "here", [("a.png", [0])], ["ant"])  # the copy does not have it
     # As Ray 2.60 unpacks it.
     copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    changes = [one.replace("COPY", str(copy)) for one in changes]
+    recipe = load_recipe("digits", ["tracking.uri=sqlite:///mine.db", *sets, *changes])
+    write_set(tmp_path / "here", [("a.png", [0])], ["ant"])  # the copy does not have it
     copy.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     check_places(COMMANDS[name], recipe)

@@ -11,7 +11,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from vit_ray.addresses import check_address, is_placeholder, require_store
+from vit_ray.addresses import (
+    check_address,
+    is_placeholder,
+    local_folder,
+    require_store,
+    sqlite_file,
+)
 from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.ray_address import host_and_port
@@ -33,6 +39,11 @@ _WEIGHTS = (".npz", ".safetensors")
 _IN_PATTERNS = frozenset("*?[{")
 _UPLOADED = "working_dir_files"
 """Ray's folder for the copies of what `ray job submit --working-dir` uploads."""
+_WRITTEN = (
+    "output", "convert.destination", "subset.destination", "deduplicate.destination",
+    "extract.path", "export.path", "inspect.path",
+)  # fmt: skip
+"""Keys of the places that commands write to, next to `tracking.uri`."""
 
 
 def check_packages(command: Command, recipe: Recipe) -> None:
@@ -131,19 +142,20 @@ def _refuse_uploaded(command: Command, recipe: Recipe) -> None:
     """Ray deletes a job's copy of its folder, and each node has its own."""
     if _UPLOADED not in Path.cwd().parts or command.name in _STARTS_NOTHING:
         return
-    places = "the full path of a folder that all nodes share, or s3://BUCKET/FOLDER"
     stores = "a server such as http://mlflow:5000, or sqlite:/// with a full path"
-    sqlite, uri = "sqlite:///", recipe.tracking.uri
-    written = [("output", "output", recipe.output, places)]
-    if uri.startswith(sqlite):
-        written.append(("tracking", "tracking.uri", uri, stores))
-    if recipe.convert:
-        destination = recipe.convert.destination
-        written.append(("convert", "convert.destination", destination, places))
-    for section, key, given, allowed in written:
-        place = given.removeprefix(sqlite)
-        is_copied = "://" not in place and not Path(place).expanduser().is_absolute()
-        if section in command.reads and is_copied:
+    places = "the full path of a folder that all nodes share, or s3://BUCKET/FOLDER"
+    written = []
+    for key in _WRITTEN:
+        section = attrgetter(key.split(".")[0])(recipe)
+        if section is not None:
+            given = attrgetter(key)(recipe)
+            place = local_folder(given)
+            written.append((key, given, place and place.expanduser(), places))
+    uri = recipe.tracking.uri
+    written.append(("tracking.uri", uri, sqlite_file(uri), stores))
+    for key, given, place, allowed in written:
+        is_copied = place is not None and _UPLOADED in place.absolute().parts
+        if key.split(".")[0] in command.reads and is_copied:
             raise ValueError(
                 f"{key}={given} would be in this job's copy of the submitted folder, which Ray "
                 f"deletes; give {allowed}"

@@ -136,3 +136,8 @@ def test_captions_are_below_their_own_image_and_no_wider():
     assert not in_row[2:, :SIDE].any()
     wide = Image.open(io.BytesIO(strip(squares, [["W" * 50], [], []])))
     assert (np.asarray(wide)[SIDE + 2 :, SIDE:, 0] > 128).all()
+
+
+def test_a_class_name_of_several_lines_is_one_line_of_its_caption():
+    square_only = [np.zeros((SIDE, SIDE, 3), np.uint8)]
+    assert strip(square_only, [["great\nauk"]]) == strip(square_only, [["great auk"]])

@@ -58,7 +58,8 @@ def strip(squares: Sequence[UInt8Array], captions: Sequence[Sequence[str]] = ())
 
 
 def _cut(draw: ImageDraw.ImageDraw, text: str, width: int, font: _Font) -> str:
-    """The beginning of a text that is this many pixels wide, or all of it."""
+    """The beginning of a text in one line that is this many pixels wide, or all of it."""
+    text = " ".join(text.split())
     while draw.textlength(text, font) > width:
         text = text[:-2]
     return text

@@ -85,6 +85,16 @@ def test_a_name_in_brackets_leads_to_its_row_if_only_one_row_has_it():
     assert re.findall('<tr id="(.*?)">', text) == [f"runs-{number}" for number in (1, 2, 3, 4)]
 
 
+@pytest.mark.parametrize("host", ["mlflow", "gpu01:5000", "mlflow-1", "127.0.0.1:5000", "[::1]"])
+def test_the_address_at_the_end_of_a_page_is_a_link_whatever_its_host(host):
+    text = render(
+        "t", [], opening=f"mlflow ui --uri sqlite:////a<b@c.org.db then http://{host}/#/a&b"
+    )
+    link = f'<a href="http://{host}/#/a&amp;b" rel="noopener">http://{host}/#/a&amp;b</a>'
+    assert f"<footer><p>mlflow ui --uri sqlite:////a&lt;b@c.org.db then {link}</p>" in text
+    assert "<p>nothing &lt;here&gt;</p>" in render("t", [], opening="nothing <here>")
+
+
 def test_figures_of_an_earlier_page_go_and_others_files_stay(tmp_path):
     folder = tmp_path / "figures"
     table = Table("A table: of numbers", [Column("a", percent)], [[0.5]])

@@ -127,7 +127,7 @@ def render(
         lead: sentences with the result.
         missing: what it lacks, a sentence for each.
         origin: the source of the page.
-        opening: where a reader finds more.
+        opening: where a reader finds more; an address at its end becomes a link.
         files: folder of its figures and tables as files, relative to the page.
         refresh_s: seconds after which an open page reloads itself.
     """
@@ -143,7 +143,7 @@ def render(
         lead=lead,
         missing=missing,
         origin=origin,
-        opening=opening,
+        opening=_with_address(opening),
         files=files,
         refresh_s=refresh_s,
         linked=partial(_linked, places=_places(sections)),
@@ -180,6 +180,17 @@ def _linked(text: str, places: Mapping[str, str]) -> Markup:
         Markup(", ").join(map(link, part.split(", "))) if number % 2 else part
         for number, part in enumerate(parts)
     )
+
+
+def _with_address(text: str) -> Markup:
+    """A text whose last word is a link if it is a web address.
+
+    Jinja's `urlize` knows no host without a dot whose name has digits, such as `http://gpu01:5000`.
+    """
+    before, gap, last = text.rpartition(" ")
+    if not last.startswith(("http://", "https://")):
+        return escape(text)
+    return Markup('{}{}<a href="{}" rel="noopener">{}</a>').format(before, gap, last, last)
 
 
 def _source(name: str) -> str:

@@ -502,9 +502,7 @@ class RowGroupReader:
         try:
             return with_retries(read_once, f"reading {path}")
         except FileNotFoundError as error:
-            there = (
-                f" on {platform.node()}" if self._manifest.shard_location(group).is_local else ""
-            )
+            there = f" on {platform.node()}" if location.is_local else ""
             raise ValueError(
                 f"shard {path!r} is missing{there} though the manifest lists it; restore the file, "
                 "put the data set where all nodes that read see it, or convert again"

@@ -308,6 +308,38 @@ def test_a_sweep_is_compared_by_its_retraining(store):
         assert "a sweep, compared by its retraining rates-final" in kinds
 
 
+def sweep(store, name, model, rates, first):
+    """A sweep, and finished retrainings of each rate with two seeds."""
+    below = {"mlflow.parentRunId": store.run(name, tags={"vit_ray.kind": "sweep"})}
+    tags = {**below, "vit_ray.kind": "finetune", "vit_ray.sweep_stage": "finetune"}
+    for number, rate in enumerate(rates):
+        for seed in (0, 1):
+            params = {"model.name": model, "seed": seed, "optim.learning_rate": rate}
+            values = {"eval/top1": first + 0.1 * number + 0.01 * seed}
+            commit = {"vit_ray.git_commit": "ab"[seed]}  # interrupted between the seeds
+            store.run(f"{name}-final-lr{rate}-seed{seed}", values, params, {**tags, **commit})
+
+
+def test_two_sweeps_of_different_models_are_compared_by_their_retrainings(store):
+    sweep(store, "small", "ViT-S/16", [0.1], 0.6)
+    sweep(store, "large", "ViT-B/16", [0.3], 0.7)
+    found = store.compare("small", "large")
+    (one,) = found.differences
+    assert (one.a, one.b, one.is_paired) == ((0.6, 0.61), (0.7, 0.71), True)
+    store.study("study", 0)
+    with pytest.raises(ValueError, match=r"'small' is a sweep, .* and 'study' a study of 4"):
+        store.compare("small", "study")
+
+
+def test_a_sweep_that_was_continued_is_compared_by_its_last_retraining(store):
+    sweep(store, "rates", "ViT-S/16", [0.1, 0.3], 0.6)
+    store.run("scratch", {"eval/top1": 0.5}, {"model.name": "ViT-S/16", "seed": 0})
+    found = store.compare("scratch", "rates")
+    (one,) = found.differences
+    assert one.b == (0.7, 0.71)
+    assert found.keys["optim.learning_rate"] == ("unset", "0.3")
+
+
 def test_the_cost_of_a_fine_tuning_is_also_given_with_its_pre_training(store):
     costs = {"study/exaflops": 8.0, "cost/core_days": 2.0}
     tags = {"vit_ray.kind": "pretrain", "vit_ray.run_folder": "/runs/pre"}

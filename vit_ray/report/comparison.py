@@ -46,6 +46,7 @@ from vit_ray.report.runs import (
 )
 from vit_ray.report.statistics.accuracies import ACCURACIES, accuracy_name, studied, trainings
 from vit_ray.report.statistics.groups import (
+    COMMIT,
     PRETRAINING,
     TRAINING_IMAGES,
     WEIGHTS,
@@ -114,8 +115,9 @@ class Side:
 
     @property
     def is_group(self) -> bool:
-        """Whether it is a study, a sweep or another parent."""
-        return [run.run_id for run in self.runs] != [self.root.run_id]
+        """Whether it is a study or another parent; a sweep stands for one training."""
+        is_parent = [run.run_id for run in self.runs] != [self.root.run_id]
+        return is_parent and self.root.kind != SWEEP
 
     @property
     def kind(self) -> str:
@@ -338,14 +340,14 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
         words: run ids or run names.
 
     Raises:
-        ValueError: a run does not exist or its name is not unique, one is a single run and the
-            other a study, or they have no cell or no metric in common.
+        ValueError: a run does not exist or its name is not unique, one is a run or sweep and
+            the other a study, or they have no cell or no metric in common.
     """
     require_store(uri)
     client = MlflowClient(uri)
     sides = [_side(Archive(uri, _find_run(client, experiment, word))) for word in words]
     a, b = sides
-    if a.is_group != b.is_group and SWEEP not in (a.root.kind, b.root.kind):
+    if a.is_group != b.is_group:
         raise ValueError(
             f"compare: {a.root.name!r} is {a.kind} and {b.root.name!r} {b.kind}; give two runs or "
             "sweeps (a cell of a study is a run, by its name), or two studies"
@@ -450,12 +452,15 @@ def _side(archive: Archive) -> Side:
         raise ValueError(
             f"compare: {root.kind} {root.name!r} has no finished trainings to compare yet"
         )
+    if root.kind == SWEEP:  # continued with more rates, it may have retrained another point too
+        points = [run.group.without(COMMIT) for run in counted]
+        counted = [run for run, point in zip(counted, points, strict=True) if point == points[-1]]
     return Side(root, counted or [root], archive)
 
 
 def _cells(a: Side, b: Side) -> tuple[Cells, Cells]:
     """Trainings of each side by the name of their cell."""
-    if not (a.is_group and b.is_group):
+    if not a.is_group:
         labels = {run.label for run in (*a.runs, *b.runs)}
         name = labels.pop() if len(labels) == 1 else "both"
         return {name: [*a.runs]}, {name: [*b.runs]}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from tests.recipes import recipe_with
 from tests.worker.fakes import make_job
@@ -57,12 +58,14 @@ def test_workers_that_run_are_not_waited_for_and_lost_ones_are_from_then_on(tmp_
     assert len(watched.after(5)) == 1
 
 
-def test_what_a_placed_group_lacks_is_told_every_minute_until_it_is_there(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
-    watched.lacking = "no CPU reads"
-    assert [text for _, text, _ in watched.after(150, is_placed=True)] == 2 * ["no CPU reads"]
-    watched.lacking = ""
-    assert len(watched.after(3600, is_placed=True)) == 2
+def test_what_a_placed_group_lacks_is_told_when_it_changes(tmp_path: Path) -> None:
+    """Without a limit to the wait, a line a minute would be all of the run's history."""
+    watched, told = Watched(tmp_path), []
+    for lacking, minutes in (("2 CPUs", 300), ("1 CPU", 300), ("", 60), ("1 CPU", 300)):
+        watched.lacking = lacking
+        told.append(len(watched.after(60 * minutes, is_placed=True)))
+    assert told == [1, 2, 2, 3]
+    assert [text for _, text, _ in watched.told] == ["2 CPUs", "1 CPU", "1 CPU"]
 
 
 @pytest.mark.parametrize(("cpus", "is_private", "lacks"), [
@@ -74,9 +77,27 @@ def test_a_run_whose_reading_nodes_are_lost_lacks_them(
     """Its two workers hold the CPUs of the node that is left."""
     left = ClusterShape(2, cpus, 0, 0.0, is_private=is_private)
     monkeypatch.setattr(placement_wait, "shape", lambda _: left)
-    text = lacking_now(recipe_with(workers={"num_workers": 2}))
+    text = lacking_now(recipe_with(workers={"num_workers": 2}), use_gpu=False)
     assert ("leave 0 of 2 CPUs for reading data" in text and "start nodes" in text) == lacks
     assert bool(text) == lacks
+
+
+def test_gpus_that_join_later_are_not_lacking_to_a_run_on_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its workers were placed by `auto` when there were none."""
+    monkeypatch.setattr(placement_wait, "shape", lambda _: ClusterShape(3, 8, 1, 0.0))
+    recipe = recipe_with(workers={"num_workers": 2, "use_gpu": "auto"})
+    assert lacking_now(recipe, use_gpu=False) == ""
+    assert "needs 2 GPUs; the cluster has 1" in lacking_now(recipe, use_gpu=True)
+
+
+def test_a_head_that_does_not_answer_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: float) -> ClusterShape:
+        raise ray.exceptions.RpcError("the head is away")
+
+    monkeypatch.setattr(placement_wait, "shape", fail)
+    assert lacking_now(recipe_with(), use_gpu=False) == ""
 
 
 def test_the_wait_has_an_end_that_names_its_knob(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Waiting for a worker group's placement: reports every minute what is missing, and has a limit.
 
 A placed group may lack something too: the node that read for it is lost, and its workers wait for
-images. This also is reported every minute.
+images. This is looked at every minute, and reported when it changes.
 
 A stop also ends the waiting: workers learn of a stop by their heartbeat, and none is running yet.
 """
@@ -50,6 +50,7 @@ class PlacementWait:
         """
         self._job, self._missing, self._lacking, self._clock = job, missing, lacking, clock
         self._since_s = self._told_s = self._alone_s = self._looked_s = clock()
+        self._lacked = ""
 
     @property
     def waited_s(self) -> float:
@@ -57,7 +58,8 @@ class PlacementWait:
         return self._clock() - self._since_s
 
     def check(self, *, is_placed: bool, is_in_turn: bool = False) -> None:
-        """Note whether the group is placed; report once a minute what it, or its run, lacks.
+        """Note whether the group is placed; report once a minute what it lacks, and what a placed
+        group's run lacks when that changes: there is no limit to its wait.
 
         Args:
             is_in_turn: other trainings are running and will free a place for it: then there is no
@@ -72,8 +74,9 @@ class PlacementWait:
             self._since_s = self._told_s = now_s
             if now_s - self._looked_s >= TELL_S:
                 self._looked_s = now_s
-                if text := self._lacking():
-                    self._job.record.event(EventKind.NO_PLACE, text, 0)
+                before, self._lacked = self._lacked, self._lacking()
+                if self._lacked and self._lacked != before:
+                    self._job.record.event(EventKind.NO_PLACE, self._lacked, 0)
             return
         if is_in_turn:
             self._alone_s = now_s
@@ -133,13 +136,21 @@ def missing_now(
     return text
 
 
-def lacking_now(recipe: Recipe) -> str:
-    """Why the connected cluster is now too small for a run whose group is placed; empty if not."""
-    cluster = shape(time.time())
+def lacking_now(recipe: Recipe, *, use_gpu: bool) -> str:
+    """Why the connected cluster is now too small for a run whose group is placed; empty if not.
+
+    Args:
+        use_gpu: whether its workers have GPUs. `workers.use_gpu=auto` was decided when it started:
+            GPUs that join later are not for it.
+    """
+    try:
+        cluster = shape(time.time())
+    except (ray.exceptions.RayError, RuntimeError, OSError):
+        return ""  # the run works without the answer; it is asked again
     if cluster.is_private:
         return ""
     try:
-        check_cluster(recipe, cluster)
+        check_cluster(recipe.with_changes(workers={"use_gpu": use_gpu}), cluster)
     except ValueError as error:
         return f"the cluster has become too small, start nodes: {error}"
     return ""

@@ -170,7 +170,7 @@ class BorrowedPool:
         watch = PlacementWait(
             job,
             lambda: missing_now(shape.least_workers, shape.resources, labels),
-            lambda: lacking_now(job.recipe),
+            lambda: lacking_now(job.recipe, use_gpu=shape.use_gpu),
         )
         _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held, sharing))
         while not _ask(server, "wait_until_ended"):

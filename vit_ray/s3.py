@@ -68,6 +68,17 @@ def client_of(pid: int) -> Any:
     return session.create_client("s3", region_name=region(), config=config)
 
 
+def has_credentials() -> bool:
+    """Whether this process finds a key for the store; without one pyarrow signs no request."""
+    import botocore.session
+    from botocore.exceptions import PartialCredentialsError
+
+    try:
+        return botocore.session.get_session().get_credentials() is not None
+    except PartialCredentialsError:
+        return False
+
+
 def put_if_none(path: str, content: bytes) -> bool:
     """Write `bucket/key` if nothing is there; False if something is.
 

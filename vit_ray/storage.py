@@ -39,6 +39,8 @@ READS_OLDER: Final = "bf285d9"
 
 _HASHED_BYTES: Final = 1 << 20
 """Bytes that are hashed and then written: they fit into a core's cache."""
+_ENDPOINTS: Final = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
+"""Variables with the address of the store, of which the first that is set counts."""
 RIGHTS_PROBE: Final = "rights-probe"
 """File by which a start tries its access rights; one that could not be deleted is replaced by the
 next."""
@@ -380,7 +382,7 @@ def _s3(pid: int) -> fs.S3FileSystem:
 
     For one process: a forked one that shared its connections would read answers of others.
     """
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
     scheme, _, host = endpoint.rpartition("://")
     return fs.S3FileSystem(
         endpoint_override=host or None,
@@ -413,7 +415,7 @@ def needing_right(right: str, uri: str) -> Iterator[None]:
         text, wrong = str(error).rstrip("."), f"no right to {right} there"
         if "://" not in uri:
             remedy = "change the rights of the folder, or choose another place"
-        elif has_no_credentials(error):
+        elif has_no_credentials(error) or not s3.has_credentials():
             wrong = "there are no credentials for the store here"
             remedy = (
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role; in "
@@ -471,10 +473,11 @@ def check_rights(folder: Location) -> None:
         with contextlib.suppress(Exception), retry_policy(ONE_ATTEMPT):  # it has been reported
             probe.delete()
         if isinstance(error, OSError) and not folder.is_local and is_transient(error):
+            endpoint = next((f"{n}={os.environ[n]}" for n in _ENDPOINTS if os.environ.get(n)), "")
             raise OSError(
                 f"{folder.uri}: the store does not answer: {error}; check "
-                f"AWS_ENDPOINT_URL={os.environ.get('AWS_ENDPOINT_URL', '(not set: AWS)')} and the "
-                "network, and run the same command again"
+                f"{endpoint or f'{_ENDPOINTS[-1]} (not set: AWS)'} and the network, and run the "
+                "same command again"
             ) from error
         raise
 

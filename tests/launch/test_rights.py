@@ -14,6 +14,7 @@ from tests.recipes import recipe_with
 from vit_ray import s3, storage
 from vit_ray.commands import doctor
 from vit_ray.commands.trained.fork import _is_free
+from vit_ray.data import open_dataset
 from vit_ray.launch import feature_extraction
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
@@ -101,21 +102,29 @@ def test_a_machine_without_credentials_is_told_what_to_set(
     told = r"runs/all: there are no credentials .*set AWS_ACCESS_KEY_ID and AWS_SECRET.*env_vars"
     with pytest.raises(ValueError, match=told):
         check_rights(locate("s3://runs/all"))
+    # pyarrow, which reads, sends a request without a signature.
+    storage._s3.cache_clear()
+    with pytest.raises(ValueError, match=r"sets/train: there are no credentials .*AWS_ACCESS_KEY"):
+        open_dataset("s3://sets/train")
+    storage._s3.cache_clear()
     s3.client_of.cache_clear()
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_a_store_that_does_not_answer_is_named_while_it_is_tried(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = replace(storage._PROBE_POLICY, attempts=3)
     monkeypatch.setattr(storage, "_PROBE_POLICY", policy)
     (port,) = free_ports(1)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # the other one is more specific
+    monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
     s3.client_of.cache_clear()
-    told = f"s3://runs/all: the store does not answer: .*check AWS_ENDPOINT_URL=.*:{port} and"
+    told = f"s3://runs/all: the store does not answer: .*check {name}=.*:{port} and"
     caplog.set_level("INFO")
     with pytest.raises(OSError, match=told):
         check_rights(locate("s3://runs/all"))
+    storage._s3.cache_clear()
     s3.client_of.cache_clear()
     # Of the write alone: the probe is deleted with less patience.
     attempts = [text.split(" failed (")[0] for text in caplog.messages if ": attempt " in text]

@@ -51,8 +51,8 @@ HEARTBEAT_S: Final = 1.422e-3
 """CPU seconds per heartbeat in the process that records the run: many_ranks_cpu_2026-11-24.md."""
 SAVE_S, SAVING_RANKS = 6.5, 512
 """Seconds of requests for a save by this many ranks, on two cores: many_ranks_cpu_2026-11-24.md."""
-STALL_S, STALL_S_PER_GIB = 0.14, 0.277
-"""Seconds per save, and per GiB of a rank's part of it: checkpoint_stall_cpu_2026-11-21.md."""
+STALL_S, STALL_S_PER_GIB = 0.03, 0.113
+"""Seconds per save, and per GiB of a rank's part: checkpoint_stall_training_cpu_2026-11-27.md."""
 IMAGE_BYTES: Final = 110_631
 """Mean bytes of an ImageNet photograph: data_shrink_to_cpu_2026-11-22.md."""
 REQUESTS_PER_S: Final = 5500.0

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from vit_ray.addresses import is_placeholder
+from vit_ray.addresses import is_placeholder, sqlite_file
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.storage import check_rights, locate
@@ -137,7 +137,7 @@ def _mlflow(recipe: Recipe) -> str:
     from vit_ray.tracking.mlflow_client import reached_client, safe_uri
 
     uri = recipe.tracking.uri
-    file = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+    file = sqlite_file(uri)
     if file is not None and not file.exists():
         above = next(folder for folder in file.absolute().parents if folder.exists())
         if not os.access(above, os.W_OK):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from vit_ray.addresses import SQLITE
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
     BenchmarkedModel,
@@ -147,9 +148,9 @@ class Recipe(Section):
             section = tree[above[0]] if above else tree
             if section is not None:
                 section[last] = _absolute(section[last])
-        uri, sqlite = self.tracking.uri, "sqlite:///"
-        if uri.startswith(sqlite) and not uri.startswith(f"{sqlite}/"):
-            tree["tracking"]["uri"] = f"{sqlite}{Path(uri.removeprefix(sqlite)).absolute()}"
+        uri = self.tracking.uri
+        if uri.startswith(SQLITE) and not uri.startswith(f"{SQLITE}/"):
+            tree["tracking"]["uri"] = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
     def check_shares(self) -> None:

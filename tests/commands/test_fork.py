@@ -293,8 +293,8 @@ def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
     ("order_version", "num_batches", "expected"),
     [
         (1, 2, "another batch size or version of the code deals out differently"),
-        (1, 7, "the order of samples in a shuffle window was version 1 and is version 2"),
-        (2, 2, "nothing else changes the training"),
+        (2, 7, "the order of samples in a shuffle window was version 2 and is version 3"),
+        (3, 2, "nothing else changes the training"),
     ],
 )
 def test_a_fork_in_the_new_order_begins_between_two_shuffle_windows(

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 WEIGHT, AVERAGE = "weight", "average"
 
-ORDER_VERSION: Final = 2
-"""Of the order of samples: 2 deals several data sets slot by slot in windows of large batches."""
+ORDER_VERSION: Final = 3
+"""Of the order of samples: 3 deals several data sets slot by slot, as 2 those of large batches."""
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from vit_ray.storage import READS_OLDER, locate
 from vit_ray.train.optim.schedule import lr_at
 
 CROP_SIZES: Final = "data.augment.sizes"
-_DEALS_MIXTURES_AS_BEFORE: Final = "edec8ea"
-"""The last commit of `ORDER_VERSION` 1."""
+_LAST_COMMITS: Final = {1: "edec8ea", 2: "8fb353b"}
+"""Of the earlier versions of `ORDER_VERSION`."""
 
 logger = logging.getLogger(__name__)
 
@@ -161,23 +161,21 @@ def require_order(name: str, position: Position, stream: StreamSpec) -> None:
     """Refuse a training stream whose order is not the one in which the run began.
 
     Raises:
-        ValueError: an earlier version of the code dealt its shuffle window otherwise.
+        ValueError: an earlier version of the code mixed its data sets otherwise.
     """
     if has_earlier_order(position, stream):
-        assert stream.window is not None
         raise ValueError(
-            f"run {name!r} was started by another version of the code, which deals "
-            f"data.shuffle_window={stream.window.num_rows} of a list of data sets otherwise; "
-            f"resume it with commit {_DEALS_MIXTURES_AS_BEFORE}, or choose another name (`vit-ray "
-            "fork` continues in the new order, init_from loads the weights)"
+            f"run {name!r} was started by an earlier version of the code, which mixes a list of "
+            f"data sets in another order; resume it with commit "
+            f"{_LAST_COMMITS[position.order_version]}, or choose another name (`vit-ray fork` "
+            "continues in the new order, init_from loads the weights)"
         )
 
 
 def has_earlier_order(position: Position, stream: StreamSpec) -> bool:
-    """Whether the version that wrote the checkpoint deals the stream's window otherwise."""
-    window, is_mixed = stream.window, isinstance(stream.manifest, JoinedManifest)
-    is_dealt = is_mixed and window is not None and window.by_slot
-    return position.order_version < ORDER_VERSION and is_dealt
+    """Whether the version that wrote the checkpoint reads the stream in another order."""
+    is_mixed = isinstance(stream.manifest, JoinedManifest)
+    return is_mixed and position.order_version < ORDER_VERSION
 
 
 def size_change(

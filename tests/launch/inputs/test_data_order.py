@@ -154,19 +154,19 @@ def test_a_large_batch_has_a_window_that_many_tasks_make(
 
 
 @pytest.mark.parametrize(
-    ("batch", "data", "window", "held", "by_slot"),
+    ("batch", "data", "window", "held"),
     [
-        (2048, {}, 8192, 1885, True),  # of 2,013 images two row groups may be cut
-        (4096, {"task_memory_mib": 82}, 8192, 516, True),
-        (2062, {}, 2062, None, True),
-        (4096, {"object_store_mib": 3000}, 4096, None, True),
-        (4096, {"task_memory_mib": 74}, 4096, None, True),
-        (2048, {"shuffle_window": 0}, 0, None, False),  # as runs began that had no other
-        (512, {"task_memory_mib": 512}, 2048, None, False),  # a task makes it whole
+        (2048, {}, 8192, 1885),  # of 2,013 images two row groups may be cut
+        (4096, {"task_memory_mib": 82}, 8192, 516),
+        (2062, {}, 0, None),
+        (4096, {"object_store_mib": 3000}, 0, None),
+        (4096, {"task_memory_mib": 74}, 0, None),
+        (2048, {"shuffle_window": 0}, 0, None),
+        (512, {"task_memory_mib": 512}, 2048, None),  # a task makes it whole
     ],
 )
-def test_a_large_batch_of_several_data_sets_is_dealt_by_slot(
-    mixed: Recipe, batch: int, data: dict[str, Any], window: int, held: int | None, by_slot: bool
+def test_the_window_of_several_data_sets_follows_memory_and_batch(
+    mixed: Recipe, batch: int, data: dict[str, Any], window: int, held: int | None
 ) -> None:
     """If there is no room for a window of two batches, in one of a single batch."""
     train = {"global_batch_size": batch, "micro_batch_size": 1}
@@ -175,10 +175,9 @@ def test_a_large_batch_of_several_data_sets_is_dealt_by_slot(
     assert (resolved.recipe.data.shuffle_window, spec.held_rows) == (window, held)
     assert spec.window is not None
     assert spec.window.num_rows == max(batch, window)
-    assert spec.window.by_slot is by_slot
 
 
-def test_copies_of_images_of_several_data_sets_are_dealt_by_slot(mixed: Recipe) -> None:
+def test_copies_of_images_of_several_data_sets_are_dealt_slot_by_slot(mixed: Recipe) -> None:
     """A batch of 683 images, three times each, is as large as its crops."""
     train = {"global_batch_size": 2048, "micro_batch_size": 64}
     changed = mixed.with_changes(train=train, data={"repeats": 3, "held_out_fraction": 0.1})
@@ -188,37 +187,28 @@ def test_copies_of_images_of_several_data_sets_are_dealt_by_slot(mixed: Recipe) 
     assert len(np.unique(of_slots)) < 10
 
 
-def test_a_mixture_that_began_in_an_earlier_order_is_not_continued(mixed: Recipe) -> None:
-    train = {"global_batch_size": 2048, "micro_batch_size": 64}
-    large = mixed.with_changes(train=train, optim={"epochs": 20})
-    fingerprint = resolve_run(large).manifest.fingerprint
-    earlier = (
-        r"another version of the code, which deals data\.shuffle_window=4096 of a list of data"
-    )
-    save_checkpoint(large, 4096, fingerprint, order_version=1)
-    with pytest.raises(ValueError, match=earlier):
-        prepared(large)
-    with pytest.raises(ValueError, match=earlier):
-        find_run(large.run_folder)
-    large = large.with_changes(name="later")
-    save_checkpoint(large, 4096, fingerprint)
-    assert prepared(large)[0].data.shuffle_window == 4096
-    assert find_run(large.run_folder).recipe.data.shuffle_window == 4096
-
-
-@pytest.mark.parametrize(("batch", "window"), [(2048, 0), (64, 256)])
-def test_a_mixture_whose_order_is_the_earlier_one_goes_on(
-    mixed: Recipe, batch: int, window: int
+@pytest.mark.parametrize(("order_version", "commit"), [(1, "edec8ea"), (2, "8fb353b")])
+def test_a_mixture_that_began_in_an_earlier_order_is_not_continued(
+    mixed: Recipe, order_version: int, commit: str
 ) -> None:
-    train = {"global_batch_size": batch, "micro_batch_size": 64}
+    train = {"global_batch_size": 2048, "micro_batch_size": 64}
     changed = mixed.with_changes(train=train, optim={"epochs": 20})
     fingerprint = resolve_run(changed).manifest.fingerprint
-    save_checkpoint(changed, window, fingerprint, order_version=1)
-    found, resolved = prepared(changed)
-    assert found.data.shuffle_window == window
-    spec = resolved.streams["train"]
-    assert spec.window is not None
-    assert not spec.window.by_slot
+    earlier = f"mixes a list of data sets in another order; resume it with commit {commit}"
+    save_checkpoint(changed, 4096, fingerprint, order_version=order_version)
+    with pytest.raises(ValueError, match=earlier):
+        prepared(changed)
+    with pytest.raises(ValueError, match=earlier):
+        find_run(changed.run_folder)
+    changed = changed.with_changes(name="later")
+    save_checkpoint(changed, 4096, fingerprint)
+    assert prepared(changed)[0].data.shuffle_window == 4096
+    assert find_run(changed.run_folder).recipe.data.shuffle_window == 4096
+
+
+def test_a_run_on_one_data_set_continues_whatever_wrote_it(recipe: Recipe) -> None:
+    save_checkpoint(recipe, 256, order_version=1)
+    assert prepared(recipe)[0].data.shuffle_window == 256
 
 
 def test_a_run_on_large_batches_keeps_the_window_that_it_began_with(recipe: Recipe) -> None:

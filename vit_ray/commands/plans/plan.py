@@ -18,7 +18,7 @@ from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.data.stream.batches import LAG_SHARE
-from vit_ray.launch.inputs.data_order import is_large, most_rows
+from vit_ray.launch.inputs.data_order import most_rows
 from vit_ray.launch.inputs.streams import reads_of, resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
@@ -315,18 +315,11 @@ def times_read(recipe: Recipe, facts: TrainingFacts, servers: int) -> float:
         window = 0
     elif window is None:
         window = most_rows(recipe.data, batch, recipe.model.sides)
-    of_window = max(batch, window)
-    if len(weights) == 1 or (window and is_large(batch)):
-        # A server's images of a window lie side by side in the order, and a task has some of them:
-        # the row groups at its ends are read for others, too. Few tasks have any of a tiny set.
-        num_images = min(TASK_IMAGES, of_window / servers)
-        cut = sum(min(1.0, weight / sum(weights) * num_images) for weight in weights)
-        return 1 + cut * (facts.group_images - 1) / num_images
-    # They lie in any row groups of the window.
-    num_images = min(max(TASK_IMAGES, window), of_window / servers)
-    groups = (of_window + len(weights) * (facts.group_images - 1)) / facts.group_images
-    met = groups * -math.expm1(-num_images / groups)
-    return met * facts.group_images / num_images
+    # A server's images of a window lie side by side in the order, and a task has some of them: the
+    # row groups at its ends are read for others, too. Few tasks have any of a tiny set.
+    num_images = min(TASK_IMAGES, max(batch, window) / servers)
+    cut = sum(min(1.0, weight / sum(weights) * num_images) for weight in weights)
+    return 1 + cut * (facts.group_images - 1) / num_images
 
 
 def _reading_text(recipe: Recipe, facts: TrainingFacts, servers: int) -> str:

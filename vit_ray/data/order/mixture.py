@@ -2,10 +2,9 @@
 
 Of the first n positions, each set has its share to within a sample or so, for every n: a set's
 samples are counted, not drawn. Which positions of a stretch it has is keyed; each set goes through
-epochs of its own, in its own order. In a shuffle window of small batches, which of a set's rows
-stand where is keyed, too. In one of large batches, which many tasks make, each set's rows are dealt
-slot by slot, so that some consecutive slots of all batches have consecutive rows of each set. What
-stands at a position is known without what stands before it.
+epochs of its own, in its own order. In a shuffle window, each set's rows are dealt slot by slot, so
+that some consecutive slots of all batches, which one task or host reads, have consecutive rows of
+each set. What stands at a position is known without what stands before it.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from vit_ray.data.order.shuffle import Order, Places, ShuffleWindow
 
 Int64Array = NDArray[np.int64]
 
-_SET, _SLOTS, _WINDOW = 16, 17, 18
-_STRETCH = 64
-"""Positions among which the sets' turns are shuffled where there is no window."""
-_DEALT_STRETCH = 16
-"""And of a batch that is dealt slot by slot: few, as tasks that share a stretch read its row groups
-twice."""
+_SET, _SLOTS = 16, 17
+_STRETCH = 16
+"""Slots of a batch among which the sets' turns are shuffled: few, as tasks that share a stretch
+read its row groups twice."""
+_NO_BATCH = 64
+"""Positions that a set has its share of where there are no batches."""
 
 
 def counts_of(weights: tuple[int, ...], num_samples: int) -> list[int]:
@@ -49,8 +48,7 @@ class MixedOrder:
         rows_per_set: of each set, the rows of each of its row groups that take part.
         weights: the sets' proportions.
         window: in which rows are dealt out to global batches; each of these has the proportions,
-            and each `_DEALT_STRETCH` slots of it if it is dealt by slot. Without a window, each
-            `_STRETCH` positions have them.
+            and each `_STRETCH` slots of it.
         weights_per_set: of each set, the weights of its rows; None for each once in an epoch.
 
     Raises:
@@ -73,11 +71,9 @@ class MixedOrder:
         self._first_groups = np.cumsum([0, *(len(rows) for rows in rows_per_set)])
         self._weights = weights
         self._seed = seed
-        self._window = window
-        self._batch = _STRETCH if window is None else window.batch_size
-        is_dealt = window is not None and window.by_slot
-        self._stretch = min(_DEALT_STRETCH, self._batch) if is_dealt else self._batch
-        self._stretches = -(-self._batch // self._stretch)  # of a batch; the last may be shorter
+        self._window = window or ShuffleWindow(_NO_BATCH, 1)
+        self._batch = self._window.batch_size
+        self._stretches = -(-self._batch // _STRETCH)  # of a batch; the last may be shorter
         self._turns_of = lru_cache(maxsize=256)(self._draw_turns)
 
     @property
@@ -94,16 +90,13 @@ class MixedOrder:
         """What stands at some positions; row groups are numbered through all sets."""
         # Which set each position has a sample of, and how many that set has given before.
         batches, slots = np.divmod(positions, self._batch)
-        parts, slots = np.divmod(slots, self._stretch)
+        parts, slots = np.divmod(slots, _STRETCH)
         stretches, which = np.unique(batches * self._stretches + parts, return_inverse=True)
         none = np.zeros(0, np.int64)
         drawn = [(none, none), *map(self._turns_of, stretches.tolist())]
         at = np.cumsum([len(sets) for sets, _ in drawn])[which] + slots
         sets, turns = (np.concatenate(of_all)[at] for of_all in zip(*drawn, strict=True))
-        if self._window is not None and self._window.by_slot:
-            turns = self._dealt(self._window, sets, turns, batches)
-        elif self._window is not None:
-            turns = self._windowed(self._window, sets, turns, positions // self._window.num_rows)
+        turns = self._dealt(sets, turns, batches)
         places = Places(*(np.empty_like(positions) for _ in range(3)))
         for index, order in enumerate(self._orders):
             mine = sets == index
@@ -127,45 +120,30 @@ class MixedOrder:
             middle = (low + high) // 2
             has_given = counts_of(self._weights, middle)[index] > of_set.start
             low, high = (low, middle) if has_given else (middle, high)
-        length = self._stretch if self._window is None else self._window.num_rows
-        start = low // length * length
-        return range(start, start + length)
+        start = low // self._window.num_rows * self._window.num_rows
+        return range(start, start + self._window.num_rows)
 
     def _draw_turns(self, stretch: int) -> tuple[Int64Array, Int64Array]:
         batch, part = divmod(stretch, self._stretches)
-        slot = part * self._stretch
-        size = min(self._stretch, self._batch - slot)
+        slot = part * _STRETCH
+        size = min(_STRETCH, self._batch - slot)
         start = batch * self._batch + slot
         before = counts_of(self._weights, start)
         after = counts_of(self._weights, start + size)
         spans = list(zip(before, after, strict=True))
         sets = np.repeat(np.arange(len(spans)), [last - first for first, last in spans])
         turns = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
-        slots = _permutation(size, self._seed, _SLOTS, stretch)
+        keys = keys_of(key_of(self._seed, _SLOTS, stretch), np.arange(size, dtype=np.int64))
+        slots = np.argsort(keys, kind="stable")
         return sets[slots], turns[slots]
 
-    def _windowed(
-        self, window: ShuffleWindow, sets: Int64Array, turns: Int64Array, windows: Int64Array
-    ) -> Int64Array:
-        """Turns with each set's rows of a window shared out to all of its batches."""
-        mixed = np.empty_like(turns)
-        for number in np.unique(windows).tolist():
-            before = counts_of(self._weights, number * window.num_rows)
-            after = counts_of(self._weights, (number + 1) * window.num_rows)
-            for index, (first, last) in enumerate(zip(before, after, strict=True)):
-                mine = (windows == number) & (sets == index)
-                permuted = _permutation(last - first, self._seed, _WINDOW, number, index)
-                mixed[mine] = first + permuted[turns[mine] - first]
-        return mixed
-
-    def _dealt(
-        self, window: ShuffleWindow, sets: Int64Array, turns: Int64Array, batches: Int64Array
-    ) -> Int64Array:
+    def _dealt(self, sets: Int64Array, turns: Int64Array, batches: Int64Array) -> Int64Array:
         """Turns with each set's rows of a window dealt to its batches, as `ShuffleWindow.undealt`.
 
         A set's first rows go to its first place of each batch in turn, the next to the second; a
         batch that has fewer places of the set than others is passed over.
         """
+        window = self._window
         dealt = np.empty_like(turns)
         windows, of_window = np.divmod(batches, window.num_batches)
         for number in np.unique(windows).tolist():
@@ -182,9 +160,3 @@ class MixedOrder:
                 before += (np.arange(window.num_batches) < batch) & (place < its_sizes)
                 dealt[mine] = firsts[0, index] + before.sum(axis=1)
         return dealt
-
-
-@lru_cache(maxsize=64)
-def _permutation(size: int, *key: int) -> Int64Array:
-    keys = keys_of(key_of(*key), np.arange(size, dtype=np.int64))
-    return np.argsort(keys, kind="stable").astype(np.int64)

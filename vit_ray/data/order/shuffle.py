@@ -27,16 +27,10 @@ _ROWS = 2
 
 @dataclass(frozen=True)
 class ShuffleWindow:
-    """Consecutive global batches, counted from the start of the run, that share their rows.
-
-    Attributes:
-        by_slot: whether the rows of several data sets are dealt slot by slot, as those of one
-            always are.
-    """
+    """Consecutive global batches, counted from the start of the run, that share their rows."""
 
     batch_size: int
     num_batches: int
-    by_slot: bool = False
 
     @property
     def num_rows(self) -> int:

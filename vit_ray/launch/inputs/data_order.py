@@ -77,13 +77,9 @@ def shuffle_window(rows: int, batch: int, manifest: Manifest) -> ShuffleWindow |
     """The window of so many images, if it is more than a batch.
 
     Several data sets have one of a single batch at least, so that each batch has their proportions.
-    Large batches are dealt slot by slot unless there are 0 images: then tasks read row groups many
-    times, which runs that began so go on with.
     """
     has_window = rows > batch or manifest.num_sets > 1
-    if not has_window:
-        return None
-    return ShuffleWindow(batch, max(1, rows // batch), by_slot=rows > 0 and is_large(batch))
+    return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
 
 
 def rows_per_task(
@@ -135,23 +131,19 @@ def _parted_rows(batch: int, num_batches: int) -> int:
 
 
 def _best_window(data: DataConfig, batch: int, sides: tuple[int, int], manifest: Manifest) -> int:
-    """Images of the largest window of negligible cost.
-
-    If that is a single batch, 0; large batches of several data sets are dealt by slot even so.
-    """
+    """Images of the largest window of negligible cost; 0 if that is a single batch."""
     held, stored = _rows_held(data.task_memory_mib, manifest), _rows_stored(data, batch, sides)
     if not is_large(batch):
         return _doubled(batch, min(_MOST_ROWS, held, stored))
-    single = batch if manifest.num_sets > 1 else 0
     if held < _LEAST_RUN * int(manifest.rows.max()):
-        return single
+        return 0
     num_batches = _doubled(batch, min(_LARGE_ROWS, stored)) // batch
     while num_batches > 1 and not (
         _can_be_parted(data, batch, num_batches, manifest)
         and _parted_rows(batch, num_batches) <= held
     ):
         num_batches //= 2
-    return num_batches * batch if num_batches > 1 else single
+    return num_batches * batch if num_batches > 1 else 0
 
 
 def _rows_stored(data: DataConfig, batch: int, sides: tuple[int, int]) -> int:

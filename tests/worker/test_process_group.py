@@ -4,13 +4,17 @@ import contextlib
 import os
 import resource
 import socket
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests import hosts
 from tests.train.engine_runs import GLOBAL_BATCH, build_engine, run_steps
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
@@ -46,7 +50,9 @@ def _train(place: RankPlace, store: Any, number: int, stage: int) -> list[float]
         store.set(f"address {number}", f"127.0.0.1:{own.port}")
     address = store.get(f"address {number}").decode()
     cpu = torch.device("cpu")
-    with joined_process_group(place, cpu, address, own, backend="gloo", timeout_s=300):
+    with joined_process_group(
+        place, cpu, address, own, host="127.0.0.1", backend="gloo", timeout_s=300
+    ):
         engine = build_engine(train_config(stage), place.world_size, MICRO)
         losses = run_steps(engine, 0, STEPS, MICRO)
         engine.close()
@@ -67,8 +73,51 @@ def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(
     for where, local_rank in ((device, "10"), (torch.device("cpu"), "2")):
         store = open_store("127.0.0.1", 60)
         address = f"127.0.0.1:{store.port}"
-        with joined_process_group(place, where, address, store, backend="gloo", timeout_s=60):
+        with joined_process_group(
+            place, where, address, store, host="127.0.0.1", backend="gloo", timeout_s=60
+        ):
             assert os.environ["LOCAL_RANK"] == local_rank
+
+
+JOIN = """
+import sys, torch
+from vit_ray.worker.process_group import RankPlace, joined_process_group, open_store
+rank, own, first, port = int(sys.argv[1]), *sys.argv[2:4], sys.argv[4]
+store = open_store(own, 60) if rank == 0 else None
+if store is not None:
+    open(port, "x").write(str(store.port))
+address = f"{first}:{open(port).read()}"
+place = RankPlace(rank, 2, 0, 1, rank)
+with joined_process_group(place, torch.device("cpu"), address, store, host=own, backend="gloo",
+                          timeout_s=60):
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    print("sum", total.item())
+"""
+
+
+def test_nodes_whose_names_lead_to_themselves_train_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Debian, which gives a host's own name the address 127.0.1.1."""
+    hosts.require()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with hosts.network() as net:
+        pair = [net.join("one"), net.join("two")]
+        port, running = tmp_path / "port", []
+        for rank, host in enumerate(pair):
+            own_names = tmp_path / host.name
+            own_names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
+            assert host.run("mount", "--bind", str(own_names), "/etc/hosts")[0] == 0
+            words = [str(rank), host.address, pair[0].address, str(port)]
+            running.append(host.start(sys.executable, "-c", JOIN, *words))
+            deadline = time.monotonic() + 60
+            while not (port.exists() and port.read_text()):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        for one in running:
+            output, _ = one.communicate(timeout=120)
+            assert (one.returncode, "sum 2.0" in output) == (0, True), output
 
 
 def test_the_store_listens_on_the_address_that_the_ranks_use_alone() -> None:
@@ -128,7 +177,9 @@ def trained_again_after_failures(rank: int) -> tuple[list[Any], list[int]]:
         place, cpu = RankPlace(rank, 2, rank, 2, 0), torch.device("cpu")
         with (
             contextlib.suppress(ConnectionError),
-            joined_process_group(place, cpu, address, own, backend="gloo", timeout_s=300),
+            joined_process_group(
+                place, cpu, address, own, host="127.0.0.1", backend="gloo", timeout_s=300
+            ),
         ):
             config = train_config(1).model_copy(update={"compile": True})
             engine = build_engine(config, 2, MICRO)

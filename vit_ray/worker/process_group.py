@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented; not in __all__
@@ -67,6 +68,14 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
     )
 
 
+def interface_of(address: str) -> str | None:
+    """The network interface of this node that has the address, IPv4 or IPv6."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (one.address for one in addresses):
+            return name
+    return None
+
+
 @contextlib.contextmanager
 def joined_process_group(
     place: RankPlace,
@@ -74,6 +83,7 @@ def joined_process_group(
     address: str,
     store: TCPStore | None,
     *,
+    host: str,
     backend: str,
     timeout_s: float,
 ) -> Iterator[None]:
@@ -85,18 +95,23 @@ def joined_process_group(
         device: where this rank computes.
         address: host and port of rank 0's store.
         store: rank 0's store on rank 0.
+        host: the address of this rank's node, as the other nodes reach it.
         backend: `nccl` or `gloo`.
         timeout_s: a collective operation that takes longer fails.
     """
     timeout = timedelta(seconds=timeout_s)
-    host, _, port = address.rpartition(":")
-    store = store or TCPStore(host, int(port), timeout=timeout)
+    store_host, _, port = address.rpartition(":")
+    store = store or TCPStore(store_host, int(port), timeout=timeout)
+    # By itself Gloo takes the address of the host's name: on Debian 127.0.1.1, which no other node
+    # reaches, and of several networks any.
+    if interface := interface_of(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # DeepSpeed computes on the GPU with this number. Ray sorts the GPUs of its workers as text, so
     # with more than ten GPUs the worker of local rank 2 has GPU 10.
     local_rank = place.local_rank if device.index is None else device.index
     # As torchrun sets them; DeepSpeed reads some.
     os.environ |= {
-        "MASTER_ADDR": host,
+        "MASTER_ADDR": store_host,
         "MASTER_PORT": port,
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),

@@ -137,6 +137,7 @@ def _train(assignment: Assignment, pool: PoolLink, rank: int, *, replaces: bool)
         device,
         members[0].store,
         store,
+        host=host,
         backend="nccl" if assignment.use_gpu else "gloo",
         timeout_s=timeout_s,
     ):

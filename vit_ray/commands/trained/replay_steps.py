@@ -95,7 +95,13 @@ def replay_steps(run: NamedRun, checkpoint: Checkpoint, step: int, folder: Locat
     )
     store, place = open_store(_HOST, _TIMEOUT_S), RankPlace.of(0, [_HOST])
     with joined_process_group(
-        place, _CPU, f"{_HOST}:{store.port}", store, backend="gloo", timeout_s=_TIMEOUT_S
+        place,
+        _CPU,
+        f"{_HOST}:{store.port}",
+        store,
+        host=_HOST,
+        backend="gloo",
+        timeout_s=_TIMEOUT_S,
     ):
         num_classes = len(run.resolved.manifest.classes)
         engine = DeepSpeedEngine(

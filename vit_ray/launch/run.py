@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Thread
 
 import ray
 
@@ -178,6 +179,8 @@ def run_prepared(
             else contextlib.nullcontext(),
         ):
             job = _job(prepared, cluster, run)
+            if prepared.trains:
+                Thread(target=_import_ahead, daemon=True).start()
             try:
                 run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
             except Exception:
@@ -226,6 +229,12 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         answers=prepared.answers,
         until_step=prepared.until_step,
     )
+
+
+def _import_ahead() -> None:
+    """Import what the cost and the card need at the end, while the workers start: a second."""
+    import vit_ray.launch.record.model_card
+    import vit_ray.models.flops  # noqa: F401
 
 
 def _result(job: TrainJob, run: OpenRun) -> RunResult:

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.end_to_end.runs import same_weights
-from tests.launch.inputs.test_data_order import write_data_set
 from tests.launch.inputs.test_seen_batch import CASES, MIXTURE, recipe_on, sets
+from tests.launch.inputs.test_shuffle_window import write_data_set
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress

@@ -16,9 +16,9 @@ from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.selection import select
 from vit_ray.data.stream import batches
-from vit_ray.data.stream.dealt_blocks import RankBlock, Reader, Reading
 from vit_ray.data.stream.ray_datasets import HostRanks, planned
-from vit_ray.launch.inputs.data_order import window_rows
+from vit_ray.data.stream.shared_blocks import RankBlock, Reader, Reading
+from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.inputs.streams import training_stream
 
 IMAGE_BYTES = 110_631

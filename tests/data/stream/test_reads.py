@@ -22,8 +22,8 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.partition import largest_piece, pieces_of
 from vit_ray.data.order.samples import Plan
 from vit_ray.data.stream.blocks import as_one_row, cut
-from vit_ray.data.stream.dealt_blocks import RankBlock, Reader, Reading
 from vit_ray.data.stream.ray_datasets import planned
+from vit_ray.data.stream.shared_blocks import RankBlock, Reader, Reading
 
 BATCH, WINDOW = 4096, 16_384
 

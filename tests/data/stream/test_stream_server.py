@@ -16,8 +16,8 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import LAG_SHARE, StreamSpec
-from vit_ray.data.stream.dealt_blocks import StreamLostError, blocks_of
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
+from vit_ray.data.stream.shared_blocks import StreamLostError, blocks_of
 from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer, _own_resources
 
 

@@ -26,8 +26,8 @@ from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.dealt_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
+from vit_ray.data.stream.shared_blocks import StreamLostError
 from vit_ray.data.stream.stream_server import RankStreams
 
 BATCH = 24

@@ -18,7 +18,7 @@ from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.data.stream.batches import LAG_SHARE
-from vit_ray.launch.inputs.data_order import most_rows
+from vit_ray.launch.inputs.shuffle_window import most_rows
 from vit_ray.launch.inputs.streams import reads_of, resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device

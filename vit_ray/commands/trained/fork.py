@@ -41,7 +41,7 @@ from vit_ray.config.resume_compatibility import (
     incompatible_changes,
 )
 from vit_ray.data import open_dataset
-from vit_ray.launch.inputs.data_order import shuffle_window
+from vit_ray.launch.inputs.shuffle_window import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
 from vit_ray.launch.resuming import CROP_SIZES, has_earlier_order, size_change

@@ -35,7 +35,7 @@ Batch = dict[str, NDArray[Any]]
 
 LAG_SHARE: Final = 0.05
 """Largest share of a node's object store for blocks that only slow trainings still need
-(`dealt_blocks`)."""
+(`shared_blocks`)."""
 _PADDING_SAMPLE: Final = -1
 
 

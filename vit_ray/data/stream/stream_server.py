@@ -5,7 +5,7 @@ executes the Ray Data sets of the host's ranks and deals their blocks to them in
 a block holds is arithmetic (`order.partition`), so servers need not communicate with each other. A
 rank asks for one block after another. The decoded blocks of evaluations are kept if they are small:
 a run, and the trials of a sweep, evaluate on the same images repeatedly. Trainings that run in
-parallel and have equal streams use one server per host, which reads them once (`dealt_blocks`).
+parallel and have equal streams use one server per host, which reads them once (`shared_blocks`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ray.data.block import Block
 
 from vit_ray.data.stream.batches import LAG_SHARE, Batch, StreamSpec
 from vit_ray.data.stream.blocks import cut
-from vit_ray.data.stream.dealt_blocks import (
+from vit_ray.data.stream.ray_datasets import HostRanks, segments_of, warm_up
+from vit_ray.data.stream.shared_blocks import (
     GATHER_S,
     Blocks,
     KeptBlocks,
@@ -37,7 +38,6 @@ from vit_ray.data.stream.dealt_blocks import (
     StreamLostError,
     blocks_of,
 )
-from vit_ray.data.stream.ray_datasets import HostRanks, segments_of, warm_up
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02

@@ -21,8 +21,8 @@ from vit_ray.data.format.manifest import open_dataset as open_manifest
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.order.selection import select
-from vit_ray.launch.inputs.data_order import window_rows
 from vit_ray.launch.inputs.rank_batches import RankBatches
+from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.inputs.streams import require_trainable, stream_of, training_stream, with_sizes
 from vit_ray.own_parts import trust_named
 

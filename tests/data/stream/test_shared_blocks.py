@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from vit_ray.data.stream import dealt_blocks
-from vit_ray.data.stream.dealt_blocks import (
+from vit_ray.data.stream import shared_blocks
+from vit_ray.data.stream.ray_datasets import Segment
+from vit_ray.data.stream.shared_blocks import (
     KeptBlocks,
     RankBlock,
     Reader,
@@ -21,7 +22,6 @@ from vit_ray.data.stream.dealt_blocks import (
     StreamLostError,
     blocks_of,
 )
-from vit_ray.data.stream.ray_datasets import Segment
 
 Blocks = list[RankBlock]
 
@@ -240,8 +240,8 @@ def test_a_fast_reader_waits_for_a_slow_one_at_the_bound(in_thread: Any) -> None
 def test_one_that_takes_nothing_reads_what_it_has_not_been_given_by_itself(
     in_thread: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealt_blocks, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(dealt_blocks, "LOOK_S", 0.02)
+    monkeypatch.setattr(shared_blocks, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(shared_blocks, "LOOK_S", 0.02)
     source = Source(OF_TWO_RANKS)
     fast = reader_of(source, most_bytes=10)
     slow = joined(fast)
@@ -261,13 +261,13 @@ def test_patience_begins_when_others_must_wait(
     in_thread: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with the last block before a pause that all have, such as an evaluation."""
-    monkeypatch.setattr(dealt_blocks, "LOOK_S", 0.02)
+    monkeypatch.setattr(shared_blocks, "LOOK_S", 0.02)
     source = Source(OF_TWO_RANKS)
     fast = reader_of(source, most_bytes=10)
     slow = joined(fast)
     assert slow.next_block(0, 0) == fast.next_block(0, 0)
     now_s, plain = time.monotonic() + 3600.0, time.monotonic
-    monkeypatch.setattr(dealt_blocks.time, "monotonic", lambda: now_s + plain() % 1e-3)
+    monkeypatch.setattr(shared_blocks.time, "monotonic", lambda: now_s + plain() % 1e-3)
     rest = in_thread(all_of, fast, 0, 1)
     deadline_s = plain() + 30
     while slow.held_bytes < 10 and plain() < deadline_s:
@@ -292,7 +292,7 @@ def test_nobody_waits_for_one_that_leaves(in_thread: Any) -> None:
     with pytest.raises(StreamLostError, match="stream of rank 1 was closed before its end"):
         slow.next_block(1, len(held))  # it has not come to its end
     assert rest(30) == of_rank(0)
-    assert time.monotonic() - began_s < dealt_blocks.PATIENCE_S / 2
+    assert time.monotonic() - began_s < shared_blocks.PATIENCE_S / 2
     fast.close()
     assert fast.reading.new_reader() is None
 
@@ -319,7 +319,7 @@ def test_the_last_that_leaves_ends_the_reading() -> None:
 def test_those_that_are_expected_are_waited_for_and_not_forever(
     in_thread: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealt_blocks, "LOOK_S", 0.02)
+    monkeypatch.setattr(shared_blocks, "LOOK_S", 0.02)
     source = Source([block(name) for name in range(40)])
     first = reader_of(source, most_bytes=10, expected=2)
     rest = in_thread(all_of, first)
@@ -330,7 +330,7 @@ def test_those_that_are_expected_are_waited_for_and_not_forever(
     assert source.num_made == 10  # it waits
     second = in_thread(all_of, joined(first))
     assert rest(30) == second(30) == [*range(40)]
-    monkeypatch.setattr(dealt_blocks, "GATHER_S", 0.1)
+    monkeypatch.setattr(shared_blocks, "GATHER_S", 0.1)
     alone = reader_of(Source([block(name) for name in range(40)]), most_bytes=10, expected=2)
     assert all_of(alone) == [*range(40)]
 
@@ -353,8 +353,8 @@ def test_every_reader_is_told_that_a_stream_failed() -> None:
 def test_whoever_comes_waits_hangs_or_leaves_each_rank_gets_its_blocks(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealt_blocks, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(dealt_blocks, "LOOK_S", 0.01)
+    monkeypatch.setattr(shared_blocks, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(shared_blocks, "LOOK_S", 0.01)
     rng = random.Random(seed)
     ranks = range(rng.choice([1, 2, 3]))
     blocks = [

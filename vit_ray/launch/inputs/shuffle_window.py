@@ -1,4 +1,4 @@
-"""The order in which a run reads its data: chosen once, and recorded in its checkpoints."""
+"""The shuffle window of a run: its size, chosen once and recorded in checkpoints, and its tasks."""
 
 from __future__ import annotations
 

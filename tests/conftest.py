@@ -40,7 +40,7 @@ import ray
 
 del os.environ["RAY_ENABLE_AUTO_CONNECT"]
 
-from tests.data.converting import convert
+from tests.data.converting import convert, in_this_process
 from tests.ports import free_ports
 from tests.rerun import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
 from vit_ray.data.prepare.digits import write_digits
@@ -250,12 +250,13 @@ class Digits:
 
 
 @pytest.fixture(scope="session")
-def digits(ray_cluster: Head, tmp_path_factory: pytest.TempPathFactory) -> Digits:
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
     """1,797 real images, 1,497 of them for training."""
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder / "images")
-    for split in ("train", "test"):
-        convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
+    with in_this_process():
+        for split in ("train", "test"):
+            convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
     return Digits(folder / "images", str(folder / "train"), str(folder / "test"))
 
 

@@ -21,7 +21,7 @@ def recipe_with(*overrides: str):
     return load_recipe(ROOT / "jobs" / "recipes" / "digits.yaml", list(overrides))
 
 
-def test_a_part_is_taken_and_verified(digits, tmp_path, capsys):
+def test_a_part_is_taken_and_verified(ray_cluster, digits, tmp_path, capsys):
     target = tmp_path / "part"
     section = f"{{source: {digits.train}, destination: {target}, count: 100}}"
     assert run_subset(recipe_with(f"subset={section}")) == 0
@@ -30,7 +30,7 @@ def test_a_part_is_taken_and_verified(digits, tmp_path, capsys):
     assert "0 problems; the data set is complete and undamaged" in capsys.readouterr().out
 
 
-def test_damage_is_printed_and_is_the_exit_code(digits, tmp_path, capsys):
+def test_damage_is_printed_and_is_the_exit_code(ray_cluster, digits, tmp_path, capsys):
     whole = open_dataset(digits.test)
     for name in [file.path for file in whole.files] + ["manifest.parquet"]:
         (tmp_path / name).write_bytes((Path(digits.test) / name).read_bytes())
@@ -41,7 +41,7 @@ def test_damage_is_printed_and_is_the_exit_code(digits, tmp_path, capsys):
     assert "restore" in printed
 
 
-def test_evaluation_images_are_left_out(digits, tmp_path, capsys):
+def test_evaluation_images_are_left_out(ray_cluster, digits, tmp_path, capsys):
     """50 of the set's own 300, and what else is equal to one of them."""
     part = subset(digits.test, str(tmp_path / "part"), count=50)
     target = tmp_path / "clean"

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from tests.commands.command_line import run_cli
+from tests.data.converting import run_in_this_process
 from tests.data.pictures import encoded, picture
-from tests.data.prepare.conftest import run_in_this_process
 from vit_ray.commands import convert, init
 from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import ConvertConfig

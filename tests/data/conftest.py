@@ -5,7 +5,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.data.converting import convert
+from tests.data.converting import convert, in_this_process
 from tests.data.pictures import write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
@@ -24,10 +24,9 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def dataset(
-    ray_cluster: object, image_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Manifest:
+def dataset(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """The 300 images in row groups of 16 and several shards."""
     path = str(tmp_path_factory.mktemp("dataset") / "set")
-    convert(str(image_folder), path, rows_per_row_group=16, shard_mib=0.1, seed=3)
+    with in_this_process():
+        convert(str(image_folder), path, rows_per_row_group=16, shard_mib=0.1, seed=3)
     return open_dataset(path)

@@ -1,10 +1,18 @@
-"""A conversion by keywords."""
+"""A conversion by keywords, through Ray or in this process."""
 
+import contextlib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data import prepare
 from vit_ray.data.prepare.convert import conversion
 from vit_ray.data.prepare.convert.commit import ConvertReport
+from vit_ray.data.prepare.progress import Shown
 
 
 def config_of(source: Any, destination: Any, **options: Any) -> ConvertConfig:
@@ -15,3 +23,30 @@ def config_of(source: Any, destination: Any, **options: Any) -> ConvertConfig:
 
 def convert(source: Any, destination: Any, *, seed: int = 0, **options: Any) -> ConvertReport:
     return conversion.convert(config_of(source, destination, **options), seed)
+
+
+def one_by_one(
+    work: Callable[..., Any],
+    items: Sequence[Any],
+    num_cpus: float,
+    *shared: Any,
+    shown: Shown | None = None,
+) -> list[Any]:
+    return [work(item, *shared) for item in items]
+
+
+def run_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, run_tasks: Callable[..., list[Any]] = one_by_one
+) -> None:
+    """The same code without Ray: its tasks one after another here."""
+    for found in pkgutil.walk_packages(prepare.__path__, f"{prepare.__name__}."):
+        if hasattr(module := importlib.import_module(found.name), "run_tasks"):
+            monkeypatch.setattr(module, "run_tasks", run_tasks)
+
+
+@contextlib.contextmanager
+def in_this_process() -> Iterator[None]:
+    """As `run_in_this_process`, for fixtures of a wider scope than a test's."""
+    with pytest.MonkeyPatch.context() as patch:
+        run_in_this_process(patch)
+        yield

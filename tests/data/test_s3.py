@@ -16,10 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.data.converting import convert
+from tests.data.converting import convert, run_in_this_process
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import add
-from tests.data.prepare.conftest import run_in_this_process
 from tests.data.s3_server import (
     SECRET_KEY,
     FaultProxy,
@@ -256,7 +255,7 @@ SCRIPT = """
 import json, sys
 import ray
 from vit_ray.data import open_dataset
-from tests.data.converting import convert
+from tests.data.converting import convert, run_in_this_process
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams, StreamServer

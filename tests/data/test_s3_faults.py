@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.checkpoints.written import values, write_checkpoint
-from tests.data.converting import convert
+from tests.data.converting import convert, run_in_this_process
 from tests.data.pictures import write_class_folders
-from tests.data.prepare.conftest import run_in_this_process
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.data.small_sets import SHARD, used_rows, write_rows
 from vit_ray import lock, retry, s3

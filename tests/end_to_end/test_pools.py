@@ -22,7 +22,7 @@ from vit_ray.launch.run import train
 
 @pytest.mark.slow
 def test_a_warm_pool_trains_bit_equal_to_a_cold_one_also_after_a_run_that_failed(
-    digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: Head, digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone: list[WorkerPool] = []
 

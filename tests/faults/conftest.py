@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Digits
+from tests.conftest import Digits, Head
 from tests.faults.runs import long_recipe
 from vit_ray.config import Recipe
 from vit_ray.launch.run import train
@@ -16,7 +16,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(digits: Digits, folder: Path) -> Recipe:
+def undisturbed(ray_cluster: Head, digits: Digits, folder: Path) -> Recipe:
     recipe = long_recipe("undisturbed", digits, folder)
     assert train(recipe).is_complete
     return recipe

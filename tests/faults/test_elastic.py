@@ -70,7 +70,7 @@ def elastic_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def straight(digits: Digits, folder: Path) -> dict[int, float]:
+def straight(ray_cluster: object, digits: Digits, folder: Path) -> dict[int, float]:
     """Loss by step of two workers that nothing happens to."""
     undisturbed = elastic_recipe("undisturbed", digits, folder)
     undisturbed = undisturbed.with_changes(workers={"num_workers": 2})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.converting import convert
+from tests.data.converting import convert, in_this_process
 from tests.data.pictures import encoded, picture
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
@@ -126,7 +126,7 @@ def test_a_weighted_order_never_changes_between_versions() -> None:
 
 
 @pytest.fixture(scope="module")
-def dataset(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """36 images, 24 of class a, 9 of b and 3 of c, each with its class's number as a score."""
     folder = tmp_path_factory.mktemp("weighted")
     lines = ["path,label,score,negative,words,nothing"]
@@ -136,12 +136,9 @@ def dataset(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Mani
         lines.append(f"{i}.jpg,{label},{'abc'.index(label)},{-i},{i}px,0")
     (folder / "list.csv").write_text("\n".join(lines))
     target = str(folder / "set")
-    convert(
-        str(folder / "list.csv"),
-        target,
-        rows_per_row_group=8,
-        columns=("score", "negative", "words", "nothing"),
-    )
+    columns = ("score", "negative", "words", "nothing")
+    with in_this_process():
+        convert(str(folder / "list.csv"), target, rows_per_row_group=8, columns=columns)
     return open_dataset(target)
 
 

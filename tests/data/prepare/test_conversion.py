@@ -61,8 +61,8 @@ def test_every_file_arrives_unchanged_where_that_is_asked_for(
     ]
 
 
-def test_rows_are_shuffled_once_by_the_seed(
-    serial: None, image_folder: Path, dataset: Manifest, tmp_path: Path
+def test_rows_are_shuffled_once_by_the_seed_through_ray_as_in_one_process(
+    ray_cluster: Head, image_folder: Path, dataset: Manifest, tmp_path: Path
 ) -> None:
     keys = [str(row["key"]) for row in rows_of(dataset)]
     places = np.argsort(keys)
@@ -274,7 +274,9 @@ def test_a_restart_with_other_settings_is_refused(
         convert(str(image_folder), str(tmp_path / "set"), seed=2)
 
 
-def test_an_existing_data_set_is_never_overwritten(dataset: Manifest, image_folder: Path) -> None:
+def test_an_existing_data_set_is_never_overwritten(
+    serial: None, dataset: Manifest, image_folder: Path
+) -> None:
     with pytest.raises(ValueError, match="already holds a data set"):
         convert(str(image_folder), dataset.path)
 
@@ -407,8 +409,7 @@ def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
 
 WAITS_IN_THE_MIDDLE = """
 import sys
-from tests.data.converting import convert
-from tests.data.prepare.conftest import one_by_one
+from tests.data.converting import convert, one_by_one
 from vit_ray.data.prepare.convert import make_shards
 from vit_ray.data.prepare.sources import source_index
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_digits, load_sample_images
 
-from tests.data.converting import convert
+from tests.data.converting import convert, in_this_process
 from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
 from tests.recipes import recipe_with
@@ -24,6 +24,7 @@ from vit_ray.evaluate.feature_files import FeatureRows, part_name, write_facts, 
 from vit_ray.evaluate.near_features import check_same_model
 from vit_ray.storage import locate
 
+pytestmark = pytest.mark.usefixtures("serial")
 EVALUATION = [picture(seed, 120, 160) for seed in range(20)]
 GOOD = encoded(EVALUATION[0])
 
@@ -51,7 +52,7 @@ def variants(pixels: np.ndarray) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def sets(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A pre-training set of 120 pictures and 8 variants of 10 evaluation ones; the other set."""
     folder = tmp_path_factory.mktemp("sets")
     for name in ("train/a", "test/a"):
@@ -63,8 +64,9 @@ def sets(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     for i, pixels in enumerate(EVALUATION[:10]):
         for name, image in variants(pixels).items():
             (folder / "train/a" / f"{name}_{i}.jpg").write_bytes(image)
-    for name in ("train", "test"):
-        convert(str(folder / name), str(folder / f"{name}_set"), rows_per_row_group=16)
+    with in_this_process():
+        for name in ("train", "test"):
+            convert(str(folder / name), str(folder / f"{name}_set"), rows_per_row_group=16)
     return str(folder / "train_set"), str(folder / "test_set")
 
 
@@ -134,10 +136,11 @@ def test_flat_pictures_are_left_out_only_if_they_are_equal() -> None:
 
 def test_distinct_digits_are_not_taken_for_each_other() -> None:
     """Digits are as alike as pictures get: proposed by the hundred, and told apart by pixels."""
-    pictures = [np.dstack([digit * 15.9] * 3).astype(np.uint8) for digit in load_digits().images]
+    digits = load_digits().images[:600]
+    pictures = [np.dstack([digit * 15.9] * 3).astype(np.uint8) for digit in digits]
     files = [encoded(pixels, "PNG") for pixels in pictures]
     known = known_from([(("set", str(i)), describe(file)) for i, file in enumerate(files[:400])])
-    flagged = [match for match in find(known, files[400:600], 30)[0] if match is not None]
+    flagged = [match for match in find(known, files[400:], 30)[0] if match is not None]
     assert len(flagged) <= 1
     copies = [cv2.resize(pixels, (24, 24)) for pixels in pictures[:50]]
     found = find(known, [encoded(copy, "PNG") for copy in copies], 30)[0]

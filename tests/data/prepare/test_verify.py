@@ -7,6 +7,8 @@ from tests.data.damage import broken_copy
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare.verify import verify
 
+pytestmark = pytest.mark.usefixtures("serial")
+
 
 def test_a_whole_data_set_has_no_problems(dataset: Manifest) -> None:
     report = verify(dataset.path, decode_fraction=1.0)
@@ -56,7 +58,7 @@ def test_a_torn_footer_is_named(dataset: Manifest, tmp_path: Path) -> None:
     assert "footer cannot be read" in problem.what
 
 
-def test_verifying_nothing_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+def test_verifying_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no data set at"):
         verify(str(tmp_path))
 

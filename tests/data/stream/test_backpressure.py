@@ -64,7 +64,7 @@ def slow_stream(dataset: Manifest, object_store_mib: int | None, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_slow_consumer_holds_reading_back_and_gets_everything(
-    dataset: Manifest, tmp_path: Path
+    ray_cluster: object, dataset: Manifest, tmp_path: Path
 ) -> None:
     """The recipe lets 24 MiB wait; without that, 150 MiB did."""
     spec = slow_stream(dataset, 24, tmp_path)
@@ -77,7 +77,7 @@ def test_a_slow_consumer_holds_reading_back_and_gets_everything(
 
 
 def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
-    dataset: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: object, dataset: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_paused, sleep = threading.Event(), time.sleep
 
@@ -112,7 +112,7 @@ def test_the_loop_pauses_only_where_its_next_turn_would_not_wait(
 
 
 def test_a_share_below_one_block_slows_the_stream_and_does_not_stop_it(
-    dataset: Manifest, tmp_path: Path
+    ray_cluster: object, dataset: Manifest, tmp_path: Path
 ) -> None:
     spec = slow_stream(dataset, 1, tmp_path)
     ranks = read_training(spec, 4, 5, start=0, stop=300)

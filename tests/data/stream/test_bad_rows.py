@@ -86,7 +86,7 @@ def test_a_row_group_without_a_good_image_is_an_error(dataset: Manifest, tmp_pat
 
 
 def test_training_goes_on_below_the_limit_and_stops_above_it(
-    dataset: Manifest, tmp_path: Path
+    ray_cluster: object, dataset: Manifest, tmp_path: Path
 ) -> None:
     manifest, _ = broken_copy(dataset, tmp_path)
     damage(manifest, group=2, rows=[5, 9])

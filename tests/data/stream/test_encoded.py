@@ -15,6 +15,7 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.worker.decode.device_decode import DeviceDecoder
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 BATCH = 24
 
 

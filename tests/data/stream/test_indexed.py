@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_sample_images
 
-from tests.data.converting import convert
+from tests.data.converting import convert, run_in_this_process
 from tests.data.pictures import encoded
-from tests.data.prepare.conftest import run_in_this_process
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crop_boxes import Augmentation

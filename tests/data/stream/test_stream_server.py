@@ -20,6 +20,8 @@ from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.shared_blocks import StreamLostError, blocks_of
 from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer, _own_resources
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 
 @pytest.mark.parametrize(("ranks", "is_near"), [(range(1), True), (range(2), False)])
 def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
@@ -80,7 +82,7 @@ def samples_of(server: StreamServer, spec: StreamSpec, group: str, number: int =
 
 
 def test_what_is_kept_is_a_share_of_the_store_of_its_own_node(
-    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (node,) = ray.nodes()
     own = node["Resources"]["object_store_memory"]
@@ -243,12 +245,12 @@ def test_all_that_trainings_are_behind_has_one_bound(dataset: Manifest) -> None:
     server, spec = StreamServer(), StreamSpec(dataset, Augmentation("resize", size=8, flip=False))
     bounds = []
     for seed in range(3):
-        one = shared_pass(replace(spec, seed=seed, num_cpus=0.2), f"{seed}")
+        one = shared_pass(replace(spec, seed=seed, num_cpus=0.5), f"{seed}")
         training_samples(server, one, 1)
         bounds.append(server._open[one.name].reading._most_bytes())
     whole = LAG_SHARE * _own_resources()["object_store_memory"]
     assert bounds == pytest.approx([whole, whole / 2, whole / 3])
-    training_samples(server, shared_pass(replace(spec, seed=0, num_cpus=0.2), "same"), 1)
+    training_samples(server, shared_pass(replace(spec, seed=0, num_cpus=0.5), "same"), 1)
     assert server._open[one.name].reading._most_bytes() == pytest.approx(whole / 3)
     small = shared_pass(replace(spec, seed=9, object_store_mib=1), "small")
     training_samples(server, small, 1)

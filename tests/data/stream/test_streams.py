@@ -30,6 +30,7 @@ from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.shared_blocks import StreamLostError
 from vit_ray.data.stream.stream_server import RankStreams
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 BATCH = 24
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Digits
-from tests.data.converting import convert
+from tests.data.converting import convert, in_this_process
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.subset import subset
@@ -138,7 +138,7 @@ def test_the_batch_that_is_proposed_is_taken(recipe: Recipe) -> None:
     check_batch(asked.with_changes(train={"global_batch_size": 192}), 1000)
 
 
-def test_more_gpus_than_there_are_is_refused_at_once(recipe: Recipe) -> None:
+def test_more_gpus_than_there_are_is_refused_at_once(ray_cluster: object, recipe: Recipe) -> None:
     greedy = recipe.with_changes(workers={"num_workers": 2, "use_gpu": True})
     with pytest.raises(ValueError, match=r"has 0 .*\); start nodes with GPUs, or set work"):
         check_cluster(greedy, LAPTOP)
@@ -188,7 +188,8 @@ def test_a_set_for_evaluation_only_is_not_trained_on(
     recipe: Recipe, digits: Digits, tmp_path: Path
 ) -> None:
     marked = str(tmp_path / "marked")
-    convert(digits.images / "test", marked, evaluation_only=True)
+    with in_this_process():
+        convert(digits.images / "test", marked, evaluation_only=True)
     assert resolve_run(recipe.with_changes(data={"eval": marked})).streams["eval"].num_images == 300
     part = subset(marked, str(tmp_path / "part"), count=200).path
     for path in (marked, part, [{"path": marked, "weight": 1.0}]):

@@ -44,7 +44,10 @@ CONFIGS = FP32 + BF16
 
 @pytest.fixture(scope="module")
 def straight(folder: str) -> StraightRuns:
-    return StraightRuns(folder)
+    """With the runs of two ranks that several tests compare, in one process group."""
+    runs = StraightRuns(folder)
+    runs.of(2, [*CONFIGS, *(offloaded(*one) for one in (*OFFLOADED[:2], ("bf16", 3)))])
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +192,8 @@ OFFLOADED = [("bf16", 2), ("fp32", 3), ("fp32", 1), ("fp32", 2), ("bf16", 1), ("
 def test_offloading_the_optimizer_changes_no_step(
     straight: StraightRuns, precision: str, stage: int
 ) -> None:
-    (expected,) = straight.of(2, [config(precision, stage)]).values()
-    (run,) = straight.of(2, [offloaded(precision, stage)]).values()
+    both = [config(precision, stage), offloaded(precision, stage)]
+    expected, run = straight.of(2, both).values()
     assert run.losses == expected.losses
     assert torch.equal(run.averaged, expected.averaged)
 

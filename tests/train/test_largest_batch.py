@@ -88,13 +88,13 @@ def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.Mon
 
 
 def capped(rank: int) -> list[int | None]:
-    """In a process that may take half a gigabyte more: a large pass, then a small one."""
+    """In a process that may take 128 MiB more: a large pass, then a small one."""
     cpu = torch.device("cpu")
     pass_bytes(RECIPE, 10, 1, cpu)  # what is loaded and started once
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 29),) * 2)
-    return [pass_bytes(RECIPE, 10, size, cpu) for size in (4096, 2, 4096, 2)]
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 27),) * 2)
+    return [pass_bytes(RECIPE, 10, size, cpu) for size in (1024, 2, 1024, 2)]
 
 
 def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_place() -> None:

@@ -24,6 +24,9 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["RAY_DEDUP_LOGS"] = "0"
+# More threads cost more than they bring for tensors as small as those of tests, and wait for each
+# other where a machine is busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The head's idle processes serve the next test; by default those beyond its CPUs end in a second.
 os.environ["RAY_num_workers_soft_limit"] = "16"  # noqa: SIM112
 os.environ.pop("RAY_ADDRESS", None)

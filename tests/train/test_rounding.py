@@ -4,7 +4,6 @@ Two cases: a model in bf16 that is compiled or not, whose operations round at ot
 gradient of a batch that is summed in other pieces, as on another number of workers.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,15 +23,6 @@ from vit_ray.train.optim.schedule import lr_at
 # The graphs and formulas of torch.compile's default, inductor, run as torch without machine code.
 BACKEND = "aot_eager_decomp_partition"
 RATE = 1e-2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small sums are not worth the others, who wait for each other where a machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Gradients(NamedTuple):

@@ -274,14 +274,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
     return Digits(folder / "images", str(folder / "train"), str(folder / "test"))
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file with MLflow's schema, to be copied: making it takes seconds."""
-    from vit_ray.tracking.mlflow_client import open_client
-
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    open_client(f"sqlite:///{path}")
-    return path
+@pytest.fixture
+def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn, which takes most of a page's time."""
+    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
+    monkeypatch.setattr("vl_convert.vegalite_to_svg", lambda *_, **__: blank)
 
 
 @pytest.fixture

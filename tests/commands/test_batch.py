@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -255,9 +254,9 @@ def test_a_rank_between_checkpoints_of_different_ranks_is_asked_for(recipe: Reci
 
 
 def test_the_loss_of_a_run_that_another_machine_recorded_is_in_mlflow(
-    recipe: Recipe, tmp_path: Path, empty_store: Path
+    recipe: Recipe, tmp_path: Path
 ) -> None:
-    file = shutil.copy(empty_store, tmp_path / "mlflow.db")
+    file = tmp_path / "mlflow.db"
     client = MlflowClient(f"sqlite:///{file}")
     run = client.create_run(client.create_experiment("e")).info.run_id
     client.log_metric(run, "train/loss", 1.2345, step=5)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from html import unescape
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from vit_ray.commands.trained.compare import parse_words
 
 
 @pytest.fixture(scope="module")
-def uri(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with the runs `a` and `b` in the experiment `mine`."""
-    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
     client = MlflowClient(uri)
     experiment = client.create_experiment("mine")
     for name, top1, rate in (("a", 0.5, "0.1"), ("b", 0.75, "0.3")):

@@ -24,8 +24,7 @@ from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 
 @pytest.fixture
-def recipe(tmp_path, empty_store):
-    shutil.copy(empty_store, tmp_path)
+def recipe(tmp_path, blank_figures):
     tree = {"name": "mine", "output": f"{tmp_path}/runs"}
     tree["tracking"] = {"uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "trials"}
     return recipe_from_dict(tree, "test")
@@ -208,7 +207,6 @@ def test_an_experiments_name_that_no_recipe_can_have_is_not_advised(recipe):
 
 
 def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):
-    (tmp_path / "mlflow.db").unlink()
     with pytest.raises(ValueError, match=r"tracking.uri=.*no such file"):
         report(recipe)
     assert not (tmp_path / "mlflow.db").exists()
@@ -351,8 +349,7 @@ def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe,
     assert page.read_text() == before
 
 
-def test_a_page_that_could_never_be_written_is_an_error_although_it_is_watched(recipe, tmp_path):
-    (tmp_path / "mlflow.db").unlink()
+def test_a_page_that_could_never_be_written_is_an_error_although_it_is_watched(recipe):
     with pytest.raises(ValueError, match="no such file"):
         report_page(recipe.with_changes(report={"watch_s": 7}))
 

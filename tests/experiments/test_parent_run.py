@@ -29,11 +29,6 @@ def record(recipe: Recipe, run_id: str | None = None) -> str:
     return tracker.run_id
 
 
-@pytest.fixture(autouse=True)
-def store(empty_store: Path, tmp_path: Path) -> None:
-    shutil.copy(empty_store, tmp_path)
-
-
 @pytest.mark.parametrize("has_logs", [True, False])
 def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(
     tmp_path: Path, has_logs: bool

@@ -1,9 +1,12 @@
 """Runs as MLflow has them, made of real recipes: what is recorded is what a job would record."""
 
+import contextlib
 import hashlib
 import itertools
 import json
+import threading
 from types import SimpleNamespace
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -116,3 +119,18 @@ def texts(table):
     """Rows as the page shows them, by the first column."""
     heads = [column.title for column in table.columns]
     return [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.cells()]
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def served(app):
+    """Address of a server of a WSGI application, such as MLflow's."""
+    server = make_server("127.0.0.1", 0, app, handler_class=_Silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()

@@ -1,6 +1,5 @@
 """Comparisons of runs and studies in a real MLflow store."""
 
-import shutil
 import statistics
 
 import pytest
@@ -48,8 +47,8 @@ class Store:
 
 
 @pytest.fixture(scope="module")
-def uri(empty_store, tmp_path_factory):
-    return f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
+def uri(tmp_path_factory):
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
 @pytest.fixture

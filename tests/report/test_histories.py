@@ -2,12 +2,9 @@
 
 import itertools
 import math
-import shutil
 import sqlite3
-import threading
 import time
 from types import SimpleNamespace
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import pytest
 import sqlalchemy as sa
@@ -17,6 +14,7 @@ from mlflow.server import app, handlers
 from mlflow.tracking import MlflowClient
 from sqlalchemy.dialects import mysql, postgresql
 
+from tests.report.made_runs import served
 from vit_ray.report.figures import histories
 from vit_ray.report.figures.histories import Histories, _first_from_each
 
@@ -55,18 +53,10 @@ def test_an_error_of_the_database_is_one_of_mlflow(store, monkeypatch):
         read.curves(list(run_ids.values()), "train/loss", MOST)
 
 
-class Answers(WSGIRequestHandler):
-    """Says nothing."""
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
-def store(empty_store, tmp_path_factory):
+def store(tmp_path_factory):
     """The client of a store, and run ids by the kind of their history."""
     folder = tmp_path_factory.mktemp("histories")
-    shutil.copy(empty_store, folder / "mlflow.db")
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     experiment = client.create_experiment("histories", artifact_location=f"file://{folder}/a")
     run_ids = {}
@@ -95,14 +85,8 @@ def place(request, store, monkeypatch):
     else:
         with_call = request.param == "server"
         monkeypatch.setattr(handlers, "_tracking_store", client._tracking_client.store)
-        server = make_server(
-            "127.0.0.1", 0, app if with_call else _without_bulk, handler_class=Answers
-        )
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        there = MlflowClient(f"http://127.0.0.1:{server.server_port}")
-        yield Histories(there, is_server=True), client, run_ids
-        server.shutdown()
-        server.server_close()
+        with served(app if with_call else _without_bulk) as address:
+            yield Histories(MlflowClient(address), is_server=True), client, run_ids
 
 
 class _Bare:
@@ -236,14 +220,11 @@ def test_a_server_may_take_longer_for_curves_than_for_other_answers(store, monke
         return app(environ, start_response)
 
     monkeypatch.setattr(handlers, "_tracking_store", client._tracking_client.store)
-    server = make_server("127.0.0.1", 0, slow, handler_class=Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    there = MlflowClient(f"http://127.0.0.1:{server.server_port}")
-    found = Histories(there, is_server=True).curves([run_ids["long"]], "train/loss", MOST)
-    server.shutdown()
-    server.server_close()
+    with served(slow) as address:
+        there = Histories(MlflowClient(address), is_server=True)
+        found = there.curves([run_ids["long"]], "train/loss", MOST)
     assert len(found[run_ids["long"]]) == MOST
 
 

@@ -1,7 +1,6 @@
 """No text of a recipe, a folder or a run becomes markup of the page, or a formula of the table."""
 
 import csv
-import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -30,9 +29,8 @@ class Elements(HTMLParser):
         self.found.append((tag, tuple(sorted(name for name, _ in attrs))))
 
 
-def _page(empty_store, folder, text):
+def _page(folder, text):
     """A study with a sweep below it, where every text that a user can choose is `text`."""
-    shutil.copy(empty_store, folder / "mlflow.db")
     uri = f"sqlite:///{folder}/mlflow.db"
     client = MlflowClient(uri)
     experiment = client.create_experiment(f"e {text}")
@@ -56,20 +54,20 @@ def _page(empty_store, folder, text):
 
 
 @pytest.fixture(scope="module")
-def plain(empty_store, tmp_path_factory):
-    return Elements(_page(empty_store, tmp_path_factory.mktemp("plain"), PLAIN).read_text()).found
+def plain(tmp_path_factory):
+    return Elements(_page(tmp_path_factory.mktemp("plain"), PLAIN).read_text()).found
 
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("evil", EVIL)
-def test_a_text_from_outside_adds_no_element_and_no_attribute(evil, plain, tmp_path, empty_store):
-    page = _page(empty_store, tmp_path, evil).read_text()
+def test_a_text_from_outside_adds_no_element_and_no_attribute(evil, plain, tmp_path):
+    page = _page(tmp_path, evil).read_text()
     assert Elements(page).found == plain
     assert "1337" not in page
 
 
-def test_a_text_from_outside_is_no_formula_of_a_spreadsheet(tmp_path, empty_store):
-    page = _page(empty_store, tmp_path, "=HYPERLINK(1)")
+def test_a_text_from_outside_is_no_formula_of_a_spreadsheet(tmp_path):
+    page = _page(tmp_path, "=HYPERLINK(1)")
     rows = list(csv.reader(page.with_suffix(".csv").open()))
     cells = [cell for row in rows for cell in row]
     assert "'=HYPERLINK(1)" in cells

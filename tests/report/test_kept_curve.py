@@ -2,11 +2,8 @@
 
 import itertools
 import math
-import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import pytest
 from mlflow.server import (
@@ -17,6 +14,7 @@ from mlflow.server import (
 )
 from mlflow.tracking import MlflowClient
 
+from tests.report.made_runs import served
 from vit_ray import kept_curve
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.config.training_sections import TrackingConfig
@@ -37,16 +35,8 @@ def short(monkeypatch):
 
 
 @pytest.fixture
-def uri(empty_store, tmp_path):
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
+def uri(tmp_path):
     return f"sqlite:///{tmp_path}/mlflow.db"
-
-
-class Answers(WSGIRequestHandler):
-    """Says nothing."""
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
@@ -64,11 +54,8 @@ def address(uri, files, monkeypatch):
     monkeypatch.setattr(handlers, "_artifact_repo", None)
     monkeypatch.setenv(SERVE_ARTIFACTS_ENV_VAR, "true")
     monkeypatch.setenv(ARTIFACTS_DESTINATION_ENV_VAR, str(files))
-    server = make_server("127.0.0.1", 0, app, handler_class=Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(app) as address:
+        yield address
 
 
 @pytest.fixture
@@ -151,10 +138,9 @@ def test_losses_that_are_not_finite_are_not_in_the_curve(uri, tmp_path):
     assert {*curve} <= {*recorded(uri, tracker.run_id).items()}
 
 
-def test_a_replay_into_another_store_brings_the_file(uri, tmp_path, empty_store):
+def test_a_replay_into_another_store_brings_the_file(uri, tmp_path):
     log = tmp_path / "run" / "metrics.jsonl"
     run_id = trained(uri, log, range(100))
-    shutil.copy(empty_store, tmp_path / "other.db")
     other = f"sqlite:///{tmp_path}/other.db"
     assert not replay(log, other).refused
     client = MlflowClient(other)
@@ -190,23 +176,24 @@ def test_a_run_that_went_on_is_read_from_its_history(address, tmp_path, asked):
     assert asked == [run_id]
 
 
-@pytest.mark.parametrize("content", [b"[[0, 1.0], [1", b"{}", b"[[1, NaN]]", b'[["x", 1]]', None])
 def test_a_file_that_is_damaged_or_gone_costs_only_time(
-    address, files, tmp_path, asked, content, monkeypatch
+    address, files, tmp_path, asked, monkeypatch
 ):
     run_ids = {trained(address, tmp_path / f"{i}" / "metrics.jsonl", range(100)) for i in range(6)}
     kept_files = [*files.rglob(kept_curve.FILE)]
     assert len(kept_files) == 6
-    for file in kept_files:
-        file.unlink() if content is None else file.write_bytes(content)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     tried, read = [], runs.file_of_server
     monkeypatch.setattr(runs, "file_of_server", lambda *args: tried.append(args) or read(*args))
-    archive = Archive(address, "long")
-    found = archive.curves(archive.runs, KEY)
-    assert {*asked} == run_ids
-    assert all(curve[-1] == (99.0, 0.01) for curve in found.values())
-    assert len(tried) == (6 if content else 4)  # one that is gone: the storage may be away
+    for content in (b"[[0, 1.0], [1", b"{}", b"[[1, NaN]]", b'[["x", 1]]', None):
+        for file in kept_files:
+            file.unlink() if content is None else file.write_bytes(content)
+        tried.clear(), asked.clear()
+        archive = Archive(address, "long")
+        found = archive.curves(archive.runs, KEY)
+        assert {*asked} == run_ids, content
+        assert all(curve[-1] == (99.0, 0.01) for curve in found.values()), content
+        assert len(tried) == (6 if content else 4)  # one that is gone: the storage may be away
 
 
 def test_files_that_the_server_does_not_send_are_not_asked_for(address, tmp_path):

@@ -4,12 +4,11 @@ import csv
 import json
 import math
 import re
-import shutil
 import sqlite3
 from html import unescape
 
 import pytest
-from mlflow.entities import Param
+from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
@@ -22,8 +21,7 @@ MADE = 1_760_000_000_000
 class Store:
     """A study of which each cell is made as it is told."""
 
-    def __init__(self, empty_store, folder):
-        shutil.copy(empty_store, folder / "mlflow.db")
+    def __init__(self, folder):
         self.uri = f"sqlite:///{folder}/mlflow.db"
         self.client = MlflowClient(self.uri)
         place = f"file://{folder}/artifacts"
@@ -48,8 +46,13 @@ class Store:
 
 
 @pytest.fixture
-def store(empty_store, tmp_path):
-    return Store(empty_store, tmp_path)
+def drawn_store(tmp_path):
+    return Store(tmp_path)
+
+
+@pytest.fixture
+def store(drawn_store, blank_figures):
+    return drawn_store
 
 
 WHOLE = {"study/exaflops": 2.0, "eval/top1": 0.5}
@@ -171,14 +174,17 @@ def test_the_best_evaluation_is_the_result_beside_the_last(store, tmp_path):
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED", "RUNNING", "dev split"])
-def test_a_point_that_is_no_result_is_told_from_one_without_pointing_at_it(store, tmp_path, status):
+def test_a_point_that_is_no_result_is_told_from_one_without_pointing_at_it(
+    drawn_store, tmp_path, status
+):
+    store = drawn_store
     is_dev = status == "dev split"
     store.run("cell-a", metrics=WHOLE)
     key = "dev/top1" if is_dev else "eval/top1"
     run = store.run("cell-b", status="FINISHED" if is_dev else status,
                     metrics={"study/exaflops": 3.0, key: 0.25})  # fmt: skip
-    for step in range(100):
-        store.client.log_metric(run, "train/loss", 1.0 / (1 + step), step=step)
+    losses = [Metric("train/loss", 1.0 / (1 + step), MADE, step) for step in range(100)]
+    store.client.log_batch(run, losses)
     page = write_report(store.uri, store.study, tmp_path / "page.html").page
     spec = json.loads(page.read_text().split(PLACE)[1].split("</script>")[0])
     states = {row["y"]: row.get("state") for row in spec["data"]["values"] if "more" in row}

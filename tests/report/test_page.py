@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
@@ -50,9 +49,9 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def study(empty_store, tmp_path_factory):
+def study(tmp_path_factory):
     """A study of four models by two data sizes, one cell of which never finished."""
-    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
     client = MlflowClient(uri)
     experiment = client.create_experiment("scaling")
     parent = store_run(client, experiment, "digits-study", tags={"vit_ray.kind": "study"})
@@ -290,11 +289,11 @@ def test_what_does_not_exist_is_refused_with_what_does(study, tmp_path):
     assert not missing.exists()
 
 
-def test_a_module_that_a_run_names_is_shown_and_not_imported(empty_store, tmp_path, monkeypatch):
+def test_a_module_that_a_run_names_is_shown_and_not_imported(tmp_path, monkeypatch):
     (tmp_path / "mischief.py").write_text("raise SystemExit('its code was run')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)
     experiment = client.create_experiment("own")
     parts = ("model.name", "train.loss", "optim.name", "data.augment.own")

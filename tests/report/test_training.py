@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +36,8 @@ EVENTS = [("later", 200.0, 7), (f"first {CRAFTED}", 100.0, 3)]
 
 
 @pytest.fixture(scope="module")
-def store(empty_store, tmp_path_factory):
+def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
-    shutil.copy(empty_store, folder / "mlflow.db")
     uri = f"sqlite:///{folder}/mlflow.db"
     MlflowClient(uri).create_experiment("e", artifact_location=str(folder / "artifacts"))
     return uri

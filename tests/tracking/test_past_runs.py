@@ -1,7 +1,5 @@
 """Questions about earlier runs, on real SQLite stores and on a server that is away."""
 
-import shutil
-
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -12,8 +10,7 @@ from vit_ray.tracking.past_runs import finished_children, newest_run
 
 
 @pytest.fixture
-def tracking(tmp_path, empty_store):
-    shutil.copy(empty_store, tmp_path)
+def tracking(tmp_path):
     return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
 
 

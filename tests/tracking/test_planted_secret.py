@@ -1,6 +1,5 @@
 """A secret is planted wherever a run takes a text, and every byte that it leaves is searched."""
 
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -54,9 +53,8 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_nothing_that_a_run_writes_holds_a_secret(
-    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, caplog: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, caplog: Any
 ) -> None:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
     recipe = _recorded(tmp_path, monkeypatch)
     write_report(f"sqlite:///{tmp_path}/mlflow.db", "vit_ray", tmp_path / "report.html")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,6 +1,5 @@
 """What a node reports of its load, in a real store, and through an outage."""
 
-import shutil
 import time
 
 import psutil
@@ -20,10 +19,7 @@ def _wait_for(points, count):
     return sorted(points(), key=lambda point: point.timestamp)
 
 
-def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(
-    tmp_path, empty_store, monkeypatch
-):
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
+def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = open_client(uri)
     run_id = client.create_run(experiment_id(client, uri, "trials")).info.run_id

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -52,8 +51,7 @@ def started(config, name, log_path, wait_s=10.0, **fields):
 
 
 @pytest.fixture
-def config(tmp_path, empty_store):
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
+def config(tmp_path):
     return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
 
 
@@ -622,7 +620,7 @@ def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
 @pytest.mark.parametrize(
     "line",
     [
-        "[" * 100_000,
+        pytest.param("[" * 100_000, id="nested"),
         '{"kind": "metrics", "step": "x", "values": {"a": 1}, "time_ms": 1}',
         '{"kind": "metrics", "step": 1, "values": {"a": "x"}, "time_ms": 1}',
         '{"kind": "metrics", "step": 1, "values": [], "time_ms": 1}',

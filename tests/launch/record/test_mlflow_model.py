@@ -6,7 +6,6 @@ import io
 import json
 import math
 import platform
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -54,9 +53,8 @@ CLASSES = ["cat", "dog", "emu", "fox", "gnu"]
 
 
 @pytest.fixture
-def trained(tmp_path: Path, empty_store: Path) -> tuple[Any, torch.nn.Module, str]:
+def trained(tmp_path: Path) -> tuple[Any, torch.nn.Module, str]:
     """A recipe, its model, and the address of the model's checkpoint; a store with a schema."""
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
     model = small_model("ViT").eval()
     trained = {"name": "small", "model": {"name": "ViT", "image_size": 32, **TINY_VIT}}
     run = write_run(tmp_path / "runs" / "small", model, facts={"recipe": trained})

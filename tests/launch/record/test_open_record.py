@@ -133,9 +133,8 @@ COST = {"study/exaflops": 0.5}
 
 
 @pytest.fixture
-def trained(tmp_path: Path, empty_store: Path) -> Recipe:
+def trained(tmp_path: Path) -> Recipe:
     """A run whose workers have come to their end."""
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
     words = [f"output={tmp_path}", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
     return load_recipe("digits", words)
 
@@ -198,14 +197,12 @@ def test_the_run_is_named_while_mlflow_is_away(trained: Recipe) -> None:
     assert end_record(away, "abc", 10, COST) == "abc"
 
 
-def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
+def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe) -> None:
     away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
     tracker = Tracker.start(
         RunOpening(away.tracking, away.name, metrics_log_path(away.run_folder)), wait_s=0.0
     )
     tracker.finish("FINISHED", timeout_s=0.0)
-    (tmp_path / "away.db").rename(tmp_path / "mlflow.db")
     run_id = end_record(trained, None, 10, COST)
     assert mlflow_run(trained, run_id).info.status == "FINISHED"
 

@@ -54,11 +54,9 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
 
 def test_the_gauges_follow_the_run(
     gauges: dict[str, dict[str, float]],
-    empty_store: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
     record, _ = recorded_here(opening_of(tmp_path))
     assert gauges["vit_ray_running"] == {"run": 1.0}
     assert gauges["vit_ray_loss"] == {}
@@ -95,11 +93,9 @@ def test_the_gauges_follow_the_run(
 
 def test_a_disk_that_is_away_ends_nothing(
     gauges: dict[str, dict[str, float]],
-    empty_store: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
 
     def away(folder: Path) -> None:
         raise FileNotFoundError(folder)
@@ -140,9 +136,8 @@ def _query(address: str, expression: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_real_prometheus_answers_each_query_of_the_dashboard(
-    ray_cluster: object, empty_store: Path, tmp_path: Path, prometheus: str
+    ray_cluster: object, tmp_path: Path, prometheus: str
 ) -> None:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
     record, _ = parts(start_run(opening_of(tmp_path, name="watched")))
     record.metrics(40, RECORDED)
     for _ in range(2):

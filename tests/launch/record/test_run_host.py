@@ -3,7 +3,6 @@
 import gzip
 import os
 import pickle
-import shutil
 import signal
 import time
 from dataclasses import replace
@@ -46,8 +45,7 @@ def parts(run: HostedRun) -> tuple[RunRecord, RunControl]:
 
 
 @pytest.fixture
-def store(tmp_path: Path, empty_store: Path) -> MlflowClient:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
+def store(tmp_path: Path) -> MlflowClient:
     return MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
 
 

@@ -24,6 +24,7 @@ from vit_ray.measure.memory import GIB, Activations, state_memory
 from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.train.memory import memory_estimate
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
     count_parameters,
@@ -133,6 +134,21 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(
     )
 
 
+def test_each_pass_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(memory_estimate, "kept_bytes", lambda *_: measured.append(1) or 0)
+    monkeypatch.setattr(memory_estimate, "peak_bytes", lambda *_: 0)
+    distill = {"teacher": "t", "kind": "features", "model": {"name": "ViT-Ti/16", "image_size": 48}}
+    differing: list[dict[str, Any]] = [
+        {}, {"model": {"depth": 2}}, {"train": {"loss": "sigmoid"}}, {"distill": distill},
+        {"optim": {"frozen": ["norm"]}}, {"data": {"augment": {"sizes": [[0, 24], [0.5, 48]]}}},
+    ]  # fmt: skip
+    for number, changes in enumerate(differing, 1):
+        for name in ("one", "other"):
+            measure_activations(vit(1, 48).with_changes(name=name, **changes), 7, 3)
+        assert len(measured) == number, changes
+
+
 def test_parameters_are_those_that_the_reference_counts() -> None:
     recipe = recipe_of({"name": "ViT-L/16"})
     assert count_parameters(recipe, 1000) == 304_326_632  # google-research/vision_transformer
@@ -222,8 +238,7 @@ def measured() -> Callable[[str], ByCase]:
 @pytest.fixture(autouse=True)
 def _sizes_of_the_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "measured" in request.fixturenames:
-        for name in ("START_S",):
-            monkeypatch.setattr(zero_settings, name, getattr(zero_settings, name))
+        monkeypatch.setattr(zero_settings, "START_S", zero_settings.START_S)
         small_buckets()
 
 

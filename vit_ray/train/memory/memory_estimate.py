@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -149,13 +149,28 @@ def _count_step(recipe: Recipe, num_classes: int) -> tuple[int, int]:
     return forward // (2 * batch_size), both // (2 * batch_size)
 
 
-@functools.lru_cache(maxsize=256)
 def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
     """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment.
 
     Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
     head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
     """
+    counts = recipe.model, recipe.train, recipe.optim.frozen, recipe.distill
+    has_sizes = bool(recipe.data.augment.sizes)
+    return _measured(_Measurable((*counts, has_sizes), recipe), num_classes, batch_size)
+
+
+@dataclass(frozen=True)
+class _Measurable:
+    """Recipes that differ only in what does not change a pass, as cells of a study, are equal."""
+
+    counts: tuple[object, ...]
+    recipe: Recipe = field(compare=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _measured(measurable: _Measurable, num_classes: int, batch_size: int) -> Activations:
+    recipe = measurable.recipe
     model, teacher = prepared_model(recipe, num_classes), unread_teacher(recipe, num_classes, META)
     forward = forward_pass(model, recipe, batch_size, teacher=teacher)
     weights: list[Tensor] = list(model.parameters())

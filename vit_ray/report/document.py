@@ -7,7 +7,6 @@ code. The larger script is compressed, which halves the page; the smaller one un
 
 import base64
 import csv
-import gzip
 import hashlib
 import itertools
 import re
@@ -149,7 +148,7 @@ def render(
         linked=partial(_linked, places=_places(sections)),
         still=lambda chart: Markup(charts.still(chart)),
         style=Markup(style),
-        packed=base64.b64encode(gzip.compress(drawing, mtime=0)).decode() if drawing else "",
+        packed=charts.packed_scripts() if has_charts else "",
         script=Markup(own),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; "
         "img-src data:; form-action 'none'; base-uri 'none'",

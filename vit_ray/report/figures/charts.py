@@ -6,7 +6,9 @@ light and dark screens and on paper; files have those of light screens. vl-conve
 scripts (BSD-3-Clause) that the page embeds, and draws without a browser or the network.
 """
 
+import base64
 import functools
+import gzip
 import json
 import math
 import re
@@ -521,3 +523,9 @@ def _vega_svg(spec: str) -> str:
 def scripts() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, for a self-contained page."""
     return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+
+
+@functools.cache
+def packed_scripts() -> str:
+    """The same, compressed by gzip and encoded in base64."""
+    return base64.b64encode(gzip.compress(scripts().encode(), mtime=0)).decode()

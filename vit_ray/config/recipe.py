@@ -5,6 +5,7 @@ Other rooms take the section that they need; a recipe is not changed after loadi
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -306,10 +307,11 @@ def _repeated(section: Section, prefix: str = "") -> str | None:
     A pair of values and the stages of a ResNet may repeat. Sections in lists are identified by
     their names; rows of a study may share theirs.
     """
-    for name, field in type(section).model_fields.items():
+    lists = _lists(type(section))
+    for name in type(section).model_fields:
         value = getattr(section, name)
         parts = value if isinstance(value, tuple) else (value,)
-        if is_list(field.annotation) and name != "stages":
+        if name in lists and name != "stages":
             values = [_identity(one) for one in parts if not isinstance(one, StudyModel)]
             if twice := [one for place, one in enumerate(values) if one in values[:place]]:
                 setting = f"{prefix}{name}={value_text(values)}"
@@ -319,6 +321,11 @@ def _repeated(section: Section, prefix: str = "") -> str | None:
             if isinstance(part, Section) and (problem := _repeated(part, below)):
                 return problem
     return None
+
+
+@functools.cache
+def _lists(schema: type[Section]) -> frozenset[str]:
+    return frozenset(k for k, field in schema.model_fields.items() if is_list(field.annotation))
 
 
 def _identity(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The modules of the package, and what they import."""
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -10,13 +10,21 @@ PACKAGE = ROOT / "vit_ray"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py" or p.parent != PACKAGE)
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
     """Dotted names, also of what is taken out of a module of ours."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names = set()
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield node.module or ""
+            names.add(node.module or "")
             if node.module == "vit_ray":
-                yield from (f"vit_ray.{alias.name}" for alias in node.names)
+                names |= {f"vit_ray.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())

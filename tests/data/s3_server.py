@@ -17,6 +17,7 @@ import pytest
 
 from tests.ports import free_ports
 from vit_ray import s3, storage
+from vit_ray.retry import RetryPolicy, retry_policy
 
 _STALL_S = 60
 """Much longer than a client waits; it is never waited for by one that has a time-out."""
@@ -88,14 +89,18 @@ def s3_environment(port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def this_process_uses(port: int, *, timeout_s: float = 1.0) -> Iterator[None]:
-    """Inside the block `s3://` is a server of this file, to this process and those it starts."""
+    """Inside the block `s3://` is a server of this file, to this process and those it starts.
+
+    This process waits a tenth as long as usual before it asks again.
+    """
     variables = {**s3_environment(port), "VIT_RAY_S3_TIMEOUT_S": str(timeout_s)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
         forget_clients()
         try:
-            yield
+            with retry_policy(RetryPolicy(first_delay_s=0.02)):
+                yield
         finally:
             forget_clients()
 

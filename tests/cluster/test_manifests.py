@@ -22,6 +22,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _get_labels_from_
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.commands.command_line import run_cli
+from tests.recipes import SMALL
 from vit_ray.commands.plans.manifest import _apply_patch, cluster_sizes, manifest, recipe_text
 from vit_ray.commands.plans.plan import plan_stage
 from vit_ray.config import load_recipe
@@ -41,11 +42,6 @@ PLACES = (
     "tracking.uri=http://mlflow:5000", IMAGE,
 )  # fmt: skip
 RECIPE = "paper/vit_b16_i21k"
-# One block is planned in a twelfth of the time.
-SMALL = (
-    "model.name=ViT", "model.depth=1", "model.width=768", "model.mlp_dim=3072",
-    "model.num_heads=12", "model.patch_size=16",
-)  # fmt: skip
 SIZES = {
     "8 GPUs": ("cluster.gpus=8", "workers.cpus_per_worker=7"),
     "64 GPUs, EFA": (

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.commands.command_line import run_cli
+from tests.commands.test_plan import BILLION
 from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
 from vit_ray.commands.plans.plan import data_facts, describe_sharing
 from vit_ray.config import Recipe, load_recipe
@@ -86,8 +87,8 @@ def test_an_elastic_run_shows_every_size_of_a_short_range_and_the_ends_of_a_long
 
 
 def test_a_model_too_large_for_the_device_is_said_to_be() -> None:
-    large = ["model.name=R152x4", "train.averaging=0.9999", "workers.num_workers=1"]
-    recipe = load_recipe(RECIPES / "paper" / "r152x2_jft.yaml", [*large, "plan.device=T4"])
+    large = [*BILLION, "train.averaging=0.9999", "workers.num_workers=1", "plan.device=T4"]
+    recipe = load_recipe(RECIPES / "paper" / "vit_b32_jft.yaml", large)
     assert "does not fit a T4" in describe_training(recipe)
 
 

@@ -229,8 +229,9 @@ def test_a_fork_says_where_crops_of_another_size_begin(
     assert (f"{change}\n" in text) if expected else "augment.sizes" not in text, text
 
 
-@pytest.mark.parametrize("batch", [8, 28])
+@pytest.mark.slow(after=6)
 @pytest.mark.parametrize("case", ["plain", "half", "weighted", "window", "mixture"])
+@pytest.mark.parametrize("batch", [8, 28])
 def test_with_another_batch_each_image_is_read_once_in_each_epoch(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.commands.command_line import run_cli
+from tests.recipes import SMALL
 from vit_ray.commands.plans import plan, scale
 from vit_ray.commands.plans.plan import told_facts
 from vit_ray.commands.plans.scale import (
@@ -335,7 +336,8 @@ def test_rows_text_and_figure_are_in_mlflow(
 
 
 def test_assumptions_are_named_with_their_values(measured: None) -> None:
-    done = run_cli("plan", "--scale", str(B16), "train.global_batch_size=8", "--dry-run")
+    words = ("plan", "--scale", str(B16), "train.global_batch_size=8", *SMALL)
+    done = run_cli(*words, "--dry-run")
     assert done.exit_code == 0, done.stderr
     for said in (
         "assumed   40 % MFU", "assumed   96 cores and 12.5 GB/s", "a failure each 2,100 GPU-days",

@@ -202,7 +202,7 @@ def test_culprits_are_the_images_without_which_the_gradient_is_usual(name: str) 
     assert find_culprits(measure, measure(list(range(16))), usual=1.01) == wanted
 
 
-BATCH, STEPS, SEEDS = 128, 600, 20
+BATCH, STEPS = 128, 600
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,14 +239,16 @@ def drawn(images: torch.Tensor, labels: torch.Tensor, seed: int) -> Columns:
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("kind", ["contrast", "labels", "nothing"])
+@pytest.mark.parametrize(
+    ("kind", "num_seeds"), [("contrast", 5), ("contrast", 20), ("labels", 20), ("nothing", 20)]
+)
 def test_planted_culprits_are_found_and_none_where_there_are_none(
-    learnt: tuple[torch.nn.Module, Any, torch.Tensor, torch.Tensor], kind: str
+    learnt: tuple[torch.nn.Module, Any, torch.Tensor, torch.Tensor], kind: str, num_seeds: int
 ) -> None:
     model, losses_of, images, labels = learnt
     count = {"contrast": 4, "labels": 8, "nothing": 0}[kind]
     recalls, precisions, alarms = [], [], 0
-    for seed in range(SEEDS):
+    for seed in range(num_seeds):
         step, *controls = (drawn(images, labels, 3 * seed + i) for i in range(3))
         random = torch.Generator().manual_seed(seed)
         bad = torch.randperm(BATCH, generator=random)[:count]
@@ -270,7 +272,7 @@ def test_planted_culprits_are_found_and_none_where_there_are_none(
         recalls.append(hits / max(1, count))
         precisions.append(hits / max(1, len(found)))
     if kind == "nothing":
-        assert alarms <= SEEDS // 20
+        assert alarms <= num_seeds // 20
     else:
         assert np.mean(recalls) >= 0.9, recalls
         assert np.mean(precisions) >= 0.8, precisions

@@ -394,8 +394,9 @@ STEPS = ["_index_growth", "make_shards", "commit", "_write_manifest", "write_che
          "_delete_abandoned", "_delete_staging"]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.slow(after=11)
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_changed", [False, True])
 def test_an_extension_that_is_killed_is_finished_by_the_same_command(
     serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, is_changed: bool
 ) -> None:

@@ -12,8 +12,6 @@ A kind has a number for each element of a parameter, but for Adafactor's: `exp_a
 `exp_avg_sq_by_column` have one for each row and column of its matrices, all in rank 0's file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Writes checkpoints while training continues: reports failures, and removes old ones."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

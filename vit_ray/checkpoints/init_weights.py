@@ -1,7 +1,5 @@
 """Weights to start from: another run's checkpoint, or an exported or published file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ checkpoints, and saves that were never whole, but for the last two. A folder tha
 renamed to `step-00001000.damaged` and reported; what may have been whole is the user's to delete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

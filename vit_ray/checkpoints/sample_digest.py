@@ -3,8 +3,6 @@
 It is a sum of hashes, so that the digests of ranks, and of steps, add up in any order.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

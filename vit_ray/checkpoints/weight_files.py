@@ -4,8 +4,6 @@ A repository of the hub (`hf://google/vit-base-patch16-224`, timm's too) is kept
 cache (`HF_HOME`), which is also what is read without a network.
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from pathlib import Path, PurePosixPath

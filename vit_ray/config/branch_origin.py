@@ -3,8 +3,6 @@
 MLflow keeps it in the tag `vit_ray.branched_from`; later reports read it from there.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

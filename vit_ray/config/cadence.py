@@ -1,7 +1,5 @@
 """When something recurs: every N steps, every N minutes, either, or never."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The recipe sections of single commands: data preparation, sweeps, studies, plans."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import PurePosixPath

@@ -4,8 +4,6 @@ Small, cheap images first, the model's own size last (EfficientNetV2, arXiv:2104
 arXiv:1906.06423, shows why the last steps need the full size).
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

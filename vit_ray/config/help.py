@@ -1,7 +1,5 @@
 """The schema as users read it: every key with its values, default and meaning."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Recipes from YAML: `base` files, `key.sub=value` overrides, and clear errors."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

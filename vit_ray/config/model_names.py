@@ -1,7 +1,5 @@
 """Names of models: the paper's family of each, and what timm and Hugging Face call it."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The recipe of a run in MLflow, limited to the keys that decide what was trained."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

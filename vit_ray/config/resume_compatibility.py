@@ -3,8 +3,6 @@
 A run is resumed, and a finished cell of a study reused, only if no deciding key has changed.
 """
 
-from __future__ import annotations
-
 import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Nothing that outlives the process may contain it: no recipe in a checkpoint, no 
 error.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any, Final

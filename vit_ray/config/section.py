@@ -1,7 +1,5 @@
 """What every section of a recipe is: frozen, strictly typed, closed to unknown keys."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """The recipes that come with the package: their folder, their names, and what they promise."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sections of a recipe that decide what one training does."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib.metadata import entry_points

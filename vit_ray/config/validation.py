@@ -1,7 +1,5 @@
 """Plain data to a checked schema: each problem with its dotted key and the nearest valid key."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -6,8 +6,6 @@ arguments, so it runs in a unit test on a list and two fakes, and under plain to
 for measuring the overhead of everything else.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

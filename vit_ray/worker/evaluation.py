@@ -3,8 +3,6 @@
 Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 A file is written in a thread while the next one is computed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,6 @@ back.
 The engine has refused such a step, so weights and optimizer are as before it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Final

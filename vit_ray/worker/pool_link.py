@@ -1,7 +1,5 @@
 """A worker's link to its pool: the next training, its ranks, and whether the pool has ended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Batches read ahead in a thread, and copied or decoded on the GPU while it computes."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator

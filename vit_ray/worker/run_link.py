@@ -4,8 +4,6 @@ Metrics and events are sent without waiting for an answer. If the driver has end
 worker too, so failures of such calls are not errors of the training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping

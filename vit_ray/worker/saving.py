@@ -1,7 +1,5 @@
 """A worker's checkpoints: when training may continue, what they hold, and how one is restored."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

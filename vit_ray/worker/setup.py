@@ -1,7 +1,5 @@
 """What a worker builds before its first step: micro-batch, batches, engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """A finite spike of loss or gradient norm: noted, with the losses of its images, then handled."""
 
-from __future__ import annotations
-
 import io
 import shlex
 from collections.abc import Callable

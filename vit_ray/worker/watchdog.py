@@ -1,7 +1,5 @@
 """A worker's watchdog: a thread that reports the worker's progress, and ends a step that hangs."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

@@ -5,8 +5,6 @@ its own process group, engine and streams. After the death of another worker, wh
 training is repeated from its checkpoint: imports and compiled code stay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

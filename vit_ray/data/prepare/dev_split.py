@@ -4,8 +4,6 @@ Rows were shuffled at conversion, so those of each class are taken from as few r
 enough of them: reading a small dev split reads a small part of the bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

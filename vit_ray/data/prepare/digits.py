@@ -3,8 +3,6 @@
 1,797 images of 8 x 8 pixels and 17 grey levels (UCI Optical Recognition of Handwritten Digits).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import cv2

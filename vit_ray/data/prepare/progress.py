@@ -1,7 +1,5 @@
 """The progress of tasks on images: a bar on a terminal, a line every 30 s in a log."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Calls of the driver's own actors, with a time limit and an error that names the actor."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import ray

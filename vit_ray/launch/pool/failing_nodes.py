@@ -3,8 +3,6 @@
 This is known only in the process of the group's controller, which also has its policies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Why a worker group has failed: the workers' own errors, and where those workers were."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """What a worker group's controller does at its start, and when the group changes its state."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -6,8 +6,6 @@ images. This is looked at every minute, and reported when it changes.
 A stop also ends the waiting: workers learn of a stop by their heartbeat, and none is running yet.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ continues from the newest checkpoint, with other workers. If the keeper's proces
 end too; Ray starts a new keeper without pools, and each training borrows a new pool from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

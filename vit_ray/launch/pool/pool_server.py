@@ -4,8 +4,6 @@ It also runs the streams of the ranks on its own host, and starts servers for ot
 training that shares its streams uses the keeper's servers instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

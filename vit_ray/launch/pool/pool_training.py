@@ -1,7 +1,5 @@
 """Runs a training on a pool's workers, and reports the cause of a failure in one line."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Final

@@ -5,8 +5,6 @@ Ray 2.60 has no public place for either; only the trainer's method that passes i
 controller is overridden.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -6,8 +6,6 @@ restart when that is not enough: after an error raised by a worker, when its nod
 left out, or when the group changes its size.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -8,8 +8,6 @@ other images, on any device. Matrix products must be in float32, not TF32 (torch
 All regions share a few operations. Stacking them costs a GPU one copy each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 

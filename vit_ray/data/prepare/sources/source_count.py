@@ -1,7 +1,5 @@
 """How many images and classes a source holds, before it is converted; nothing is written."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

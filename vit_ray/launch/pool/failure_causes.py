@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-import ray
+from ray.exceptions import ActorDiedError, RayActorError
 
 from vit_ray.outcomes import WorkerPlace
 from vit_ray.ray_internals import memory_kill, without_retry_note
@@ -65,7 +65,8 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
         if isinstance(failure, DefectiveDeviceError)
         or (
             not (_is_ours(failure) or memory_kill(failure))
-            and (_has_died(failure) or not _is_collateral(failure, str(failure)))
+            # Its process has ended, or cannot be reached; or the error is its own.
+            and (is_gone(failure, RayActorError) or not _is_collateral(failure, str(failure)))
         )
     }
     found = [places[rank] for rank in sorted(blamed) if rank in places]
@@ -73,13 +74,6 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
     return found[0] if is_one else None
 
 
-def _has_died(failure: BaseException) -> bool:
-    """Whether the worker's process has ended, or cannot be reached."""
-    hidden = getattr(failure, "health_check_failure", failure)
-    return isinstance(hidden, ray.exceptions.RayActorError)
-
-
-def is_gone(failure: BaseException) -> bool:
-    """Whether Ray knows that the worker's process has ended."""
-    hidden = getattr(failure, "health_check_failure", failure)
-    return isinstance(hidden, ray.exceptions.ActorDiedError)
+def is_gone(failure: BaseException, kind: type[Exception] = ActorDiedError) -> bool:
+    """Whether Ray knows that the worker's process has ended, or has another error of the kind."""
+    return isinstance(getattr(failure, "health_check_failure", failure), kind)

@@ -60,7 +60,7 @@ def run_attempt(link: RunLink, set_up: Callable[[], Attempt | None]) -> None:
             with contextlib.closing(attempt):
                 attempt.run()
     except UnrecoverableError as error:
-        link.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
+        link.control.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
         if not error.is_agreed:
             raise  # the other workers may wait for this one: let Ray end them
 
@@ -202,7 +202,8 @@ class Attempt:
                 self.link.note(EventKind.CALLBACK_FAILED, text, step)
 
     def _stop_reason(self) -> str:
-        return self.link.current_stop_reason() or "another worker was asked to stop"
+        # Asked now: another worker's heartbeat may have had the answer first.
+        return self.link.control.stop_reason() or "another worker was asked to stop"
 
     def note_step(self, step: int) -> None:
         """Progress for the watchdog, and through its heartbeat for the display.

@@ -46,7 +46,7 @@ class TrainJob:
     ray_ready_s: float
     """Unix time at which Ray was up, for the time to the first step."""
     record: RecordsRun
-    """Workers use it, and `control`, only through `run_link.RunLink`."""
+    """Workers use it, and `control`, through `run_link.RunLink`."""
     control: ControlsRun
     lock_number: int | None
     """Number of the driver's lock of the run's folder; None if nothing is written there."""

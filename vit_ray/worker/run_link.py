@@ -114,7 +114,7 @@ class RunLink:
         *introduction: str,
     ) -> None:
         """`introduction`: host, Ray's id of the node, and this worker's name in errors."""
-        self._record, self._control, self.rank = record, control, rank
+        self._record, self.control, self.rank = record, control, rank
         self._world_size, self._num_beats = world_size, rank
         self.clock = WorkClock(world_size)
         """The clock of this attempt."""
@@ -130,10 +130,6 @@ class RunLink:
         # Before the first answer it is not known how many were requested in earlier attempts.
         self._saves_seen: int | None = None
 
-    def fail(self, failure: Failure) -> None:
-        """End the run; returns once that is noted."""
-        self._control.fail(failure)
-
     def beat(self, step: int) -> None:
         """Send a heartbeat, if it is this rank's turn, and store the requests in the answer."""
         self._num_beats += 1
@@ -141,7 +137,7 @@ class RunLink:
         if not (is_due or self._introduction):
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            orders = self._control.heartbeat(self.rank, step, *self._introduction)
+            orders = self.control.heartbeat(self.rank, step, *self._introduction)
             if orders is not None:
                 self._introduction = ()
                 self.stop_reason = orders.stop or self.stop_reason
@@ -158,10 +154,6 @@ class RunLink:
             self._sent = self.clock.work
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
                 self._record.work(self._sent, wait_s)
-
-    def current_stop_reason(self) -> str | None:
-        """Asked now: another worker's heartbeat may have had the answer first."""
-        return self._control.stop_reason()
 
     def take_save_request(self) -> bool:
         """Whether the driver has requested a checkpoint; true once for each request, on rank 0."""
@@ -195,7 +187,7 @@ class RunLink:
         """
         waited_for: str | None = None
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            waited_for = self._control.hanging(self.rank, self._world_size, where, HANG_REPORT_S)
+            waited_for = self.control.hanging(self.rank, self._world_size, where, HANG_REPORT_S)
         if waited_for == "":
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
@@ -206,7 +198,7 @@ class RunLink:
     def silent_ranks(self, silent_s: float) -> list[int]:
         """As `ControlsRun.silent_ranks`; empty if there is no answer."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            return [rank for rank in self._control.silent_ranks(silent_s) if rank != self.rank]
+            return [rank for rank in self.control.silent_ranks(silent_s) if rank != self.rank]
         return []
 
     def keep_file(

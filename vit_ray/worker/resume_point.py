@@ -1,7 +1,5 @@
 """The checkpoint that a starting worker group resumes from: selected by rank 0, for all ranks."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading
@@ -10,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
 from vit_ray.outcomes import EventKind
 from vit_ray.retry import RetryPolicy, retry_policy
@@ -36,15 +33,6 @@ class ResumePoint:
     samples_seen: int
     is_over: bool = False
     """There is nothing left to do."""
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint | None, total_steps: int) -> ResumePoint:
-        """The point after a checkpoint; None = the start of the run."""
-        if checkpoint is None:
-            return cls(None, 0)
-        position = checkpoint.position
-        is_over = position.progress.is_over(total_steps)
-        return cls(position.step, position.samples_seen, is_over)
 
 
 def choose_resume_point(
@@ -74,7 +62,11 @@ def choose_resume_point(
         newest = newest_verified_checkpoint(
             run_folder, lambda text: note(EventKind.CHECKPOINT_DAMAGED, text)
         )
-    return ResumePoint.of(newest, total_steps)
+    if newest is None:
+        return ResumePoint(None, 0)
+    position = newest.position
+    is_over = position.progress.is_over(total_steps)
+    return ResumePoint(position.step, position.samples_seen, is_over)
 
 
 class ResumePointChoice:

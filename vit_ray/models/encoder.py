@@ -7,6 +7,7 @@ Also pooling by attention: the MAP head of "Scaling Vision Transformers" (arXiv:
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +24,13 @@ from vit_ray.models.sizes import Activation, EncoderSize, VitOptions
 WeightsSink = Callable[[Tensor], None]
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _quick_gelu(x: Tensor) -> Tensor:
     """As CLIP's own towers (Radford et al., arXiv:2103.00020) use it instead of GELU."""
     return x * torch.sigmoid(1.702 * x)
 
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "quick_gelu": _quick_gelu,
     "swiglu": F.silu,

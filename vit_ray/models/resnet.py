@@ -76,11 +76,6 @@ class BitResNet(Recomputable):
 standardized = partial(StandardizedConv2d, is_flax=True)
 
 
-def middle_convolution(width: int, grid: Grid, stride: int) -> nn.Module:
-    """The layer in the middle of a unit, for maps of a grid."""
-    return standardized(width, width, 3, stride)
-
-
 class ScaledGroupNorm(nn.GroupNorm):
     """flax's group norm, whose scale starts at a value: 0 for the last of a unit, else 1."""
 
@@ -130,14 +125,15 @@ class ResNetTrunk(Recomputable):
     Args:
         size: units and widths.
         image_size: height and width.
-        middle: makes the layer in the middle of a unit, of its width, its map's grid and a stride.
+        middle: makes the layer in the middle of a unit, of its width, its map's grid and a stride;
+            None = a convolution.
     """
 
     def __init__(
         self,
         size: ResNetSize,
         image_size: Grid,
-        middle: Callable[[int, Grid, int], nn.Module] = middle_convolution,
+        middle: Callable[[int, Grid, int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.size = size
@@ -146,7 +142,8 @@ class ResNetTrunk(Recomputable):
         grid = (-(-image_size[0] // 4), -(-image_size[1] // 4))
         self.units = Chain()
         for channels, width, stride in size.units():
-            layer = partial(middle, width, grid, stride)
+            convolution = partial(standardized, width, width, 3, stride)
+            layer = partial(middle, width, grid, stride) if middle else convolution
             self.units.append(PostActivationUnit(channels, width, stride, layer))
             grid = (-(-grid[0] // stride), -(-grid[1] // stride))
 

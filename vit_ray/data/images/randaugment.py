@@ -11,7 +11,7 @@ where TensorFlow's code uses a number that depends only on the image's size.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,14 +170,6 @@ def _by_level(number: Callable[[float], float]) -> Numbers:
     return lambda level, *_: (number(level),)
 
 
-def _none(*_: Any) -> tuple[float, ...]:
-    return ()
-
-
-def _cut_place(level: float, size: tuple[int, ...], random: KeyedUniform) -> tuple[float, ...]:
-    return int(level * _CUTOUT_PIXELS), random.below(size[0]), random.below(size[1])
-
-
 def _moves(most_shift: Callable[[int], float]) -> dict[str, Numbers]:
     """Rotation in degrees, shears, and translations in pixels.
 
@@ -195,16 +187,20 @@ def _moves(most_shift: Callable[[int], float]) -> dict[str, Numbers]:
 
 _SPACES: Final[dict[str, dict[str, Numbers]]] = {
     "tensorflow": {
-        **dict.fromkeys(("autocontrast", "equalize", "invert"), _none),
+        **dict.fromkeys(("autocontrast", "equalize", "invert"), lambda *_: ()),
         "posterize": _by_level(lambda level: min(8, int(level * 4))),
         "solarize": _by_level(lambda level: int(level * 256)),
         "solarize_add": _by_level(lambda level: int(level * 110)),
-        "cutout": _cut_place,
+        "cutout": lambda level, size, random: (
+            int(level * _CUTOUT_PIXELS),
+            random.below(size[0]),
+            random.below(size[1]),
+        ),
         **dict.fromkeys(_BLENDED, _by_level(lambda level: level * 1.8 + 0.1)),
         **_moves(lambda _: _TRANSLATE_PIXELS),
     },
     "timm": {
-        **dict.fromkeys(("autocontrast", "equalize", "invert"), _none),
+        **dict.fromkeys(("autocontrast", "equalize", "invert"), lambda *_: ()),
         "posterize": _by_level(lambda level: 4 - int(level * 4)),
         "solarize": _by_level(lambda level: 256 - int(level * 256)),
         "solarize_add": _by_level(lambda level: int(level * 110)),

@@ -66,11 +66,6 @@ class JpegFrame:
         """MCUs in a row."""
         return -(-self.width // self.unit_width)
 
-    @property
-    def units_down(self) -> int:
-        """Rows of MCUs."""
-        return -(-self.height // self.unit_height)
-
 
 def read_frame(image: bytes) -> JpegFrame | None:
     """The frame of a file; None for another kind, or a file that ends inside its header."""

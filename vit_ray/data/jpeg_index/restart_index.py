@@ -162,13 +162,13 @@ def index_segments(image: bytes) -> RestartIndex | None:
         return None
     if frame.units_across % frame.interval:
         return None
-    tells_colours_later = frame.front == len(START) and any(map(is_front, metadata_of(image)))
-    if tells_colours_later:
-        return None
+    if frame.front == len(START) and any(map(is_front, metadata_of(image))):
+        return None  # it tells its colours later
     columns = frame.units_across // frame.interval
     found = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
     codes = [image[at + 1] for at in found]
-    inner = [_FIRST_RESTART + i % 8 for i in range(frame.units_down * columns - 1)]
+    rows = -(-frame.height // frame.unit_height)
+    inner = [_FIRST_RESTART + i % 8 for i in range(rows * columns - 1)]
     if codes != [*inner, END[1]] or found[-1] != len(image) - 2 or len(codes) > _MOST_SEGMENTS:
         return None
     return RestartIndex(

@@ -4,8 +4,8 @@ DeepSpeed 0.19.8 would all-reduce after the backward pass; in bf16 it would also
 and step each tensor by itself, with several host-device syncs each.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from vit_ray.train.optim.guarded import GuardedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
+
+Item = TypeVar("Item")
 
 ALIGNED: Final = 64
 """Elements: weights in a flat tensor start at multiples of 256 bytes, where kernels read
@@ -57,7 +59,8 @@ class ReplicatedOptimizer:
                 group["params"] = [self.masters[weight] for weight in group["params"]]
         self._hooks = [w.register_post_accumulate_grad_hook(self._collect) for w in weights]  # type: ignore[no-untyped-call]
         # The backward pass reaches the last weights first. All ranks must send in the same order.
-        self._buckets = list(_buckets(reversed(weights), bucket_elements))
+        sizes = [weight.numel() for weight in weights]
+        self._buckets = list(in_groups(weights[::-1], sizes[::-1], bucket_elements))
         self._ready: set[nn.Parameter] = set()
         self._sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
 
@@ -154,13 +157,15 @@ class ReplicatedOptimizer:
         return master.grad
 
 
-def _buckets(weights: Iterable[nn.Parameter], elements: int) -> Iterable[list[nn.Parameter]]:
-    """Consecutive weights with at most this many elements together, or a single larger one."""
-    bucket: list[nn.Parameter] = []
-    for weight in weights:
-        if bucket and sum(w.numel() for w in bucket) + weight.numel() > elements:
-            yield bucket
-            bucket = []
-        bucket.append(weight)
-    if bucket:
-        yield bucket
+def in_groups(items: Sequence[Item], sizes: Sequence[int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items of at most this size together, or a single larger one."""
+    group: list[Item] = []
+    held = 0
+    for item, size in zip(items, sizes, strict=True):
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size
+    if group:
+        yield group

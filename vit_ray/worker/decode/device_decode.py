@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from vit_ray.config.sample_numbers import COPY
+from vit_ray.train.engine.replicated import in_groups
 from vit_ray.worker.decode.batched_resize import resize_regions
 from vit_ray.worker.prefetch import Prefetched, SideStream
 
@@ -103,7 +104,8 @@ class NvImageCodec:
             for i, image in zip(known, self._decoded(regions), strict=True):
                 found[i] = None if image is None else torch.from_numpy(np.asarray(image.cpu()))
             return found
-        for some in _parts(known, [streams[i].height * streams[i].width for i in known]):
+        pixels = [streams[i].height * streams[i].width for i in known]
+        for some in in_groups(known, pixels, MOST_PIXELS):
             for i, image in zip(some, self._decoded([streams[i] for i in some]), strict=True):
                 if image is not None:
                     top, left, bottom, right = boxes[i]
@@ -124,20 +126,6 @@ class NvImageCodec:
             return stream
         except RuntimeError:
             return None
-
-
-def _parts(numbers: list[int], pixels: list[int]) -> Iterator[list[int]]:
-    """The numbers in groups of at most `MOST_PIXELS` together, or one alone."""
-    group: list[int] = []
-    held = 0
-    for number, count in zip(numbers, pixels, strict=True):
-        if group and held + count > MOST_PIXELS:
-            yield group
-            group, held = [], 0
-        group.append(number)
-        held += count
-    if group:
-        yield group
 
 
 def decode_with_pillow(files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:

@@ -1,7 +1,7 @@
 """The engine that the loop drives: DeepSpeed under any ZeRO stage, on GPU or CPU.
 
 The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per global
-batch, and `predict`. Code that depends on the stage is in `state.py`, `deepspeed_setup.py`,
+batch, and `predict`. Code that depends on the stage is in `elastic_state.py`, `deepspeed_setup.py`,
 `train/engine/fragments.py` and `deepspeed_internals.py`.
 """
 

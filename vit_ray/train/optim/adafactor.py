@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from vit_ray.train.optim.guarded import (
     Groups,
     GuardedOptimizer,
     Ranks,
-    by_owner,
     pieces,
     views_of,
 )
@@ -45,19 +44,10 @@ class Adafactor(GuardedOptimizer):
         super().__init__(groups, betas)
         self._moments: dict[Tensor, _SecondMoments] = {}
 
-    def attach(
-        self,
-        fragments: Iterable[Fragment],
-        names: Sequence[tuple[Tensor, Sequence[str]]],
-        shapes: Mapping[str, Sequence[int]],
-        ranks: Ranks,
+    def take(
+        self, owner: Tensor, parts: list[Fragment], shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        parts = by_owner(fragments)
-        for owner, its_names in names:
-            its_shapes = {name: shapes[name] for name in its_names}
-            self._moments[owner] = _SecondMoments(
-                parts.get(id(owner), []), its_shapes, owner.device, ranks
-            )
+        self._moments[owner] = _SecondMoments(parts, shapes, owner.device, self.ranks)
 
     def second_moments(self) -> list[tuple[str, Fragment]]:
         """Kind and values of every parameter's second moment, the same on all ranks."""

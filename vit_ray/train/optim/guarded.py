@@ -36,14 +36,6 @@ class Ranks:
             values.copy_(on_device)
 
 
-def by_owner(fragments: Iterable[Fragment]) -> dict[int, list[Fragment]]:
-    """A rank's fragments by the `id` of the tensor that they are parts of."""
-    parts: dict[int, list[Fragment]] = {}
-    for fragment in fragments:
-        parts.setdefault(id(fragment.owner), []).append(fragment)
-    return parts
-
-
 class GuardedOptimizer(torch.optim.Optimizer, ABC):
     """Steps each tensor by itself; a refused step changes no weight, no moment and no count."""
 
@@ -53,7 +45,7 @@ class GuardedOptimizer(torch.optim.Optimizer, ABC):
 
     def attach(
         self,
-        fragments: Iterable[Fragment],
+        fragments: Sequence[Fragment],
         names: Sequence[tuple[Tensor, Sequence[str]]],
         shapes: Mapping[str, Sequence[int]],
         ranks: Ranks,
@@ -67,6 +59,15 @@ class GuardedOptimizer(torch.optim.Optimizer, ABC):
             names: the tensors, the same on all ranks, and each one's parameters on any rank.
             shapes: of the parameters, with an axis for heads if there are any.
         """
+        self.ranks = ranks
+        for owner, its_names in names:
+            parts = [fragment for fragment in fragments if fragment.owner is owner]
+            self.take(owner, parts, {name: shapes[name] for name in its_names})
+
+    def take(
+        self, owner: Tensor, parts: list[Fragment], shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Take a tensor that is stepped, with this rank's parts of it, for `attach`."""
 
     def keeps(self, owner: Tensor, kind: str) -> bool:
         """Whether a tensor has such state; known once `attach` was called."""

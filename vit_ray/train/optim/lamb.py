@@ -1,6 +1,6 @@
 """LAMB (You et al., arXiv:1904.00962): Adam's step, as long as its tensor."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -8,9 +8,8 @@ from torch import Tensor
 
 from vit_ray.train.engine.fragments import Fragment
 from vit_ray.train.optim.guarded import (
+    Groups,
     HalfMomentAdamW,
-    Ranks,
-    by_owner,
     pieces,
     scaled_momentum,
     views_of,
@@ -28,16 +27,14 @@ class Lamb(HalfMomentAdamW):
     scaled. Squares of tensors that ZeRO has cut are added over ranks in float64.
     """
 
-    def attach(
-        self,
-        fragments: Iterable[Fragment],
-        names: Sequence[tuple[Tensor, Sequence[str]]],
-        shapes: Mapping[str, Sequence[int]],
-        ranks: Ranks,
+    def __init__(self, groups: Groups, betas: tuple[float, float]) -> None:
+        super().__init__(groups, betas)
+        self._parts: dict[Tensor, tuple[list[Fragment], list[str]]] = {}
+
+    def take(
+        self, owner: Tensor, parts: list[Fragment], shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        parts = by_owner(fragments)
-        self._ranks = ranks
-        self._parts = {owner: (parts.get(id(owner), []), its_names) for owner, its_names in names}
+        self._parts[owner] = parts, list(shapes)
 
     def _apply(
         self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
@@ -60,7 +57,7 @@ class Lamb(HalfMomentAdamW):
                 if tensors:
                     norms = torch.stack(torch._foreach_norm(tensors))
                     of_kind[places] = norms.double().square_()
-            self._ranks.add(squares)
+            self.ranks.add(squares)
             of_weights, of_updates = squares
             ratios = (of_weights / of_updates).sqrt()
             ratios = torch.where(squares.amin(0) > 0.0, ratios, 1.0).float()

@@ -1,14 +1,14 @@
 """Muon (https://kellerjordan.github.io/posts/muon): momentum of each matrix, made orthogonal."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vit_ray.train.engine.fragments import Fragment
-from vit_ray.train.optim.guarded import Groups, HalfMomentAdamW, Ranks, pieces, views_of
+from vit_ray.train.optim.guarded import Groups, HalfMomentAdamW, pieces, views_of
 
 # The defaults of torch.optim.Muon.
 MOMENTUM: Final = 0.95
@@ -88,22 +88,12 @@ class Muon(HalfMomentAdamW):
         self._parts: dict[Tensor, dict[str, Fragment]] = {}
         self._gathers: dict[Tensor, list[list[Matrices]]] = {}
 
-    def attach(
-        self,
-        fragments: Iterable[Fragment],
-        names: Sequence[tuple[Tensor, Sequence[str]]],
-        shapes: Mapping[str, Sequence[int]],
-        ranks: Ranks,
+    def take(
+        self, owner: Tensor, parts: list[Fragment], shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        self._ranks = ranks
-        for owner, its_names in names:
-            if not self._hidden.intersection(its_names):
-                continue
-            self._gathers[owner] = gathers({name: shapes[name] for name in its_names})
-            self._parts[owner] = {}
-        for fragment in fragments:
-            if fragment.owner in self._parts:
-                self._parts[fragment.owner][fragment.name] = fragment
+        if self._hidden.intersection(shapes):
+            self._gathers[owner] = gathers(shapes)
+            self._parts[owner] = {fragment.name: fragment for fragment in parts}
 
     def keeps(self, owner: Tensor, kind: str) -> bool:
         """Hidden matrices only have momentum."""
@@ -129,7 +119,7 @@ class Muon(HalfMomentAdamW):
         self, gathered: Sequence[Matrices], parts: Mapping[str, Fragment], update: Tensor
     ) -> None:
         """In place, for this rank's elements of some parameters."""
-        ranks = self._ranks
+        ranks = self.ranks
         whole = torch.zeros(gathered[-1].end, device=ranks.device)
         mine = [(m.start + parts[m.name].start, parts[m.name]) for m in gathered if m.name in parts]
         views = views_of([fragment for _, fragment in mine], update)

@@ -75,14 +75,9 @@ class Shard:
             yield key, kind, name, int(start), count
 
 
-def index_name(rank: int, world_size: int) -> str:
-    """File of a rank's index."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.json"
-
-
-def tensors_name(index: str) -> str:
-    """File of the tensors that an index lists."""
-    return index.removesuffix(".json") + ".safetensors"
+def index_name(rank: int, world_size: int, suffix: str = "json") -> str:
+    """File of a rank's index; with `failed`, of the note that it cannot write its part."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.{suffix}"
 
 
 def write_part(
@@ -100,7 +95,7 @@ def write_part(
     """
     folder.child(_UNCOMMITTED).write(b"")
     name = index_name(rank, world_size)
-    file = folder.child(tensors_name(name))
+    file = folder.child(index_name(rank, world_size, "safetensors"))
     sha256 = file.write_hashed(content)
     read_again(lambda: _compare_content(file, content), DamagedCheckpointError)
     facts = {"format_version": FORMAT_VERSION, "bytes": len(content), "sha256": sha256}
@@ -160,7 +155,8 @@ def missing_ranks(folder: Location, world_size: int) -> tuple[list[int], list[in
     """Ranks that have not written their part, and those of them that cannot."""
     sizes = _sizes(folder)
     missing = [rank for rank in range(world_size) if index_name(rank, world_size) not in sizes]
-    return missing, [rank for rank in missing if _failure_name(rank, world_size) in sizes]
+    failed = [rank for rank in missing if index_name(rank, world_size, "failed") in sizes]
+    return missing, failed
 
 
 def note_failure(folder: Location, rank: int, world_size: int, reason: str) -> None:
@@ -169,7 +165,7 @@ def note_failure(folder: Location, rank: int, world_size: int, reason: str) -> N
     Raises:
         OSError: the folder does not take the note either.
     """
-    folder.child(_failure_name(rank, world_size)).write(reason.encode())
+    folder.child(index_name(rank, world_size, "failed")).write(reason.encode())
 
 
 def read_marker(folder: Location) -> dict[str, dict[str, Any]]:
@@ -306,10 +302,6 @@ def read_all(items: Iterable[_Item], read: Callable[[_Item], _Result]) -> list[_
         return list(readers.map(lambda item: context.copy().run(read, item), items))
 
 
-def _failure_name(rank: int, world_size: int) -> str:
-    return index_name(rank, world_size).removesuffix(".json") + ".failed"
-
-
 def _sizes(folder: Location) -> dict[str, int]:
     return {info.base_name: info.size for info in folder.list_files(recursive=False)}
 
@@ -371,7 +363,8 @@ def _shard(folder: Location, name: str, index: dict[str, Any]) -> Shard:
     """What an index says of its rank's tensors, which are no more than their file can hold."""
     with _parsed(f"checkpoint file {folder.path}/{name} is not what was written"):
         tensors = {str(key): int(count) for key, count in index["tensors"].items()}
-        shard = Shard(tensors_name(name), int(index["bytes"]), str(index["sha256"]), tensors)
+        file = name.removesuffix("json") + "safetensors"
+        shard = Shard(file, int(index["bytes"]), str(index["sha256"]), tensors)
         list(shard.fragments())
     if LEAST_BYTES * sum(tensors.values()) > shard.bytes:
         raise DamagedCheckpointError(

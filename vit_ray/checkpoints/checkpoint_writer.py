@@ -98,7 +98,21 @@ class CheckpointWriter:
         self._num_failed = 0
         self._verified.add(self._step)
         self._progress[self._step] = snapshot.position.progress
-        self._remove_old()
+        # Remove old ones.
+        permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
+        try:
+            note_newest(self._run_folder, self._step)
+            steps = [step for step, _ in list_checkpoints(self._run_folder)]
+            prune(
+                self._run_folder,
+                self._keep.keep_last,
+                {step for step in steps if permanent.is_due_at(step)} | self._best_steps(),
+                self._verified,
+                self._notify_set_aside,
+                self._progress,
+            )
+        except (OSError, ValueError) as error:  # the next one removes it, or a newer version
+            self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", self._step)
         return committed_s
 
     def note_evaluation(self, progress: Progress) -> bool:
@@ -139,22 +153,6 @@ class CheckpointWriter:
     def _check_lock(self) -> None:
         if self._lock_number is not None:
             check_lock(self._run_folder, self._lock_number)
-
-    def _remove_old(self) -> None:
-        permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
-        try:
-            note_newest(self._run_folder, self._step)
-            steps = [step for step, _ in list_checkpoints(self._run_folder)]
-            prune(
-                self._run_folder,
-                self._keep.keep_last,
-                {step for step in steps if permanent.is_due_at(step)} | self._best_steps(),
-                self._verified,
-                self._notify_set_aside,
-                self._progress,
-            )
-        except (OSError, ValueError) as error:  # the next one removes it, or a newer version
-            self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", self._step)
 
     def _notify_set_aside(self, text: str) -> None:
         self._notify(EventKind.CHECKPOINT_DAMAGED, text, self._step)

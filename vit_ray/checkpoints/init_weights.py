@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vit_ray.checkpoints.checkpoint import Checkpoint, Position
+from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.run_checkpoints import find_weights
 from vit_ray.checkpoints.weight_files import find_weight_file, read_weight_file
 from vit_ray.config.training_sections import ModelConfig
@@ -18,7 +18,7 @@ from vit_ray.config.validation import value_text
 from vit_ray.models import build_model
 from vit_ray.models.positions import ResizeMode
 from vit_ray.models.sizes import Grid
-from vit_ray.models.weights.files import Origin, origin_of
+from vit_ray.models.weights.files import origin_of
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
 from vit_ray.own_parts import is_own
 
@@ -53,7 +53,6 @@ def initialize_weights(
     path: str,
     *,
     new_head: NewHead,
-    averaged: bool | None = None,
     resize: ResizeMode = "bilinear",
 ) -> LoadReport:
     """Load weights, positions resized to the model's resolution; returns what became of each.
@@ -62,13 +61,12 @@ def initialize_weights(
         path: as in `open_weights`.
         new_head: True keeps the model's fresh head and drops the saved one (fine-tuning), False
             demands the saved one, "auto" takes it if it fits.
-        averaged: as in `open_weights`.
         resize: as in `fit_state_dict`.
 
     Raises:
         ValueError: there is nothing to load at `path`, or it does not fit the model.
     """
-    return open_weights(path, averaged).load_into(model, new_head, resize)
+    return open_weights(path).load_into(model, new_head, resize)
 
 
 @lru_cache(maxsize=8)
@@ -121,10 +119,6 @@ class _ShapesAlone(TorchFunctionMode):
         return (known or func)(*args, **(kwargs or {}))
 
 
-def _undrawn(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tensor
-
-
 def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shapes = [list(tensor.shape) for tensor in tensors]
     length = sum(shape[dim] for shape in shapes)
@@ -141,8 +135,7 @@ def _resampled(image: Tensor, size: int | tuple[int, ...], **_: Any) -> Tensor:
 
 
 _SHAPES: dict[str, Callable[..., Tensor]] = {
-    "normal_": _undrawn,
-    "uniform_": _undrawn,
+    **dict.fromkeys(("normal_", "uniform_"), lambda tensor, *_, **__: tensor),
     "cat": _joined,
     "interpolate": _resampled,
 }
@@ -169,11 +162,11 @@ def open_weights(
             file.num_classes,
             lambda model, new_head, resize: file.load_into(model, new_head, resize=resize),
         )
-    return _of_checkpoint(find_weights(path), averaged, has_values)
-
-
-def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bool) -> SavedWeights:
+    checkpoint = find_weights(path)
     position = checkpoint.position
+    config: ModelConfig | None = None
+    if "model" in position.recipe:
+        config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))
     takes_average = checkpoint.has_average() if averaged is None else averaged
     if takes_average and not checkpoint.has_average():
         raise ValueError(f"{checkpoint.folder.uri} has no averaged weights; set averaged to null")
@@ -185,25 +178,13 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bo
 
     def load_into(model: nn.Module, new_head: NewHead, resize: ResizeMode) -> LoadReport:
         weights = checkpoint.weights(averaged=takes_average) if has_values else outline
-        origin = origin_of_checkpoint(position)
+        origin = NOT_TOLD
+        if config is not None and not is_own(config.name):  # whose code a checkpoint does not run
+            # The grid: whether 36 tokens are 4 x 9 or 6 x 6.
+            origin = origin_of(_model_without_values(config, 1))
         return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
 
     # An objective that trains the head of the model inside it has it under that name.
     head = shapes.get("head.bias", shapes.get("model.head.bias"))
-    config = _config_of(position)
     sides = config.sides if config else None
     return SavedWeights(head[0] if head else None, load_into, sides, position)
-
-
-def origin_of_checkpoint(position: Position) -> Origin:
-    """The grid by a checkpoint's recipe: whether 36 tokens are 4 x 9 or 6 x 6."""
-    config = _config_of(position)
-    if config is None or is_own(config.name):  # whose code a checkpoint does not run
-        return NOT_TOLD
-    return origin_of(_model_without_values(config, 1))
-
-
-def _config_of(position: Position) -> ModelConfig | None:
-    if "model" not in position.recipe:
-        return None
-    return ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))

@@ -43,10 +43,7 @@ def content(size: int) -> bytes:
 
 
 def write_and_raise(place: Location, data: bytes) -> None:
-    with (
-        place.atomic_output() as target,
-        target.filesystem.open_output_stream(target.path) as stream,
-    ):
+    with place.output() as stream:
         stream.write(data)
         raise RuntimeError("in the middle")
 

@@ -140,7 +140,7 @@ class Location:
         """Write a file so that no reader ever sees a part of it."""
 
         def write_once() -> None:
-            with self._output() as stream:
+            with self.output() as stream:
                 stream.write(content)
 
         with_retries(write_once, f"writing {self.path}")
@@ -153,7 +153,7 @@ class Location:
 
         def write_once() -> str:
             digest = hashlib.sha256()
-            with self._output() as stream:
+            with self.output() as stream:
                 for first in range(0, len(content), _HASHED_BYTES):
                     piece = content[first : first + _HASHED_BYTES]
                     digest.update(piece)
@@ -161,14 +161,6 @@ class Location:
             return digest.hexdigest()
 
         return with_retries(write_once, f"writing {self.path}")
-
-    @contextlib.contextmanager
-    def _output(self) -> Iterator[Any]:
-        with (
-            self.atomic_output() as target,
-            closed_after(target.filesystem.open_output_stream(target.path)) as stream,
-        ):
-            yield stream
 
     def create(self, content: bytes) -> "Creation":
         """Write a small file if there is none of this name; of several that try, one succeeds.
@@ -200,8 +192,9 @@ class Location:
         return with_retries(create_once, f"creating {self.path}")
 
     @contextlib.contextmanager
-    def atomic_output(self) -> Iterator["Location"]:
-        """A place to write to that becomes this file when the block ends without an error.
+    def output(self) -> Iterator[Any]:
+        """A stream to write to, whose content becomes this file when the block ends without an
+        error.
 
         A file with another name, on the disk before it gets its own name; on S3 an upload that is
         published at the end, and aborted with all its parts if the block raises.
@@ -209,7 +202,8 @@ class Location:
         if not self.is_local:
             upload = s3.Upload(self.path)
             try:
-                yield Location(fs.PyFileSystem(_OneUpload(upload)), self.path)
+                with closed_after(pyarrow.PythonFile(upload, mode="w")) as stream:
+                    yield stream
                 upload.publish()
             except BaseException:
                 upload.abort()
@@ -219,7 +213,8 @@ class Location:
         os.makedirs(folder, exist_ok=True)
         target = f"{self.path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            yield Location(self.filesystem, target)
+            with closed_after(self.filesystem.open_output_stream(target)) as stream:
+                yield stream
             _sync_file(target)
             os.replace(target, self.path)
             _sync_folder(folder)
@@ -311,19 +306,6 @@ def closed_after(resource: Resource) -> Iterator[Resource]:
             resource.close()
         raise
     resource.close()
-
-
-class _OneUpload(fs.FSSpecHandler):
-    """A file system in which everything that is opened for writing is one upload."""
-
-    def __init__(self, upload: s3.Upload) -> None:
-        import fsspec  # only writers need it
-
-        super().__init__(fsspec.filesystem("memory"))  # in which nothing is ever stored
-        self._upload = upload
-
-    def open_output_stream(self, path: str, metadata: object) -> pyarrow.PythonFile:
-        return pyarrow.PythonFile(self._upload, mode="w")
 
 
 def _sync_file(path: str) -> None:

@@ -29,7 +29,7 @@ from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.dataset import open_dataset
-from vit_ray.storage import Location, closed_after, locate
+from vit_ray.storage import Location, locate
 
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
@@ -231,9 +231,5 @@ def _check_outputs(outputs: Sequence[str]) -> None:
 def _table(output: str) -> Iterator[Any]:
     """Writes tables of `_SCHEMA` to a file that appears complete or not at all."""
     kind = pq.ParquetWriter if output.endswith(".parquet") else pacsv.CSVWriter
-    with (
-        locate(output).atomic_output() as target,
-        closed_after(target.filesystem.open_output_stream(target.path)) as stream,
-        kind(stream, _SCHEMA) as writer,
-    ):
+    with locate(output).output() as stream, kind(stream, _SCHEMA) as writer:
         yield writer

@@ -113,10 +113,7 @@ class ShardWriter:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator["ShardWriter"]:
-        with (
-            self._destination.atomic_output() as target,
-            closed_after(target.filesystem.open_output_stream(target.path)) as stream,
-        ):
+        with self._destination.output() as stream:
             self._stream = _ChecksummedOutput(stream)
             writer = pq.ParquetWriter(
                 self._stream,

@@ -25,7 +25,7 @@ from vit_ray.storage import Location, locate
 PLAN: Final = "plan.json"
 LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
 HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
-"""What `AtomicOutput` appends to a file's name."""
+"""What `Location.output` appends to a file's name."""
 _SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
 OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
 """Names that a conversion gives to files."""

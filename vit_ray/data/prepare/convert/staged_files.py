@@ -92,8 +92,7 @@ def parquet_output(
 ) -> Iterator[pq.ParquetWriter]:
     """A writer of a file that becomes `destination` when the block ends without an error."""
     with (
-        destination.atomic_output() as target,
-        closed_after(target.filesystem.open_output_stream(target.path)) as stream,
+        destination.output() as stream,
         closed_after(
             pq.ParquetWriter(stream, schema, compression=compression, write_page_checksum=True)
         ) as writer,

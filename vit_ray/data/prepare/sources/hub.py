@@ -26,7 +26,7 @@ from vit_ray.data.prepare.sources.entries import (
 from vit_ray.data.prepare.sources.label_map import check_names
 from vit_ray.data.prepare.sources.label_values import chosen_field, labels_of_value
 from vit_ray.retry import is_denied, is_transient
-from vit_ray.storage import Location, closed_after, locate
+from vit_ray.storage import Location, locate
 
 IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
@@ -43,10 +43,7 @@ def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         ValueError: it has no columns of images and labels.
     """
     offset = 0
-    with (
-        pack.atomic_output() as target,
-        closed_after(target.filesystem.open_output_stream(target.path)) as output,
-    ):
+    with pack.output() as output:
         for _, entry, image in rows_of(unit):
             if entry.path == unit.path:
                 yield entry

@@ -35,7 +35,7 @@ from vit_ray.data.prepare.sources.label_values import (
     labels_of_value,
 )
 from vit_ray.data.prepare.sources.vtab_labels import VTAB_LABELS, vtab_label
-from vit_ray.storage import Location, closed_after, locate
+from vit_ray.storage import Location, locate
 
 _IMAGE_FIELDS: Final = ("image", "image/encoded")
 _LABEL_FIELDS: Final = ("label", "labels")
@@ -101,10 +101,7 @@ def _packed_brighter(
     """
     offset = 0
     damage: DamagedUnitError | None = None
-    with (
-        pack.atomic_output() as target,
-        closed_after(target.filesystem.open_output_stream(target.path)) as output,
-    ):
+    with pack.output() as output:
         try:
             for entry, image in entries:
                 if entry.problem is None:

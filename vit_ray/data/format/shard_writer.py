@@ -3,7 +3,7 @@
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
@@ -43,15 +43,15 @@ class EncodedImage:
     crc32: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardFacts:
     """What the manifest says of one written shard; lists have one entry per row group."""
 
-    rows: list[int]
-    row_group_bytes: list[int]
-    bytes: int
-    row_group_crc32: list[int]
-    footer_crc32: int
+    rows: list[int] = field(default_factory=list)
+    row_group_bytes: list[int] = field(default_factory=list)
+    bytes: int = 0
+    row_group_crc32: list[int] = field(default_factory=list)
+    footer_crc32: int = 0
 
 
 class _ChecksummedOutput(io.RawIOBase):

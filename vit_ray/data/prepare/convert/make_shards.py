@@ -1,13 +1,12 @@
 """The shards of a conversion: each a file, and its result in the staging folder."""
 
-from collections import Counter
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import STAGING_FOLDER, checksum
 from vit_ray.data.format.shard_files import ImageFile
-from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
+from vit_ray.data.format.shard_writer import EncodedImage, ShardFacts, ShardWriter
 from vit_ray.data.jpeg_index.restart_markers import restart_writer
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
 from vit_ray.data.prepare.convert.shard_images import checked, read_ahead
@@ -27,8 +26,8 @@ from vit_ray.retry import with_retries
 from vit_ray.storage import file_version, locate
 
 
-@dataclass(frozen=True)
-class ShardResult:
+@dataclass
+class ShardResult(ShardFacts):
     """Facts of one finished shard, as the staging folder keeps them.
 
     `rejected` has (key, reason) of each image that the shard lacks, `damaged` of each that it has
@@ -37,22 +36,27 @@ class ShardResult:
     count, and `classes_of_groups` how many classes each has.
     """
 
-    shard: int
-    rows: list[int]
-    row_group_bytes: list[int]
-    bytes: int
-    row_group_crc32: list[int]
-    footer_crc32: int
-    max_labels: int
-    label_counts: dict[str, int]
-    rejected: list[tuple[str, str]]
-    damaged: list[tuple[str, str]]
-    num_indexed: int
-    jpeg_writer: str
+    shard: int = 0
+    max_labels: int = 0
+    label_counts: dict[str, int] = field(default_factory=dict)
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    num_indexed: int = 0
+    jpeg_writer: str = ""
     dropped: list[list[int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
     classes_of_groups: list[int] = field(default_factory=list)
     largest_pixels: int = 0
+
+    def note(self, row: EncodedImage) -> None:
+        """Count a row that was written."""
+        if row.damage:
+            self.damaged.append((row.key, row.damage))
+        self.num_indexed += row.index is not None
+        self.largest_pixels = max(self.largest_pixels, row.height * row.width)
+        self.max_labels = max(self.max_labels, len(row.labels))
+        for label in map(str, row.labels):
+            self.label_counts[label] = self.label_counts.get(label, 0) + 1
 
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
@@ -79,36 +83,24 @@ def written_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     folder = locate(config.destination)
     file = folder.child(plan.name_of(shard))
     entries = list_of_shard(plan.shards, folder.child(STAGING_FOLDER), shard)
-    rejected: list[tuple[str, str]] = []
-    damaged: list[tuple[str, str]] = []
-    counts: Counter[str] = Counter()
-    max_labels = num_indexed = pixels = 0
     label_of, libjpeg = plan.label_of(), restart_writer()
+    name = libjpeg.name if libjpeg else "none"
+    found = ShardResult(shard=shard, jpeg_writer=name if config.index_jpeg else "")
     writer = ShardWriter(
         file, config.rows_per_row_group, config.columns, is_indexed=config.index_jpeg
     )
     with writer:
         for number, (entry, image) in enumerate(read_ahead(entries), 1):
-            report_done(number, len(rejected))
+            report_done(number, len(found.rejected))
             labels = tuple(label_of[text] for text in entry.labels)
             try:
                 row = checked(image, entry.key, labels, config, libjpeg)
             except ValueError as error:
-                rejected.append((entry.key, printable(str(error))))
+                found.rejected.append((entry.key, printable(str(error))))
                 continue
             writer.add(replace(row, extra=entry.extra))
-            if row.damage:
-                damaged.append((entry.key, row.damage))
-            num_indexed += row.index is not None
-            pixels = max(pixels, row.height * row.width)
-            max_labels = max(max_labels, len(labels))
-            counts.update(map(str, labels))
-    name = libjpeg.name if libjpeg else "none"
-    return ShardResult(
-        shard, **vars(writer.facts()), max_labels=max_labels, label_counts=dict(counts),
-        rejected=rejected, damaged=damaged, num_indexed=num_indexed,
-        jpeg_writer=name if config.index_jpeg else "", largest_pixels=pixels,
-    )  # fmt: skip
+            found.note(row)
+    return replace(found, **vars(writer.facts()))
 
 
 def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
@@ -121,22 +113,17 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     location = locate(unit.path)
     before = location.info().size, file_version(location)
     as_it_is = config.model_copy(update={"index_jpeg": False})
-    rejected: list[tuple[str, str]] = []
-    damaged: list[tuple[str, str]] = []
-    counts: Counter[str] = Counter()
-    dropped: list[list[int]] = []
-    labels_of_groups: list[set[int]] = []
-    image_bytes: list[int] = []
-    max_labels = row = pixels = 0
+    found, labels_of_groups = ShardResult(shard=shard), list[set[int]]()
+    image_bytes, row = list[int](), 0
     target = locate(config.destination).child(plan.name_of(shard))
     writer = ShardWriter(target, MOST_ROWS, config.columns)
     with writer:
-        for number, (group, found, image) in enumerate(rows_of(unit), 1):
-            report_done(number, len(rejected))
-            entry = storable(found)
-            if group == len(dropped):
+        for number, (group, indexed, image) in enumerate(rows_of(unit), 1):
+            report_done(number, len(found.rejected))
+            entry = storable(indexed)
+            if group == len(found.dropped):
                 writer.end_row_group()
-                dropped.append([])
+                found.dropped.append([])
                 labels_of_groups.append(set())
                 image_bytes.append(0)
                 row = 0
@@ -150,17 +137,13 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
                 made = checked(image, entry.key, labels, as_it_is, libjpeg)
                 made = replace(made, image=b"", crc32=checksum(image), extra=entry.extra)
             except ValueError as error:
-                rejected.append((entry.key, printable(str(error))))
-                dropped[group].append(row)
+                found.rejected.append((entry.key, printable(str(error))))
+                found.dropped[group].append(row)
                 nothing = (None,) * len(config.columns)
                 made = EncodedImage(b"", (), entry.key, 0, 0, extra=nothing, crc32=checksum(image))
             writer.add(made)
+            found.note(made)
             row += 1
-            if made.damage:
-                damaged.append((entry.key, made.damage))
-            max_labels = max(max_labels, len(made.labels))
-            pixels = max(pixels, made.height * made.width)
-            counts.update(map(str, made.labels))
             labels_of_groups[group].update(made.labels[:1])
     if (location.info().size, file_version(location)) != before:
         raise SourceChangedError(unit.path)
@@ -171,9 +154,6 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     images = ImageFile(
         unit.path, size or 0, version, facts_in_place(unit, with_labels=False).column
     )
-    return ShardResult(
-        shard, **{**vars(facts), "row_group_bytes": sizes}, max_labels=max_labels,
-        label_counts=dict(counts), rejected=rejected, damaged=damaged, num_indexed=0,
-        jpeg_writer="", dropped=dropped, images=list(astuple(images)),
-        classes_of_groups=[len(labels) for labels in labels_of_groups], largest_pixels=pixels,
-    )  # fmt: skip
+    classes = [len(labels) for labels in labels_of_groups]
+    facts = replace(facts, row_group_bytes=sizes)
+    return replace(found, **vars(facts), images=list(astuple(images)), classes_of_groups=classes)

@@ -79,10 +79,6 @@ class RowGroupColumns:
         dropped = {places[old]: rows for old, rows in self.dropped.items() if old in places}
         return self.chosen(kept, self.rows[kept], dropped)
 
-    def after(self, before: "Manifest") -> "RowGroupColumns":
-        """The row groups of a data set, followed by these, whose files are new."""
-        return one_after_another([before, self], [len(before.files), 0])
-
 
 def one_after_another(
     parts: Sequence[RowGroupColumns], num_files: Sequence[int]

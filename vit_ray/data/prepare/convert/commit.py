@@ -11,7 +11,13 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from vit_ray.data.format.manifest import ABOUT, RowGroupColumns, open_dataset, write_manifest
+from vit_ray.data.format.manifest import (
+    ABOUT,
+    RowGroupColumns,
+    one_after_another,
+    open_dataset,
+    write_manifest,
+)
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
     DAMAGED_FILE,
@@ -238,7 +244,7 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
     origin |= {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
     if plan.extends:
         before = open_dataset(folder.child(VERSIONS_FOLDER).child(plan.extends).uri)
-        columns = columns.after(before)
+        columns = one_after_another([before, columns], [len(before.files), 0])
         files = [*before.files, *files]
         max_labels = max(before.max_labels, max_labels)
         pixels = max(before.largest_pixels, pixels)

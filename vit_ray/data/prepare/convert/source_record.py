@@ -24,6 +24,7 @@ from vit_ray.data.prepare.sources.source_index import (
     BY_CONTENT,
     REPEATED,
     SourceIndex,
+    UnitFacts,
     content_of,
     content_text,
     digest_of,
@@ -122,8 +123,7 @@ def index_of_growth(
     other |= {u.id: u.path for u in units if u.id in changed and u.format not in BY_CONTENT}
     facts = index_units(units, staging, config)
     known = _known_keys(manifest, scratch)
-    labels: set[str] = set()
-    rows = num_bytes = unknown = 0
+    grown = UnitFacts()
     with parquet_output(staging.child(_GROWTH), INDEX_SCHEMA) as writer:
         for unit in units:
             old, expected = 0, record.units.get(unit.id, ("", content_text(0)))[1]
@@ -139,11 +139,8 @@ def index_of_growth(
                     else:  # behind all that there was
                         new.append(with_problem(entry, REPEATED))
                 writer.write_table(entries_table(new))
-                usable = [entry for entry in new if entry.problem is None]
-                labels.update(label for entry in usable for label in entry.labels)
-                rows += len(new)
-                num_bytes += sum(max(e.length, 0) + e.extra_bytes for e in usable)
-                unknown += sum(e.length < 0 for e in usable)
+                for entry in new:
+                    grown.add(unit, entry)
             if content_text(old) != expected:
                 other[unit.id] = unit.path
     if other:
@@ -154,24 +151,24 @@ def index_of_growth(
         )
     are_numbers = record.are_indices
     allowed = set(map(str, range(manifest.num_classes)) if are_numbers else manifest.classes)
-    if unknown_labels := sorted(labels - allowed):
+    if unknown_labels := sorted(grown.labels - allowed):
         raise ValueError(
             f"convert.extend: labels {unknown_labels[:5]} are none of the {manifest.num_classes} "
             f"classes of {manifest.path!r}, whose labels must stay; convert to another folder"
         )
-    if not rows:
+    if not grown.rows:
         return None
     then = {name: unit for name, unit in record.units.items() if name not in changed}
     parts = [staging.child(_GROWTH)]
     return SourceIndex(
         parts,
-        [rows],
+        [grown.rows],
         manifest.classes,
         record.are_indices,
         digest_of(facts),
-        num_bytes,
-        unknown,
-        find_repeated_keys(parts, rows, scratch),
+        grown.bytes,
+        grown.unknown_lengths,
+        find_repeated_keys(parts, grown.rows, scratch),
         then | versions_by_id(units, facts),
         fields_of(facts),
     )

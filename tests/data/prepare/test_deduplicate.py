@@ -95,9 +95,7 @@ def test_a_second_pass_finds_nothing_more(sets: tuple[str, str], tmp_path: Path)
 
 
 def test_what_cannot_be_done_is_refused(sets: tuple[str, str], tmp_path: Path) -> None:
-    train, test = sets
-    with pytest.raises(ValueError, match="evaluation_sets is empty"):
-        deduplicate(train, [], str(tmp_path / "clean"))
+    _, test = sets
     with pytest.raises(ValueError, match="nothing is left"):
         deduplicate(test, [test], str(tmp_path / "clean"))
 

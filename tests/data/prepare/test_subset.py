@@ -70,14 +70,6 @@ def test_a_conversion_under_way_is_not_committed_by_a_part(
         subset(str(tmp_path / "whole"), str(tmp_path / "set"), count=7)
 
 
-@pytest.mark.parametrize("fraction", [float("nan"), 0.0, -0.5, 1.5, float("inf")])
-def test_a_share_is_above_0_and_at_most_1(serial: None, tmp_path: Path, fraction: float) -> None:
-    write_class_folders(tmp_path / "source", num_classes=2, per_class=5)
-    convert(tmp_path / "source", tmp_path / "set")
-    with pytest.raises(ValueError, match=r"subset.fraction=.*use a number above 0"):
-        subset(str(tmp_path / "set"), str(tmp_path / "part"), fraction=fraction)
-
-
 def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
     convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=16)

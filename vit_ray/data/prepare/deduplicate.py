@@ -137,8 +137,6 @@ def deduplicate(
         ValueError: no evaluation set is given, nothing would be left, or the destination holds a
             data set or a list of duplicates already.
     """
-    if not evaluation_sets:
-        raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set")
     refuse_taken(destination)
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)

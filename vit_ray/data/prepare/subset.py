@@ -57,8 +57,6 @@ def subset(
         raise ValueError(f"subset: {text}; give one of the four")
     if where is not None or keys is not None:
         return _matching(whole, destination, where, keys, num_cpus)
-    if fraction is not None and not 0 < fraction <= 1:
-        raise ValueError(f"subset.fraction={fraction}; use a number above 0, up to 1")
     wanted = count if count is not None else round(whole.num_images * (fraction or 0))
     if not 0 < wanted <= whole.num_images:
         raise ValueError(

@@ -174,6 +174,11 @@ class Manifest(RowGroupColumns):
         path = self.files[index].path
         return locate(self.root).child(path) if self.root else locate(path)
 
+    def stored_rows(self, group: int) -> NDArray[np.int64]:
+        """Where in the stored row group the rows of this manifest's row group lie."""
+        dropped = self.dropped.get(group, np.empty(0, np.int32))
+        return np.delete(np.arange(int(self.rows[group]) + len(dropped)), dropped)
+
     def stored_row(self, group: int, row: int) -> int:
         """Where in the stored row group a row of this manifest's row group lies."""
         for dropped in self.dropped.get(group, ()):

@@ -397,15 +397,14 @@ def _pictures(image: bytes) -> list[Pixels]:
 def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, int, str, bytes]]:
     """(row group, stored row, key, bytes) of every row of a file that counts."""
     reader = RowGroupReader(manifest)
-    for group in np.flatnonzero(manifest.file_index == file_index):
-        encoded = reader.read(int(group))
-        for row in range(int(manifest.rows[group])):
-            stored = manifest.stored_row(int(group), row)
+    for group in np.flatnonzero(manifest.file_index == file_index).tolist():
+        encoded = reader.read(group)
+        for stored in manifest.stored_rows(group).tolist():
             key = encoded.key(stored)
             try:
-                yield int(group), stored, key, encoded.image(stored)
+                yield group, stored, key, encoded.image(stored)
             except ChangedImageError as error:
-                shard = manifest.shard_location(int(group)).path
+                shard = manifest.shard_location(group).path
                 raise ValueError(f"{key!r} in {shard!r}: {error}; run `vit-ray verify`") from error
 
 

@@ -129,7 +129,5 @@ def _left_out(whole: Manifest, kept: NDArray[np.bool_]) -> dict[int, Int64Array]
     found = {}
     for group, its_rows in enumerate(np.split(kept, whole.first_samples[1:-1])):
         if not its_rows.all():
-            before = whole.dropped.get(group, np.empty(0, np.int32))
-            stored = np.delete(np.arange(len(its_rows) + len(before)), before)
-            found[group] = stored[~its_rows]
+            found[group] = whole.stored_rows(group)[~its_rows]
     return found

@@ -66,9 +66,8 @@ def subset(
     ends = np.cumsum(whole.rows[order], dtype=np.int64)
     last = int(np.searchsorted(ends, wanted))
     partial = int(order[last])
-    rows = int(whole.rows[partial])
-    beyond = range(rows - (int(ends[last]) - wanted), rows)
-    left_out = {partial: [whole.stored_row(partial, row) for row in beyond]}
+    kept = int(whole.rows[partial]) - (int(ends[last]) - wanted)
+    left_out = {partial: whole.stored_rows(partial)[kept:].tolist()}
     origin = {"subset_of": whole.fingerprint, "seed": seed, "count": wanted}
     return derive(whole, left_out, destination, origin, groups=order[: last + 1])
 
@@ -114,7 +113,7 @@ def _rejected_rows(
     reader, schema = RowGroupReader(whole), _facts_schema(whole)
     left_out, taken, num_images = {}, [], 0
     for group in np.flatnonzero(whole.file_index == file_index).tolist():
-        stored = [whole.stored_row(group, row) for row in range(int(whole.rows[group]))]
+        stored = whole.stored_rows(group).tolist()
         if where is None:
             keys = reader.texts(group, "key")
             chosen = {row for row, key in enumerate(keys) if key in listed}

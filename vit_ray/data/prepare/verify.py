@@ -3,7 +3,6 @@
 If the source of the data set still exists, rewritten images in the sample are compared with it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -84,22 +83,23 @@ def verify(
     used = [int(index) for index in np.unique(manifest.file_index)]
     shown = Shown(f"verifying {path}", manifest.num_images, "problems")
     checks = run_tasks(check_file, used, num_cpus, manifest, decode_fraction, shown=shown)
-    found = _joined(checks)
-    problems = [*found.problems, *(Problem(*p) for p in problems_of_sidecars(locate(path)).items())]
-    comparison = compare_with_source(manifest, found.rewritten if compares_source else [], num_cpus)
+    problems = [problem for check in checks for problem in check.problems]
+    problems += [Problem(*problem) for problem in problems_of_sidecars(locate(path)).items()]
+    rewritten = [one for check in checks for one in check.rewritten] if compares_source else []
+    comparison = compare_with_source(manifest, rewritten, num_cpus)
     for one in comparison.differing:
         problems.append(Problem(one.file, OTHER_PIXELS, one.key, one.row_group))
     return VerifyReport(
         num_files=len(used),
-        num_images=found.images,
-        num_decoded=found.decoded,
+        num_images=sum(check.images for check in checks),
+        num_decoded=sum(check.decoded for check in checks),
         problems=sorted(problems, key=lambda p: (p.file, p.row_group, p.key)),
         num_compared=comparison.num_equal,
         source=comparison.source,
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class FileCheck:
     """The findings for one file; `rewritten` are the images of the sample that were rewritten."""
 
@@ -107,15 +107,6 @@ class FileCheck:
     decoded: int = 0
     problems: list[Problem] = field(default_factory=list)
     rewritten: list[Rewritten] = field(default_factory=list)
-
-
-def _joined(checks: Sequence[FileCheck]) -> FileCheck:
-    return FileCheck(
-        sum(check.images for check in checks),
-        sum(check.decoded for check in checks),
-        [problem for check in checks for problem in check.problems],
-        [one for check in checks for one in check.rewritten],
-    )
 
 
 def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> FileCheck:
@@ -133,36 +124,32 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> F
         reader.check_footer(int(groups[0]))
     except ValueError as error:
         return FileCheck(problems=[Problem(entry.path, f"the footer cannot be read: {error}")])
-    checks: list[FileCheck] = []
-    num_images = num_problems = 0
+    found, num_images = FileCheck(), 0
     for group in groups.tolist():
-        checks.append(_check_group(manifest, reader, group, decode_fraction))
+        _check_group(found, manifest, reader, group, decode_fraction)
         num_images += int(manifest.rows[group])
-        num_problems += len(checks[-1].problems)
-        report_done(num_images, num_problems)
-    return _joined(checks)
+        report_done(num_images, len(found.problems))
+    return found
 
 
 def _check_group(
-    manifest: Manifest, reader: RowGroupReader, group: int, decode_fraction: float
-) -> FileCheck:
+    found: FileCheck, manifest: Manifest, reader: RowGroupReader, group: int, decode_fraction: float
+) -> None:
     name = manifest.files[int(manifest.file_index[group])].path
     number = int(manifest.row_group[group])
     try:
         encoded = reader.read(group)
         originals = reader.original_crc32(group)
     except ValueError as error:
-        return FileCheck(problems=[Problem(name, str(error), row_group=number)])
-    found: list[Problem] = []
-    rewritten: list[Rewritten] = []
-    decoded = 0
-    stored = [manifest.stored_row(group, row) for row in range(int(manifest.rows[group]))]
+        found.problems.append(Problem(name, str(error), row_group=number))
+        return
+    stored = manifest.stored_rows(group).tolist()
     for row in stored:
         is_sampled = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
         try:
             image = encoded.stored(row)
             if is_sampled:
-                decoded += 1
+                found.decoded += 1
                 pixels = checksum_of_pixels(decode(image.content))
                 if image.index is not None:
                     known, index = vars(image.index), index_segments(bytes(image.content))
@@ -173,7 +160,7 @@ def _check_group(
                         raise ValueError("its restart index is not that of its bytes")
                 if originals is not None and image.index is not None:
                     facts = (int(originals[row]), pixels, min(image.size))
-                    rewritten.append(Rewritten(name, number, encoded.key(row), *facts))
+                    found.rewritten.append(Rewritten(name, number, encoded.key(row), *facts))
         except (BadImageError, ValueError) as error:
-            found.append(Problem(name, str(error), encoded.key(row), number))
-    return FileCheck(len(stored), decoded, found, rewritten)
+            found.problems.append(Problem(name, str(error), encoded.key(row), number))
+    found.images += len(stored)

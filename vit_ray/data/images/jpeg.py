@@ -43,6 +43,12 @@ def size_of_jpeg(image: bytes | memoryview) -> tuple[int, int] | None:
     return None
 
 
+def encode_jpeg(pixels: NDArray[np.uint8], quality: int) -> bytes:
+    """An RGB image as a JPEG file; `quality` is from 1 to 100."""
+    bgr = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
+    return cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
+
+
 def decode_jpeg(
     image: bytes | memoryview | NDArray[np.uint8], scale: int = 1
 ) -> NDArray[np.uint8] | None:

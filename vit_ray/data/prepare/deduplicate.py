@@ -28,6 +28,7 @@ from vit_ray.data.format.schema import CHECKSUMS_FILE, MANIFEST_FILE, STAGING_FO
 from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.images.borders import without_borders
 from vit_ray.data.images.crops import Augmentation, BadImageError, training_crop
+from vit_ray.data.images.jpeg import decode_jpeg, encode_jpeg
 from vit_ray.data.images.perceptual_hash import (
     CROPS,
     HASH_BITS,
@@ -231,8 +232,9 @@ class _Known:
 
     def thumbnail(self, picture: int) -> Pixels:
         """Pixels of a picture: uint8 (64, 64, 3), RGB."""
-        coded = np.frombuffer(self.thumbnails[picture], np.uint8)
-        return cv2.imdecode(coded, cv2.IMREAD_COLOR_RGB)  # type: ignore[return-value]
+        pixels = decode_jpeg(self.thumbnails[picture])
+        assert pixels is not None
+        return pixels
 
 
 def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
@@ -296,13 +298,8 @@ def describe(image: bytes) -> _Described:
     digest, pictures = _digest(image), _pictures(image)
     if pictures and is_flat(pictures[0]):
         return _Described(digest, flat=_digest(pictures[0].tobytes()))
-    return _Described(digest, tuple((_coded(p), hashes_under_crops(p).tobytes()) for p in pictures))
-
-
-def _coded(picture: Pixels) -> bytes:
-    quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
-    bgr = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
-    return cv2.imencode(".jpg", bgr, quality)[1].tobytes()
+    coded = ((encode_jpeg(p, 95), hashes_under_crops(p).tobytes()) for p in pictures)
+    return _Described(digest, tuple(coded))
 
 
 def _duplicates_in(

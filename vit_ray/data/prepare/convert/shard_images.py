@@ -13,7 +13,7 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import decode, open_image
-from vit_ray.data.images.jpeg import size_of_jpeg
+from vit_ray.data.images.jpeg import encode_jpeg, size_of_jpeg
 from vit_ray.data.jpeg_index.headers import START, has_zeroed_data, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
 from vit_ray.data.jpeg_index.restart_markers import (
@@ -149,9 +149,7 @@ def checked(
                 pixels = _shrunk(pixels, config.shrink_to)
             if turned != 1 or pixels is not decoded:
                 _check_sides(pixels.shape)
-                bgr = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
-                quality = [cv2.IMWRITE_JPEG_QUALITY, config.shrink_quality]
-                image = cv2.imencode(".jpg", bgr, quality)[1].tobytes()
+                image = encode_jpeg(pixels, config.shrink_quality)
                 found = _rewritten(image, writer)
             size = pixels.shape[:2]
     index = None

@@ -98,19 +98,6 @@ class DeduplicateReport:
     num_undecodable_evaluation: int
     duplicates: list[Duplicate]
 
-    @classmethod
-    def of(
-        cls,
-        whole: Manifest,
-        found: list[Found],
-        undecodable: int = 0,
-        undecodable_evaluation: int = 0,
-    ) -> DeduplicateReport:
-        duplicates = [duplicate for *_, duplicate in found]
-        exact = sum(duplicate.is_exact for duplicate in duplicates)
-        near = len(duplicates) - exact
-        return cls(whole.num_images, exact, near, undecodable, undecodable_evaluation, duplicates)
-
 
 def refuse_taken(destination: str) -> None:
     """Raise a ValueError if the destination already holds a data set or a list of duplicates."""
@@ -135,8 +122,8 @@ def deduplicate(
         flips: also leave out mirrored copies.
 
     Raises:
-        ValueError: no evaluation set is given, nothing would be left, or the destination holds a
-            data set or a list of duplicates already.
+        ValueError: nothing would be left, or the destination holds a data set or a list of
+            duplicates already.
     """
     refuse_taken(destination)
     whole = open_dataset(source)
@@ -146,11 +133,10 @@ def deduplicate(
         _duplicates_in, _files_of(whole), num_cpus, whole, known, flips, shown=shown
     )
     found = [row for rows, _ in results for row in rows]
+    undecodable = sum(undecodable for _, undecodable in results), known.num_undecodable
     how = {"max_distance": MAX_DISTANCE, "flips": flips}
-    leave_out(whole, found, destination, {"evaluation_sets": evaluation_sets, **how})
-    return DeduplicateReport.of(
-        whole, found, sum(undecodable for _, undecodable in results), known.num_undecodable
-    )
+    origin = {"evaluation_sets": evaluation_sets, **how}
+    return leave_out(whole, found, destination, origin, undecodable)
 
 
 def deduplicate_by_features(
@@ -179,14 +165,20 @@ def deduplicate_by_features(
         shown = Duplicate(key, evaluation_sets[of_set], evaluation_key, None, False, cosine)
         found.append((group, stored, shown))
     how = {"evaluation_sets": evaluation_sets, "min_cosine": min_cosine}
-    leave_out(whole, found, destination, how)
-    return DeduplicateReport.of(whole, found)
+    return leave_out(whole, found, destination, how)
 
 
 def leave_out(
-    whole: Manifest, found: list[Found], destination: str, origin: dict[str, object]
-) -> None:
+    whole: Manifest,
+    found: list[Found],
+    destination: str,
+    origin: dict[str, object],
+    undecodable: tuple[int, int] = (0, 0),
+) -> DeduplicateReport:
     """Write the list of duplicates, and the manifest without them.
+
+    Args:
+        undecodable: images that cannot be decoded, of the set and of the evaluation sets.
 
     Raises:
         ValueError: nothing would be left, or the destination is taken.
@@ -201,12 +193,15 @@ def leave_out(
         left_out.setdefault(group, []).append(row)
     refuse_taken(destination)  # again: hours may have passed
     sink = pa.BufferOutputStream()
-    listed = [vars(duplicate) for *_, duplicate in found]
-    pq.write_table(pa.Table.from_pylist(listed, schema=_LIST_SCHEMA), sink)
+    duplicates = [duplicate for *_, duplicate in found]
+    pq.write_table(pa.Table.from_pylist(list(map(vars, duplicates)), schema=_LIST_SCHEMA), sink)
     content = sink.getvalue().to_pybytes()
     write_checksums(locate(destination), {DUPLICATES_FILE: content})
     locate(destination).child(DUPLICATES_FILE).write(content)
     derive(whole, left_out, destination, {"deduplicated": whole.fingerprint, **origin})
+    exact = sum(duplicate.is_exact for duplicate in duplicates)
+    near = len(duplicates) - exact
+    return DeduplicateReport(whole.num_images, exact, near, *undecodable, duplicates)
 
 
 @dataclass(frozen=True)

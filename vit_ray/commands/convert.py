@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import suppress
 
@@ -11,7 +12,7 @@ from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.convert.destination import convert_of
-from vit_ray.data.prepare.estimate import estimate_conversion, num_cores
+from vit_ray.data.prepare.estimate import estimate_conversion
 from vit_ray.data.prepare.progress import clock
 from vit_ray.data.prepare.sources.folders import class_of, empty_text
 from vit_ray.data.prepare.sources.source_index import units_of
@@ -57,7 +58,7 @@ def describe_conversion(recipe: Recipe) -> str:
     shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
     reason = f"; the first: {plan.reason}" if plan.reason else ""
     empty = plan.empty_classes
-    cores, rate = num_cores(), plan.num_images / plan.seconds
+    cores, rate = len(os.sched_getaffinity(0)), plan.num_images / plan.seconds
     return "\n".join(
         [
             f"images      {about}{plan.num_images:,} of {least}{plan.num_classes:,} classes "

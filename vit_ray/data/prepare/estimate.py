@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import tempfile
@@ -129,11 +128,6 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
         reason=next(iter(reasons), ""),
         empty_classes=tuple(sorted(label for label, count in found.named.items() if not count)),
     )
-
-
-def num_cores() -> int:
-    """Cores of this machine that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 @dataclass

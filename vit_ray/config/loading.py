@@ -66,9 +66,6 @@ def _parsed(override: str) -> tuple[str, Any]:
     return key, _parse(text, f"override {override!r}")
 
 
-_KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
-
-
 class _Loader(yaml.SafeLoader):
     """YAML as users write it: 3e-4 is a number (YAML 1.1 would read a string), a date is a text.
 
@@ -82,7 +79,8 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors = {
         tag: make
         for tag, make in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.rpartition(":")[2] in _KINDS
+        if tag is None
+        or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

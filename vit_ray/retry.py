@@ -164,6 +164,11 @@ def is_denied(error: Exception) -> bool:
     return is_refused or has_wrong_credentials(error)
 
 
+def is_of_the_store(error: BaseException) -> bool:
+    """Whether the store does not answer or refuses, so that nothing is known of what is stored."""
+    return isinstance(error, OSError) and (is_transient(error) or is_denied(error))
+
+
 def has_no_credentials(error: Exception) -> bool:
     """Whether this process has no key for the store, or only a part of one."""
     return bool(_NO_CREDENTIALS.search(str(error)))

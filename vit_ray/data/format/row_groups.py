@@ -34,7 +34,14 @@ from vit_ray.data.format.schema import (
 from vit_ray.data.format.shard_files import ImageFile, ShardFile
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.jpeg_index.restart_index import IndexColumn
-from vit_ray.retry import TransientError, is_denied, is_transient, read_again, with_retries
+from vit_ray.retry import (
+    TransientError,
+    is_denied,
+    is_of_the_store,
+    is_transient,
+    read_again,
+    with_retries,
+)
 from vit_ray.storage import Location, file_version, locate
 
 Result = TypeVar("Result")
@@ -282,8 +289,7 @@ def problem_of_shard(location: Location, entry: ShardFile) -> str | None:
     try:
         with_retries(lambda: ShardReader(location, entry), f"reading {location.path}")
     except (pa.ArrowException, OSError, ValueError) as error:
-        # What pyarrow cannot parse may be an OSError; storage that is away is none of the shard's.
-        if isinstance(error, OSError) and (is_transient(error) or is_denied(error)):
+        if is_of_the_store(error):  # other OSErrors are of what pyarrow cannot parse
             raise
         return "the file is missing" if isinstance(error, FileNotFoundError) else str(error)
     return None

@@ -114,11 +114,11 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
         )
     if convert is None or convert.destination != train or not is_source(convert.source):
         return _told_facts(recipe)
-    count = count_source(convert.source, convert.format, convert.split)
-    num_classes = len(convert.classes or ()) or count.num_classes
+    num_images, num_found = count_source(convert.source, convert.format, convert.split)
+    num_classes = len(convert.classes or ()) or num_found
     where = f"counted in {convert.source}, which is not converted yet"
-    groups = math.ceil(count.num_images / GROUP_IMAGES)
-    return _facts(recipe, _share(recipe, count.num_images), num_classes, where, groups)
+    groups = math.ceil(num_images / GROUP_IMAGES)
+    return _facts(recipe, _share(recipe, num_images), num_classes, where, groups)
 
 
 def _told_facts(recipe: Recipe) -> TrainingFacts:

@@ -14,10 +14,14 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.prepare.progress import Shown
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import SourceUnit
-from vit_ray.data.prepare.sources.formats import class_names_in_file, fields_in_file
 from vit_ray.data.prepare.sources.hub import InPlace, check_in_place_bytes, facts_in_place
 from vit_ray.data.prepare.sources.label_map import class_names, declared_classes
-from vit_ray.data.prepare.sources.source_index import SourceIndex, units_of, versions_of
+from vit_ray.data.prepare.sources.source_index import (
+    SourceIndex,
+    fields_of,
+    units_of,
+    versions_of,
+)
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location
 
@@ -51,15 +55,15 @@ def index_in_place(config: ConvertConfig) -> SourceIndex:
     units = units_of(config)
     shown = Shown(f"reading labels of {config.source}")
     facts = dict(run_tasks(_facts, units, config.cpus_per_task, shown=shown))
-    found: list[tuple[InPlace, list[str] | None, dict[str, str]]] = [facts[u.id] for u in units]
-    declared = [(u.path, names) for u, (_, names, _) in zip(units, found, strict=True) if names]
+    found: list[InPlace] = [facts[unit.id] for unit in units]
+    declared = [(u.path, f.declared) for u, f in zip(units, found, strict=True) if f.declared]
     classes, are_indices = class_names(
-        {label for own, *_ in found for label in own.labels},
-        {kind for own, *_ in found for kind in own.kinds},
+        {label for one in found for label in one.labels},
+        {kind for one in found for kind in one.kinds},
         list(config.classes or ()) or declared_classes(declared),
         config.labels_are,
     )
-    rows = [sum(count for count, _ in own.groups) for own, *_ in found]
+    rows = [sum(count for count, _ in one.groups) for one in found]
     names = [f"{unit.name} {count}" for unit, count in zip(units, rows, strict=True)]
     versions = versions_of(units, config.cpus_per_task)
     return SourceIndex(
@@ -68,20 +72,17 @@ def index_in_place(config: ConvertConfig) -> SourceIndex:
         classes,
         are_indices,
         hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
-        sum(size for own, *_ in found for _, size in own.groups),
+        sum(size for one in found for _, size in one.groups),
         0,
         np.empty(0, np.int64),
         {unit.id: (unit.path, versions[unit.id]) for unit in units},
-        {what: sorted({its[what] for *_, its in found}) for what in ("image", "label")},
+        fields_of(found),
     )
 
 
-def _facts(unit: SourceUnit) -> tuple[str, tuple[InPlace, list[str] | None, dict[str, str]]]:
-    def read() -> tuple[InPlace, list[str] | None, dict[str, str]]:
-        return facts_in_place(unit), class_names_in_file(unit), fields_in_file(unit)
-
-    found = with_retries(read, f"reading {unit.path}")
-    for group, (rows, size) in enumerate(found[0].groups):
+def _facts(unit: SourceUnit) -> tuple[str, InPlace]:
+    found = with_retries(lambda: facts_in_place(unit), f"reading {unit.path}")
+    for group, (rows, size) in enumerate(found.groups):
         if not rows:
             raise ValueError(
                 f"{unit.path!r}: row group {group} has no rows, and cannot be read in place; set "

@@ -6,11 +6,14 @@ text. An error in one image is the `problem` of its row; only an error that make
 images unknown is raised, as `DamagedUnitError`.
 """
 
+import contextlib
 import errno
 import hashlib
+import io
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -46,6 +49,9 @@ INDEX_SCHEMA: Final = pa.schema(
 IMAGE_SUFFIXES: Final = frozenset(
     {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "img", "image"}
 )
+
+_BUFFER: Final = 1 << 20
+"""Bytes that are read at once: each read is a request to an object store."""
 
 LabelKind = Literal["name", "index", "text"]
 """How the source marks a label: a class name, an index into the classes, or not at all."""
@@ -121,6 +127,14 @@ class SourceUnit:
         return f"index-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 
+@contextlib.contextmanager
+def opened(unit: SourceUnit) -> Iterator[tuple[io.BufferedReader, int]]:
+    """The file of a unit, and its size in bytes."""
+    location = locate(unit.path)
+    with location.filesystem.open_input_file(location.path) as file:
+        yield io.BufferedReader(file, _BUFFER), file.size()
+
+
 @dataclass(frozen=True)
 class IndexEntry:
     """One image of a source. `problem` says why it cannot be used, before it is even read.
@@ -143,12 +157,6 @@ class IndexEntry:
     def extra_bytes(self) -> int:
         return sum(len(value.encode()) for value in self.extra if value is not None)
 
-    @property
-    def characters(self) -> int:
-        """Characters of all its texts."""
-        texts = (self.path, self.key, *self.labels, self.problem, *self.extra)
-        return sum(len(text) for text in texts if text is not None)
-
     def read(self, most: int = MOST_IMAGE_BYTES) -> bytes:
         """The encoded image; on S3 by one request.
 
@@ -165,8 +173,8 @@ class IndexEntry:
         location = locate(self.path)
         try:
             if not location.is_local:
-                what = f"reading {location.path}"
-                return with_retries(lambda: self._read_object(location.path, most), what)
+                path = location.path
+                return with_retries(lambda: self._read_object(path, most), f"reading {path}")
             content = (
                 _read_file(location, most)
                 if self.offset == WHOLE_FILE
@@ -188,7 +196,15 @@ class IndexEntry:
             return s3.read_if(path, self.version, **part)
         if not is_whole:
             return s3.read(path, self.offset, self.length)
-        _check_name(path)
+        bucket, _, key = path.partition("/")
+        # What stores refuse is an error of one image.
+        if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(key.split("/")):
+            raise ValueError(
+                f"s3://{path} names no object; give s3://BUCKET/KEY, or a path below the list's "
+                "folder, without empty parts, '.' and '..'"
+            )
+        if len(key.encode()) > _MOST_KEY_BYTES:
+            raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
         content = s3.read_at_most(path, most)
         if isinstance(content, int):
             raise LargerError(content, most)
@@ -245,18 +261,6 @@ _MOST_KEY_BYTES: Final = 1024
 
 
 _BUCKET: Final = re.compile(r"[a-zA-Z0-9.\-_]{1,255}")
-
-
-def _check_name(path: str) -> None:
-    """Raises ValueError for a path that stores refuse, so that it is an error of one image."""
-    bucket, _, key = path.partition("/")
-    if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(key.split("/")):
-        raise ValueError(
-            f"s3://{path} names no object; give s3://BUCKET/KEY, or a path below the list's "
-            "folder, without empty parts, '.' and '..'"
-        )
-    if len(key.encode()) > _MOST_KEY_BYTES:
-        raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
 
 
 def _read_file(location: Location, most: int) -> bytes:

@@ -34,14 +34,14 @@ class _Rules:
         stem: from the name of a unit to the part before the slash in its keys; None if keys may be
             anything.
         declared: reads the class names that a file declares.
-        fields: reads which fields have images and labels; None if records differ in that.
+        fields: reads which fields have images and labels; none if records differ in that.
     """
 
     index: Callable[[SourceUnit, Location], Iterable[IndexEntry]]
     suffix: str = ""
     stem: Callable[[str], str] | None = None
-    declared: Callable[[SourceUnit], list[str] | None] | None = None
-    fields: Callable[[SourceUnit], dict[str, str]] | None = None
+    declared: Callable[[SourceUnit], list[str] | None] = lambda _: None
+    fields: Callable[[SourceUnit], dict[str, str]] = lambda _: {}
 
 
 _RULES: Final = {
@@ -106,14 +106,12 @@ def key_prefix(unit: SourceUnit) -> str:
 
 def class_names_in_file(unit: SourceUnit) -> list[str] | None:
     """Class names declared in a file, or next to it; None if there are none."""
-    declared = _RULES[unit.format].declared
-    return declared(unit) if declared else None
+    return _RULES[unit.format].declared(unit)
 
 
 def fields_in_file(unit: SourceUnit) -> dict[str, str]:
     """The fields of images and labels, if they are the same for all records of a file."""
-    fields = _RULES[unit.format].fields
-    return fields(unit) if fields else {}
+    return _RULES[unit.format].fields(unit)
 
 
 def files_beside(unit: SourceUnit) -> list[Location]:

@@ -4,6 +4,7 @@ The type that a file declares for its labels decides their meaning: a `ClassLabe
 its names, text is a name, a plain integer is an index into names that must be given.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,8 @@ from vit_ray.data.prepare.sources.entries import (
     with_problem,
 )
 from vit_ray.data.prepare.sources.label_map import check_names
-from vit_ray.data.prepare.sources.label_values import chosen_field, labels_of_value
-from vit_ray.retry import is_denied, is_transient
+from vit_ray.data.prepare.sources.label_values import Labels, chosen_field, labels_of_value
+from vit_ray.retry import is_of_the_store
 from vit_ray.storage import Location, locate
 
 IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
@@ -58,12 +59,8 @@ def rows_of(unit: SourceUnit) -> Iterator[tuple[int, IndexEntry, bytes]]:
 
     The path of an entry is empty if there is an image, and else that of the file.
     """
-    location = locate(unit.path)
-    stem = unit.name.removesuffix(".parquet")
-    with location.filesystem.open_input_file(location.path) as file:
-        source = _opened(file, unit.path)
-        columns = _columns_of(source.schema_arrow, unit)
-        first = 0
+    stem, first = unit.name.removesuffix(".parquet"), 0
+    with _opened(unit) as (source, columns):
         for group in range(source.metadata.num_row_groups):
             for row, image, read in _rows(source, group, columns, unit.columns):
                 key = f"{stem}/{first + row:08d}"
@@ -83,20 +80,22 @@ class InPlace(NamedTuple):
         column: of the encoded images, by its name in parquet.
         groups: rows of each row group, and bytes of its images when they are read.
         labels: of all rows, and their `kinds`, as `IndexEntry.label_kind`.
+        declared, fields: as `declared_classes` and `fields_of`.
     """
 
     column: str
     groups: list[tuple[int, int]]
     labels: set[str]
     kinds: set[str]
+    declared: list[str] | None
+    fields: dict[str, str]
 
 
 def facts_in_place(unit: SourceUnit, *, with_labels: bool = True) -> InPlace:
     """What is known about a file before its images are read, from its footer and its labels."""
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as file:
-        source = _opened(file, unit.path)
-        columns = _columns_of(source.schema_arrow, unit)
+    labels: set[str] = set()
+    kinds: set[str] = set()
+    with _opened(unit) as (source, columns):
         groups = [source.metadata.row_group(i) for i in range(source.metadata.num_row_groups)]
         sizes = [
             sum(
@@ -106,18 +105,17 @@ def facts_in_place(unit: SourceUnit, *, with_labels: bool = True) -> InPlace:
             )
             for group in groups
         ]
-        labels: set[str] = set()
-        kinds: set[str] = set()
         for batch in source.iter_batches(columns=[columns.label]) if with_labels else ():
             values = batch.column(0).to_pylist()
             for value in {tuple(v) if isinstance(v, list) else v for v in values}:
-                label = list(value) if isinstance(value, tuple) else value
-                read = functools.partial(lambda label, _: label, label)
-                entry = _labelled(IndexEntry("", 0, 1, "", ()), read, columns, ())
-                labels.update(entry.labels)
-                kinds |= {entry.label_kind} if entry.problem is None else set()
-    rows = [group.num_rows for group in groups]
-    return InPlace(columns.image_path, list(zip(rows, sizes, strict=True)), labels, kinds)
+                with contextlib.suppress(ValueError):  # its row says so when it is read
+                    label = list(value) if isinstance(value, tuple) else value
+                    found, kind = _labels_of(label, columns)
+                    labels.update(found)
+                    kinds.add(kind)
+    facts = list(zip((group.num_rows for group in groups), sizes, strict=True))
+    names, fields = columns.class_names, columns.fields
+    return InPlace(columns.image_path, facts, labels, kinds, names, fields)
 
 
 def check_in_place_bytes(unit: SourceUnit, group: int, image_bytes: int) -> None:
@@ -132,37 +130,35 @@ def check_in_place_bytes(unit: SourceUnit, group: int, image_bytes: int) -> None
 
 def declared_classes(unit: SourceUnit) -> list[str] | None:
     """The names of a file's `ClassLabel`; None if it declares none."""
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as file:
-        return _columns_of(_opened(file, unit.path).schema_arrow, unit).class_names
+    with _opened(unit) as (_, columns):
+        return columns.class_names
 
 
 def fields_of(unit: SourceUnit) -> dict[str, str]:
     """The columns that a file's images and labels are read from."""
+    with _opened(unit) as (_, columns):
+        return columns.fields
+
+
+@contextlib.contextmanager
+def _opened(unit: SourceUnit) -> Iterator[tuple[pq.ParquetFile, "_Columns"]]:
+    """A file, and the columns that it is read by; errors as `index_parquet`."""
     location = locate(unit.path)
     with location.filesystem.open_input_file(location.path) as file:
-        columns = _columns_of(_opened(file, unit.path).schema_arrow, unit)
-    return {"image": columns.image, "label": columns.label}
-
-
-def _opened(file: Any, path: str) -> pq.ParquetFile:
-    try:
-        source = pq.ParquetFile(file)
-        metadata = source.metadata
-        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        if any(not 0 <= count <= MOST_ROWS for count in rows):
-            raise ValueError(
-                f"a row group of {max(rows):,} rows; at most {MOST_ROWS:,} are allowed"
-            )
-        return source
-    except (pa.ArrowException, OSError, ValueError) as error:
-        _raise_if_of_the_store(error)
-        raise DamagedUnitError(path, file.size(), f"its footer cannot be read ({error})") from error
-
-
-def _raise_if_of_the_store(error: Exception) -> None:
-    if isinstance(error, OSError) and (is_transient(error) or is_denied(error)):
-        raise error
+        try:
+            source = pq.ParquetFile(file)
+            metadata = source.metadata
+            rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            if any(not 0 <= count <= MOST_ROWS for count in rows):
+                raise ValueError(
+                    f"a row group of {max(rows):,} rows; at most {MOST_ROWS:,} are allowed"
+                )
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if is_of_the_store(error):
+                raise
+            what = f"its footer cannot be read ({error})"
+            raise DamagedUnitError(unit.path, file.size(), what) from error
+        yield source, _columns_of(source.schema_arrow, unit)
 
 
 class _Columns(NamedTuple):
@@ -173,6 +169,10 @@ class _Columns(NamedTuple):
     """The column of encoded bytes, without the file names next to them."""
     label: str
     class_names: list[str] | None
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return {"image": self.image, "label": self.label}
 
 
 def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
@@ -282,7 +282,8 @@ def _rows(
                 yield row, images[i].as_py() or b"", functools.partial(_value, batch, i)
                 row += 1
     except (pa.ArrowException, OSError) as error:
-        _raise_if_of_the_store(error)
+        if is_of_the_store(error):
+            raise
         problem = error
     for missing in range(row, expected):
         yield missing, problem, lambda _: None
@@ -300,14 +301,25 @@ def _labelled(
             raise ValueError(f"it has {entry.length:,} bytes, more than {MOST_IMAGE_BYTES:,}")
         if not entry.length:
             raise ValueError("its image has no bytes")
-        labels, kind = labels_of_value(read(columns.label))
-        if (names := columns.class_names) is not None and kind == "index":
-            indices = [int(text) for text in labels]
-            if unknown := [index for index in indices if not 0 <= index < len(names)]:
-                none = " (by convention: not labelled)" if unknown == [-1] else ""
-                raise ValueError(f"its label is {unknown[0]}{none}, of {len(names)} classes")
-            labels, kind = tuple(names[index] for index in indices), "name"
+        labels, kind = _labels_of(read(columns.label), columns)
         values = tuple(stored_text(read(name)) for name in extra)
     except ValueError as error:
         return with_problem(entry, str(error))
     return replace(entry, labels=labels, label_kind=kind, extra=values)
+
+
+def _labels_of(value: Any, columns: _Columns) -> Labels:
+    """Labels of a value of the label column; indices of a `ClassLabel` as its names.
+
+    Raises:
+        ValueError: as `labels_of_value`, or an index is not one of the names.
+    """
+    labels, kind = labels_of_value(value)
+    names = columns.class_names
+    if names is None or kind != "index":
+        return labels, kind
+    indices = [int(text) for text in labels]
+    if unknown := [index for index in indices if not 0 <= index < len(names)]:
+        none = " (by convention: not labelled)" if unknown == [-1] else ""
+        raise ValueError(f"its label is {unknown[0]}{none}, of {len(names)} classes")
+    return tuple(names[index] for index in indices), "name"

@@ -80,15 +80,6 @@ def labels_of_value(value: Any) -> Labels:
     raise ValueError(f"its label is of type {found}; expected text, an integer, or a list of them")
 
 
-def labels_of_text(text: str) -> Labels:
-    """The one label of a text.
-
-    Raises:
-        ValueError: it is blank or too long.
-    """
-    return (checked_label(text),), "text"
-
-
 def json_object(content: bytes) -> dict[str, Any]:
     """A JSON object.
 

@@ -12,6 +12,7 @@ from vit_ray.data.prepare.sources.entries import (
     WHOLE_FILE,
     IndexEntry,
     SourceUnit,
+    opened,
     rejected,
     with_problem,
 )
@@ -23,12 +24,11 @@ from vit_ray.data.prepare.sources.label_values import (
     json_object,
     labels_of_record,
 )
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location
 
 PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
 PART_BYTES: Final = 1 << 24
 """Bytes of a list that one task indexes: some 200,000 rows, seconds."""
-_BUFFER: Final = 1 << 20
 _STRICT_FIELD: Final = r'(?:"(?:[^"]|"")*+"|[^",]*+)'
 _STRICT_ROW: Final = re.compile(f"{_STRICT_FIELD}(?:,{_STRICT_FIELD})*+\r?\n?")
 """As in RFC 4180: quotes enclose a whole field, and are doubled inside one."""
@@ -40,10 +40,7 @@ def cut_list(unit: SourceUnit) -> list[SourceUnit]:
     Raises:
         ValueError: it is UTF-16.
     """
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as opened:
-        size = opened.size()
-        file = io.BufferedReader(opened, _BUFFER)
+    with opened(unit) as (file, size):
         if file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise ValueError(f"{unit.path!r} is UTF-16; save it as UTF-8")
         starts = [(0, 1)] if size <= PART_BYTES else list(_starts(file, unit))
@@ -128,9 +125,8 @@ class _CsvRows:
 
 def index_jsonl(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     """Lines of JSON objects with `path` and `label` or `labels`."""
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as opened:
-        lines = _Lines(io.BufferedReader(opened, _BUFFER), unit)
+    with opened(unit) as (file, _):
+        lines = _Lines(file, unit)
         for line in lines:
             content = line.removeprefix(b"\xef\xbb\xbf") if lines.number == 1 else line
             if not content.strip():
@@ -163,9 +159,7 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     Raises:
         ValueError: the header lacks a path or a label, or a quote is never closed.
     """
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as opened:
-        file = io.BufferedReader(opened, _BUFFER)
+    with opened(unit) as (file, _):
         header = _header(file, unit)
         rows = _CsvRows(_Lines(file, unit))
         for place, row in enumerate(rows):
@@ -187,9 +181,8 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
 
 def fields_of_csv(unit: SourceUnit) -> dict[str, str]:
     """The columns that paths and labels are read from."""
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as opened:
-        header = _header(io.BufferedReader(opened, _BUFFER), unit)
+    with opened(unit) as (file, _):
+        header = _header(file, unit)
     return {"image": header.path, "label": header.label}
 
 

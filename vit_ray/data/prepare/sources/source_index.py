@@ -40,6 +40,7 @@ from vit_ray.data.prepare.sources.formats import (
     index_unit,
     list_units,
 )
+from vit_ray.data.prepare.sources.hub import InPlace
 from vit_ray.data.prepare.sources.label_map import check_class_count, class_names, declared_classes
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, file_version, locate
@@ -225,7 +226,7 @@ class UnitFacts:
             check_class_count(len(self.labels), unit.path)
 
 
-def fields_of(facts: Iterable[UnitFacts]) -> dict[str, list[str]]:
+def fields_of(facts: Iterable[UnitFacts | InPlace]) -> dict[str, list[str]]:
     """The fields that some units are read from."""
     found: dict[str, set[str]] = {}
     for fact in facts:
@@ -368,7 +369,8 @@ def in_pieces(entries: Iterable[IndexEntry]) -> Iterator[list[IndexEntry]]:
     characters = 0
     for entry in entries:
         piece.append(entry)
-        characters += entry.characters
+        texts = entry.path, entry.key, *entry.labels, entry.problem, *entry.extra
+        characters += sum(len(text) for text in texts if text is not None)
         if len(piece) == ENTRIES_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME:
             yield piece
             piece, characters = [], 0

@@ -22,6 +22,7 @@ from vit_ray.data.prepare.sources.entries import (
     IndexEntry,
     SourceUnit,
     is_hidden,
+    opened,
     rejected,
     with_problem,
 )
@@ -29,16 +30,14 @@ from vit_ray.data.prepare.sources.label_values import (
     MOST_JSON_BYTES,
     MOST_TEXT_BYTES,
     Labels,
+    checked_label,
     json_object,
     labels_of_record,
-    labels_of_text,
 )
-from vit_ray.retry import is_denied, is_transient
-from vit_ray.storage import Location, locate
+from vit_ray.retry import is_of_the_store
+from vit_ray.storage import Location
 
 _BLOCK: Final = tarfile.BLOCKSIZE
-_BUFFER: Final = 1 << 20
-"""tarfile reads 512 bytes at a time, each a request to an object store."""
 MOST_HEADER_BYTES: Final = 1 << 20
 """Most bytes of a name or other property of a member, which tarfile reads into memory at once."""
 MOST_FILES: Final = 1000
@@ -56,10 +55,8 @@ def index_tar(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
             yielded.
     """
     shard = unit.name.removesuffix(".tar")
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as opened:
-        file = io.BufferedReader(opened, _BUFFER)
-        for name, members in _samples(_members(file, opened.size(), unit.path)):
+    with opened(unit) as (file, size):  # tarfile reads 512 bytes at a time
+        for name, members in _samples(_members(file, size, unit.path)):
             yield from _entries(unit, f"{shard}/{name}", members, file)
 
 
@@ -100,7 +97,7 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
                 yield member
             at = tar.offset
     except Exception as error:  # a broken header makes tarfile raise anything
-        if isinstance(error, OSError) and (is_transient(error) or is_denied(error)):
+        if is_of_the_store(error):
             raise
         what = str(error) or type(error).__name__
         raise DamagedUnitError(path, at, what) from error
@@ -110,7 +107,7 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
         raise DamagedUnitError(path, at, "the file ends without an archive's end marker")
     if any(block):
         raise DamagedUnitError(path, at, "a header that cannot be read")
-    while piece := file.read(_BUFFER):
+    while piece := file.read(io.DEFAULT_BUFFER_SIZE):
         if any(piece):
             raise DamagedUnitError(
                 path, at, f"more data up to byte {size:,} after an archive's end marker"
@@ -202,7 +199,7 @@ def _labels(files: Mapping[str, tarfile.TarInfo], file: IO[bytes], wanted: str |
     if suffix in files and suffix != "json":
         text = _text(files, suffix, file, problem)
         with _explained(suffix, problem):
-            return labels_of_text(text)
+            return (checked_label(text),), "text"
     if "json" in files:
         text = _text(files, "json", file, problem)
         with _explained("json", problem):

@@ -25,6 +25,7 @@ from vit_ray.data.prepare.sources.entries import (
     DamagedUnitError,
     IndexEntry,
     SourceUnit,
+    opened,
     rejected,
     with_problem,
 )
@@ -41,8 +42,6 @@ _IMAGE_FIELDS: Final = ("image", "image/encoded")
 _LABEL_FIELDS: Final = ("label", "labels")
 _HEADER: Final = struct.Struct("<QI")
 _CHECKSUM: Final = struct.Struct("<I")
-_CHECKSUM_BYTES: Final = _CHECKSUM.size
-_BUFFER: Final = 1 << 20
 
 
 def _example_class() -> Any:
@@ -137,10 +136,8 @@ def _brighter(image: bytes) -> bytes:
 def _entries(unit: SourceUnit) -> Iterator[tuple[IndexEntry, bytes]]:
     """Each record's entry, and its image."""
     stem = unit.name.replace(".tfrecord", "")
-    location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as opened:
-        file = io.BufferedReader(opened, _BUFFER)
-        for number, (offset, record) in enumerate(_records(file, opened.size(), unit.path)):
+    with opened(unit) as (file, size):
+        for number, (offset, record) in enumerate(_records(file, size, unit.path)):
             key = f"{stem}/{number:08d}"
             if isinstance(record, str):
                 yield rejected(unit.path, key, record), b""
@@ -179,7 +176,7 @@ def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes
         if checksum != masked_crc32c(header[:8]):
             raise DamagedUnitError(path, at, "the length of a record has another checksum")
         start = at + _HEADER.size
-        if start + length + _CHECKSUM_BYTES > size:
+        if start + length + _CHECKSUM.size > size:
             raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are missing")
         if length > MOST_IMAGE_BYTES:
             yield (
@@ -188,10 +185,10 @@ def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes
             )
         else:
             record = file.read(length)
-            is_whole = file.read(_CHECKSUM_BYTES) == _CHECKSUM.pack(masked_crc32c(record))
+            is_whole = file.read(_CHECKSUM.size) == _CHECKSUM.pack(masked_crc32c(record))
             problem = "the record is damaged: its bytes have another checksum"
             yield start, record if is_whole else problem
-        at = start + length + _CHECKSUM_BYTES
+        at = start + length + _CHECKSUM.size
         file.seek(at)
 
 

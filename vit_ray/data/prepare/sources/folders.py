@@ -87,7 +87,14 @@ def _walk(folder: str, root: str) -> Iterator[_FileFound]:
             yield path, 0, "", "it is a link to a folder that is read already"
             continue
         seen.add(_identity(path))
-        items = _items_in(path)
+        try:
+            with os.scandir(path) as scan:
+                items = list(scan)
+        except PermissionError as error:
+            raise ValueError(  # how many images it holds is unknown
+                f"convert.source: the folder {path!r} cannot be read ({error.strerror}); grant "
+                "read access, or move it away"
+            ) from error
         folders = [item for item in items if _is_folder(item)]
         # Links are followed last, so that a folder keeps its own name if it has one.
         waiting[:0] = sorted(item.path for item in folders if item.is_symlink())
@@ -100,22 +107,6 @@ def _is_folder(item: os.DirEntry[str]) -> bool:
         return item.is_dir()
     except OSError:  # a link to itself
         return False
-
-
-def _items_in(folder: str) -> list[os.DirEntry[str]]:
-    """The content of a folder.
-
-    Raises:
-        ValueError: it cannot be listed, so the number of its images is unknown.
-    """
-    try:
-        with os.scandir(folder) as scan:
-            return list(scan)
-    except PermissionError as error:
-        raise ValueError(
-            f"convert.source: the folder {folder!r} cannot be read ({error.strerror}); grant read "
-            "access, or move it away"
-        ) from error
 
 
 def _identity(path: str) -> tuple[int, int]:

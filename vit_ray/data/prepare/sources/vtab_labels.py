@@ -38,24 +38,16 @@ class VtabLabel:
     is_binary: bool = False
 
 
-def _object_count(features: Features) -> int:
-    return len(features["objects/size"]) - _FEWEST_OBJECTS
-
-
 def _closest_object(features: Features) -> int:
     depths = features["objects/pixel_coords"][2::3]
-    return _bin(min(depths, default=-1.0), _CLEVR_DISTANCES)
+    return bisect_left(_CLEVR_DISTANCES, min(depths, default=-1.0)) - 1
 
 
 def _closest_vehicle(features: Features) -> int:
     depths_m = features["objects/location"][2::3]
     kinds = features["objects/type"]
     its = [depth for depth, kind in zip(depths_m, kinds, strict=True) if kind in _KITTI_VEHICLES]
-    return _bin(min([*its, _NO_VEHICLE_M]), _KITTI_DISTANCES_M)
-
-
-def _bin(value: float, bounds: Sequence[float]) -> int:
-    return bisect_left(bounds, value) - 1
+    return bisect_left(_KITTI_DISTANCES_M, min([*its, _NO_VEHICLE_M])) - 1
 
 
 def _grouped(name: str, count: int, num_classes: int, features: Features) -> int:
@@ -65,7 +57,7 @@ def _grouped(name: str, count: int, num_classes: int, features: Features) -> int
 
 
 VTAB_LABELS: Final[dict[str, VtabLabel]] = {
-    "clevr-count": VtabLabel(8, _object_count),
+    "clevr-count": VtabLabel(8, lambda its: len(its["objects/size"]) - _FEWEST_OBJECTS),
     "clevr-dist": VtabLabel(6, _closest_object),
     "dspr-loc": VtabLabel(16, partial(_grouped, "label_x_position", 32, 16), is_binary=True),
     "dspr-ori": VtabLabel(16, partial(_grouped, "label_orientation", 40, 16), is_binary=True),

@@ -65,8 +65,7 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
         if isinstance(failure, DefectiveDeviceError)
         or (
             not (_is_ours(failure) or memory_kill(failure))
-            # Its process has ended, or cannot be reached; or the error is its own.
-            and (is_gone(failure, RayActorError) or not _is_collateral(failure, str(failure)))
+            and (_has_died(failure) or not _is_collateral(failure, str(failure)))
         )
     }
     found = [places[rank] for rank in sorted(blamed) if rank in places]
@@ -74,6 +73,13 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
     return found[0] if is_one else None
 
 
-def is_gone(failure: BaseException, kind: type[Exception] = ActorDiedError) -> bool:
-    """Whether Ray knows that the worker's process has ended, or has another error of the kind."""
-    return isinstance(getattr(failure, "health_check_failure", failure), kind)
+def _has_died(failure: BaseException) -> bool:
+    """Whether the worker's process has ended, or cannot be reached."""
+    hidden = getattr(failure, "health_check_failure", failure)
+    return isinstance(hidden, RayActorError)
+
+
+def is_gone(failure: BaseException) -> bool:
+    """Whether Ray knows that the worker's process has ended."""
+    hidden = getattr(failure, "health_check_failure", failure)
+    return isinstance(hidden, ActorDiedError)

@@ -22,7 +22,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     COMMIT,
     DamagedCheckpointError,
     PartialCheckpointError,
-    index_name,
+    file_of_rank,
 )
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.storage import Location
@@ -288,10 +288,10 @@ def test_a_position_that_is_no_good_is_damaged_when_it_is_to_be_committed(
     run: Location, content: str
 ) -> None:
     folder = write_checkpoint(run, 1)
-    index = json.loads(folder.child(index_name(0, 2)).read())
+    index = json.loads(folder.child(file_of_rank(0, 2)).read())
     del index["position"]
     index |= json.loads(content)
-    folder.child(index_name(0, 2)).write(json.dumps(index).encode())
+    folder.child(file_of_rank(0, 2)).write(json.dumps(index).encode())
     with pytest.raises(DamagedCheckpointError, match="has no position, or a damaged one"):
         checkpoint_format.commit(folder, 2, lambda: None)
 

@@ -75,8 +75,8 @@ class Shard:
             yield key, kind, name, int(start), count
 
 
-def index_name(rank: int, world_size: int, suffix: str = "json") -> str:
-    """File of a rank's index; with `failed`, of the note that it cannot write its part."""
+def file_of_rank(rank: int, world_size: int, suffix: str = "json") -> str:
+    """A rank's file: its index, its tensors, or (`failed`) the note that it cannot write them."""
     return f"rank-{rank:05d}-of-{world_size:05d}.{suffix}"
 
 
@@ -94,8 +94,8 @@ def write_part(
         OSError: the folder cannot be read or written.
     """
     folder.child(_UNCOMMITTED).write(b"")
-    name = index_name(rank, world_size)
-    file = folder.child(index_name(rank, world_size, "safetensors"))
+    name = file_of_rank(rank, world_size)
+    file = folder.child(file_of_rank(rank, world_size, "safetensors"))
     sha256 = file.write_hashed(content)
     read_again(lambda: _compare_content(file, content), DamagedCheckpointError)
     facts = {"format_version": FORMAT_VERSION, "bytes": len(content), "sha256": sha256}
@@ -112,7 +112,7 @@ def commit(folder: Location, world_size: int, before_commit: Callable[[], object
         DamagedCheckpointError: the parts are not what the ranks wrote, or do not fit together.
         OSError: the folder cannot be read or written.
     """
-    names = [index_name(rank, world_size) for rank in range(world_size)]
+    names = [file_of_rank(rank, world_size) for rank in range(world_size)]
 
     def agreed(name: str) -> bytes:
         """Without a recorded checksum: read twice, and a third time if they differ."""
@@ -154,8 +154,8 @@ def marker_sha256(folder: Location) -> str:
 def missing_ranks(folder: Location, world_size: int) -> tuple[list[int], list[int]]:
     """Ranks that have not written their part, and those of them that cannot."""
     sizes = _sizes(folder)
-    missing = [rank for rank in range(world_size) if index_name(rank, world_size) not in sizes]
-    failed = [rank for rank in missing if index_name(rank, world_size, "failed") in sizes]
+    missing = [rank for rank in range(world_size) if file_of_rank(rank, world_size) not in sizes]
+    failed = [rank for rank in missing if file_of_rank(rank, world_size, "failed") in sizes]
     return missing, failed
 
 
@@ -165,7 +165,7 @@ def note_failure(folder: Location, rank: int, world_size: int, reason: str) -> N
     Raises:
         OSError: the folder does not take the note either.
     """
-    folder.child(index_name(rank, world_size, "failed")).write(reason.encode())
+    folder.child(file_of_rank(rank, world_size, "failed")).write(reason.encode())
 
 
 def read_marker(folder: Location) -> dict[str, dict[str, Any]]:

@@ -60,7 +60,7 @@ class ReplicatedOptimizer:
         self._hooks = [w.register_post_accumulate_grad_hook(self._collect) for w in weights]  # type: ignore[no-untyped-call]
         # The backward pass reaches the last weights first. All ranks must send in the same order.
         sizes = [weight.numel() for weight in weights]
-        self._buckets = list(in_groups(weights[::-1], sizes[::-1], bucket_elements))
+        self._buckets = list(cut_by_size(weights[::-1], sizes[::-1], bucket_elements))
         self._ready: set[nn.Parameter] = set()
         self._sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
 
@@ -157,7 +157,7 @@ class ReplicatedOptimizer:
         return master.grad
 
 
-def in_groups(items: Sequence[Item], sizes: Sequence[int], most: int) -> Iterator[list[Item]]:
+def cut_by_size(items: Sequence[Item], sizes: Sequence[int], most: int) -> Iterator[list[Item]]:
     """Consecutive items of at most this size together, or a single larger one."""
     group: list[Item] = []
     held = 0

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from vit_ray.config.sample_numbers import COPY
-from vit_ray.train.engine.replicated import in_groups
+from vit_ray.train.engine.replicated import cut_by_size
 from vit_ray.worker.decode.batched_resize import resize_regions
 from vit_ray.worker.prefetch import Prefetched, SideStream
 
@@ -105,7 +105,7 @@ class NvImageCodec:
                 found[i] = None if image is None else torch.from_numpy(np.asarray(image.cpu()))
             return found
         pixels = [streams[i].height * streams[i].width for i in known]
-        for some in in_groups(known, pixels, MOST_PIXELS):
+        for some in cut_by_size(known, pixels, MOST_PIXELS):
             for i, image in zip(some, self._decoded([streams[i] for i in some]), strict=True):
                 if image is not None:
                     top, left, bottom, right = boxes[i]

@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._num_failed = 0
         self._verified.add(self._step)
         self._progress[self._step] = snapshot.position.progress
-        # Remove old ones.
+        # Those that need not be kept are removed.
         permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
         try:
             note_newest(self._run_folder, self._step)

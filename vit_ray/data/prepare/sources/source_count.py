@@ -22,7 +22,7 @@ def is_source(source: str) -> bool:
 def count_source(source: str, format: Format = "auto", split: str | None = None) -> tuple[int, int]:
     """Images and classes, counted by listing files and reading indices; images are not opened.
 
-    Unreadable images count, and a damaged archive up to the damage.
+    Images that cannot be decoded count too, and a damaged archive up to the damage.
 
     Raises:
         ValueError: the source is missing or empty, or does not declare its classes.

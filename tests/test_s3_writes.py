@@ -87,6 +87,13 @@ def test_a_block_that_raises_publishes_nothing(bucket: Location, size: int) -> N
     assert unfinished() == []
 
 
+def test_what_is_written_is_stored_as_it_is_whatever_its_name(bucket: Location) -> None:
+    place = bucket.child("trace.json.gz")  # pyarrow's own streams compress for such a name
+    place.write(b"packed already")
+    assert place.info().size == len(b"packed already")
+    assert place.read_range(0, 100) == b"packed already"
+
+
 def test_an_answer_that_is_lost_after_the_object_was_made_is_no_error(
     bucket: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -50,8 +50,8 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
         "Ray": _ray,
         "MLflow": _mlflow,
         "output": _output,
-        "data.train": lambda one: _data_sets(one, "train"),
-        "data.eval": lambda one: _data_sets(one, "eval"),
+        "data.train": lambda one: _data_sets(one.data.train_paths),
+        "data.eval": lambda one: _data_sets(one.data.eval_sets.values()),
     }
     for what, check in checks.items():
         try:
@@ -163,16 +163,10 @@ def _output(recipe: Recipe) -> str:
     return f"{folder.uri}: writing, reading, listing and deleting work"
 
 
-def _data_sets(recipe: Recipe, key: str) -> str:
+def _data_sets(paths: Iterable[str]) -> str:
     from vit_ray.data import open_dataset
 
-    given = getattr(recipe.data, key)
-    paths = [one.path for one in given] if isinstance(given, tuple) else [given]
-    if isinstance(given, dict):
-        paths = list(given.values())
-    if paths == [None]:
-        return "not set"
-    sets = [open_dataset(path) for path in paths]
     return "; ".join(
-        f"{one.num_images:,} images of {one.num_classes:,} classes in {one.path}" for one in sets
-    )
+        f"{one.num_images:,} images of {one.num_classes:,} classes in {one.path}"
+        for one in map(open_dataset, paths)
+    ) or "not set"  # fmt: skip

@@ -336,6 +336,13 @@ class DataConfig(Section):
         return {"": self.eval} if self.eval is not None else {}
 
     @property
+    def train_paths(self) -> list[str]:
+        """Path of each training set; of several for a mixture."""
+        if isinstance(self.train, tuple):
+            return [one.path for one in self.train]
+        return [self.train] if self.train is not None else []
+
+    @property
     def test_set(self) -> str | None:
         """Path of the first set, on which `eval/top1` is measured."""
         return next(iter(self.eval_sets.values()), None)

@@ -202,12 +202,10 @@ def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
             f"tracking.uri={recipe.tracking.uri} means the pod of the head itself there, where no "
             "MLflow answers; give a server such as http://mlflow:5000 (cluster/mlflow.yaml)"
         )
-    train = recipe.data.train
-    train_paths = [one.path for one in train] if isinstance(train, tuple) else [train]
     places = [
         ("output", recipe.output),
         ("init_from", recipe.init_from),
-        *(("data.train", path) for path in train_paths),
+        *(("data.train", path) for path in recipe.data.train_paths),
         *(("data.eval", path) for path in recipe.data.eval_sets.values()),
         ("evaluate.few_shot_train", recipe.evaluate.few_shot_train),
         ("evaluate.few_shot_test", recipe.evaluate.few_shot_test),

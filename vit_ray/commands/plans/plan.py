@@ -98,7 +98,7 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     """
     check_model(recipe)
     train, convert = recipe.data.train, recipe.convert
-    paths = [one.path for one in train] if isinstance(train, tuple) else [train or PLACEHOLDER]
+    paths = recipe.data.train_paths or [PLACEHOLDER]
     if all(not is_placeholder(path) and locate(path).exists() for path in paths):
         plan = resolve_run(recipe)
         of_set, where = plan.manifest, ", ".join(paths)

@@ -156,8 +156,7 @@ def _training_facts(
     licence = config.data_license or terms_of("license")
     if position is None:
         return {"weights": _place(str(recipe.init_from)), "licence of the data": licence}
-    train = recipe.data.train
-    paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
+    paths = recipe.data.train_paths or [_UNKNOWN]
     progress, compute = position.progress, _UNKNOWN
     with contextlib.suppress(ValueError):  # a model whose code must not be run
         steps = recipe.optim.steps or position.step

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from vit_ray.addresses import are_own_files, local_folder, require_store
+from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
-from vit_ray.tracking.metrics_log import RUN_FOLDER
 from vit_ray.tracking.mlflow_client import asking, reached_client, redact_uri
-from vit_ray.tracking.past_runs import PARENT_TAG, runs_of_name
+from vit_ray.tracking.past_runs import runs_of_name
 
 MAX_FAILURES: Final = 10
 """Failures in a row, of a store that does not answer, after which a watch ends."""

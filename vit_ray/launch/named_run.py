@@ -22,6 +22,7 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE, step_of
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
@@ -29,7 +30,7 @@ from vit_ray.launch.record.run_time import marks_of
 from vit_ray.launch.resuming import CROP_SIZES, require_order, size_change
 from vit_ray.measure.goodput import Work
 from vit_ray.storage import Location, locate
-from vit_ray.tracking.metrics_log import RUN_FOLDER, MetricsLog, metrics_log_path
+from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DECIDES_BATCHES: Final = (

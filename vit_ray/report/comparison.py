@@ -18,6 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray.addresses import require_store
 from vit_ray.config.branch_origin import TAG
+from vit_ray.config.recorded_recipe import PARENT_TAG
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
@@ -38,7 +39,6 @@ from vit_ray.report.figures.charts import Axis, Chart
 from vit_ray.report.runs import (
     DEV,
     MEAN_TRANSFER,
-    PARENT_TAG,
     RUN_ID,
     TRANSFER,
     Archive,

@@ -20,7 +20,13 @@ from mlflow.tracking import MlflowClient
 from vit_ray import kept_curve
 from vit_ray.addresses import LOCAL_SERVER, OtherFiles, files_elsewhere, require_store
 from vit_ray.config.model_names import model_family
-from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before, tags_of
+from vit_ray.config.recorded_recipe import (
+    INIT_RUN,
+    PARENT_TAG,
+    RUN_FOLDER,
+    recorded_before,
+    tags_of,
+)
 from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import with_best
@@ -60,8 +66,6 @@ from vit_ray.report.statistics.groups import (
 
 TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
 """Kinds of runs that train; other programs' runs have no kind."""
-RUN_FOLDER: Final = "vit_ray.run_folder"
-"""Tag with the folder of a run's checkpoints."""
 IMAGES_KEY: Final = STUDY_TRAIN_IMAGES
 """Metric: number of different images in a training."""
 _COMMIT: Final = 10
@@ -74,7 +78,6 @@ RUN_ID = re.compile(r"[0-9a-f]{32}")
 TRANSFER: Final = re.compile(rf"{TRANSFER_GROUP}(.+)_top1")
 """Metric of a cell: accuracy on a task after fine-tuning."""
 MEAN_TRANSFER: Final = TRANSFER_MEAN_TOP1
-PARENT_TAG = "mlflow.parentRunId"
 MAX_POINTS_A_CHART: Final = 12_000
 """With more points in total, a browser draws for seconds."""
 MIN_POINTS: Final = 40

@@ -34,8 +34,6 @@ from vit_ray.tracking.file_lock import lock_file
 Record = dict[str, Any]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-RUN_FOLDER: Final = "vit_ray.run_folder"
-"""Tag with the folder of the run's checkpoints: two outputs may have runs of one name."""
 STARTED_OVER: Final = "vit_ray.started_over_from"
 """Tag of a run that started at step 0 and replaces an earlier one: the earlier run's id."""
 FILES: Final = ("text", "artifact", "model", "event")

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from vit_ray.config.recorded_recipe import CHANGED_PARAMS, stored_tag, tags_of
+from vit_ray.config.recorded_recipe import CHANGED_PARAMS, PARENT_TAG, stored_tag, tags_of
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S, SYSTEM_GROUP
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import CARD, FAILURE, REQUIREMENTS, Record
@@ -88,7 +88,7 @@ class RunWriter:
         if run is None:
             tags = {ORIGIN: run_id or first["opening"]}
             if first["parent_run_id"]:
-                tags["mlflow.parentRunId"] = first["parent_run_id"]
+                tags[PARENT_TAG] = first["parent_run_id"]
             run = self.client.create_run(
                 experiment_id(self.client, uri, first["experiment"]),
                 start_time=first["time_ms"],

@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from vit_ray.config.recorded_recipe import stored_tag
+from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER, stored_tag
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking.metrics_log import RUN_FOLDER
 from vit_ray.tracking.mlflow_api import Metric, MlflowClient, Run, RunTag
 from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
 
 Answer = TypeVar("Answer")
-PARENT_TAG: Final = "mlflow.parentRunId"
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import ray
 import yaml
 
 from vit_ray.config import Recipe
+from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -30,7 +31,7 @@ from vit_ray.metric_names import (
     STUDY_IMAGES_SEEN,
     STUDY_TRAIN_IMAGES,
 )
-from vit_ray.tracking.metrics_log import RUN_FOLDER, RunOpening
+from vit_ray.tracking.metrics_log import RunOpening
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 SOURCE_NAME: Final = "mlflow.source.name"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
-
-from vit_ray.tracking.metrics_log import check_replay
 
 
 def run_replay(log: Path, uri: str) -> int:
     """Send a run's log to a tracking server; returns 1 if not everything was sent.
 
     Raises:
-        ValueError: there is no such log, or the address is wrong.
+        ValueError: there is no such log, or the address cannot be replayed to.
     """
-    check_replay(log, uri)
+    is_none = "://" not in uri and uri not in ("databricks", "uc")
+    if is_none or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # memory ends with the replay
+        raise ValueError(
+            f"URI {uri!r} is not an address; give sqlite:///mlflow.db or http://HOST:PORT"
+        )
+    if log.is_dir():
+        raise ValueError(f"log {str(log)!r} is a folder; give a metrics.jsonl file in it")
     from vit_ray.tracking.tracker import replay  # imports MLflow, which takes seconds
 
     done = replay(log, uri)

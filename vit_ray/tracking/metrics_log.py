@@ -11,13 +11,12 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -334,17 +333,21 @@ class MetricsLog(Recorder):
         """
         found: list[Record] = []
         is_ours, position = False, 0
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            for line in file:
-                position += len(line)
-                if position > end:
-                    break
-                if line.startswith(_START):
-                    is_ours = key in (None, _parsed(line).get("opening"))
-                    found = [] if key is None else found
-                if is_ours:
-                    found.append(_parsed(line))
+        for line in self._lines():
+            position += len(line)
+            if position > end:
+                break
+            if line.startswith(_START):
+                is_ours = key in (None, _parsed(line).get("opening"))
+                found = [] if key is None else found
+            if is_ours:
+                found.append(_parsed(line))
         return found
+
+    def _lines(self) -> Iterator[bytes]:
+        """The lines of the file; none if it cannot be read."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            yield from file
 
     def end(self, status: Status) -> None:
         """Write the last record of an opening, and before it the loss curve if that is long."""
@@ -362,16 +365,15 @@ class MetricsLog(Recorder):
         """
         found: dict[int, float] = {}
         key = f'"{kept_curve.KEY}"'.encode()
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            for line in file:
-                if line.startswith(_START):
-                    if not found and _parsed(line).get("resume_step") is not None:
-                        return {}
-                elif line.startswith(_METRICS) and key in line:
-                    record = _parsed(line)
-                    loss = record.get("values", {}).get(kept_curve.KEY, math.nan)
-                    if math.isfinite(loss):
-                        found.setdefault(record["step"], loss)
+        for line in self._lines():
+            if line.startswith(_START):
+                if not found and _parsed(line).get("resume_step") is not None:
+                    return {}
+            elif line.startswith(_METRICS) and key in line:
+                record = _parsed(line)
+                loss = record.get("values", {}).get(kept_curve.KEY, math.nan)
+                if math.isfinite(loss):
+                    found.setdefault(record["step"], loss)
         return found
 
     def keep_work(self, **work: Any) -> None:
@@ -390,9 +392,7 @@ class MetricsLog(Recorder):
 
     def timeline(self) -> list[Record]:
         """Records from which the run's time is computed, of all openings."""
-        found: list[Record] = []
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            found = [_parsed(line) for line in file if line.startswith(_TIMELINE)]
+        found = [_parsed(line) for line in self._lines() if line.startswith(_TIMELINE)]
         if self._work is not None:
             found.append(_parsed(json.dumps({"kind": "work", **self._work, "time_ms": 0}).encode()))
         return found
@@ -409,11 +409,8 @@ class MetricsLog(Recorder):
 
     def last_start(self) -> Record | None:
         """The record that opened the file last; other lines are not parsed."""
-        last = b""
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            for line in file:
-                last = line if line.startswith(_START) else last
-        start = _parsed(last)
+        starts = [line for line in self._lines() if line.startswith(_START)]
+        start = _parsed(starts[-1] if starts else b"")
         return start if start["kind"] == "start" else None
 
     @property
@@ -450,22 +447,6 @@ def metrics_log_path(run_folder: str) -> Path:
     folder = locate(run_folder)
     home = Path() if folder.is_local else Path.home() / ".cache" / "vit_ray"
     return home / folder.path / "metrics.jsonl"
-
-
-def check_replay(log_path: Path, uri: str) -> None:
-    """
-    Raises:
-        ValueError: the log is a folder, or the address cannot be replayed to.
-    """
-    is_none = "://" not in uri and uri not in ("databricks", "uc")
-    if is_none or re.fullmatch(
-        r"sqlite:/*(:memory:)?", uri
-    ):  # in memory, which ends with the replay
-        raise ValueError(
-            f"URI {uri!r} is not an address; give sqlite:///mlflow.db or http://HOST:PORT"
-        )
-    if log_path.is_dir():
-        raise ValueError(f"log {str(log_path)!r} is a folder; give a metrics.jsonl file in it")
 
 
 def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:

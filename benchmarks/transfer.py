@@ -29,9 +29,9 @@ import torch
 from benchmarks.result import header, machine
 from vit_ray.commands.convert import convert_of
 from vit_ray.commands.printed_tables import print_result, print_sweep
-from vit_ray.commands.quickstart import is_converted
 from vit_ray.commands.trained.features import print_few_shot
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
@@ -40,6 +40,7 @@ from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.launch.run import RunResult, train
+from vit_ray.storage import locate
 
 TARGETS = ("vehicles", "digits")
 PRETRAINED, SCRATCH = "pre-trained on 8 classes", "from scratch"
@@ -72,7 +73,7 @@ def prepare(images: Path) -> None:
         recipe = recipe_of(step, [])
         for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
             assert isinstance(destination, str)
-            if is_converted(destination):
+            if locate(destination).child(MANIFEST_FILE).exists():
                 continue
             classes = convert_of(recipe).source.rpartition("/train")[2]
             changes = {"source": f"{folder}/{split}{classes}", "destination": destination}

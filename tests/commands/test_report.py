@@ -40,7 +40,7 @@ def _run(recipe, name, folder=None, parent=None):
 def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recipe, capsys):
     run_id = _run(recipe, "mine")
     _run(recipe, "another")
-    page = report(recipe)
+    page = report(recipe).page
     assert "another" not in page.read_text()
     kept = {item.path for item in MlflowClient(recipe.tracking.uri).list_artifacts(run_id)}
     assert kept == {"report.html", "report.csv", "report-figures"}
@@ -51,9 +51,9 @@ def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recip
 def test_of_one_name_in_two_outputs_the_recipes_own_is_reported(recipe, tmp_path):
     mine = _run(recipe, "mine", f"{tmp_path}/runs/mine")
     other = _run(recipe, "mine", "/elsewhere/mine")
-    assert mine in (page := report(recipe).read_text())
+    assert mine in (page := report(recipe).page.read_text())
     assert other not in page
-    moved = report(recipe.with_changes(output=f"{tmp_path}/moved")).read_text()
+    moved = report(recipe.with_changes(output=f"{tmp_path}/moved")).page.read_text()
     assert other in moved
     assert mine not in moved
 
@@ -82,10 +82,10 @@ def test_a_page_is_made_where_the_library_of_a_bucket_refuses_to_read_or_write(
 def test_a_child_run_is_reported_by_its_name_and_after_one_without_a_parent(recipe):
     sweep = _run(recipe, "sweep")
     trial = _run(recipe, "mine", parent=sweep)
-    assert f"run {trial} and the runs below" in report(recipe).read_text()
+    assert f"run {trial} and the runs below" in report(recipe).page.read_text()
     alone = _run(recipe, "mine")
     _run(recipe, "mine", parent=sweep)
-    assert f"run {alone} and the runs below" in report(recipe).read_text()
+    assert f"run {alone} and the runs below" in report(recipe).page.read_text()
 
 
 def test_a_report_on_a_copied_store_changes_no_file_of_the_original(recipe, tmp_path, capsys):
@@ -176,7 +176,7 @@ def test_a_store_whose_files_are_on_s3_may_be_a_copy_and_is_reported_without_the
 
 def test_without_such_a_run_the_whole_experiment_is_reported_and_that_is_said(recipe, capsys):
     _run(recipe, "another")
-    assert "another" in report(recipe).read_text()
+    assert "another" in report(recipe).page.read_text()
     assert report_page(recipe) == 0
     assert "no run 'mine'; this page is of the whole experiment" in capsys.readouterr().out
 
@@ -228,7 +228,7 @@ def test_an_experiment_without_runs_is_a_page_that_says_so_and_an_exit_code(reci
     assert report_page(recipe) == 1
     told = capsys.readouterr().out
     assert "missing: 'trials' holds no runs yet" in told
-    assert "holds no runs yet" in report(recipe).read_text()
+    assert "holds no runs yet" in report(recipe).page.read_text()
 
 
 def test_a_watched_page_is_written_until_no_run_goes_on(recipe, monkeypatch, capsys):
@@ -295,7 +295,7 @@ def _watched(recipe, monkeypatch, answers):
             raise answer
         return written[answer]
 
-    monkeypatch.setattr(command, "_write", write)
+    monkeypatch.setattr(command, "report", write)
     monkeypatch.setattr(command.time, "sleep", lambda _: None)
     return report_page(recipe.with_changes(report={"watch_s": 7}))
 
@@ -337,7 +337,7 @@ def test_an_mlflow_that_goes_away_amid_a_page_is_told(recipe, monkeypatch, capsy
 def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe, monkeypatch):
     """The page of a run must not become that of the whole experiment."""
     _run(recipe, "mine")
-    page = report(recipe)
+    page = report(recipe).page
     before = page.read_text()
 
     def search(*_, **__):

@@ -226,7 +226,7 @@ def test_the_page_of_a_study_is_written_and_kept_with_its_run(finished):
     kept = {item.path for item in client.list_artifacts(result.parent_run_id)}
     assert {"report.html", "report.csv"} <= kept
     result.page.unlink()
-    assert report(recipe) == result.page
+    assert report(recipe).page == result.page
     assert result.page.exists()
 
 

@@ -14,6 +14,7 @@ from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
+from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
@@ -21,6 +22,7 @@ from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.launch.run import RunResult, train
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
+from vit_ray.storage import locate
 
 SWEEP_RECIPE, SCRATCH_RECIPE = "digits_sweep", "digits_scratch"
 
@@ -52,7 +54,7 @@ def run_quickstart(recipe: Recipe) -> int:
     connect(recipe)
     images = Path(recipe.output) / "digits_images"  # unless the user has a folder there
     for split, destination in places.items():
-        if is_converted(destination):
+        if locate(destination).child(MANIFEST_FILE).exists():
             continue
         write_digits(images)  # again, if it was interrupted: the files are the same
         config = ConvertConfig(source=str(images / split), destination=destination)
@@ -84,8 +86,8 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
         "Top-1 accuracy on the test set", places, open_dataset(str(recipe.data.eval)).num_images
     )
     if swept.parent_run_id is not None:
-        page = report(recipe, whole_experiment=True, keep_with=swept.parent_run_id)
-        print(f"report of all runs: {page}")
+        written = report(recipe, whole_experiment=True, keep_with=swept.parent_run_id)
+        print(f"report of all runs: {written.page}")
         print(f"all runs in MLflow: {swept.hint}")
     return 0
 
@@ -100,12 +102,3 @@ def _top1(result: RunResult) -> float:
     if top1 is None:
         raise ValueError("a run has no accuracy; its events say why; run the command again")
     return top1
-
-
-def is_converted(path: str) -> bool:
-    """Whether a complete data set is there."""
-    try:
-        open_dataset(path)
-    except ValueError:
-        return False
-    return True

@@ -6,12 +6,11 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from vit_ray.addresses import are_own_files, local_folder, require_store
-from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config import Recipe
+from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.secrets import redact
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
@@ -22,7 +21,13 @@ MAX_FAILURES: Final = 10
 """Failures in a row, of a store that does not answer, after which a watch ends."""
 
 
-def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | None = None) -> Path:
+def report(
+    recipe: Recipe,
+    *,
+    whole_experiment: bool = False,
+    keep_with: str | None = None,
+    needs_run: bool = False,
+) -> Written:
     """Report on the newest run with the recipe's name, or on its experiment if there is none.
 
     A run in the recipe's output comes before runs of this name in other outputs, and a run without
@@ -34,24 +39,11 @@ def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | N
     Args:
         whole_experiment: always report on the experiment.
         keep_with: id of the run to keep them with instead.
+        needs_run: a name without a run is an error, except the experiment's own.
 
     Raises:
         ValueError: MLflow has no such runs.
         RuntimeError: MLflow does not answer, or cannot be used.
-    """
-    return _write(recipe, whole_experiment, keep_with).page
-
-
-def _write(
-    recipe: Recipe,
-    whole_experiment: bool = False,
-    keep_with: str | None = None,
-    *,
-    needs_run: bool = False,
-) -> Written:
-    """
-    Args:
-        needs_run: a name without a run is an error, except the experiment's own.
     """
     require_store(recipe.tracking.uri)
     with asking(recipe.tracking.uri):
@@ -113,12 +105,12 @@ def report_page(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
         ValueError: no run has the typed name.
     """
     is_typed = any(word.startswith("name=") for word in overrides)
-    written, failures = _write(recipe, needs_run=is_typed), 0
+    written, failures = report(recipe, needs_run=is_typed), 0
     while recipe.report.watch_s is not None and written.is_live:
         print(f"report: {written.page}", flush=True)
         time.sleep(recipe.report.watch_s)
         try:
-            written, failures = _write(recipe), 0
+            written, failures = report(recipe), 0
         except RuntimeError as error:
             failures += 1
             if failures == MAX_FAILURES:

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 import yaml
@@ -97,20 +97,16 @@ def _ended(run: Callable[[], int | None]) -> int:
         )
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
-            raise  # of `| head`; click ends quietly
+        if isinstance(error, BrokenPipeError):
+            poll = select.poll()
+            poll.register(sys.stdout.fileno(), 0)
+            if poll.poll(0):  # the other end of the pipe is closed, as of `| head`
+                raise  # click ends quietly
         sys.stdout.flush()  # the error comes last
         wants_all = os.environ.get("VIT_RAY_LOGS") == "1"
         text = traceback.format_exc() if wants_all else f"error: {error}"
         print(redact(text), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-
-
-def _has_no_reader(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose other end is closed."""
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return bool(poll.poll(0))
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:

@@ -20,22 +20,18 @@ from vit_ray.storage import locate
 _SHOWN = 20
 
 
-def run_verify(recipe: Recipe) -> int:
+def run_verify_large(recipe: Recipe, is_dry: bool) -> int:
+    """`run_verify` of a run, decoding however many images it needs."""
+    return 0 if is_dry else run_verify(recipe, is_large=True)
+
+
+def run_verify(recipe: Recipe, *, is_large: bool = False) -> int:
     """Check a data set, or the checkpoints of a run, and print what is wrong; returns 1 if anything
     is.
 
     Raises:
         ValueError: the recipe has no `verify` section, or there is no such data set.
     """
-    return _verify(recipe, is_large=False)
-
-
-def run_verify_large(recipe: Recipe, is_dry: bool) -> int:
-    """`run_verify` of a run, decoding however many images it needs."""
-    return 0 if is_dry else _verify(recipe, is_large=True)
-
-
-def _verify(recipe: Recipe, is_large: bool) -> int:
     config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
     if list_checkpoints(locate(config.path)):
         return verify_run(config.path, is_large)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
+from vit_ray.commands.trained.batch import new_folder
 from vit_ray.commands.trained.replay_steps import replay_steps
 from vit_ray.config import Recipe
 from vit_ray.config.sample_numbers import COPY
-from vit_ray.data.stream.batches import Batch
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
 from vit_ray.launch.named_run import NamedRun, find_run
@@ -89,10 +88,7 @@ def explain_step(source: str, words: Sequence[str], out: str | None, replays: bo
             f"{far / len(steps):,.1f} times the rest of the work",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-    folder = Path(out or f"{run.recipe.name}-explain-{step}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already; give another folder with --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(out or f"{run.recipe.name}-explain-{step}")
     start = checkpoint  # from which a fork starts
     if replays and far:
         checkpoint = replay_steps(run, checkpoint, step, locate(str(folder)))
@@ -103,7 +99,11 @@ def explain_step(source: str, words: Sequence[str], out: str | None, replays: bo
     if problem := changed_teacher(exact, teacher, checkpoint.position.teacher_digest):
         raise ValueError(problem)
     losses_of = make_image_losses(exact, teacher)
-    columns = {one: _columns(batches.batch(one)) for one in steps}
+    columns: dict[int, Columns] = {}
+    for one in steps:
+        batch = batches.batch(one)
+        pixels, labels, samples = (as_tensor(batch[key]) for key in ("image", "labels", "sample"))
+        columns[one] = pixels, labels.long(), samples
     found = {one: step_gradient(model, losses_of, columns[one], one) for one in steps}
 
     def measure(places: list[int]) -> StepGradient:
@@ -176,11 +176,6 @@ def _weights(
         shapes = checkpoint.position.shapes
         second = {name: v.view(shapes[name]) / correction for name, v in trained.items()}
     return model.train(), second
-
-
-def _columns(batch: Batch) -> Columns:
-    images, labels, samples = (as_tensor(batch[key]) for key in ("image", "labels", "sample"))
-    return images, labels.long(), samples
 
 
 def _print_figures(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from huggingface_hub import HfApi
 
@@ -16,7 +15,6 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.images.augmentations import augmentation_of
-from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.record.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names
 from vit_ray.models.weights.files import check_suffix
@@ -65,7 +63,13 @@ def export(recipe: Recipe) -> int:
             recorded = recipe.recorded()
             trained = position.recipe if position else {"train": {"precision": "fp32"}}
             use = used_sections({**trained, "model": recorded["model"], "data": recorded["data"]})
-            _complete_config(copy / FOLDER_CONFIG, crop, use)
+            settings = {**json.loads((copy / FOLDER_CONFIG).read_text()), USE: use}
+            if "pretrained_cfg" in settings:  # timm gives the crop as a share of a side
+                is_centre = crop.kind == "center_crop"
+                share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
+                how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
+                settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
+            (copy / FOLDER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
             if (card := copy / _CARD).exists() or target.child(_CARD).exists():
                 print(f"kept {target.child(_CARD).uri}, which exists; delete it to get a new card")
             else:
@@ -83,17 +87,6 @@ def export(recipe: Recipe) -> int:
         if config.push:
             print(f"pushed {_push(config, copy, [file.name for file in files])}")
     return 0
-
-
-def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> None:
-    """Write how the model is used; timm gives the crop as a share of a side."""
-    settings = {**json.loads(file.read_text()), USE: use}
-    if "pretrained_cfg" in settings:
-        is_centre = crop.kind == "center_crop"
-        share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
-        how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
-        settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
-    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:

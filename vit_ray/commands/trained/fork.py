@@ -81,7 +81,16 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
             "step=1000 name=lower-rate"
         )
     step, changes = int(asked["step"]), [w for w in words if w.partition("=")[0] != "step"]
-    parent, position = _parent(source, step, changes)
+    place, run_folder = named_folder(source, changes)
+    whole = [number for number, one in list_checkpoints(run_folder) if is_committed(one)]
+    if step not in whole:
+        steps = ", ".join(map(str, sorted(whole))) or "none"
+        raise ValueError(
+            f"step={step}: {place} has no complete checkpoint of this step; it has those of steps "
+            f"{steps}; give one of them (checkpoint.keep_steps keeps more of a run)"
+        )
+    parent = run_folder.child(folder_name(step))
+    position = read_checkpoint(parent).position
     before = recipe_from_dict(position.recipe, where=f"the recipe of {source}")
     tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, changes)
     tree["tracking"]["parent_run_id"] = None
@@ -133,20 +142,6 @@ def _is_free(folder: Location, origin: str, step: int) -> bool:
     return note.exists() and note.read().decode() == origin and set(steps) <= {step}
 
 
-def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
-    """The checkpoint's folder and position."""
-    source, run_folder = named_folder(source, changes)
-    whole = [number for number, one in list_checkpoints(run_folder) if is_committed(one)]
-    folder = run_folder.child(folder_name(step))
-    if step not in whole:
-        steps = ", ".join(map(str, sorted(whole))) or "none"
-        raise ValueError(
-            f"step={step}: {source} has no complete checkpoint of this step; it has those of steps "
-            f"{steps}; give one of them (checkpoint.keep_steps keeps more of a run)"
-        )
-    return folder, read_checkpoint(folder).position
-
-
 def _checked_changes(
     before: Recipe, resolved: ResolvedRun, position: Position, given: Collection[str]
 ) -> list[Change]:
@@ -163,8 +158,14 @@ def _checked_changes(
     flat[DATA_SET], now[DATA_SET] = position.data_fingerprint, resolved.manifest.fingerprint
     found = incompatible_changes(flat, now, without=(*LENGTH, CROP_SIZES))
     found += [Change(key, flat[key], now[key]) for key in LENGTH if flat[key] != now[key]]
-    sizes = _size_change(before, resolved)
-    found += [sizes] if sizes else []
+    if before.data.augment.sizes or recipe.data.augment.sizes:
+        try:
+            images_before = resolve_run(before).num_images
+        except (ValueError, OSError):  # the parent's sets need not be there any more
+            images_before = resolved.num_images
+        # Where crops of another size begin depends on the length and the batch, too.
+        sizes = size_change(before, recipe, resolved.num_images, images_before)
+        found += [sizes] if sizes else []
     for change in found:
         of_model = change.key.startswith("model.") and change.key not in _WITHOUT_TENSORS
         if of_model or change.key in _OF_TENSORS:
@@ -196,17 +197,6 @@ def _checked_changes(
             Change(_ORDER, *(f"version {one}" for one in (position.order_version, ORDER_VERSION)))
         )
     return found
-
-
-def _size_change(before: Recipe, resolved: ResolvedRun) -> Change | None:
-    """Where crops of another size begin, which the length and the batch decide, too."""
-    if not (before.data.augment.sizes or resolved.recipe.data.augment.sizes):
-        return None
-    try:
-        images_before = resolve_run(before).num_images
-    except (ValueError, OSError):  # the parent's sets need not be there any more
-        images_before = resolved.num_images
-    return size_change(before, resolved.recipe, resolved.num_images, images_before)
 
 
 def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:

@@ -88,7 +88,7 @@ _FOLLOWS: Final = {TRAINING_IMAGES}
 SWEEP: Final = "sweep"
 """Kind of a run that stands for the retraining of its selected point."""
 MOST_KEYS: Final = 4
-"""Keys named in the headline."""
+"""Keys named in the headline, and cells or metrics in an error."""
 ONE_SEED: Final = (
     "one seed on a side: the difference cannot be separated from the spread between seeds; train "
     "more seeds of both"
@@ -265,9 +265,9 @@ class Comparison:
                 ]
                 found.append(Difference(f"{name}, by cell", metric, means[0], means[1], True))
                 if all(c.is_paired for c in cells) and len({len(c.a) for c in cells}) == 1:
-                    a, b = ([getattr(c, side) for c in cells] for side in "ab")
                     of_a, of_b = (
-                        tuple(map(statistics.fmean, zip(*one, strict=True))) for one in (a, b)
+                        tuple(map(statistics.fmean, zip(*side, strict=True)))
+                        for side in ([c.a for c in cells], [c.b for c in cells])
                     )
                     found.append(Difference(f"{name}, by seed", metric, of_a, of_b, True))
         return found
@@ -364,21 +364,22 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     tasks = sorted(tasks_a & tasks_b - ({MEAN_TRANSFER} if tasks_a != tasks_b else set()))
     found = []
     for cell in common:
+        mine = cells[0][cell], cells[1][cell]
+        has_origin = any(run.origin for some in mine for run in some)
         for metric in (*METRICS, *tasks):
-            # A seed that was trained twice counts once, with the later run.
-            by_a, by_b = (
-                {run.seed: value for run in one[cell] if (value := _value(run, metric)) is not None}
-                for one in cells
-            )
-            if metric.endswith(_WHOLE) and not any(
-                run.origin for one in cells for run in one[cell]
-            ):
+            key = metric.removesuffix(_WHOLE)
+            if key != metric and not has_origin:
                 continue
+            # A seed that was trained twice counts once, with the later run.
+            values = (
+                {r.seed: r.recorded.get(key) if key == metric else r.in_all(key) for r in some}
+                for some in mine
+            )
+            by_a, by_b = ({s: v for s, v in one.items() if v is not None} for one in values)
             if by_a and by_b:
-                is_paired = by_a.keys() == by_b.keys() and len(by_a) == len(cells[0][cell])
+                is_paired = by_a.keys() == by_b.keys() and len(by_a) == len(mine[0])
                 of_a, of_b = (tuple(one[seed] for seed in sorted(one)) for one in (by_a, by_b))
-                runs = (cells[0][cell][0], cells[1][cell][0])
-                counts = (runs[0].num_tested(metric), runs[1].num_tested(metric))
+                counts = (mine[0][0].num_tested(metric), mine[1][0].num_tested(metric))
                 found.append(Difference(cell, metric, of_a, of_b, is_paired, counts))
     if not found:
         raise ValueError(
@@ -388,11 +389,6 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     only_a, only_b = ([cell for cell in one if cell not in common] for one in cells)
     keys = _key_differences([(cells[0][cell], cells[1][cell]) for cell in common])
     return Comparison(a, b, keys, found, only_a, only_b)
-
-
-def _value(run: RecordedRun, metric: str) -> float | None:
-    key = metric.removesuffix(_WHOLE)
-    return run.recorded.get(metric) if key == metric else run.in_all(key)
 
 
 def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
@@ -510,7 +506,6 @@ def _key_differences(
     return {key: (", ".join(a), ", ".join(b)) for key, (a, b) in sorted(values.items())}
 
 
-def _some(names: Sequence[str] | Mapping[str, object], most: int = 4) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return "; ".join(listed[:most]) + more
+def _some(names: Sequence[str] | Mapping[str, object]) -> str:
+    first, more = list(names)[:MOST_KEYS], len(names) - MOST_KEYS
+    return "; ".join(first) + (f" and {more} more" if more > 0 else "")

@@ -3,7 +3,6 @@
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vit_ray.config.resume_compatibility import LENGTH
 from vit_ray.report.figures.chart_list import length_of
@@ -40,45 +39,34 @@ def _of_one_accuracy(runs: Sequence[RecordedRun], key: str, name: str) -> list[s
     for group, members in by_group(tested).items():
         amounts = lines.setdefault(group.without("data.fraction", TRAINING_IMAGES), {})
         amounts[members[0].metrics[IMAGES_KEY]] = members
-    found: dict[tuple[Group, float, float], list[_Gains]] = {}
+    found: dict[tuple[Group, float, float], list[tuple[RecordedRun, Group, list[float]]]] = {}
     for group, amounts in lines.items():
         few, most = min(amounts), max(amounts)
         before = {run.seed: run.metrics[key] for run in amounts[few]}
         gains = [r.metrics[key] - before[r.seed] for r in amounts[most] if r.seed in before]
         if few < most and len(gains) > 1 and "optim.epochs" not in group.values:
             alike = group.only((*LENGTH, "train.global_batch_size").__contains__), few, most
-            found.setdefault(alike, []).append(_Gains(amounts[most][0], group, gains))
+            found.setdefault(alike, []).append((amounts[most][0], group, gains))
     sentences = []
     for (_, few, most), models in found.items():
-        vits = [one for one in models if one.run.family == BASELINE]
-        others = [one for one in models if one.run.family != BASELINE]
-        rest = {**_differences(vits), **_differences(others)}
-        for vit, other in itertools.product(vits, others):
-            tested_gain = of_difference(other.gains, vit.gains)
+        alike_models: dict[tuple[bool, str], list[Group]] = {}
+        for run, group, _ in models:
+            alike_models.setdefault((run.family == BASELINE, run.label), []).append(group)
+        rest: dict[Group, str] = {}
+        for groups in alike_models.values():  # what distinguishes models with the same label
+            rest |= {g: f" ({text})" if text else "" for g, text in differences(groups).items()}
+        for (vit, its, of_vit), (other, others, of_other) in itertools.product(models, models):
+            if vit.family != BASELINE or other.family == BASELINE:
+                continue
+            tested_gain = of_difference(of_other, of_vit)
             assert tested_gain is not None  # there are two seeds on either side
             gain = tested_gain.estimate
             sentences.append(
-                f"{name}, {length_of(vit.run)}, from {few:,.0f} to {most:,.0f} training images: "
-                f"{vit.run.label}{rest[vit.group]} gains {percent(statistics.fmean(vit.gains))} "
-                f"points and {other.run.label}{rest[other.group]} "
-                f"{percent(statistics.fmean(other.gains))}, a difference of {percent(gain.value)} "
-                f"(95 %: {percent(gain.low)} to {percent(gain.high)}, {len(vit.gains)} and "
-                f"{len(other.gains)} seeds)."
+                f"{name}, {length_of(vit)}, from {few:,.0f} to {most:,.0f} training images: "
+                f"{vit.label}{rest[its]} gains {percent(statistics.fmean(of_vit))} "
+                f"points and {other.label}{rest[others]} "
+                f"{percent(statistics.fmean(of_other))}, a difference of {percent(gain.value)} "
+                f"(95 %: {percent(gain.low)} to {percent(gain.high)}, {len(of_vit)} and "
+                f"{len(of_other)} seeds)."
             )
     return sentences
-
-
-@dataclass(frozen=True)
-class _Gains:
-    run: RecordedRun
-    group: Group
-    gains: list[float]
-
-
-def _differences(models: Sequence[_Gains]) -> dict[Group, str]:
-    """What distinguishes models with the same label."""
-    found: dict[Group, str] = {}
-    for label in {one.run.label for one in models}:
-        mine = [one.group for one in models if one.run.label == label]
-        found |= {group: f" ({text})" if text else "" for group, text in differences(mine).items()}
-    return found

@@ -86,7 +86,11 @@ def best_sentences(runs: Sequence[RecordedRun], among: str = "") -> list[str]:
             best_seeds, best = max(means, key=lambda pair: pair[1].value)
             run = best_seeds[0]
             name, result = f"{accuracy_name(key)}{whose}", described(run, best, key)
-            of_tests = _chosen(run, key)
+            of_tests = ""
+            if key == EVAL_TOP1 and run.best_of_tests:
+                last = run.recorded.get(EVAL_LAST_TOP1)
+                note = "" if last is None else f" (the last: {percent(last)} %)"
+                of_tests = f", the best of {run.best_of_tests} evaluations on the test set{note}"
             if len(runs) == 1:
                 where = f"{run.label} on {run.training_name} reaches {result} {name}"
                 found.append(f"{where}{of_tests and of_tests + ','} {_made(run)}.")
@@ -118,15 +122,6 @@ def described(run: RecordedRun, mean: Mean, key: str) -> str:
         return f"{mean} %"
     low, high = percent(interval.low), percent(interval.high)
     return f"{mean} % (95 %: {low} to {high}, {run.num_tested(key):,} images)"
-
-
-def _chosen(run: RecordedRun, key: str) -> str:
-    """Notes that it is the best of several evaluations on the test set."""
-    if not (key == EVAL_TOP1 and run.best_of_tests):
-        return ""
-    last = run.recorded.get(EVAL_LAST_TOP1)
-    note = "" if last is None else f" (the last: {percent(last)} %)"
-    return f", the best of {run.best_of_tests} evaluations on the test set{note}"
 
 
 def totals(runs: Sequence[RecordedRun]) -> list[str]:

@@ -74,7 +74,7 @@ def what_is_missing(
             found.append(f"{int(total) - begun} of {total} cells of {parent.name} have not begun")
     # Only the page of one training shows files.
     alone = shown[0] if len(shown) == 1 else None
-    if alone is not None and alone.kind and not archive.has_files(alone):
+    if alone is not None and alone.kind and not archive.paths(alone):
         recorded = str(alone.run.info.artifact_uri)
         place = local_folder(recorded) or redact(recorded)
         found.append(

@@ -211,7 +211,15 @@ def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     for task, rest, means in _spread(found, lambda one: one.task, lambda one: one.model):
         printed = [paper.table_2(*m, keys[task]) if task in known else None for m in theirs]
         rows.append([task, rest, *_texts(means, models), *(p and p[0] for p in printed)])
-    days = [_core_days(one.origin for one in found if one.model == model) for model in models]
+    days: list[str | None] = []
+    for model in models:  # of the most costly group of its pre-trainings, mean over seeds
+        origins = [one.origin for one in found if one.model == model and one.origin is not None]
+        costs = [
+            statistics.fmean(its)
+            for members in by_group(origins).values()
+            if (its := [cost for run in members if (cost := run.metrics.get(COST_CORE_DAYS))])
+        ]
+        days.append(number(max(costs)) if costs else None)
     days += map(number, paper.TABLE_2_CORE_DAYS[: len(theirs)])
     if rows and any(days):
         rows.append([CORE_DAYS, "", *days])
@@ -225,16 +233,6 @@ def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     source = f"; the paper's columns, where our test set is the paper's, are {paper.SOURCE}"
     caption = f"Table 2: accuracy after fine-tuning, %{source if known else ''}"
     return Table(caption, columns, rows).used()
-
-
-def _core_days(origins: Iterable[RecordedRun | None]) -> str | None:
-    """Core-days of the most costly group of these pre-trainings, mean over seeds."""
-    days = [
-        statistics.fmean(known)
-        for members in by_group(run for run in origins if run is not None).values()
-        if (known := [value for run in members if (value := run.metrics.get(COST_CORE_DAYS))])
-    ]
-    return number(max(days)) if days else None
 
 
 def table_5(found: Sequence[Transfer]) -> Table:

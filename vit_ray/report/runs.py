@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from vit_ray import kept_curve
-from vit_ray.addresses import LOCAL_SERVER, OtherFiles, files_elsewhere, require_store
+from vit_ray.addresses import LOCAL_SERVER, files_elsewhere, require_store
 from vit_ray.config.model_names import model_family
 from vit_ray.config.recorded_recipe import (
     INIT_RUN,
@@ -481,36 +481,22 @@ class Archive:
         """Content of a file of a run's artifacts; None if it does not exist."""
         with TemporaryDirectory() as folder:
             try:
-                if other := self._elsewhere(run):
+                if other := files_elsewhere(self._uri, str(run.run.info.artifact_uri)):
                     return (other.folder / path).read_bytes()
                 held = self._client.download_artifacts(run.run_id, path, folder)
                 return Path(held).read_bytes()
             except Exception:  # also of a bucket's library; the page is made without it
                 return None
 
-    def files_of(self, run: RecordedRun, folder: str) -> list[bytes]:
-        """Contents of the files of a folder of a run's artifacts."""
+    def paths(self, run: RecordedRun, folder: str = "") -> list[str]:
+        """Files and folders in a folder of a run's artifacts; empty if they cannot be listed."""
         try:
-            if other := self._elsewhere(run):
-                files = sorted((other.folder / folder).iterdir())
-                return [one.read_bytes() for one in files if one.is_file()]
-            listed = self._client.list_artifacts(run.run_id, folder)
+            if other := files_elsewhere(self._uri, str(run.run.info.artifact_uri)):
+                names = sorted(one.name for one in (other.folder / folder).iterdir())
+                return [str(PurePosixPath(folder, name)) for name in names]
+            return [one.path for one in self._client.list_artifacts(run.run_id, folder or None)]
         except Exception:  # as in `file`
             return []
-        found = (self.file(run, one.path) for one in listed if not one.is_dir)
-        return [content for content in found if content is not None]
-
-    def has_files(self, run: RecordedRun) -> bool:
-        """Whether any file of a run's artifacts can be listed."""
-        try:
-            if other := self._elsewhere(run):
-                return other.folder.is_dir()
-            return bool(self._client.list_artifacts(run.run_id))
-        except Exception:  # as in `file`
-            return False
-
-    def _elsewhere(self, run: RecordedRun) -> OtherFiles | None:
-        return files_elsewhere(self._uri, str(run.run.info.artifact_uri))
 
     def card(self, run: RecordedRun) -> str:
         """Where the model card of the run's logged model is: a page of the server, or a file."""

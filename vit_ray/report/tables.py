@@ -163,9 +163,16 @@ class Table:
 
     def latex(self) -> str:
         """A `tabular` for a paper that uses booktabs, numbers as the page shows them."""
+        special: dict[str, str | int | None] = {one: f"\\{one}" for one in "&%$#_{}"}
+        for character, name in (("\\", "backslash"), ("~", "asciitilde"), ("^", "asciicircum")):
+            special[character] = rf"\text{name}{{}}"
+        escapes = str.maketrans(special)
         shown = [[cell.text for cell in row] for row in self.cells()]
-        heads = [column.title for column in self.columns]
-        head, *lines = [" & ".join(map(_latex, row)) + r" \\" for row in (heads, *shown)]
+        texts = [
+            [" ".join(text.split()).translate(escapes).replace("+-", r"$\pm$") for text in row]
+            for row in ([column.title for column in self.columns], *shown)
+        ]
+        head, *lines = [" & ".join(row) + r" \\" for row in texts]
         columns = "".join("r" if column.form else "l" for column in self.columns)
         return "\n".join([
             f"% {self.caption}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head,
@@ -182,11 +189,3 @@ def _is_formula(value: Value) -> bool:
     except ValueError:
         return True
     return False
-
-
-def _latex(text: str) -> str:
-    """Special characters escaped, and a deviation as a sign."""
-    special: dict[str, str | int | None] = {one: f"\\{one}" for one in "&%$#_{}"}
-    for character, name in (("\\", "backslash"), ("~", "asciitilde"), ("^", "asciicircum")):
-        special[character] = rf"\text{name}{{}}"
-    return " ".join(text.split()).translate(str.maketrans(special)).replace("+-", r"$\pm$")

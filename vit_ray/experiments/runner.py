@@ -114,6 +114,11 @@ class Work:
     """Resources it takes if it is only planned; None: by its recipe."""
     hours: float = 0.0
 
+    @property
+    def reads(self) -> str | None:
+        """Trainings with equal text can share a stream; None if it is only planned."""
+        return self.training.reads if self.takes is None else None
+
     def need(self, room: Room) -> Room:
         return self.takes or room_of(self.training.recipe, room)
 
@@ -166,7 +171,7 @@ class Runner:
         self._room, self._looked_s = room(), time.monotonic()
         self._waiting: list[tuple[tuple[int, ...], Work]] = []
         self._running: dict[Work, _Run] = {}
-        self._gathers_until_s: dict[str, float] = {}
+        self._gathers_until_s: dict[str | None, float] = {}
         """For each stream: until when a free place waits for another one."""
         self._nodes: dict[tuple[int, ...], _Node] = {}
         self.error: BaseException | None = None
@@ -183,65 +188,45 @@ class Runner:
         if not self._waiting or self._ends():
             return None
         room, taken = self._room_now(), [one.need for one in self._running.values()]
-        held: set[str] = set()
+        held: set[str | None] = set()
         """Streams of work that waits for another place."""
+        since_s = time.monotonic() - TOGETHER_S
+        new = [work for work, one in self._running.items() if one.started_s > since_s]
         for index, (place, work) in enumerate(self._waiting):
             need = work.need(room)
-            if room.holds(need, taken):
-                if held and work.takes is None and work.training.reads in held:
-                    continue
-                together = self._together(work, room, [*taken, need])
-                if self._gathers(work, together):
+            if not room.holds(need, taken) or work.reads in held:
+                continue
+            together: list[Work] = []
+            """Waiting trainings that still fit if this one starts."""
+            places = [*taken, need]
+            for _, other in self._waiting if work.reads else ():
+                if other is not work and room.holds(other.need(room), places):
+                    places.append(other.need(room))
+                    together.append(other)
+            if time.monotonic() <= self._gathers_until_s.get(work.reads, -math.inf):
+                waiting = self._alike(work, (one for _, one in self._waiting))
+                may_end = self._alike(work, (one for one in self._running if one not in new))
+                if may_end and len(waiting) > len(self._alike(work, together)):
                     taken.append(need)
-                    held.add(work.training.reads)
+                    held.add(work.reads)
                     continue
-                del self._waiting[index]
-                if work.draw is not None:
-                    try:
-                        work.training = work.draw()
-                    except Exception as error:
-                        self.error = self.error or error
-                        return None
-                if self._alike(work, [*self._running, *together]):
-                    num_sharing = 1 + len(self._alike(work, [*self._just_started(), *together]))
-                    work.training = replace(work.training, num_sharing=num_sharing)
-                self._running[work] = _Run(place, need, time.monotonic())
-                return work
+            del self._waiting[index]
+            if work.draw is not None:
+                try:
+                    work.training = work.draw()
+                except Exception as error:
+                    self.error = self.error or error
+                    return None
+            if self._alike(work, [*self._running, *together]):
+                num_sharing = 1 + len(self._alike(work, [*new, *together]))
+                work.training = replace(work.training, num_sharing=num_sharing)
+            self._running[work] = _Run(place, need, time.monotonic())
+            return work
         return None
-
-    def _together(self, work: Work, room: Room, taken: list[Room]) -> list[Work]:
-        """Waiting trainings that still fit if this one starts; empty for planned ones."""
-        found: list[Work] = []
-        for _, other in self._waiting if work.takes is None else ():
-            if other is not work:
-                need = other.need(room)
-                if room.holds(need, taken):
-                    found.append(other)
-                    taken.append(need)
-        return found
-
-    def _just_started(self) -> list[Work]:
-        since_s = time.monotonic() - TOGETHER_S
-        return [work for work, one in self._running.items() if one.started_s > since_s]
 
     def _alike(self, work: Work, others: Iterable[Work]) -> list[Work]:
         """Other trainings with an equal stream; empty for planned ones."""
-        if work.takes is not None:
-            return []
-        reads = work.training.reads
-        return [one for one in others if one is not work and one.training.reads == reads]
-
-    def _gathers(self, work: Work, together: list[Work]) -> bool:
-        """Whether it waits for another place, to start together with equal streams."""
-        if work.takes is not None:
-            return False
-        until_s = self._gathers_until_s.get(work.training.reads, -math.inf)
-        if time.monotonic() > until_s:
-            return False
-        waiting = self._alike(work, (one for _, one in self._waiting))
-        new = self._just_started()
-        may_end = self._alike(work, (one for one in self._running if one not in new))
-        return bool(may_end) and len(waiting) > len(self._alike(work, together))
+        return [one for one in others if work.reads and one is not work and one.reads == work.reads]
 
     def goes_on(self, work: Work, outcome: Outcome) -> bool:
         try:
@@ -255,9 +240,8 @@ class Runner:
         run = self._running.pop(work)
         self._looked_s, now_s = -math.inf, time.monotonic()
         took_s = now_s - run.started_s
-        if work.takes is None and now_s > self._gathers_until_s.get(work.training.reads, -math.inf):
-            until_s = now_s + min(GATHER_S, GATHER_SHARE * took_s)
-            self._gathers_until_s[work.training.reads] = until_s
+        if work.reads and now_s > self._gathers_until_s.get(work.reads, -math.inf):
+            self._gathers_until_s[work.reads] = now_s + min(GATHER_S, GATHER_SHARE * took_s)
         for text in outcome.warnings:
             logger.warning("%s", text)
         if not outcome.is_cut:

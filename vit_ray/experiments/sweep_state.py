@@ -138,7 +138,11 @@ class RememberedSearch:
         for number in map(str, range(_MOST_DRAWS)):
             trial = f"{len(self.points)} {number}"
             proposed = self._searcher.suggest(trial)
-            point = {key: _rounded(proposed[key], values) for key, values in self._space.items()}
+            point = {key: proposed[key] for key in self._space}
+            for key, values in self._space.items():
+                if not isinstance(values, list):  # rounded, to be read and repeated
+                    ((low, high),) = values.values()
+                    point[key] = min(max(rounded(point[key]), low), high)
             if point_name(point) not in names:
                 self._drawn[point_name(point)] = trial
                 self.points.append(point)
@@ -173,14 +177,6 @@ class RememberedSearch:
         return point.keys() == self._space.keys() and all(
             is_of(value, self._space[key]) for key, value in point.items()
         )
-
-
-def _rounded(value: Any, values: Any) -> Any:
-    """A number in a range, rounded so that it can be read and repeated."""
-    if isinstance(values, list):
-        return value
-    ((low, high),) = values.values()
-    return min(max(rounded(value), low), high)
 
 
 class RememberedAsha:

@@ -218,10 +218,14 @@ def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float |
 
 
 def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """What the parent run records: accuracy of each task, and the complete means."""
+    """What the parent run records: accuracy of each task, and the complete means.
+
+    A mean over other tasks than the paper's has another name.
+    """
     metrics = {f"{VTAB_GROUP}{row.task.name}_top1": row.top1 for row in rows}
-    means = group_means([(row.task.group, row.top1) for row in rows])
-    metrics |= {f"{VTAB_GROUP}{_key(group, rows)}_top1": value for group, value in means.items()}
+    for group, mean in group_means([(row.task.group, row.top1) for row in rows]).items():
+        count = f"_{len(_members(group, rows))}_of_{len(PAPER_GROUPS[group])}"
+        metrics[f"{VTAB_GROUP}{group}{'' if _is_whole(group, rows) else count}_top1"] = mean
     known = {key: value for key, value in metrics.items() if value is not None}
     return {**known, VTAB_NUM_TASKS: float(sum(row.top1 is not None for row in rows))}
 
@@ -273,12 +277,6 @@ def _members(group: str, rows: Sequence[TaskResult]) -> list[TaskResult]:
 
 def _is_whole(group: str, rows: Sequence[TaskResult]) -> bool:
     return {row.task.name for row in _members(group, rows)} == PAPER_GROUPS[group]
-
-
-def _key(group: str, rows: Sequence[TaskResult]) -> str:
-    """Suffix of a metric: a mean over other tasks than the paper's has another name."""
-    count = f"_{len(_members(group, rows))}_of_{len(PAPER_GROUPS[group])}"
-    return group if _is_whole(group, rows) else group + count
 
 
 def _of_paper(row: TaskResult) -> list[float | None]:

@@ -65,7 +65,9 @@ class Confusion:
     def files(self, classes: Sequence[str]) -> dict[str, bytes]:
         """The table of classes and the table of pairs, as CSV by file name."""
         pairs = self.pairs()
-        names = [_cell(name) for name in classes]
+        # A name that a spreadsheet would run as a formula gets a quote before it.
+        formula = ("=", "+", "-", "@", "\t", "\r")
+        names = [f"'{name}" if name.startswith(formula) else name for name in classes]
         bounds = np.searchsorted(pairs[:, 0], np.arange(len(classes) + 1))
         rows: list[tuple[object, ...]] = []
         for index, name in enumerate(names):
@@ -94,8 +96,3 @@ class Confusion:
             csv.writer(text, lineterminator="\n").writerows(table)
             files[file] = text.getvalue().encode()
         return files
-
-
-def _cell(name: str) -> str:
-    """A class name that a spreadsheet would run as a formula gets a quote before it."""
-    return f"'{name}" if name.startswith(("=", "+", "-", "@", "\t", "\r")) else name

@@ -168,16 +168,12 @@ def picture(
     if not squares:
         return {}
     nothing = {"predicted": None, "probability": None, "loss": None}
-    facts = [{**nothing, **one} for one in about]
-    row = strip(squares, [*map(_caption, facts)])
+    facts: list[dict[str, Any]] = [{**nothing, **one} for one in about]
+    captions = []
+    for one in facts:
+        lines = [f"true: {', '.join(one['classes']) or 'no label'}"]
+        if one["predicted"] is not None:
+            lines += [f"pred.: {one['predicted']}", f"{one['probability']:.1%}"]
+        captions.append(lines)
+    row = strip(squares, captions)
     return {f"{name}.jpg": row, f"{name}.json": json.dumps(facts, indent=1).encode()}
-
-
-def _caption(facts: dict[str, Any]) -> list[str]:
-    """Lines below an image: its class, and the predicted one with its probability."""
-    lines = [f"true: {', '.join(facts['classes']) or 'no label'}"]
-    if facts["predicted"] is not None:
-        lines.append(f"pred.: {facts['predicted']}")
-    if facts["probability"] is not None:
-        lines.append(f"{facts['probability']:.1%}")
-    return lines

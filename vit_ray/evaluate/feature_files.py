@@ -130,10 +130,10 @@ def read_features(folder: Location, columns: Sequence[str]) -> Iterator[dict[str
                 f"{folder.uri}/{name} cannot be read ({error}); restore it, or extract the "
                 "features into another folder"
             ) from error
-        yield {column: _array(table[column].combine_chunks()) for column in columns}
-
-
-def _array(column: pa.Array) -> NDArray[Any]:
-    if not pa.types.is_fixed_size_list(column.type):
-        return np.asarray(column.to_numpy(zero_copy_only=False))
-    return np.asarray(column.flatten().to_numpy().reshape(len(column), column.type.list_size))
+        parts = {column: table[column].combine_chunks() for column in columns}
+        yield {
+            column: part.flatten().to_numpy().reshape(len(part), part.type.list_size)
+            if pa.types.is_fixed_size_list(part.type)
+            else part.to_numpy(zero_copy_only=False)
+            for column, part in parts.items()
+        }

@@ -42,20 +42,20 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         reason = f"a {type(model).__name__} has no attention over the whole image"
         return {**results, "attention_distance": reason, "attention_rollout": reason}
     distances, rollouts = attention_figures(model, images)
-    results["attention_distance"] = draw_attention_distance(
-        distances, len(images), folder / "attention_distance.png"
-    )
     shown = np.linspace(0, len(images) - 1, min(NUM_ROLLOUTS, len(images))).astype(int)
-    results["attention_rollout"] = draw_rollouts(
-        images[shown],
-        rollouts[shown],
-        model.embedding.patch_size,
-        folder / "attention_rollout.png",
-    )
+    drawn = {
+        "attention_distance": attention_distance(distances, len(images)),
+        "attention_rollout": rollout_pairs(
+            images[shown], rollouts[shown], model.embedding.patch_size
+        ),
+    }
+    for name, figure in drawn.items():
+        results[name] = path = folder / f"{name}.png"
+        figure.savefig(path, dpi=150)
     return results
 
 
-def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) -> Path:
+def attention_distance(distances: FloatArray, num_images: int) -> Figure:
     """A dot for each head of (L, H) over the depth of its layer."""
     num_layers, num_heads = distances.shape
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -67,10 +67,10 @@ def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) 
     axis.set_ylim(0, 1.08 * float(distances.max()))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(f"{num_heads} heads a layer, mean over {num_images} images")
-    return _save(figure, path)
+    return figure
 
 
-def draw_rollouts(images: UInt8Array, rollouts: FloatArray, patch_size: int, path: Path) -> Path:
+def rollout_pairs(images: UInt8Array, rollouts: FloatArray, patch_size: int) -> Figure:
     """Each picture next to the same picture, brightened by its rollout (B, h, w)."""
     pairs = min(4, len(images))
     rows = -(-len(images) // pairs)
@@ -83,7 +83,7 @@ def draw_rollouts(images: UInt8Array, rollouts: FloatArray, patch_size: int, pat
         row, column = divmod(index, pairs)
         axes[row][2 * column].imshow(image)
         axes[row][2 * column + 1].imshow(overlay(image, rollout, patch_size))
-    return _save(figure, path)
+    return figure
 
 
 def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Array:
@@ -99,8 +99,3 @@ def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Arr
     span = max(float(blurred.max() - blurred.min()), 1e-12)
     light = (blurred - blurred.min()) / span
     return (image * light[..., None]).astype(np.uint8)
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=150)
-    return path

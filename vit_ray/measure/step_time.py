@@ -65,23 +65,16 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     # Two all-reduces for each gather, each of which sends its bytes twice.
     sums = 2 * len(shape.gathers) if shape.stage else 0
     matrices = 2 * 2 * ring * 4 * sum(shape.gathers) if shape.stage else 0.0
+    passes = accumulation_steps if shape.stage >= 2 else 1
     if shape.stage == 3:
         count = shape.num_parameters + shape.num_frozen
         gathered = count + max(0, count - settings.held)
         weights = ring * gathered * shape.weight_bytes
         rings = buckets + math.ceil(gathered / max(settings.prefetch, shape.largest_parameter, 1))
-        return Traffic(
-            trained * accumulation_steps,
-            weights * accumulation_steps,
-            sums,
-            rings * accumulation_steps,
-            matrices,
-        )
-    passes = accumulation_steps if shape.stage == 2 else 1
-    # The new weights: of what decays, and of what does not.
-    rings = 2 if shape.stage else 0
+        return Traffic(trained * passes, weights * passes, sums, rings * passes, matrices)
     sums += buckets * passes
-    weights = trained if shape.stage else 0.0
+    # The new weights: of what decays, and of what does not.
+    rings, weights = (2, trained) if shape.stage else (0, 0.0)
     return Traffic(2 * trained * passes, weights, sums, rings, matrices)
 
 

@@ -281,7 +281,7 @@ def test_the_loss_of_a_run_that_another_machine_recorded_is_in_mlflow(
     assert "without the loss of the step: MLflow at" in found
     assert "Its loss was" not in found
     Path(file).unlink()
-    assert "there is no file of runs" in shown("away", run)
+    assert "no such file; give the MLflow database of the runs" in shown("away", run)
     assert not Path(file).exists()
 
 

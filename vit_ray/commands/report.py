@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from vit_ray.addresses import are_own_files, local_folder, require_store
+from vit_ray.addresses import are_own_files, local_folder
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.secrets import redact
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
-from vit_ray.tracking.mlflow_client import asking, reached_client, redact_uri
+from vit_ray.tracking.mlflow_client import asking, redact_uri
 from vit_ray.tracking.past_runs import runs_of_name
 
 MAX_FAILURES: Final = 10
@@ -45,9 +45,7 @@ def report(
         ValueError: MLflow has no such runs.
         RuntimeError: MLflow does not answer, or cannot be used.
     """
-    require_store(recipe.tracking.uri)
-    with asking(recipe.tracking.uri):
-        client = reached_client(recipe.tracking.uri)
+    with asking(recipe.tracking.uri) as client:
         run_id = None
         if not whole_experiment:
             folder = recipe.with_absolute_paths().run_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
-from vit_ray.addresses import LOCAL_SERVER, SQLITE, sqlite_file
+from vit_ray.addresses import LOCAL_SERVER, SQLITE, require_store, sqlite_file
 from vit_ray.config.secrets import redact, userinfo
 from vit_ray.metric_names import (
     DEV_TOP1,
@@ -149,21 +149,6 @@ def reached_client(uri: str) -> MlflowClient:
     return client
 
 
-def recorded_values(uri: str, run_id: str, key: str) -> dict[int, float]:
-    """A metric of a run by step; a missing SQLite file is not created.
-
-    Raises:
-        RuntimeError, TimeoutError: as `reached_client`, or the store does not have the run.
-    """
-    path = sqlite_file(uri)
-    if path is not None and not path.exists():
-        raise RuntimeError(f"there is no file of runs {path} here; give its path as tracking.uri=")
-    client = reached_client(uri)
-    with asking(uri):
-        client.get_run(run_id)
-        return {point.step: point.value for point in client.get_metric_history(run_id, key)}
-
-
 def unusable(uri: str, error: Exception) -> RuntimeError:
     """The error for a store that cannot be used, without the address's secrets."""
     reason = redact_uri(str(error).strip(), uri).partition("\n")[0].rstrip(".")
@@ -180,10 +165,18 @@ def unusable(uri: str, error: Exception) -> RuntimeError:
 
 
 @contextmanager
-def asking(uri: str) -> Iterator[None]:
-    """Inside this block an error of MLflow, which may go away at any call, is a `RuntimeError`."""
+def asking(uri: str) -> Iterator[MlflowClient]:
+    """A client of a store with runs; in the block an error of MLflow, which may go away at any
+    call, is a `RuntimeError`.
+
+    Raises:
+        ValueError: as `require_store`.
+        RuntimeError, TimeoutError: as `reached_client`.
+    """
+    require_store(uri)
+    client = reached_client(uri)
     try:
-        yield
+        yield client
     except MlflowException as error:
         raise unusable(uri, error) from None
 

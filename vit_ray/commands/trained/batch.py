@@ -278,10 +278,13 @@ def _losses(run: NamedRun, steps: range) -> dict[int, float]:
     run_id = run.newest.position.tracking_run_id if run.newest else None
     # A log on this machine has the attempts that ran here. MLflow's steps count completed steps.
     if run_id is not None and not {step + 1 for step in steps} <= logged.keys():
-        from vit_ray.tracking.mlflow_client import recorded_values  # MLflow: seconds
+        from vit_ray.tracking.mlflow_client import asking  # MLflow: seconds
 
         try:
-            logged = recorded_values(run.recipe.tracking.uri, run_id, TRAIN_LOSS) | logged
-        except (RuntimeError, TimeoutError) as error:
+            with asking(run.recipe.tracking.uri) as client:
+                client.get_run(run_id)  # a history of no run is empty
+                points = client.get_metric_history(run_id, TRAIN_LOSS)
+            logged = {point.step: point.value for point in points} | logged
+        except (ValueError, RuntimeError, TimeoutError) as error:
             print(f"without the loss of the step: {error}", file=sys.stderr)
     return {step: logged[step + 1] for step in steps if step + 1 in logged}

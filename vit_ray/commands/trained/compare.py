@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from vit_ray.addresses import require_store
 from vit_ray.commands.printed_tables import print_table
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.report.comparison import compare, write_comparison
 from vit_ray.tracking.metrics_log import metrics_log_path
-from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client
+from vit_ray.tracking.mlflow_client import absolute_uri, asking
 
 
 def compare_words(words: tuple[str, ...]) -> int:
@@ -27,8 +26,6 @@ def compare_words(words: tuple[str, ...]) -> int:
         RuntimeError: MLflow does not answer.
     """
     pair, recipe = parse_words(words)
-    require_store(recipe.tracking.uri)
-    reached_client(recipe.tracking.uri)
     with asking(recipe.tracking.uri):
         found = compare(absolute_uri(recipe.tracking.uri), recipe.tracking.experiment, pair)
         for text in found.headline():

@@ -7,8 +7,6 @@ superseded records if a run went back and recorded steps again: a history whose 
 read whole. So are all histories if there is neither the index nor the call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -240,11 +241,12 @@ def test_help_and_refusals_import_nothing_heavy() -> None:
 def test_every_command_is_where_the_table_says(command: Command) -> None:
     for reference in filter(None, (command.main, command.plan)):
         function = pkgutil.resolve_name(reference)
-        taken = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
-        assert taken.pop("recipe") == "Recipe", reference
+        parameters = inspect.signature(function).parameters.values()
+        taken = {p.name: p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY}
+        assert taken.pop("recipe") is Recipe, reference
         words = reference == command.main and command.takes_overrides
-        assert taken == ({"overrides": "Sequence[str]"} if words else {}), reference
-    assert inspect.signature(pkgutil.resolve_name(command.main)).return_annotation == "int"
+        assert taken == ({"overrides": Sequence[str]} if words else {}), reference
+    assert inspect.signature(pkgutil.resolve_name(command.main)).return_annotation is int
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)

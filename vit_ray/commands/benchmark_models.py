@@ -1,7 +1,5 @@
 """The command that measures models: images per second and the largest batch, by input size."""
 
-from __future__ import annotations
-
 from vit_ray.commands.printed_tables import print_rows
 from vit_ray.config import Recipe
 from vit_ray.launch.model_benchmark import benchmark_of, benchmarked_models, model_recipes

@@ -1,7 +1,5 @@
 """The command line: `vit-ray NAME RECIPE [key=value ...]`, also as `python jobs/NAME.py`."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The conversion command: from a recipe's `convert` section to a data set and a report."""
 
-from __future__ import annotations
-
 import os
 import platform
 from contextlib import suppress

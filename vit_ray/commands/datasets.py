@@ -1,7 +1,5 @@
 """The commands for data sets: verify, subset and deduplicate."""
 
-from __future__ import annotations
-
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.verify_run import verify_run
 from vit_ray.config import Recipe, require

@@ -4,8 +4,6 @@ Each is checked separately, so that one command reports everything that is missi
 costs. Nothing is left behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """What is wrong with a recipe by itself, found before torch, Ray or MLflow is imported."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

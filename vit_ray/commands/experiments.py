@@ -1,7 +1,5 @@
 """Sweeps and studies, and the tables printed for them."""
 
-from __future__ import annotations
-
 from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.commands.printed_tables import print_link, print_study, print_sweep, print_table
 from vit_ray.config import Recipe

@@ -1,7 +1,5 @@
 """What `--help` prints for a command: what it does, and the keys that it reads, by section."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final

@@ -1,7 +1,5 @@
 """`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Implementations are named here and imported when they run: they import torch, Ra
 help, completion and errors about typing mistakes must not wait for.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

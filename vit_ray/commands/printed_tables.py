@@ -1,7 +1,5 @@
 """What a command prints when it has ended: tables for users."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,7 +99,7 @@ def print_link(hint: str, run_id: str | None) -> None:
         print(f"MLflow page: {hint}")
 
 
-def print_sweep(result: SweepResult | None) -> int:
+def print_sweep(result: "SweepResult | None") -> int:
     """The grid, the selected point, the test accuracy; exit code 3 if stopped on request."""
     if result is None:
         print("stopped on request; the same command resumes its runs from their checkpoints")
@@ -141,7 +139,7 @@ def print_sweep(result: SweepResult | None) -> int:
     return 0
 
 
-def print_study(result: StudyResult) -> int:
+def print_study(result: "StudyResult") -> int:
     """A row per cell; exit code 0 if all are done, 1 if any failed, 3 if stopped on request."""
     has_averaged = any(_AVERAGED[1] in cell.metrics for cell in result.cells)
     columns = [*_OF_CELLS, *([_AVERAGED] if has_averaged else [])]

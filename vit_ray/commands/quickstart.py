@@ -1,7 +1,5 @@
 """The main command in small: digits to parquet, pre-training, a sweep, and from scratch."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The list of shipped recipes."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder

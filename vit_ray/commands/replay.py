@@ -1,7 +1,5 @@
 """Sending to MLflow what a run recorded while MLflow was away."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

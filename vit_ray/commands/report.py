@@ -1,7 +1,5 @@
 """The report command: one page of a run, or of an experiment, from MLflow alone."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The runs of an output folder: state, progress and accuracy of each."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A single training or evaluation, and what is printed for it."""
 
-from __future__ import annotations
-
 from vit_ray.commands.printed_tables import print_metrics, print_result, print_table
 from vit_ray.config import Recipe
 from vit_ray.launch import run

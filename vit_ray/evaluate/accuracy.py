@@ -5,8 +5,6 @@ correct if it is one of them. An image without any is skipped, as in ReaL; an im
 (padding of a short last batch) does not count.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass
 
 import torch
@@ -35,7 +33,7 @@ class AccuracySums:
         labels: torch.Tensor,
         losses: torch.Tensor,
         weights: torch.Tensor | None = None,
-    ) -> AccuracySums:
+    ) -> "AccuracySums":
         """Sums of one batch.
 
         Args:
@@ -60,7 +58,7 @@ class AccuracySums:
         )
         return cls(*torch.stack(sums).tolist())
 
-    def __add__(self, other: AccuracySums) -> AccuracySums:
+    def __add__(self, other: "AccuracySums") -> "AccuracySums":
         return AccuracySums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def means(self) -> dict[str, float]:

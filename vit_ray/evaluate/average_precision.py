@@ -5,8 +5,6 @@ precision among all images that score as much or more, times what these scores a
 ranks exchange only the scores of images with a label, and counts of images that score as high.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

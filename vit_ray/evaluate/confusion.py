@@ -3,8 +3,6 @@
 Only pairs that occur are kept: for 21,843 classes a table would have 477 million cells.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter

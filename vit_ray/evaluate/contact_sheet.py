@@ -1,7 +1,5 @@
 """Many images as one picture for display: small squares in a row or a grid."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ They are one picture, a row of squares with captions, and facts about each of th
 `loss`, null without a prediction.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ continues after the last positions for which all workers' files exist. `features
 the features come from, and whether they are complete.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

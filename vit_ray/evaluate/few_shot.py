@@ -9,8 +9,6 @@ The system is solved from sums over the examples, which add up over batches and 
 features of a whole set are never in memory at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,7 +52,7 @@ class ExampleSums:
         """The sums themselves, for an all-reduce in place."""
         return [self.counts, self.sums, self.products]
 
-    def classifier(self, l2: float, dtype: DTypeLike = np.float64) -> LinearClassifier:
+    def classifier(self, l2: float, dtype: DTypeLike = np.float64) -> "LinearClassifier":
         """The ridge regression onto {-1, +1}^K of the whitened examples and the constant.
 
         Whitened features have mean zero, so the constant's equation is independent of the others.

@@ -5,8 +5,6 @@ with several correct classes for an image, or none. This file works only on smal
 names; images and models are elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ Pure functions turn weights and attention into arrays; `inspection_figures.py` d
 
 # B images, H heads, N tokens, L layers, D width, P patch side, h w grid
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

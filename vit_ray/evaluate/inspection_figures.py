@@ -1,7 +1,5 @@
 """Draws the figures of `inspection.py` and `weight_pictures.py` into PNG files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Images of one data set whose features are close to those of others, by their cosine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final
 

@@ -3,8 +3,6 @@
 Without Matplotlib, which takes a worker a second to import.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from typing import Final
@@ -45,7 +43,7 @@ class FirstLayer:
     """(h, w, D)"""
 
     @classmethod
-    def of(cls, model: nn.Module) -> FirstLayer:
+    def of(cls, model: nn.Module) -> "FirstLayer":
         """From a model with all of its weights."""
         return cls(
             first_kernel(model),

@@ -5,8 +5,6 @@ arXiv:2405.18392), a shorter run equals the longer one, step for step, up to the
 cool-down. So only that cool-down has to be trained, and its weights are those of a separate run.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

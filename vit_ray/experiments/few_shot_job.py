@@ -1,7 +1,5 @@
 """Few-shot accuracy of weights: features from all workers, then every draw from files."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

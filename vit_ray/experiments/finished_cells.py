@@ -1,7 +1,5 @@
 """What an earlier start of a study has finished, by its runs in MLflow."""
 
-from __future__ import annotations
-
 from vit_ray.config import Recipe
 from vit_ray.config.branch_origin import TAG
 from vit_ray.config.command_sections import StudyTask

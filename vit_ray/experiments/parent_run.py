@@ -1,7 +1,5 @@
 """The record of a study or a sweep; its trainings are child runs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ result. A flow receives the result of a flow inside it in the same way as that o
 study is a flow of cells, each a flow of a training and its transfers, each a sweep.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import heapq
@@ -65,7 +63,7 @@ class Room:
     runs: float = math.inf
     """Of a cluster: trainings in parallel."""
 
-    def holds(self, need: Room, taken: Iterable[Room]) -> bool:
+    def holds(self, need: "Room", taken: "Iterable[Room]") -> bool:
         """Whether a training fits next to those that run; a single one always does."""
         whole = [need, *taken]
         return len(whole) == 1 or (

@@ -1,7 +1,5 @@
 """What a sweep tries: points of a grid or random ones, with values for some keys."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

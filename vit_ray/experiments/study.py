@@ -5,8 +5,6 @@ restarted study skips finished cells and continues interrupted ones. A failed ce
 its newest checkpoint, and if it fails again is a row like the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

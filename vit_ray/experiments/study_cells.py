@@ -4,8 +4,6 @@ Depends only on the recipe: no data set is opened. A cell's name is derived from
 that a restarted study finds the cells it has trained.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The order of a study's work: the rule for the study itself and for its `--dry-run`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

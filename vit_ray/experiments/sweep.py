@@ -9,8 +9,6 @@ If a recipe averages its weights, the accuracy of the averaged weights decides a
 in the paper's Table 2; that of the last weights is reported next to it.
 """
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ and a new Tuner is made each time. So the next driver fills ASHA's rungs from th
 decisions are final; diverged trials are not tried again; and a search gets its finished points.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """A sweep's trials as its own run keeps them: a table, and accuracy against the rate."""
 
-from __future__ import annotations
-
 from vit_ray.experiments.search_space import RATE, point_text
 from vit_ray.experiments.training import Outcome
 from vit_ray.outcomes import TrialState

@@ -6,8 +6,6 @@ A trial is a small driver: it borrows a pool of workers, trains from rung to run
 outcome. Everything that starts slowly (workers, streams, MLflow) outlives it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Section 4.1 of the paper and Table 6. They run after the pre-training of their c
 metrics of the cell's own run: `transfer/TASK_top1`, over seeds if there are several.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

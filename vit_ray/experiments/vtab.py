@@ -6,8 +6,6 @@ others; a group has a mean only if all of its tasks have an accuracy, and the pa
 over the same tasks.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

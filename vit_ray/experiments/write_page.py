@@ -1,7 +1,5 @@
 """The report page of a run and its child runs, next to its checkpoints."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

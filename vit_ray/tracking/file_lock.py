@@ -11,8 +11,6 @@ server starts. So each kind of holder leaves a mark before it looks for the mark
 `flock` writes into the file, and the folder stays. If both are there, the folder decides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -4,8 +4,6 @@ Each record is first a line on disk, so it survives an outage of MLflow and the 
 A second file, `<name>.sent`, notes how far MLflow has the log, and in which run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -105,7 +103,7 @@ class RunOpening:
     tags: Mapping[str, str] = field(default_factory=dict)
     resume_step: int | None = None
     """Step of the checkpoint that training resumes from."""
-    parent: RunOpening | None = None
+    parent: "RunOpening | None" = None
     """Opening of the sweep or study that the run is part of."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Inputs: name, digest, source, context and profile of each."""

@@ -1,7 +1,5 @@
 """MLflow's client: addresses without secrets, the schema created once, little logging."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

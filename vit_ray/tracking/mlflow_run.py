@@ -5,8 +5,6 @@ dropped, so no step is logged twice, whether workers repeat steps after a restar
 replay does. The exception is a metric that is recorded again: the newest value counts.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -224,7 +222,7 @@ class RunWriter:
             tags=[RunTag(stored_tag(k), str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()],
         )
 
-    def _steps_of(self, run: Run, resume_step: int | None = None) -> dict[str, SeenSteps]:
+    def _steps_of(self, run: Run, resume_step: int | None = None) -> "dict[str, SeenSteps]":
         """What a run has, by key.
 
         The steps after `resume_step` are repeated, and are read one by one: points come from

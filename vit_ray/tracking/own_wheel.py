@@ -1,7 +1,5 @@
 """This package as a wheel next to a logged model: no package index has it."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

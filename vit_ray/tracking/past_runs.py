@@ -4,8 +4,6 @@ While MLflow is away the answer is "nothing", with a warning, and commands fall 
 checkpoints.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

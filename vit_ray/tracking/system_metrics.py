@@ -3,8 +3,6 @@
 Keys are `system/<node>/...`, which MLflow's page shows on a separate tab.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

@@ -6,8 +6,6 @@ other files. Both keep trying while MLflow is away, and send what is missing whe
 the original times. Nothing here uses Ray.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -135,7 +133,7 @@ class Tracker:
     @classmethod
     def start(
         cls, opening: RunOpening, log: MetricsLog | None = None, wait_s: float = 10.0
-    ) -> Tracker:
+    ) -> "Tracker":
         """Open the run and start sending; recording continues if the log has this opening.
 
         Args:

@@ -1,7 +1,5 @@
 """What `--dry-run` prints in addition to the resolved recipe: steps, batches, memory, exaFLOPs."""
 
-from __future__ import annotations
-
 from vit_ray.commands.plans.plan import (
     PlannedCluster,
     TrainingFacts,

@@ -3,8 +3,6 @@
 The shipped file is the template: everything except sizes, names and the network is only there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Memory is counted on models of the meta device, traffic and time by data sheets;
 are needed, and no data if the recipe sets `plan.num_images` and `plan.num_classes`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ process, and then run through failures. Our figures were measured on CPUs (`benc
 what was not measured is printed as assumed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a study costs before it starts: every cell, the total, and the critical path."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 It reads only what the step reads: no Ray, no cluster, no weights.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import statistics

@@ -1,7 +1,5 @@
 """`report compare A B`: what differs between two runs, or two studies, from MLflow alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

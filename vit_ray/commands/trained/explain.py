@@ -3,8 +3,6 @@
 It reads the newest checkpoint at or before the step and three batches; no Ray, no cluster.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The export command: a run's weights as files for other programs, and on the hub."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path, PurePosixPath

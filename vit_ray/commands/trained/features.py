@@ -1,7 +1,5 @@
 """The commands on features: writing them, and few-shot accuracy from them."""
 
-from __future__ import annotations
-
 import statistics
 
 from vit_ray.commands.printed_tables import print_rows

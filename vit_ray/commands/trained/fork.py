@@ -4,8 +4,6 @@ The checkpoint is copied, so that parent and fork can be trained, pruned and del
 The fork's recipe is written as a file; train it with `vit-ray pretrain`, like any run.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

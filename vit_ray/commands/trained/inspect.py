@@ -1,7 +1,5 @@
 """The inspection command: figures of a trained model for a folder of images."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Paths and outputs are checked before torch is imported and the weights are read.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 from collections import Counter
@@ -112,7 +110,7 @@ def _line(text: str) -> str:
 
 
 def _predicted(
-    model: TrainedModel, images: Iterator[Named]
+    model: "TrainedModel", images: Iterator[Named]
 ) -> Iterator[tuple[list[dict[str, Any]], list[UInt8Array]]]:
     """Rows of `_SCHEMA`, with a `text` if there is no problem, and their crops."""
     rows: list[dict[str, Any]] = []

@@ -1,7 +1,5 @@
 """Training again the steps from a checkpoint to a later one, in this process, on its CPUs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A trained model on the CPU of the driver, for jobs that read weights: no Ray, no DeepSpeed."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from vit_ray.checkpoints.init_weights import open_weights

@@ -1,7 +1,5 @@
 """`verify` of a run: its checkpoints' bytes, and whether its samples followed the planned order."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache

@@ -110,10 +110,8 @@ def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
     """Different points; a smaller number of trials takes the first of them."""
     assert config.num_trials is not None
     found: dict[str, Point] = {}
-    missed = 0
-    for number in itertools.count():
-        if len(found) == config.num_trials:
-            return list(found.values())
+    number = missed = 0
+    while len(found) < config.num_trials:
         point: dict[str, Any] = {}
         for place, (key, values) in enumerate(space.items()):
             uniform = KeyedUniform(config.seed, number, place)
@@ -134,7 +132,8 @@ def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
                 f"{config.num_trials}; list more values, widen the ranges, or lower "
                 "sweep.num_trials"
             )
-    raise AssertionError
+        number += 1
+    return list(found.values())
 
 
 def rounded(value: float) -> float:

@@ -172,8 +172,16 @@ class StudyRun:
             [pairs[k] for k in group] for group in in_groups(study, self.cells, steps)
         ]
         room = cluster_room(study.max_concurrent, study.max_gpus)
+        left = []
+        for group in groups:
+            for cell, resolved in group:
+                before = self.finished.get(cell.name)
+                if before is not None and not before.missing:
+                    self._note_end(before, resolved)
+            if not all(cell.name in self.ended for cell, _ in group):
+                left.append(group)
         groups = in_order(
-            [group for group in groups if not self._is_over(group)],
+            left,
             room,
             lambda one: room_of(one[0].recipe, room),
             lambda one: training_cost(one[1], one[1].total_steps)[STUDY_EXAFLOPS],
@@ -186,14 +194,6 @@ class StudyRun:
         ]
         parent.run_flow(in_parallel(flows), study.max_concurrent, study.max_gpus)
         return [self.ended[cell.name] for cell in self.cells if cell.name in self.ended]
-
-    def _is_over(self, group: Sequence[Planned]) -> bool:
-        """Whether nothing is left to do in the group; notes the end of what is finished."""
-        for cell, resolved in group:
-            before = self.finished.get(cell.name)
-            if before is not None and not before.missing:
-                self._note_end(before, resolved)
-        return all(cell.name in self.ended for cell, _ in group)
 
     def _train(
         self, planned: Planned, trunk: Planned | None, branches: Sequence[Planned]
@@ -270,14 +270,19 @@ class StudyRun:
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:
-    failed, exaflops = sum(bool(result.error) for result in results), 0.0
-    for result in results:
-        # For a branch only those of its cool-down: its trunk has computed the rest.
-        found, batch = result.metrics, result.cell.recipe.train.global_batch_size
-        share = own_share(result.branched_from, batch, found.get(STUDY_IMAGES_SEEN))
-        exaflops += found.get(STUDY_EXAFLOPS, 0.0) * share
+    failed = sum(bool(result.error) for result in results)
+    # Of a branch only those of its cool-down: its trunk has computed the rest.
+    exaflops = [
+        one.metrics.get(STUDY_EXAFLOPS, 0.0)
+        * own_share(
+            one.branched_from,
+            one.cell.recipe.train.global_batch_size,
+            one.metrics.get(STUDY_IMAGES_SEEN),
+        )
+        for one in results
+    ]
     return {
         STUDY_CELLS: float(len(results) - failed),
         STUDY_FAILED_CELLS: float(failed),
-        STUDY_EXAFLOPS_TOTAL: exaflops,
+        STUDY_EXAFLOPS_TOTAL: sum(exaflops, 0.0),
     }

@@ -108,7 +108,13 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     origin = origin_of(before.name, step, own_step)
     if file.exists() and file.read_text() != text:
         raise ValueError(f"name={recipe.name}: {file} exists already; give another name")
-    if not _is_free(folder, origin, own_step):
+    begun, note = {number for number, _ in list_checkpoints(folder)}, folder.child(NOTE)
+    files = [one.base_name for one in folder.list_files(recursive=False)]
+    is_empty = all(map(is_lock_file, files)) and not begun
+    # Else it may hold the beginning of this same fork.
+    if not is_empty and not (
+        begun <= {own_step} and note.exists() and note.read().decode() == origin
+    ):
         raise ValueError(f"name={recipe.name}: {folder.uri} exists already; give another name")
     size = sum(one.size or 0 for one in parent.list_files())
     print(
@@ -128,16 +134,6 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
         note_newest(folder, own_step)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
     return 0
-
-
-def _is_free(folder: Location, origin: str, step: int) -> bool:
-    """Whether the folder is empty, or holds the beginning of this same fork."""
-    files = [one.base_name for one in folder.list_files(recursive=False)]
-    steps = [number for number, _ in list_checkpoints(folder)]
-    if all(map(is_lock_file, files)) and not steps:
-        return True
-    note = folder.child(NOTE)
-    return note.exists() and note.read().decode() == origin and set(steps) <= {step}
 
 
 def _checked_changes(

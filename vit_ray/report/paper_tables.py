@@ -119,14 +119,12 @@ def comparing(tables: Sequence[Table], runs: Sequence[RecordedRun]) -> list[Tabl
     is_papers = any({*run.test_sets} in PUBLISHED.values() for run in runs)
     found = []
     for table in tables:
-        is_table_6 = table.caption.startswith("Table 6")
-        titles = [column.title for column in table.columns]
-        models = {*titles} - {"data set", "pre-trained on", "task"}
-        several = len(models) > 1 and not is_table_6
-        is_paper = any(title.startswith(THEIRS) for title in titles)
+        models = {column.title for column in table.columns} - {"data set", "pre-trained on", "task"}
+        is_theirs = any(title.startswith(THEIRS) for title in models)
         has_rows = sum(row[0] != CORE_DAYS for row in table.rows) > 1
-        is_left_out = is_table_6 and (len(table.rows) < 2 or not is_papers)
-        if (is_paper or several or has_rows) and not is_left_out:
+        if table.caption.startswith("Table 6"):
+            found += [table] if has_rows and is_papers else []
+        elif is_theirs or has_rows or len(models) > 1:
             found.append(table)
     return found
 

@@ -57,11 +57,6 @@ class Column:
     is_bar: bool = False
     """Shares of 1, also shown as a bar behind the number."""
 
-    @property
-    def is_share(self) -> bool:
-        """Whether its values are shares of 1, which readers see in percent."""
-        return self.is_bar or self.form is percent
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -154,7 +149,8 @@ class Table:
         for row in self.rows:
             writer.writerow([
                 f"'{value}" if _is_formula(value)
-                else value if isinstance(value, str | None) or not column.is_share
+                else value if isinstance(value, str | None)
+                or not (column.is_bar or column.form is percent)
                 # Of 0.29, not 28.999999999999996.
                 else float(f"{100 * value:.14g}")
                 for column, value in zip(self.columns, row, strict=True)

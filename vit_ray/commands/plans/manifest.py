@@ -18,6 +18,7 @@ from vit_ray.addresses import PLACEHOLDER
 from vit_ray.commands.plans.plan import plan_stage, planned_cluster, shared_mib, told_facts
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ClusterConfig
+from vit_ray.data.order.partition import divisors
 from vit_ray.measure.memory import READER_MIB
 
 CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
@@ -61,7 +62,7 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
     batch, gpus = recipe.train.global_batch_size, cluster.gpus or workers.sizes[-1]
     size = gpus if cluster.job in _ONE_TRAINING else min(gpus, workers.sizes[-1])
     if batch % size:
-        nearest = max(n for n in range(1, size) if batch % n == 0)
+        nearest = max(n for n in divisors(batch) if n < size)
         raise ValueError(
             f"cluster.gpus={gpus}: {size} workers do not divide train.global_batch_size={batch}; "
             f"use {nearest} or another divisor"

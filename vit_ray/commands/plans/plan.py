@@ -14,6 +14,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
+from vit_ray.data.order.partition import divisors
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.data.stream.batches import LAG_SHARE
 from vit_ray.launch.inputs.shuffle_window import most_rows
@@ -161,12 +162,6 @@ class PlannedCluster:
     device: Device
     num_gpus: int
     pace: Pace
-
-
-def divisors(count: int) -> set[int]:
-    """All divisors of a positive number, in ascending order."""
-    low = {one for one in range(1, math.isqrt(count) + 1) if count % one == 0}
-    return low | {count // one for one in low}
 
 
 def planned_cluster(recipe: Recipe) -> PlannedCluster:

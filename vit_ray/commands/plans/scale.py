@@ -21,13 +21,13 @@ from vit_ray.commands.plans.manifest import CPU_MS_PER_IMAGE
 from vit_ray.commands.plans.plan import (
     TrainingFacts,
     describe_work,
-    divisors,
     plan_stage,
     planned_cluster,
     times_read,
     told_facts,
 )
 from vit_ray.config import Recipe
+from vit_ray.data.order.partition import divisors
 from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.measure.failures import MOST_AUTO_S, Interruptions
 from vit_ray.measure.memory import GIB

@@ -39,6 +39,7 @@ from vit_ray.config.resume_compatibility import (
     incompatible_changes,
 )
 from vit_ray.data import open_dataset
+from vit_ray.data.order.partition import divisors
 from vit_ray.launch.inputs.shuffle_window import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
@@ -214,9 +215,8 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
         )
     seen, key = position.samples_seen, f"train.global_batch_size={size}"
     if seen % size:
-        lower = (low for low in range(1, math.isqrt(seen) + 1) if seen % low == 0)
-        divisors = sorted({one for low in lower for one in (low, seen // low)})
-        nearest = divisors[max(0, bisect(divisors, size) - 1) :][:2]
+        sizes = divisors(seen)
+        nearest = sizes[max(0, bisect(sizes, size) - 1) :][:2]
         raise ValueError(
             f"{key}: the parent has read {seen:,} images, which is not a whole number of these "
             f"batches; the nearest sizes that divide it: {', '.join(map(str, nearest))}"

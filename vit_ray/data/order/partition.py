@@ -158,14 +158,19 @@ def pieces_of(share: int, window_passes: int, held_rows: int) -> int:
     return 1
 
 
+def divisors(count: int) -> list[int]:
+    """All divisors of a positive number, in ascending order."""
+    low = {one for one in range(1, math.isqrt(count) + 1) if count % one == 0}
+    return sorted(low | {count // one for one in low})
+
+
 def largest_piece(batch: int) -> int:
     """Rows of the smallest piece of a rank's share, for the worst number of ranks.
 
     A task that can hold the window's rows of so many slots can hold a piece for any number of ranks
     that divides the batch.
     """
-    low = {one for one in range(1, math.isqrt(batch) + 1) if batch % one == 0}
-    shares = sorted(low | {batch // one for one in low})
+    shares = divisors(batch)
     pieces = [one for one in shares if one >= _LEAST_PIECE]
     return max(min((p for p in pieces if not share % p), default=share) for share in shares)
 

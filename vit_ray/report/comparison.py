@@ -56,7 +56,7 @@ from vit_ray.report.statistics.groups import (
 )
 from vit_ray.report.statistics.intervals import Tested, of_difference
 from vit_ray.report.statistics.seeds import mean_of, one_run_a_cell
-from vit_ray.report.tables import Column, Table, Value, duration, percent
+from vit_ray.report.tables import Column, Table, Value, duration, first_of, percent
 
 _EVALUATED: Final = {**ACCURACIES, EVAL_TOP5: "top-5 accuracy", EVAL_LOSS: "loss"}
 _ON_DEV: Final = {
@@ -274,9 +274,8 @@ class Comparison:
 
     def headline(self) -> list[str]:
         """How much better or worse B is in the first common accuracy, and which keys differ."""
-        keys = ", ".join([*self.keys][:MOST_KEYS])
-        more = f" and {len(self.keys) - MOST_KEYS} more" if len(self.keys) > MOST_KEYS else ""
-        differ = f"they differ in {keys}{more}" if keys else "no recorded key of the recipe differs"
+        keys = first_of([*self.keys], MOST_KEYS)
+        differ = f"they differ in {keys}" if keys else "no recorded key of the recipe differs"
         known = [
             one for one in (*self.pooled()[::-1], *self.differences) if _is_accuracy(one.metric)
         ]
@@ -355,9 +354,9 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     cells = _cells(a, b)
     common = [cell for cell in cells[0] if cell in cells[1]]
     if not common:
+        here, there = (first_of([*one], MOST_KEYS, "; ") for one in cells)
         raise ValueError(
-            f"compare: no cell of {a.root.name!r} ({_some(cells[0])}) is a cell of {b.root.name!r} "
-            f"({_some(cells[1])})"
+            f"compare: no cell of {a.root.name!r} ({here}) is a cell of {b.root.name!r} ({there})"
         )
     held = [sorted({key for run in side.runs for key in run.recorded}) for side in sides]
     tasks_a, tasks_b = ({*filter(TRANSFER.fullmatch, keys)} for keys in held)
@@ -382,9 +381,10 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
                 counts = (mine[0][0].num_tested(metric), mine[1][0].num_tested(metric))
                 found.append(Difference(cell, metric, of_a, of_b, is_paired, counts))
     if not found:
+        here, there = (first_of(one, MOST_KEYS, "; ") or "none" for one in held)
         raise ValueError(
-            f"compare: {a.root.name!r} and {b.root.name!r} have no metric in common: "
-            f"{_some(held[0]) or 'none'} here, {_some(held[1]) or 'none'} there"
+            f"compare: {a.root.name!r} and {b.root.name!r} have no metric in common: {here} here, "
+            f"{there} there"
         )
     only_a, only_b = ([cell for cell in one if cell not in common] for one in cells)
     keys = _key_differences([(cells[0][cell], cells[1][cell]) for cell in common])
@@ -504,8 +504,3 @@ def _key_differences(
                 for side, texts in zip(values.setdefault(key, ({}, {})), held, strict=True):
                     side.update(dict.fromkeys(texts))
     return {key: (", ".join(a), ", ".join(b)) for key, (a, b) in sorted(values.items())}
-
-
-def _some(names: Sequence[str] | Mapping[str, object]) -> str:
-    first, more = list(names)[:MOST_KEYS], len(names) - MOST_KEYS
-    return "; ".join(first) + (f" and {more} more" if more > 0 else "")

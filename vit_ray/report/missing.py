@@ -6,6 +6,7 @@ from vit_ray.addresses import local_folder
 from vit_ray.config.secrets import redact
 from vit_ray.metric_names import EVAL_TOP1, STUDY_EXAFLOPS
 from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.tables import first_of
 
 MEASURED_KINDS = ("study_cell", "pretrain", "finetune")
 """Runs whose accuracy is a result; a sweep's trials are measured on a dev split on purpose."""
@@ -60,11 +61,11 @@ def what_is_missing(
             named.setdefault(what, []).append(run)
     found = []
     for what, runs in named.items():
-        names = ": " + ", ".join(run.name for run in runs[:LONGEST_LIST])
-        more = f" and {len(runs) - LONGEST_LIST} more" if len(runs) > LONGEST_LIST else ""
         if len(runs) == len(shown) > LONGEST_LIST:
-            names = more = ""
-        found += [f"{'all ' if not names else ''}{len(runs)} {what}{names}{more}"] if runs else []
+            found.append(f"all {len(runs)} {what}")
+        elif runs:
+            names = first_of([run.name for run in runs], LONGEST_LIST)
+            found.append(f"{len(runs)} {what}: {names}")
     for parent in archive.runs:
         # A study records how many cells it has.
         total = parent.tags.get("vit_ray.num_cells", "")

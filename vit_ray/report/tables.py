@@ -31,6 +31,12 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
+
+
 def file_name(title: str, number: int) -> str:
     """Name of the n-th item of a page with this title."""
     name = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")

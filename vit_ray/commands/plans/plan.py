@@ -32,6 +32,7 @@ from vit_ray.measure.step_time import (
     traffic_per_step,
 )
 from vit_ray.models.flops import forward_macs
+from vit_ray.report.tables import first_of
 from vit_ray.storage import locate
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
@@ -371,15 +372,10 @@ def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
     alike: dict[str, list[str]] = {}
     for name, recipe in trainings:
         alike.setdefault(reads_of(recipe), []).append(name)
-    shared = [_few(names) for names in alike.values() if len(names) > 1]
+    shared = [first_of(names, 6) for names in alike.values() if len(names) > 1]
     alone = [names[0] for names in alike.values() if len(names) == 1]
     if not shared:
         return "no two read the same images"
     text = "one stream for " + "; one for ".join(shared)
     text += f", if they run in parallel on a host ({LAG_SHARE:.0%} more of its object store)"
-    return f"{text}; one stream each for {_few(alone)}" if alone else text
-
-
-def _few(names: list[str]) -> str:
-    rest = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + rest
+    return f"{text}; one stream each for {first_of(alone, 6)}" if alone else text

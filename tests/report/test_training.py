@@ -13,6 +13,7 @@ from mlflow.tracking import MlflowClient
 from tests.report.made_runs import made
 from tests.tracking.stored_runs import store_run
 from vit_ray.evaluate.examples import picture, training_files
+from vit_ray.report import runs as report_runs
 from vit_ray.report.document import with_content
 from vit_ray.report.figures.chart_list import curve_series
 from vit_ray.report.page import write_report
@@ -242,6 +243,18 @@ def test_the_page_says_that_the_files_of_its_training_are_away(store, tmp_path):
     )
     assert sentence in write_report(store, away, tmp_path / "away.html").missing
     missing = write_report(store, there, tmp_path / "there.html").missing
+    assert not [one for one in missing if one.startswith("the files of")]
+
+
+def test_files_that_are_not_next_to_the_store_come_through_its_client(store, tmp_path, monkeypatch):
+    run_id = record(store)
+    near = sections(store, run_id)
+    monkeypatch.setattr(report_runs, "files_elsewhere", lambda *_: None)
+    found = sections(store, run_id)
+    assert found["Events"].tables[0].rows == near["Events"].tables[0].rows != []
+    pictures = [one.strip for one in found["Images and errors"].galleries]
+    assert pictures == [one.strip for one in near["Images and errors"].galleries] != []
+    missing = write_report(store, run_id, tmp_path / "there.html").missing
     assert not [one for one in missing if one.startswith("the files of")]
 
 

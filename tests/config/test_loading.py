@@ -295,6 +295,13 @@ def test_changes_are_checked_too(path: Path) -> None:
         recipe.with_changes(train={"zero_stage": 9})
 
 
+def test_a_mixture_has_several_paths_to_train_on(path: Path) -> None:
+    mixture = [{"path": where, "weight": 1} for where in ("a", "s3://bucket/b")]
+    recipe = load_recipe(path)
+    for train, paths in ((mixture, ["a", "s3://bucket/b"]), ("a", ["a"]), (None, [])):
+        assert recipe.with_changes(data={"train": train}).data.train_paths == paths
+
+
 def test_several_evaluation_sets_are_given_by_name(path: Path) -> None:
     recipe = load_recipe(path, ["data.eval={val: some/set, v2: s3://bucket/v2}"])
     assert recipe.data.eval_sets == {"val": "some/set", "v2": "s3://bucket/v2"}

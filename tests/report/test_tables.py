@@ -8,7 +8,7 @@ import pytest
 from vit_ray.config.model_names import model_family
 from vit_ray.models.catalog import model_names
 from vit_ray.report.paper import TABLE_6
-from vit_ray.report.tables import Column, Table, duration, number, percent
+from vit_ray.report.tables import Column, Table, duration, first_of, number, percent
 
 
 def test_the_csv_reads_back_and_unknown_stays_empty():
@@ -45,6 +45,11 @@ def test_unknown_is_a_dash_on_the_page_and_zero_is_zero():
 def test_columns_that_nobody_filled_are_dropped():
     table = Table("t", [Column("a"), Column("b"), Column("c")], [["x", None, 0.0], ["y", "", None]])
     assert [column.title for column in table.used().columns] == ["a", "c"]
+
+
+def test_of_many_names_the_first_are_listed_and_the_others_counted():
+    assert first_of(["a", "b"], 2) == "a, b"
+    assert first_of(["a", "b", "c", "d"], 2, "; ") == "a; b and 2 more"
 
 
 def test_what_all_rows_share_is_said_once():

@@ -13,7 +13,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import TAGGED
 from vit_ray.launch.record.run_metadata import trained_params
-from vit_ray.report.runs import RecordedRun, with_origins
+from vit_ray.report.runs import RecordedRun, with_origins, with_tasks
 
 BASE = {
     "name": "made",
@@ -112,7 +112,7 @@ def tuned(origin, task, top1, changes=(), **more):
 
 def archived(runs):
     """As a report reads them."""
-    return with_origins(runs)
+    return with_origins(with_tasks(runs))
 
 
 def texts(table):

@@ -7,7 +7,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from scipy import stats
 
 from tests.report.made_runs import archived, made
-from vit_ray.report.headline import best_sentences, gain_sentences, headline
+from vit_ray.report.gains import gain_sentences
+from vit_ray.report.headline import best_sentences, headline
 from vit_ray.report.sweeps import sweep_charts, sweep_sentences
 
 

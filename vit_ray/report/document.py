@@ -170,13 +170,16 @@ def render(
 
 def _linked(text: str, places: Mapping[str, str]) -> Markup:
     """A text in which names in brackets are links to their places."""
-    link, shown = Markup('<a href="#{}">{}</a>'), list[Markup]()
-    parts = re.split(r"(?<=\()([^()]+)(?=\))", text)
-    for number, part in enumerate(parts):
-        names = part.split(", ") if number % 2 else []  # what is in brackets has odd numbers
-        links = [link.format(places[n], n) if places.get(n) else escape(n) for n in names]
-        shown.append(Markup(", ").join(links) if names else escape(part))
-    return Markup("").join(shown)
+
+    def link(name: str) -> Markup:
+        place = places.get(name)
+        return Markup('<a href="#{}">{}</a>').format(place, name) if place else escape(name)
+
+    parts = re.split(r"(?<=\()([^()]+)(?=\))", text)  # what is in brackets has odd numbers
+    return Markup("").join(
+        Markup(", ").join(map(link, part.split(", "))) if number % 2 else part
+        for number, part in enumerate(parts)
+    )
 
 
 def _source(name: str) -> str:

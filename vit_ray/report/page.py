@@ -21,7 +21,8 @@ from vit_ray.report.figures.fit_figures import (
     fit_tables,
     laws_of,
 )
-from vit_ray.report.headline import gain_sentences, headline, totals
+from vit_ray.report.gains import gain_sentences
+from vit_ray.report.headline import headline, totals
 from vit_ray.report.missing import what_is_missing
 from vit_ray.report.paper_tables import THEIRS, comparing, paper_tables
 from vit_ray.report.runs import Archive

@@ -429,7 +429,7 @@ class Archive:
             joined = " and ".join(self.commits)
             chosen = [replace(run, joined_commits=joined) for run in chosen]
             everything = [replace(run, joined_commits=joined) for run in everything]
-        self.runs = with_origins(chosen, everything)
+        self.runs = with_origins(with_tasks(chosen), everything)
 
     def curves(self, runs: Sequence[RecordedRun], key: str) -> dict[str, Curve]:
         """Run id to steps and values in order, for each run that has any.
@@ -557,11 +557,20 @@ def _json(text: str) -> Any:
         return None
 
 
+def with_tasks(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """The runs, each with the tasks of its study, because means need the same tasks."""
+    tasks: dict[str | None, frozenset[str]] = {}
+    for run in runs:
+        keys = {key for key in run.run.data.metrics if TRANSFER.fullmatch(key)} - {MEAN_TRANSFER}
+        tasks[run.parent_id] = tasks.get(run.parent_id, frozenset()) | keys
+    return [replace(run, tasks=tasks[run.parent_id]) for run in runs]
+
+
 def with_origins(
     runs: Sequence[RecordedRun], everything: Sequence[RecordedRun] = ()
 ) -> list[RecordedRun]:
     """The runs, each with the training whose weights it started from and those that started from
-    its own, and with the tasks of its study, because means need the same tasks.
+    its own.
 
     That training is found by its id, which the checkpoint has; for earlier records by the folder
     that the weights were taken from; and for runs that recorded none by the last part of that
@@ -570,11 +579,6 @@ def with_origins(
     Args:
         everything: all runs, to look up pre-trainings that are not among the runs.
     """
-    tasks: dict[str | None, frozenset[str]] = {}
-    for run in runs:
-        keys = {key for key in run.run.data.metrics if TRANSFER.fullmatch(key)} - {MEAN_TRANSFER}
-        tasks[run.parent_id] = tasks.get(run.parent_id, frozenset()) | keys
-    runs = [replace(run, tasks=tasks[run.parent_id]) for run in runs]
     by_id = {run.run_id: run for run in (*runs, *everything)}
     by_place: dict[str, list[RecordedRun]] = {}
     for run in by_id.values():

@@ -125,19 +125,19 @@ def _log_ticks(low: float, high: float) -> dict[float, str]:
         if len(ticks) >= 3:
             break
     step = max(1, len(ticks) // 8) if parts == (1,) else 1
+    is_plain = low > 5e-4 and high < 2e4
     raised = str.maketrans(
         "-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
     )
-    texts = {}
-    for tick in ticks[::step]:
+
+    def text(tick: float) -> str:
         mantissa, _, exponent = f"{tick:e}".partition("e")
-        text = f"10{str(int(exponent)).translate(raised)}"
-        if low > 5e-4 and high < 2e4:
-            text = f"{tick:g}"
-        elif float(mantissa) != 1:
-            text = f"{float(mantissa):g}\u00b7{text}"
-        texts[tick] = text
-    return texts
+        power = f"10{str(int(exponent)).translate(raised)}"
+        if is_plain:
+            return f"{tick:g}"
+        return power if float(mantissa) == 1 else f"{float(mantissa):g}\u00b7{power}"
+
+    return {tick: text(tick) for tick in ticks[::step]}
 
 
 @dataclass(frozen=True)

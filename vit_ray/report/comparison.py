@@ -363,22 +363,21 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     tasks = sorted(tasks_a & tasks_b - ({MEAN_TRANSFER} if tasks_a != tasks_b else set()))
     found = []
     for cell in common:
-        mine = cells[0][cell], cells[1][cell]
-        has_origin = any(run.origin for some in mine for run in some)
         for metric in (*METRICS, *tasks):
-            key = metric.removesuffix(_WHOLE)
-            if key != metric and not has_origin:
-                continue
             # A seed that was trained twice counts once, with the later run.
-            values = (
-                {r.seed: r.recorded.get(key) if key == metric else r.in_all(key) for r in some}
-                for some in mine
+            by_a, by_b = (
+                {run.seed: value for run in one[cell] if (value := _value(run, metric)) is not None}
+                for one in cells
             )
-            by_a, by_b = ({s: v for s, v in one.items() if v is not None} for one in values)
+            if metric.endswith(_WHOLE) and not any(
+                run.origin for one in cells for run in one[cell]
+            ):
+                continue
             if by_a and by_b:
-                is_paired = by_a.keys() == by_b.keys() and len(by_a) == len(mine[0])
+                is_paired = by_a.keys() == by_b.keys() and len(by_a) == len(cells[0][cell])
                 of_a, of_b = (tuple(one[seed] for seed in sorted(one)) for one in (by_a, by_b))
-                counts = (mine[0][0].num_tested(metric), mine[1][0].num_tested(metric))
+                runs = (cells[0][cell][0], cells[1][cell][0])
+                counts = (runs[0].num_tested(metric), runs[1].num_tested(metric))
                 found.append(Difference(cell, metric, of_a, of_b, is_paired, counts))
     if not found:
         here, there = (first_of(one, MOST_KEYS, "; ") or "none" for one in held)
@@ -389,6 +388,11 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     only_a, only_b = ([cell for cell in one if cell not in common] for one in cells)
     keys = _key_differences([(cells[0][cell], cells[1][cell]) for cell in common])
     return Comparison(a, b, keys, found, only_a, only_b)
+
+
+def _value(run: RecordedRun, metric: str) -> float | None:
+    key = metric.removesuffix(_WHOLE)
+    return run.recorded.get(metric) if key == metric else run.in_all(key)
 
 
 def _find_run(client: MlflowClient, experiment: str, word: str) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.evaluate.inspection import (
     FloatArray,
+    UInt8Array,
     filter_components,
     first_kernel,
     position_similarity,
@@ -62,14 +63,7 @@ class FirstLayer:
         if self.positions is not None:
             rows, columns = self.positions.shape[:2]
             title = f"Cosine similarity of {rows} x {columns} position embeddings: -1 dark, 1 light"
-            values = tiled(position_similarity(self.positions))
-            colors, known = np.array(_COLORS, np.float64), ~np.isnan(values)
-            places = (values[known] + 1) / 2 * (len(colors) - 1)
-            colored = np.full((*values.shape, 3), 255, np.uint8)  # what is not a number is white
-            colored[known] = np.stack(
-                [np.interp(places, np.arange(len(colors)), channel) for channel in colors.T], -1
-            ).round()
-            drawn = Image.fromarray(colored)
+            drawn = Image.fromarray(_colored(tiled(position_similarity(self.positions))))
             scale = max(1, -(-_SIDE // max(drawn.size)))
             drawn = drawn.resize(
                 (drawn.width * scale, drawn.height * scale), Image.Resampling.NEAREST
@@ -79,6 +73,17 @@ class FirstLayer:
             ImageDraw.Draw(whole).text((4, 4), title, "black", ImageFont.load_default(14))
             found["position_similarity.png"] = _png(whole)
         return found
+
+
+def _colored(values: FloatArray) -> UInt8Array:
+    """(H, W) in [-1, 1] to (H, W, 3); nan is white."""
+    colors, known = np.array(_COLORS, np.float64), ~np.isnan(values)
+    places = (values[known] + 1) / 2 * (len(colors) - 1)
+    pixels = np.full((*values.shape, 3), 255, np.uint8)
+    pixels[known] = np.stack(
+        [np.interp(places, np.arange(len(colors)), channel) for channel in colors.T], axis=-1
+    ).round()
+    return pixels
 
 
 def _png(picture: Image.Image) -> bytes:

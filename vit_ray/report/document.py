@@ -136,27 +136,16 @@ def render(
     drawing, own = charts.scripts().encode() if has_charts else b"", _source("page.js")
     digests = [base64.b64encode(hashlib.sha256(one).digest()) for one in (drawing, own.encode())]
     allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
-    # Where in the page a name is, for first cells that are unique in a table with places.
-    places: dict[str, str] = {}
-    for table in (table for section in sections for table in section.tables if table.has_places):
-        names = [str(row[0]) for row in table.rows]
-        for number, name in enumerate(names, 1):
-            if names.count(name) == 1:
-                places[name] = table.place_of(number)
-    # Jinja's `urlize` knows no host without a dot whose name has digits, as http://gpu01:5000.
-    before, gap, last = opening.rpartition(" ")
     return _TEMPLATES.get_template("page.html").render(
         title=title,
         sections=sections,
         lead=lead,
         missing=missing,
         origin=origin,
-        opening=Markup('{}{}<a href="{}" rel="noopener">{}</a>').format(before, gap, last, last)
-        if last.startswith(("http://", "https://"))
-        else opening,
+        opening=_with_address(opening),
         files=files,
         refresh_s=refresh_s,
-        linked=partial(_linked, places=places),
+        linked=partial(_linked, places=_places(sections)),
         still=lambda chart: Markup(charts.still(chart)),
         style=Markup(style),
         packed=charts.packed_scripts() if has_charts else "",
@@ -166,6 +155,16 @@ def render(
         licences=_source("licences.txt"),
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+
+
+def _places(sections: Sequence[Section]) -> dict[str, str]:
+    """Where in the page a name is, for first cells that are unique in a table with places."""
+    found: dict[str, str] = {}
+    for table in (table for section in sections for table in section.tables if table.has_places):
+        names = [str(row[0]) for row in table.rows]
+        places = {name: table.place_of(number) for number, name in enumerate(names, 1)}
+        found |= {name: place for name, place in places.items() if names.count(name) == 1}
+    return found
 
 
 def _linked(text: str, places: Mapping[str, str]) -> Markup:
@@ -180,6 +179,17 @@ def _linked(text: str, places: Mapping[str, str]) -> Markup:
         Markup(", ").join(map(link, part.split(", "))) if number % 2 else part
         for number, part in enumerate(parts)
     )
+
+
+def _with_address(text: str) -> Markup:
+    """A text whose last word is a link if it is a web address.
+
+    Jinja's `urlize` knows no host without a dot whose name has digits, such as `http://gpu01:5000`.
+    """
+    before, gap, last = text.rpartition(" ")
+    if not last.startswith(("http://", "https://")):
+        return escape(text)
+    return Markup('{}{}<a href="{}" rel="noopener">{}</a>').format(before, gap, last, last)
 
 
 def _source(name: str) -> str:

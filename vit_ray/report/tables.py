@@ -63,6 +63,11 @@ class Column:
     is_bar: bool = False
     """Shares of 1, also shown as a bar behind the number."""
 
+    @property
+    def is_share(self) -> bool:
+        """Whether its values are shares of 1, which readers see in percent."""
+        return self.is_bar or self.form is percent
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -155,8 +160,7 @@ class Table:
         for row in self.rows:
             writer.writerow([
                 f"'{value}" if _is_formula(value)
-                else value if isinstance(value, str | None)
-                or not (column.is_bar or column.form is percent)
+                else value if isinstance(value, str | None) or not column.is_share
                 # Of 0.29, not 28.999999999999996.
                 else float(f"{100 * value:.14g}")
                 for column, value in zip(self.columns, row, strict=True)
@@ -165,16 +169,9 @@ class Table:
 
     def latex(self) -> str:
         """A `tabular` for a paper that uses booktabs, numbers as the page shows them."""
-        special: dict[str, str | int | None] = {one: f"\\{one}" for one in "&%$#_{}"}
-        for character, name in (("\\", "backslash"), ("~", "asciitilde"), ("^", "asciicircum")):
-            special[character] = rf"\text{name}{{}}"
-        escapes = str.maketrans(special)
         shown = [[cell.text for cell in row] for row in self.cells()]
-        texts = [
-            [" ".join(text.split()).translate(escapes).replace("+-", r"$\pm$") for text in row]
-            for row in ([column.title for column in self.columns], *shown)
-        ]
-        head, *lines = [" & ".join(row) + r" \\" for row in texts]
+        heads = [column.title for column in self.columns]
+        head, *lines = [" & ".join(map(_latex, row)) + r" \\" for row in (heads, *shown)]
         columns = "".join("r" if column.form else "l" for column in self.columns)
         return "\n".join([
             f"% {self.caption}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head,
@@ -191,3 +188,11 @@ def _is_formula(value: Value) -> bool:
     except ValueError:
         return True
     return False
+
+
+def _latex(text: str) -> str:
+    """Special characters escaped, and a deviation as a sign."""
+    special: dict[str, str | int | None] = {one: f"\\{one}" for one in "&%$#_{}"}
+    for character, name in (("\\", "backslash"), ("~", "asciitilde"), ("^", "asciicircum")):
+        special[character] = rf"\text{name}{{}}"
+    return " ".join(text.split()).translate(str.maketrans(special)).replace("+-", r"$\pm$")

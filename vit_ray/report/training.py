@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.report.document import Gallery, Section
@@ -34,8 +34,9 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
         price: per GPU-hour.
     """
     tested = "held-out" if run.is_on_dev(EVAL_TOP1) else "test"
-    *shown, seen = (_gallery(archive, run, n, t.format(tested)) for n, t in _PICTURES.items())
-    evaluated = [one for one in shown if one]
+    pictures = {n: _gallery(archive, run, n, t.format(tested)) for n, t in _PICTURES.items()}
+    shown = [one for name, one in pictures.items() if one and name.startswith("evaluation/")]
+    seen = pictures["images/training"]
     again = []
     if command := run.tags.get("mlflow.source.name"):
         again = [
@@ -45,18 +46,11 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
         ]
     if card := archive.card(run):
         again.append(f"Model card: {card}")
-    heads = [Column("used for"), Column("name"), Column("images", number)]
-    heads += [Column("classes", number), Column("fingerprint"), Column("from")]
-    rows: list[list[Value]] = [
-        [s.use, s.name, s.facts.get("num_images"), s.facts.get("num_classes"), s.digest, s.source]
-        for s in run.data_sets
-    ]
-    data = Table("Data sets of the training", heads, rows).used()
     return [
-        Section("Images and errors", galleries=evaluated, tables=[*_confusion(archive, run)]),
+        Section("Images and errors", galleries=shown, tables=[*_confusion(archive, run)]),
         time_section([run], price),
         Section("Events", tables=[_events(archive, run)]),
-        Section("Data", tables=[data], galleries=[seen] if seen else []),
+        Section("Data", tables=[_data(run)], galleries=[seen] if seen else []),
         Section("How to run it again", again),
     ]
 
@@ -66,14 +60,16 @@ def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Galle
     strip, about = archive.file(run, f"{name}.jpg"), archive.file(run, f"{name}.json")
     if strip is None or about is None:
         return None
-    texts, wrong, shown = list[str](), list[bool](), ""
+    texts, wrong = [], []
     try:
         for one in json.loads(about):
             classes, predicted = list(map(str, one["classes"])), one["predicted"]
-            wrong.append(predicted is not None and predicted not in classes)
-            truth, share = ", ".join(classes) or "no label", one.get("probability")
+            is_wrong = predicted is not None and predicted not in classes
+            truth = ", ".join(classes) or "no label"
+            share = one.get("probability")  # earlier versions kept none
             shown = "" if share is None else f" ({share:.1%})"
-            texts.append(f"{predicted}{shown}, not {truth}" if wrong[-1] else f"{truth}{shown}")
+            texts.append(f"{predicted}{shown}, not {truth}" if is_wrong else f"{truth}{shown}")
+            wrong.append(is_wrong)
     except (ValueError, TypeError, KeyError):
         return None
     if not texts:
@@ -108,8 +104,7 @@ def _confusion(archive: Archive, run: RecordedRun) -> Iterator[Table]:
         return
     if len(names) <= MOST_CLASSES:
         heads = [Column("class"), Column("images", number)]
-        # Zeros are left blank, so that errors are visible.
-        heads += [Column(name, lambda v: f"{100 * v:.1f}" if v else "", True) for name in names]
+        heads += [Column(name, _share, is_bar=True) for name in names]
         parts: list[list[Value]] = [
             [truth, images[truth], *(counts.get((truth, n), 0) / images[truth] for n in names)]
             for truth in names
@@ -132,6 +127,11 @@ def _short(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 1]}…"
 
 
+def _share(value: float) -> str:
+    """In percent; zeros are left blank, so that errors are visible."""
+    return f"{100 * value:.1f}" if value else ""
+
+
 def _events(archive: Archive, run: RecordedRun) -> Table:
     """In their order; if there are very many, the last ones."""
     found: list[tuple[float, list[Value]]] = []
@@ -145,3 +145,16 @@ def _events(archive: Archive, run: RecordedRun) -> Table:
     found.sort(key=lambda pair: pair[0])
     heads = [Column("UTC"), Column("event"), Column("step", number), Column("what happened")]
     return Table("Events", heads, [row for _, row in found[-MOST_EVENTS:]])
+
+
+def _data(run: RecordedRun) -> Table:
+    heads = [Column("used for"), Column("name"), Column("images", number)]
+    heads += [Column("classes", number), Column("fingerprint"), Column("from")]
+    rows: list[Sequence[Value]] = []
+    for one in run.data_sets:
+        facts = one.facts
+        rows.append([
+            one.use, one.name, facts.get("num_images"), facts.get("num_classes"),
+            one.digest, one.source,
+        ])  # fmt: skip
+    return Table("Data sets of the training", heads, rows).used()

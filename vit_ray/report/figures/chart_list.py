@@ -145,39 +145,46 @@ def by_family(
     return Chart(title, x[0], y[0], series, f"{'; '.join(notes)}.")
 
 
+def state_of(run: RecordedRun, key: str) -> str:
+    """The set of a point that is not a result on a test set; empty for a result."""
+    if run.status != "FINISHED":
+        return run.status.lower()
+    is_accuracy = key.startswith((EVAL_GROUP, FEW_SHOT_GROUP))
+    return DEV if is_accuracy and not run.is_tested(key) else ""
+
+
 def interval_of(run: RecordedRun, key: str) -> Estimate | None:
     """95 % interval of an accuracy of one seed, by the number of its test images."""
     count = run.num_tested(key)
     return of_share(run.metrics[key], count) if count and 0 <= run.metrics[key] <= 1 else None
 
 
-def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
-    """Mean over the finished runs of a group, if any, with one deviation on either side.
-
-    A single run has the interval of its test set.
-    """
-    runs = [run for run in runs if run.status == "FINISHED"] or runs
-    mean, run = mean_of([run.metrics[key] for run in runs]), runs[0]
-    assert mean is not None
+def _point(run: RecordedRun, at: float, key: str) -> Point:
     status = "" if run.status == "FINISHED" else run.status.lower()
-    measured_on = ""
+    details = {"run": run.name, "status": status, "seed": run.params.get("seed", "")}
     if key.startswith((EVAL_GROUP, FEW_SHOT_GROUP)):
-        measured_on = TESTED if run.is_tested(key) else DEV
-    state = status or (DEV if measured_on == DEV else "")  # empty for a result on a test set
-    ends: tuple[float | None, float | None] = (None, None)
-    seeds: dict[str, float] = {}
-    if mean.deviation is not None:
-        details = {"mean of": f"{mean.count} seeds", "drawn": "+- one standard deviation"}
-        ends = mean.value - mean.deviation, mean.value + mean.deviation
-        seeds = {" of ".join(run.seed): run.metrics[key] for run in runs}
-    else:
-        details = {"run": run.name, "status": status, "seed": run.params.get("seed", "")}
-        details["measured on"] = measured_on
-        if (interval := interval_of(run, key)) is not None:
-            details["drawn"] = f"95 % interval of {run.num_tested(key)} images"
-            ends = interval.low, interval.high
-        details = {fact: value for fact, value in details.items() if value}
-    return Point(at, mean.value, point_name(run), *ends, details, state, seeds=seeds)
+        details["measured on"] = TESTED if run.is_tested(key) else DEV
+    interval = interval_of(run, key)
+    if interval is not None:
+        details["drawn"] = f"95 % interval of {run.num_tested(key)} images"
+    low, high = (interval.low, interval.high) if interval else (None, None)
+    shown = {name: value for name, value in details.items() if value}
+    value, state = run.metrics[key], state_of(run, key)
+    return Point(at, value, point_name(run), low, high, shown, state)
+
+
+def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
+    """Mean over the finished runs of a group, if any, with one deviation on either side."""
+    runs = [run for run in runs if run.status == "FINISHED"] or runs
+    mean = mean_of([run.metrics[key] for run in runs])
+    assert mean is not None
+    if mean.deviation is None:
+        return _point(runs[0], at, key)
+    details = {"mean of": f"{mean.count} seeds", "drawn": "+- one standard deviation"}
+    low, high = mean.value - mean.deviation, mean.value + mean.deviation
+    seeds = {" of ".join(run.seed): run.metrics[key] for run in runs}
+    state = state_of(runs[0], key)
+    return Point(at, mean.value, point_name(runs[0]), low, high, details, state, seeds=seeds)
 
 
 Line = list[tuple[float, list[RecordedRun]]]

@@ -111,6 +111,11 @@ class Axis:
         titled = {"title": self.title, "scale": scale, "axis": marks}
         return {"field": name, "type": "quantitative", **titled}
 
+    @property
+    def short_title(self) -> str:
+        """The title without the text in brackets."""
+        return self.title.partition(" (")[0]
+
     def exact(self, name: str) -> str:
         """Expression for the exact value."""
         return f"format(datum.{name}, '.5~%')" if self.is_percent else f"'' + datum.{name}"
@@ -284,13 +289,11 @@ class Chart:
         ]
         words = [f"{glyph} {word}" for word, glyph in self.states.items()]
         longest = max((len(one["text"]) for one in labels if one["is_late"]), default=0)
-        # Without the text in brackets.
-        x_title, y_title = (json.dumps(one.title.partition(" (")[0]) for one in (self.x, self.y))
         # Expressions for a point's tooltip, and for the same text in screen readers.
         tip = [
             "{title: datum.label || datum.name}",
-            f"{{{x_title}: {self.x.exact('x')}}}",
-            f"{{{y_title}: {self.y.exact('y')}}}",
+            f"{{{json.dumps(self.x.short_title)}: {self.x.exact('x')}}}",
+            f"{{{json.dumps(self.y.short_title)}: {self.y.exact('y')}}}",
             f"isValid(datum.low) ? {{'interval': {self.y.exact('low')} + ' to ' + "
             f"{self.y.exact('high')}}} : {{}}",
             "datum.more || {}",

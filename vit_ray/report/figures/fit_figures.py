@@ -192,28 +192,30 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
     for one in laws:
         for family, equal in one.compared.items():
             if isinstance(equal, EqualAccuracy):
-                low, high = (percent(end) for end in equal.accuracy[[0, -1]])
-                first, last = (two_digits(end) for end in equal.ratio[[0, -1]])
-                typical = equal.typical
-                if math.isfinite(typical.low + typical.high):
-                    text = (
-                        f"for the same accuracy {family} needs {two_digits(typical.value)} times "
-                        f"the compute of {BASELINE} (95 %: {two_digits(typical.low)} to "
-                        f"{two_digits(typical.high)}), in the median over {low} to {high} %: "
-                        f"{first} times at {low} %, {last} at {high} %."
-                    )
-                else:  # only the fitted laws, whose ratio has no interval
-                    text = (
-                        f"these points do not determine how much compute {family} needs for the "
-                        f"same accuracy; by the fitted laws it is {first} times that of {BASELINE} "
-                        f"at {low} % and {last} times at {high} %."
-                    )
-                found.append(f"{one.name}: {text}")
+                found.append(f"{one.name}: {_ratio_sentence(family, equal)}")
             elif family in one.fits:
                 found.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
         if one.left_out and one.fits:
             found.append(f"{one.name}: trainings left out of the laws: {one.left_out}.")
     return found
+
+
+def _ratio_sentence(family: str, equal: EqualAccuracy) -> str:
+    """In two digits; only the fitted laws if they have no interval."""
+    low, high = (percent(end) for end in equal.accuracy[[0, -1]])
+    first, last = (two_digits(end) for end in equal.ratio[[0, -1]])
+    whole, median = f"{low} to {high} %", two_digits(equal.typical.value)
+    if not math.isfinite(equal.typical.low + equal.typical.high):
+        return (
+            f"these points do not determine how much compute {family} needs for the same accuracy; "
+            f"by the fitted laws it is {first} times that of {BASELINE} at {low} % and {last} "
+            f"times at {high} %."
+        )
+    ends = f"{two_digits(equal.typical.low)} to {two_digits(equal.typical.high)}"
+    return (
+        f"for the same accuracy {family} needs {median} times the compute of {BASELINE} (95 %: "
+        f"{ends}), in the median over {whole}: {first} times at {low} %, {last} at {high} %."
+    )
 
 
 def two_digits(value: float) -> str:

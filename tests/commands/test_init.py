@@ -147,8 +147,8 @@ def test_large_images_without_a_test_split_hold_some_out(
 
 def test_above_a_million_images_no_weights_are_recommended() -> None:
     found = Estimate(2_000_000, 9, [None], 1, 1, 0, 0, 1, 1.0, 128, 0, 256, "")
-    place = PurePosixPath("data/a")
-    text = init._recipe_text("images", Path("a.yaml"), "a", place, found, None, None)
+    look = init._Look(found, None, None)
+    text = init._recipe_text("images", Path("a.yaml"), "a", PurePosixPath("data/a"), look)
     assert "ViT-B/16" in text
     assert "finetune" not in text
 

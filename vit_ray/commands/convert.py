@@ -5,6 +5,7 @@ import platform
 from contextlib import suppress
 
 from vit_ray.config import Recipe
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.convert.conversion import convert
@@ -27,13 +28,8 @@ def run_convert(recipe: Recipe) -> int:
     report = convert(config, recipe.seed)
     for what, names in report.fields.items():
         print(f"{config.source}: the {what} is in the field {', '.join(names)}")
-    counts = report.label_histogram
-    empty = {name for name, count in counts.items() if not count}
-    if config.classes is None:  # else folders may be named by numbers
-        with suppress(OSError, ValueError):  # the data set is made
-            empty |= {name for name in map(class_of, units_of(config)) if name} - counts.keys()
-    if empty:
-        print(empty_text(config.source, sorted(empty)))
+    if empty := classes_without_images(config, report):
+        print(empty_text(config.source, empty))
     for note in report.notes:
         print(f"{config.destination}: {note}")
     print(
@@ -75,6 +71,16 @@ def describe_conversion(recipe: Recipe) -> str:
             *([empty_text(config.source, empty)] if empty else []),
         ]
     )
+
+
+def classes_without_images(config: ConvertConfig, report: ConvertReport) -> list[str]:
+    """Names of the data set's classes, and of class folders of the source, without any image."""
+    counts = report.label_histogram
+    empty = {name for name, count in counts.items() if not count}
+    if config.classes is None:  # else folders may be named by numbers
+        with suppress(OSError, ValueError):  # the data set is made
+            empty |= {name for name in map(class_of, units_of(config)) if name} - counts.keys()
+    return sorted(empty)
 
 
 def rejected_text(report: ConvertReport) -> str:

@@ -7,14 +7,14 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import load_recipe
 from vit_ray.data.prepare.estimate import Estimate, estimate_conversion
 from vit_ray.data.prepare.sources.folders import empty_text
 from vit_ray.data.prepare.sources.splits import SeveralSplitsError
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
 
 _IMAGES_SEEN: Final = 90 * 1_281_167
 """90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580)."""
@@ -26,6 +26,16 @@ _MODELS: Final = (
     (sys.maxsize, "ViT-L/16", "304 M"),
 )
 """Up to this many images: the model, and its parameters."""
+
+
+class _Look(NamedTuple):
+    """What a source holds."""
+
+    found: Estimate
+    """For the training split."""
+    split: str | None
+    """Name of the training split, if the source has several."""
+    test_split: str | None
 
 
 def write_recipe(images: str, out: str | None) -> int:
@@ -46,35 +56,28 @@ def write_recipe(images: str, out: str | None) -> int:
         raise ValueError(f"{str(file)!r} exists already; give another file with --out, or move it")
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
-    found, split, test_split = _look_at(images)
-    folder = PurePosixPath("data", name)
-    if f"{locate(str(folder)).uri}/".startswith(f"{place.uri.rstrip('/')}/"):  # inside the source
-        converted = PurePosixPath(place.path).with_name(f"{name}-converted")
-        folder = PurePosixPath(os.path.relpath(converted))
-    text = _recipe_text(images, file, name, folder, found, split, test_split)
+    look = _look_at(images)
+    text = _recipe_text(images, file, name, _destination(place, name), look)
     with tempfile.TemporaryDirectory() as scratch:
         written = Path(scratch, file.name)
         written.write_text(text, encoding="utf-8")
         load_recipe(written)
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
-    print(f"{images}: {found.counts}")
-    if found.empty_classes:
-        print(empty_text(images, found.empty_classes))
-    if found.num_rejected:
+    print(f"{images}: {look.found.counts}")
+    if look.found.empty_classes:
+        print(empty_text(images, look.found.empty_classes))
+    if look.found.num_rejected:
         print(
-            f"{found.num_rejected} of {found.num_sampled} sampled files are not images ("
-            f"{found.reason}); `convert` lists all of them"
+            f"{look.found.num_rejected} of {look.found.num_sampled} sampled files are not images ("
+            f"{look.found.reason}); `convert` lists all of them"
         )
     print(f"wrote {file}; next: vit-ray pretrain {shlex.quote(str(file))} --dry-run")
     return 0
 
 
-def _look_at(images: str) -> tuple[Estimate, str | None, str | None]:
+def _look_at(images: str) -> _Look:
     """Count and open some images.
-
-    Returns:
-        What the training split holds, and its name and that of a test split, if there are several.
 
     Raises:
         ValueError: there are no images with classes to train on.
@@ -95,21 +98,21 @@ def _look_at(images: str) -> tuple[Estimate, str | None, str | None]:
         )
     # A test split may have no labels, as ImageNet's on the hub.
     test_split = next((one for one in ("validation", "test") if one in splits), None)
-    return found, "train" if splits != (None,) else None, test_split
+    return _Look(found, "train" if splits != (None,) else None, test_split)
 
 
-def _recipe_text(
-    images: str,
-    file: Path,
-    name: str,
-    folder: PurePosixPath,
-    found: Estimate,
-    split: str | None,
-    test: str | None,
-) -> str:
-    """`folder`: for the converted splits."""
-    count, side = found.num_images, found.shorter_side
-    held_out = 0.0 if test else min(0.1, round(10_000 / count, 6))
+def _destination(source: Location, name: str) -> PurePosixPath:
+    """A folder for the converted splits, outside of the source."""
+    usual = PurePosixPath("data", name)
+    if f"{locate(str(usual)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):
+        converted = PurePosixPath(source.path).with_name(f"{name}-converted")
+        return PurePosixPath(os.path.relpath(converted))
+    return usual
+
+
+def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look: _Look) -> str:
+    count, side = look.found.num_images, look.found.shorter_side
+    held_out = 0.0 if look.test_split else min(0.1, round(10_000 / count, 6))
     trained = count - round(count * held_out)
     batch = 4096
     while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
@@ -118,6 +121,7 @@ def _recipe_text(
     steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
     few = 10 if epochs > 10 else 1
     tenth = max(1, round(few * trained / batch) // 10)
+    split, test = look.split, look.test_split
     destination, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
     model, why = _model(side, count)
     source: dict[str, Any] = {"source": images, "destination": destination}
@@ -148,7 +152,7 @@ def _recipe_text(
     steps_per_epoch = max(1, trained // batch)
     return "\n".join(
         [
-            f"# {found.counts} in {images!r}",
+            f"# {look.found.counts} in {images!r}",
             "# Commands:",
             *(f"#   {line}" for line in lines),
             f"name: {json.dumps(name)}",

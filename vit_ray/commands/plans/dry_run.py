@@ -41,14 +41,8 @@ def describe_training(recipe: Recipe) -> str:
 def _describe_group(
     recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
 ) -> list[str]:
-    batch, note = recipe.train.global_batch_size, ""
-    if recipe.train.micro_batch_size == "auto" and recipe.workers.use_gpu is not False:
-        memory_gib, num_classes = cluster.device.memory_gib, facts.num_classes
-        largest = largest_micro_batch(recipe, num_classes, world_size, memory_gib)
-        fits, by = ("the most that fits", ", by estimate") if largest else ("does not fit", "")
-        micro, note = largest or 1, f" ({fits} a {recipe.plan.device}{by})"
-    else:
-        micro = micro_batch_size(recipe, world_size)
+    batch = recipe.train.global_batch_size
+    micro, note = _micro_batch(recipe, facts, cluster, world_size)
     passes = accumulation_steps(batch, micro, world_size)
     memory = estimate_memory(recipe, facts.num_classes, micro, world_size)
     workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
@@ -58,6 +52,19 @@ def _describe_group(
         f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
         *(f"    {name:<20}{value:8.2f} GiB" for name, value in vars(memory).items()),
     ]
+
+
+def _micro_batch(
+    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
+) -> tuple[int, str]:
+    """Images per pass, and a note if `auto` is decided only by trying."""
+    is_auto = recipe.train.micro_batch_size == "auto"
+    if not is_auto or recipe.workers.use_gpu is False:
+        return micro_batch_size(recipe, world_size), ""
+    largest = largest_micro_batch(recipe, facts.num_classes, world_size, cluster.device.memory_gib)
+    if largest is None:
+        return 1, f" (does not fit a {recipe.plan.device})"
+    return largest, f" (the most that fits a {recipe.plan.device}, by estimate)"
 
 
 def describe_sweep(recipe: Recipe) -> str:

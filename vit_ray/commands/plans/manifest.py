@@ -166,15 +166,7 @@ def manifest(recipe: Recipe) -> str:
         "slurm": ("slurm.sbatch", _slurm),
         "ray_up": ("ray_up.yaml", _ray_up),
     }[cluster.kind]
-    count: int | tuple[int, int] = recipe.workers.num_workers
-    if cluster.job in _ONE_TRAINING:
-        count = sizes.gpus if isinstance(count, int) else (min(count[0], sizes.gpus), sizes.gpus)
-    changes: dict[str, Any] = {"workers": {"num_workers": count, "use_gpu": True}}
-    if recipe.study is not None:
-        changes["study"] = {"max_gpus": sizes.gpus}
-    there = recipe.with_absolute_paths() if cluster.kind == "slurm" else recipe
-    there = there.with_changes(**changes, cluster=None)
-    text = fill((_FILES / name).read_text(), there, cluster, sizes)
+    text = fill((_FILES / name).read_text(), _recipe_there(recipe, cluster, sizes), cluster, sizes)
     first, interpreter, rest = text.partition("#!/bin/bash\n")
     comments = [f"By `vit-ray manifest` from cluster/{name}", *_size_lines(recipe, sizes)]
     return "".join([interpreter, *(f"# {line}\n" for line in comments), first, rest])
@@ -226,6 +218,19 @@ def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
             )
 
 
+def _recipe_there(recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> Recipe:
+    """The recipe as it runs on the cluster."""
+    count: int | tuple[int, int] = recipe.workers.num_workers
+    if cluster.job in _ONE_TRAINING:
+        count = sizes.gpus if isinstance(count, int) else (min(count[0], sizes.gpus), sizes.gpus)
+    changes: dict[str, Any] = {"workers": {"num_workers": count, "use_gpu": True}}
+    if recipe.study is not None:
+        changes["study"] = {"max_gpus": sizes.gpus}
+    if cluster.kind == "slurm":
+        recipe = recipe.with_absolute_paths()
+    return recipe.with_changes(**changes, cluster=None)
+
+
 def recipe_text(recipe: Recipe) -> str:
     """YAML of what the recipe sets; it loads as the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
@@ -237,13 +242,12 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, "|" if "\n" in text else None
-    ),
-)
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _rayjob(text: str, recipe: Recipe, cluster: ClusterConfig, sizes: ClusterSizes) -> str:

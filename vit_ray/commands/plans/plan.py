@@ -263,18 +263,6 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
     hours = pace.device_hours(facts.exaflops)
-    time = f"{hours:,.4g} {recipe.plan.device}-hours"
-    if hours < 0.1:
-        minutes = f"{60 * hours:.2g}" if 60 * hours >= 1 else "below one"
-        time = f"{minutes} {recipe.plan.device}-minute{'s' if 60 * hours >= 1 else ''}"
-    network, gpus = pace.network, cluster.num_gpus
-    links = f"{network.link_gb_per_s:g} GB/s in a server"
-    if servers > 1:
-        limit = "adapters" if network.is_limited_by_adapters(gpus) else "links in a server"
-        links += (
-            f", {network.server_gb_per_s:g} out of each of {servers}; collectives reach "
-            f"{network.bus_gb_per_s(gpus):.0f} GB/s, limited by the {limit}"
-        )
     warning = averaging_warning(recipe.train, facts.total_steps)
     return [
         f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
@@ -282,14 +270,34 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"steps                   {facts.total_steps:,} of {batch:,} images: {epochs:.2f} epochs",
         f"model                   {recipe.model.name}: {parameters / 1e6:.1f} M parameters, "
         f"{facts.forward_macs / 1e9:.4g} GMAC per image",
-        f"training                {facts.exaflops:,.4g} exaFLOPs, {time} at "
-        f"{recipe.plan.mfu * 100:g} % MFU",
-        f"cluster                 {gpus} x {recipe.plan.device}, "
+        f"training                {facts.exaflops:,.4g} exaFLOPs, "
+        f"{_time_text(hours, recipe.plan.device)} at {recipe.plan.mfu * 100:g} % MFU",
+        f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each",
-        f"network                 {links}",
+        f"network                 {_network_text(pace.network, cluster.num_gpus)}",
         f"reading                 {_reading_text(recipe, facts, servers)}",
         *([f"warning                 {warning}"] if warning else []),
     ]
+
+
+def _time_text(hours: float, device: str) -> str:
+    """Hours of a device; of short trainings minutes."""
+    if hours >= 0.1:
+        return f"{hours:,.4g} {device}-hours"
+    minutes = 60 * hours
+    return f"{minutes:.2g} {device}-minutes" if minutes >= 1 else f"below one {device}-minute"
+
+
+def _network_text(network: Network, num_gpus: int) -> str:
+    """Servers and their links; what a GPU reaches in large collectives; the limiting link."""
+    servers, text = network.servers(num_gpus), f"{network.link_gb_per_s:g} GB/s in a server"
+    if servers == 1:
+        return text
+    limit = "adapters" if network.is_limited_by_adapters(num_gpus) else "links in a server"
+    return (
+        f"{text}, {network.server_gb_per_s:g} out of each of {servers}; collectives reach "
+        f"{network.bus_gb_per_s(num_gpus):.0f} GB/s, limited by the {limit}"
+    )
 
 
 def times_read(recipe: Recipe, facts: TrainingFacts, servers: int) -> float:

@@ -386,12 +386,12 @@ def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
             tags={"vit_ray.kind": "scale_plan"},
         )
         tracker = Tracker.start(opening)
-        titles = [one.title.lower().replace("/s", " per s") for one in table.columns]
-        keys = [PLAN_GROUP + re.sub(r"\W+", "_", one.replace(" in ", " ")) for one in titles]
         for point, row in zip(points, table.rows, strict=True):
-            values = zip(keys, row, strict=True)
-            numbers = {key: value for key, value in values if isinstance(value, int | float)}
-            tracker.log.metrics(point.num_gpus, numbers)
+            values = zip(table.columns, row, strict=True)
+            tracker.log.metrics(
+                point.num_gpus,
+                {_metric(c.title): v for c, v in values if isinstance(v, int | float)},
+            )
         tracker.log.text("scale.txt", text)
         tracker.log.text("scale.csv", table.csv())
         tracker.log.text("scale.svg", figure)
@@ -400,3 +400,9 @@ def print_scale(recipe: Recipe, *, is_dry: bool) -> int:
             return 1
     print(f"MLflow page: {tracker.hint}")
     return 0
+
+
+def _metric(title: str) -> str:
+    """MLflow's metric names, by the heading of a column."""
+    plain = title.lower().replace("/s", " per s").replace(" in ", " ")
+    return PLAN_GROUP + re.sub(r"\W+", "_", plain)

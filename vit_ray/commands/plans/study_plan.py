@@ -56,6 +56,10 @@ class PlannedCell:
     """The fine-tunings after the pre-training."""
 
     @property
+    def transfer_exaflops(self) -> float:
+        return sum(task.num_runs * task.exaflops for task in self.tasks)
+
+    @property
     def transfer_hours(self) -> float:
         """GPU-hours of its tasks."""
         return sum(task.num_runs * task.gpu_hours for task in self.tasks)
@@ -92,6 +96,15 @@ class StudyPlan:
     def gpu_hours(self) -> float:
         """GPU-hours of all cells."""
         return sum(one.gpu_hours for one in self.cells)
+
+    @property
+    def exaflops(self) -> float:
+        """Compute of all pre-trainings, counting shared steps of branches once."""
+        return sum(one.exaflops for one in self.cells)
+
+    @property
+    def transfer_exaflops(self) -> float:
+        return sum(one.transfer_exaflops for one in self.cells)
 
     @property
     def num_gpus(self) -> int:
@@ -192,21 +205,30 @@ def _planned(recipe: Recipe, cell: Cell) -> PlannedCell:
                 "raise plan.num_gpus, or lower workers.num_workers"
             )
         num_gpus = fitting[-1]
-    facts, tasks = data_facts(cell.recipe), []
-    for task in study_of(recipe).transfer:
-        tuned, (trials, finals) = task_recipe(cell, task), (0, 1)
-        if tuned.sweep is not None:
-            trials, finals = len(points_of(tuned, tuned.sweep)), tuned.sweep.seeds
-        exaflops = data_facts(tuned).exaflops
-        hours = _gpu_hours(tuned, exaflops, num_gpus)
-        tasks.append(PlannedTask(trials, finals, exaflops, hours))
-    hours = _gpu_hours(cell.recipe, facts.exaflops, num_gpus)
-    return PlannedCell(cell, facts, num_gpus, facts.exaflops, hours, tuple(tasks))
+    facts = data_facts(cell.recipe)
+    return PlannedCell(
+        cell,
+        facts,
+        num_gpus,
+        facts.exaflops,
+        _gpu_hours(cell.recipe, facts.exaflops, num_gpus),
+        tuple(
+            _planned_task(task_recipe(cell, task), num_gpus) for task in study_of(recipe).transfer
+        ),
+    )
 
 
 def _gpu_hours(recipe: Recipe, exaflops: float, num_gpus: int) -> float:
     alone = recipe.with_changes(plan={"num_gpus": num_gpus})
     return planned_cluster(alone).pace.device_hours(exaflops)
+
+
+def _planned_task(recipe: Recipe, num_gpus: int) -> PlannedTask:
+    exaflops = data_facts(recipe).exaflops
+    trials, finals = 0, 1
+    if recipe.sweep is not None:
+        trials, finals = len(points_of(recipe, recipe.sweep)), recipe.sweep.seeds
+    return PlannedTask(trials, finals, exaflops, _gpu_hours(recipe, exaflops, num_gpus))
 
 
 def describe_study(recipe: Recipe) -> str:
@@ -242,17 +264,15 @@ def _totals(plan: StudyPlan) -> list[str]:
     config, (longest_hours, longest) = plan.recipe.plan, plan.critical_path
     branches = f" with {len(longest) - 1} branches" if len(longest) > 1 else ""
     sources = ", ".join(dict.fromkeys(one.facts.source for one in plan.cells))
-    trained = sum(one.exaflops for one in plan.cells)
-    tuned = sum(task.num_runs * task.exaflops for one in plan.cells for task in one.tasks)
+    exaflops = plan.exaflops + plan.transfer_exaflops
     transfer_hours = sum(one.transfer_hours for one in plan.cells)
     hours = f"{config.device}-hours"
     lines = [
-        f"total          {len(plan.cells)} cells, {trained + tuned:,.4g} exaFLOPs, "
-        f"{plan.gpu_hours:,.4g} {hours} at {config.mfu * 100:g} % MFU, without starting, "
-        "evaluation and communication",
-        f"pre-training   {trained:,.4g} exaFLOPs, {plan.gpu_hours - transfer_hours:,.4g} {hours} "
-        "of that",  # of branches the cool-downs: they share the other steps with their trunk
-        f"transfer       {tuned:,.4g} exaFLOPs, {transfer_hours:,.4g} {hours}",
+        f"total          {len(plan.cells)} cells, {exaflops:,.4g} exaFLOPs, {plan.gpu_hours:,.4g} "
+        f"{hours} at {config.mfu * 100:g} % MFU, without starting, evaluation and communication",
+        f"pre-training   {plan.exaflops:,.4g} exaFLOPs, "
+        f"{plan.gpu_hours - transfer_hours:,.4g} {hours} of that",
+        f"transfer       {plan.transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {hours}",
         f"in parallel    {plan.hours:,.4g} hours on {plan.num_gpus} x {config.device}",
         f"critical path  {longest_hours:,.4g} hours: {longest[0].cell.name}{branches}, on any "
         "number of GPUs",

@@ -68,20 +68,10 @@ def show_batch(
     run = find_run(source, [word for word in words if word.partition("=")[0] not in own])
     batches = SeenBatches(run.resolved)
     if "step" not in own:
-        done = run.newest.position.step if run.newest else 0
         for sample in _samples(run, batches, own):
-            print(f"sample {sample}; the newest checkpoint is of step {done}")
-            seen_in = [one for one in batches.steps_of(sample) if one[0] < run.total_steps]
-            for step, epoch, place in seen_in:
-                when = "seen" if step < done else "to come"
-                print(f"step {step:,} (epoch {epoch}), place {place} of its batch: {when}")
-            if not seen_in:
-                print("no step of this run has it")
+            _print_steps(run, batches, sample)
         return 0
-    if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", own["step"])):
-        raise ValueError(f"step={own['step']}: give a number, or a range such as 100:110")
-    first = int(found[1])
-    steps = run.checked_steps(range(first, int(found[2]) if found[2] else first + 1))
+    steps = run.checked_steps(_steps(own["step"]))
     places = _places(own.get("rank"), run, steps)
     costs = [batches.cost(step) for step in steps]
     groups, size = (sum(column) for column in zip(*costs, strict=True))
@@ -93,16 +83,7 @@ def show_batch(
             "steps, or --large"
         )
     if is_timed:
-        stages = [stream_cost(run.resolved, step) for step in steps]
-        spent_s = {stage: statistics.fmean(one[stage] for one in stages) for stage in STAGES}
-        whole_s = sum(spent_s.values())
-        print(f"{'stage':<8}{'ms an image':>12}{'share':>8}")
-        for stage, s in spent_s.items():
-            print(f"{stage:<8}{1e3 * s:>12.3f}{s / whole_s:>8.1%}")
-        print(
-            f"{'all':<8}{1e3 * whole_s:>12.3f}{1:>8.0%}  {1 / whole_s:,.0f} images/s of one core, "
-            "without Ray's own work"
-        )
+        _print_cost(run, steps)
         return 0
     folder = new_folder(out or f"{run.recipe.name}-step-{own['step'].replace(':', '-')}")
     _write(run, batches, steps, places, folder, is_with_originals)
@@ -120,6 +101,14 @@ def new_folder(name: str) -> Path:
         raise ValueError(f"{folder} exists already; give another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _steps(text: str) -> range:
+    """The steps of `100` or `100:110`."""
+    if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", text)):
+        raise ValueError(f"step={text}: give a number, or a range such as 100:110")
+    first = int(found[1])
+    return range(first, int(found[2]) if found[2] else first + 1)
 
 
 def _places(rank: str | None, run: NamedRun, steps: range) -> range:
@@ -145,6 +134,20 @@ def _places(rank: str | None, run: NamedRun, steps: range) -> range:
     return range(number * share, (number + 1) * share)
 
 
+def _print_cost(run: NamedRun, steps: range) -> None:
+    """The cost of each stage, over all images of the steps."""
+    costs = [stream_cost(run.resolved, step) for step in steps]
+    spent_s = {stage: statistics.fmean(one[stage] for one in costs) for stage in STAGES}
+    whole_s = sum(spent_s.values())
+    print(f"{'stage':<8}{'ms an image':>12}{'share':>8}")
+    for stage, s in spent_s.items():
+        print(f"{stage:<8}{1e3 * s:>12.3f}{s / whole_s:>8.1%}")
+    print(
+        f"{'all':<8}{1e3 * whole_s:>12.3f}{1:>8.0%}  {1 / whole_s:,.0f} images/s of one core, "
+        "without Ray's own work"
+    )
+
+
 def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> list[int]:
     """The given number, or the numbers of the images with a key."""
     if "sample" in own:
@@ -156,6 +159,17 @@ def _samples(run: NamedRun, batches: SeenBatches, own: Mapping[str, str]) -> lis
     if not (samples := batches.samples_of_key(own["key"])):
         raise ValueError(f"key={own['key']}: {manifest.path} has no image with this key")
     return samples
+
+
+def _print_steps(run: NamedRun, batches: SeenBatches, sample: int) -> None:
+    done = run.newest.position.step if run.newest else 0
+    steps = [one for one in batches.steps_of(sample) if one[0] < run.total_steps]
+    print(f"sample {sample}; the newest checkpoint is of step {done}")
+    for step, epoch, place in steps:
+        when = "seen" if step < done else "to come"
+        print(f"step {step:,} (epoch {epoch}), place {place} of its batch: {when}")
+    if not steps:
+        print("no step of this run has it")
 
 
 def _write(
@@ -219,22 +233,17 @@ def _section(
         bad = ", ".join(str(one.instead_of) for one in replaced)
         texts.append(f"These samples cannot be decoded, and neighbours replace them: {bad}.")
     shown = images[:MOST_SHOWN]
-    captions, boxed = [], []
+    captions = []
     for one in shown:
         mixed = "" if one.partner is None else f", {one.own_share:.0%} of it"
         captions.append(f"{one.sample}: {_names(one, classes)}{mixed}")
-        stored, box = Image.fromarray(decode(one.content)), one.box
-        corners = (box.left, box.top, box.left + box.width - 1, box.top + box.height - 1)
-        width = max(1, round(max(stored.size) / SIDE))
-        ImageDraw.Draw(stored).rectangle(corners, outline=_BOX_COLOR, width=width)
-        boxed.append(square(np.asarray(stored)))
     note = "" if len(shown) == len(images) else f"The first {len(shown)}; the table has all."
     crops = Gallery(
         "As the model sees them", strip([square(one) for one in pixels[: len(shown)]]),
         captions, [False] * len(shown), note,
     )  # fmt: skip
     boxes = Gallery(
-        "The stored image, and the box that is cut out", strip(boxed),
+        "The stored image, and the box that is cut out", strip([_boxed(one) for one in shown]),
         [one.key for one in shown], [False] * len(shown),
     )  # fmt: skip
     whole = "{:,.0f}".format
@@ -262,6 +271,16 @@ def _section(
 
 def _names(one: SeenImage, classes: list[str]) -> str:
     return ", ".join(classes[label] for label in one.labels) or "no label"
+
+
+def _boxed(one: SeenImage) -> UInt8Array:
+    """The stored image as a small square, with the box of the crop."""
+    image = Image.fromarray(decode(one.content))
+    width = max(1, round(max(image.size) / SIDE))
+    box = one.box
+    corners = (box.left, box.top, box.left + box.width - 1, box.top + box.height - 1)
+    ImageDraw.Draw(image).rectangle(corners, outline=_BOX_COLOR, width=width)
+    return square(np.asarray(image))
 
 
 def _losses(run: NamedRun, steps: range) -> dict[int, float]:

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub import HfApi
 
@@ -13,6 +14,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.images.augmentations import augmentation_of
+from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.record.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names
 from vit_ray.models.weights.files import check_suffix
@@ -61,13 +63,7 @@ def export(recipe: Recipe) -> int:
             recorded = recipe.recorded()
             trained = position.recipe if position else {"train": {"precision": "fp32"}}
             use = used_sections({**trained, "model": recorded["model"], "data": recorded["data"]})
-            settings = {**json.loads((copy / FOLDER_CONFIG).read_text()), USE: use}
-            if "pretrained_cfg" in settings:  # timm gives the crop as a share of a side
-                is_centre = crop.kind == "center_crop"
-                share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
-                how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
-                settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
-            (copy / FOLDER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+            _complete_config(copy / FOLDER_CONFIG, crop, use)
             if (card := copy / _CARD).exists() or target.child(_CARD).exists():
                 print(f"kept {target.child(_CARD).uri}, which exists; delete it to get a new card")
             else:
@@ -85,6 +81,17 @@ def export(recipe: Recipe) -> int:
         if config.push:
             print(f"pushed {_push(config, copy, [file.name for file in files])}")
     return 0
+
+
+def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> None:
+    """Write how the model is used; timm gives the crop as a share of a side."""
+    settings = {**json.loads(file.read_text()), USE: use}
+    if "pretrained_cfg" in settings:
+        is_centre = crop.kind == "center_crop"
+        share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
+        how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
+        settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:

@@ -80,16 +80,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
             "step=1000 name=lower-rate"
         )
     step, changes = int(asked["step"]), [w for w in words if w.partition("=")[0] != "step"]
-    place, run_folder = named_folder(source, changes)
-    whole = [number for number, one in list_checkpoints(run_folder) if is_committed(one)]
-    if step not in whole:
-        steps = ", ".join(map(str, sorted(whole))) or "none"
-        raise ValueError(
-            f"step={step}: {place} has no complete checkpoint of this step; it has those of steps "
-            f"{steps}; give one of them (checkpoint.keep_steps keeps more of a run)"
-        )
-    parent = run_folder.child(folder_name(step))
-    position = read_checkpoint(parent).position
+    parent, position = _parent(source, step, changes)
     before = recipe_from_dict(position.recipe, where=f"the recipe of {source}")
     tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, changes)
     tree["tracking"]["parent_run_id"] = None
@@ -109,13 +100,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     origin = origin_of(before.name, step, own_step)
     if file.exists() and file.read_text() != text:
         raise ValueError(f"name={recipe.name}: {file} exists already; give another name")
-    begun, note = {number for number, _ in list_checkpoints(folder)}, folder.child(NOTE)
-    files = [one.base_name for one in folder.list_files(recursive=False)]
-    is_empty = all(map(is_lock_file, files)) and not begun
-    # Else it may hold the beginning of this same fork.
-    if not is_empty and not (
-        begun <= {own_step} and note.exists() and note.read().decode() == origin
-    ):
+    if not _is_free(folder, origin, own_step):
         raise ValueError(f"name={recipe.name}: {folder.uri} exists already; give another name")
     size = sum(one.size or 0 for one in parent.list_files())
     print(
@@ -137,6 +122,30 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     return 0
 
 
+def _is_free(folder: Location, origin: str, step: int) -> bool:
+    """Whether the folder is empty, or holds the beginning of this same fork."""
+    files = [one.base_name for one in folder.list_files(recursive=False)]
+    steps = [number for number, _ in list_checkpoints(folder)]
+    if all(map(is_lock_file, files)) and not steps:
+        return True
+    note = folder.child(NOTE)
+    return note.exists() and note.read().decode() == origin and set(steps) <= {step}
+
+
+def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
+    """The checkpoint's folder and position."""
+    source, run_folder = named_folder(source, changes)
+    whole = [number for number, one in list_checkpoints(run_folder) if is_committed(one)]
+    folder = run_folder.child(folder_name(step))
+    if step not in whole:
+        steps = ", ".join(map(str, sorted(whole))) or "none"
+        raise ValueError(
+            f"step={step}: {source} has no complete checkpoint of this step; it has those of steps "
+            f"{steps}; give one of them (checkpoint.keep_steps keeps more of a run)"
+        )
+    return folder, read_checkpoint(folder).position
+
+
 def _checked_changes(
     before: Recipe, resolved: ResolvedRun, position: Position, given: Collection[str]
 ) -> list[Change]:
@@ -153,14 +162,8 @@ def _checked_changes(
     flat[DATA_SET], now[DATA_SET] = position.data_fingerprint, resolved.manifest.fingerprint
     found = incompatible_changes(flat, now, without=(*LENGTH, CROP_SIZES))
     found += [Change(key, flat[key], now[key]) for key in LENGTH if flat[key] != now[key]]
-    if before.data.augment.sizes or recipe.data.augment.sizes:
-        try:
-            images_before = resolve_run(before).num_images
-        except (ValueError, OSError):  # the parent's sets need not be there any more
-            images_before = resolved.num_images
-        # Where crops of another size begin depends on the length and the batch, too.
-        sizes = size_change(before, recipe, resolved.num_images, images_before)
-        found += [sizes] if sizes else []
+    sizes = _size_change(before, resolved)
+    found += [sizes] if sizes else []
     for change in found:
         of_model = change.key.startswith("model.") and change.key not in _WITHOUT_TENSORS
         if of_model or change.key in _OF_TENSORS:
@@ -192,6 +195,17 @@ def _checked_changes(
             Change(_ORDER, *(f"version {one}" for one in (position.order_version, ORDER_VERSION)))
         )
     return found
+
+
+def _size_change(before: Recipe, resolved: ResolvedRun) -> Change | None:
+    """Where crops of another size begin, which the length and the batch decide, too."""
+    if not (before.data.augment.sizes or resolved.recipe.data.augment.sizes):
+        return None
+    try:
+        images_before = resolve_run(before).num_images
+    except (ValueError, OSError):  # the parent's sets need not be there any more
+        images_before = resolved.num_images
+    return size_change(before, resolved.recipe, resolved.num_images, images_before)
 
 
 def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:

@@ -188,26 +188,15 @@ class Runner:
         room, taken = self._room_now(), [one.need for one in self._running.values()]
         held: set[str | None] = set()
         """Streams of work that waits for another place."""
-        since_s = time.monotonic() - TOGETHER_S
-        new = [work for work, one in self._running.items() if one.started_s > since_s]
         for index, (place, work) in enumerate(self._waiting):
             need = work.need(room)
-            if not room.holds(need, taken) or work.reads in held:
+            if not room.holds(need, taken) or (held and work.reads in held):
                 continue
-            together: list[Work] = []
-            """Waiting trainings that still fit if this one starts."""
-            places = [*taken, need]
-            for _, other in self._waiting if work.reads else ():
-                if other is not work and room.holds(other.need(room), places):
-                    places.append(other.need(room))
-                    together.append(other)
-            if time.monotonic() <= self._gathers_until_s.get(work.reads, -math.inf):
-                waiting = self._alike(work, (one for _, one in self._waiting))
-                may_end = self._alike(work, (one for one in self._running if one not in new))
-                if may_end and len(waiting) > len(self._alike(work, together)):
-                    taken.append(need)
-                    held.add(work.reads)
-                    continue
+            together = self._together(work, room, [*taken, need])
+            if self._gathers(work, together):
+                taken.append(need)
+                held.add(work.reads)
+                continue
             del self._waiting[index]
             if work.draw is not None:
                 try:
@@ -216,15 +205,41 @@ class Runner:
                     self.error = self.error or error
                     return None
             if self._alike(work, [*self._running, *together]):
-                num_sharing = 1 + len(self._alike(work, [*new, *together]))
+                num_sharing = 1 + len(self._alike(work, [*self._just_started(), *together]))
                 work.training = replace(work.training, num_sharing=num_sharing)
             self._running[work] = _Run(place, need, time.monotonic())
             return work
         return None
 
+    def _together(self, work: Work, room: Room, taken: list[Room]) -> list[Work]:
+        """Waiting trainings that still fit if this one starts; empty for planned ones."""
+        found: list[Work] = []
+        for _, other in self._waiting if work.takes is None else ():
+            if other is not work:
+                need = other.need(room)
+                if room.holds(need, taken):
+                    found.append(other)
+                    taken.append(need)
+        return found
+
+    def _just_started(self) -> list[Work]:
+        since_s = time.monotonic() - TOGETHER_S
+        return [work for work, one in self._running.items() if one.started_s > since_s]
+
     def _alike(self, work: Work, others: Iterable[Work]) -> list[Work]:
         """Other trainings with an equal stream; empty for planned ones."""
-        return [one for one in others if work.reads and one is not work and one.reads == work.reads]
+        if (reads := work.reads) is None:
+            return []
+        return [one for one in others if one is not work and one.reads == reads]
+
+    def _gathers(self, work: Work, together: list[Work]) -> bool:
+        """Whether it waits for another place, to start together with equal streams."""
+        if time.monotonic() > self._gathers_until_s.get(work.reads, -math.inf):
+            return False
+        waiting = self._alike(work, (one for _, one in self._waiting))
+        new = self._just_started()
+        may_end = self._alike(work, (one for one in self._running if one not in new))
+        return bool(may_end) and len(waiting) > len(self._alike(work, together))
 
     def goes_on(self, work: Work, outcome: Outcome) -> bool:
         try:

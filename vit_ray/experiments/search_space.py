@@ -110,20 +110,14 @@ def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
     """Different points; a smaller number of trials takes the first of them."""
     assert config.num_trials is not None
     found: dict[str, Point] = {}
-    number = missed = 0
-    while len(found) < config.num_trials:
-        point: dict[str, Any] = {}
-        for place, (key, values) in enumerate(space.items()):
-            uniform = KeyedUniform(config.seed, number, place)
-            if isinstance(values, list):
-                point[key] = values[uniform.below(len(values))]
-                continue
-            ((kind, (low, high)),) = values.items()
-            if kind == "uniform":
-                drawn = uniform.between(low, high)
-            else:
-                drawn = math.exp(uniform.between(math.log(low), math.log(high)))
-            point[key] = rounded(drawn)
+    missed = 0
+    for number in itertools.count():
+        if len(found) == config.num_trials:
+            return list(found.values())
+        point = {
+            key: _draw(values, KeyedUniform(config.seed, number, place))
+            for place, (key, values) in enumerate(space.items())
+        }
         missed = missed + 1 if point_name(point) in found else 0
         found.setdefault(point_name(point), point)
         if missed == _MISSES * config.num_trials:
@@ -132,8 +126,16 @@ def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
                 f"{config.num_trials}; list more values, widen the ranges, or lower "
                 "sweep.num_trials"
             )
-        number += 1
-    return list(found.values())
+    raise AssertionError
+
+
+def _draw(values: Any, uniform: KeyedUniform) -> Any:
+    if isinstance(values, list):
+        return values[uniform.below(len(values))]
+    ((kind, (low, high)),) = values.items()
+    if kind == "uniform":
+        return rounded(uniform.between(low, high))
+    return rounded(math.exp(uniform.between(math.log(low), math.log(high))))
 
 
 def rounded(value: float) -> float:

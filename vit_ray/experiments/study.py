@@ -172,16 +172,8 @@ class StudyRun:
             [pairs[k] for k in group] for group in in_groups(study, self.cells, steps)
         ]
         room = cluster_room(study.max_concurrent, study.max_gpus)
-        left = []
-        for group in groups:
-            for cell, resolved in group:
-                before = self.finished.get(cell.name)
-                if before is not None and not before.missing:
-                    self._note_end(before, resolved)
-            if not all(cell.name in self.ended for cell, _ in group):
-                left.append(group)
         groups = in_order(
-            left,
+            [group for group in groups if not self._is_over(group)],
             room,
             lambda one: room_of(one[0].recipe, room),
             lambda one: training_cost(one[1], one[1].total_steps)[STUDY_EXAFLOPS],
@@ -194,6 +186,14 @@ class StudyRun:
         ]
         parent.run_flow(in_parallel(flows), study.max_concurrent, study.max_gpus)
         return [self.ended[cell.name] for cell in self.cells if cell.name in self.ended]
+
+    def _is_over(self, group: Sequence[Planned]) -> bool:
+        """Whether nothing is left to do in the group; notes the end of what is finished."""
+        for cell, resolved in group:
+            before = self.finished.get(cell.name)
+            if before is not None and not before.missing:
+                self._note_end(before, resolved)
+        return all(cell.name in self.ended for cell, _ in group)
 
     def _train(
         self, planned: Planned, trunk: Planned | None, branches: Sequence[Planned]

@@ -347,18 +347,10 @@ class Trials:
 
         If rungs have stopped some and no other finished, the trial that got furthest counts.
         """
-        parts: list[Work | Flow[Outcome]] = []
-        for training in map(self._training, self._known):
-            if reason := self._diverged.value.get(trial_key(training.recipe), ""):  # as before
-                found = Outcome(TrialState.DIVERGED, error=reason, point=training.point)
-                self._parent.note_end(training, found)
-                parts.append(known_outcome(found))
-            else:
-                parts.append(Work(training, goes_on=self._goes_on, on_end=self._note_end))
-        if (search := self._search) is not None:
-            for point in self._plan.points[len(parts) :]:  # they stand for what is drawn
-                training, draw = self._training(point), lambda: self._training(search.draw())
-                parts.append(Work(training, draw, self._goes_on, self._note_end))
+        parts = [self._part(self._training(point)) for point in self._known]
+        for point in self._plan.points[len(parts) :]:  # they stand for what is drawn
+            training = self._training(point)
+            parts.append(Work(training, self._draw, self._goes_on, self._note_end))
         rows = yield parts
         rows = [
             replace(row, state=TrialState.FAILED, error="it was not evaluated")
@@ -410,6 +402,19 @@ class Trials:
         return self._parent.training(
             trial, "sweep_trial", tags=self._tags, point=point, retries=config.retries, rungs=rungs
         )
+
+    def _draw(self) -> Training:
+        assert self._search is not None
+        return self._training(self._search.draw())
+
+    def _part(self, training: Training) -> Work | Flow[Outcome]:
+        """The work that trains it, unless it is known to diverge."""
+        reason = self._diverged.value.get(trial_key(training.recipe), "")
+        if not reason:
+            return Work(training, goes_on=self._goes_on, on_end=self._note_end)
+        found = Outcome(TrialState.DIVERGED, error=reason, point=training.point)
+        self._parent.note_end(training, found)
+        return known_outcome(found)
 
     def _goes_on(self, training: Training, outcome: Outcome) -> bool:
         if self._asha is None or outcome.top1 is None or outcome.steps is None:

@@ -337,10 +337,10 @@ class DataConfig(Section):
 
     @property
     def train_paths(self) -> list[str]:
-        """Path of each training set; of several for a mixture."""
+        """Path of each training set; of several for a mixture, none if it is not set."""
         if isinstance(self.train, tuple):
             return [one.path for one in self.train]
-        return [self.train] if self.train is not None else []
+        return [self.train] if self.train else []
 
     @property
     def test_set(self) -> str | None:

@@ -39,7 +39,7 @@ from vit_ray.tracking.mlflow_client import (
     safe_uri,
     share_view,
 )
-from vit_ray.tracking.mlflow_run import RunWriter
+from vit_ray.tracking.mlflow_run import ORIGIN, RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
@@ -205,6 +205,19 @@ def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, t
     run = MlflowClient(config.uri).get_run(first.run_id)
     assert run.data.metrics == {"eval/top1": 0.4, "failed": 0.0}
     assert replay(log, config.uri).num_points == 0
+
+
+def test_a_log_that_an_earlier_version_sent_makes_no_second_run(config, log_path):
+    tracker = started(config, "sent", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    assert tracker.finish()
+    client = MlflowClient(config.uri)
+    tags = client.get_run(tracker.run_id).data.tags
+    client.set_tag(tracker.run_id, "vit_ray.spool", tags[ORIGIN])
+    client.delete_tag(tracker.run_id, ORIGIN)
+    replay(log_path, config.uri)
+    experiment = client.get_experiment_by_name(config.experiment)
+    assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
 def test_a_note_of_how_far_mlflow_has_a_log_may_have_more_or_less(log_path):

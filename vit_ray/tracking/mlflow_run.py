@@ -40,7 +40,8 @@ MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS: Final = 100
 MAX_PARAM_CHARS: Final = 6000
 MAX_TAG_CHARS: Final = 5000
-ORIGIN: Final = stored_tag("vit_ray.spool")  # finds the run of a log again
+_OLD_ORIGIN: Final = "vit_ray.spool"  # of earlier versions
+ORIGIN: Final = stored_tag(_OLD_ORIGIN)  # finds the run of a log again
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds a run's model at a step, which an interrupted attempt has begun to log."""
 NONFINITE: Final = "_nonfinite"
@@ -109,9 +110,12 @@ class RunWriter:
         if experiment is None:
             return None
         for origin in filter(None, (run_id, first["opening"])):
-            wanted = f"tags.`{ORIGIN}` = '{origin}'"
-            if found := self.client.search_runs([experiment.experiment_id], wanted, max_results=1):
-                return self.client.get_run(found[0].info.run_id)
+            for tag in (ORIGIN, _OLD_ORIGIN):
+                found = self.client.search_runs(
+                    [experiment.experiment_id], f"tags.`{tag}` = '{origin}'", max_results=1
+                )
+                if found:
+                    return self.client.get_run(found[0].info.run_id)
         return None
 
     def log_history(self, events: Sequence[Record]) -> None:

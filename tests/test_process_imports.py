@@ -38,6 +38,7 @@ KINDS = {
         "import vit_ray.tracking.tracker",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
+    "a node that is asked for files": ("import vit_ray.launch.cluster.node_files", {"ray"}),
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
     "a pool's server": ("import vit_ray.launch.pool.pool_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": ("import vit_ray.launch.pool.ray_policies", RAY_DATA | {"ray.train"}),

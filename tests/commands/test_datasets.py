@@ -13,6 +13,7 @@ from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.deduplicate import DeduplicateReport
 from vit_ray.data.prepare.subset import subset
+from vit_ray.launch.cluster.connection import ClusterShape
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,7 @@ def test_evaluation_images_are_left_out(ray_cluster, digits, tmp_path, capsys):
 
 def test_images_that_nobody_could_compare_are_told(monkeypatch, capsys):
     report = DeduplicateReport(100, 1, 2, 3, 4, [])
-    monkeypatch.setattr(datasets, "connect", lambda recipe: None)
+    monkeypatch.setattr(datasets, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     monkeypatch.setattr(datasets, "deduplicate", lambda *args, **options: report)
     monkeypatch.setattr(datasets, "open_dataset", lambda path: SimpleNamespace(fingerprint=path))
     section = "{source: a, evaluation_sets: [b], destination: c}"

@@ -21,6 +21,7 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare import estimate
 from vit_ray.data.prepare.estimate import Estimate
+from vit_ray.launch.cluster.connection import ClusterShape
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) 
 def test_the_printed_conversions_work_where_the_images_lie_under_data(
     images: str, folder: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "connect", lambda recipe: None)
+    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     for split, count in (("train", 6), ("test", 2), ("val", 3)):
         write_images(here / images / split, 2, count, 40, 40)
@@ -180,7 +181,7 @@ def test_files_that_are_no_images_are_told_and_some_are_no_matter(here: Path) ->
 
 
 def test_classes_without_images_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "connect", lambda recipe: None)
+    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     write_images(here / "images", 2, 20, 40, 40)
     (here / "images" / "empty" / "deep").mkdir(parents=True)
@@ -204,7 +205,7 @@ def test_classes_without_images_are_named(here: Path, monkeypatch: pytest.Monkey
 def test_folders_that_are_numbers_of_given_classes_are_not_called_empty(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "connect", lambda recipe: None)
+    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     write_images(here / "images", 2, 20, 40, 40)
     for number in (0, 1):

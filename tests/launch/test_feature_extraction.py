@@ -32,6 +32,12 @@ from vit_ray.storage import Location, locate
 SIZES = {"patch_size": 4, "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 2}
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not start."""
+    monkeypatch.setattr(extraction, "check_start", lambda *_, **__: None)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     path = write_set(tmp_path / "set", [("a", [0]), ("b", [1])], ["ant", "bee"]).path

@@ -1,11 +1,13 @@
 """What a run that cannot start leaves behind: nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from tests.recipes import recipe_with
+from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.cluster.connection import ClusterShape
 
@@ -40,3 +42,28 @@ def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(
     with pytest.raises(ValueError, match=message):
         run.train(recipe)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_made(
+    begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(cluster: ClusterShape, recipes: list[Recipe], written: Any, *, trains: bool) -> None:
+        asked.extend((cluster, recipes[0].name, written, trains))
+        raise ValueError("not on this node")
+
+    cluster = ClusterShape(2, 8, 0, 0.0)
+    monkeypatch.setattr(run, "connect", lambda _: cluster)
+    monkeypatch.setattr(run, "check_shared", refuse)
+    recipe = recipe_with(
+        "refused", output=str(tmp_path / "runs"), data={"train": str(SET), "eval": None},
+        optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 2},
+    )  # fmt: skip
+    if begun:
+        (tmp_path / "runs" / "refused").mkdir(parents=True)
+    with pytest.raises(ValueError, match="not on this node"):
+        run.train(recipe)
+    assert asked == [cluster, "refused", ("output", str(tmp_path / "runs")), True]
+    assert (tmp_path / "runs").exists() == begun

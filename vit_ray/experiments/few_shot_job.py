@@ -105,7 +105,8 @@ def run_few_shot(recipe: Recipe) -> FewShotResult | None:
         replace(first, streams=streams),
         0,
         run_id,
-        trainings=recipes,
+        trainings=[features.prepared.recipe for features in planned],
+        trains=False,
         tags={"init_from": str(recipe.init_from)},
     ) as parent:
         parent.start_workers(recipes[missing[0]] if missing else None, trains=False)

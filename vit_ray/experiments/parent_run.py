@@ -14,6 +14,7 @@ from vit_ray.experiments.runner import Flow, cluster_room, run_flow
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect, refuse_client
+from vit_ray.launch.inputs.shared_files import check_shared
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool.pool_keeper import keeper, kept_pools
@@ -107,6 +108,7 @@ def open_parent(
     run_id: str | None = None,
     *,
     trainings: Sequence[Recipe] = (),
+    trains: bool = True,
     under: OpenParent | None = None,
     tags: dict[str, str] | None = None,
     varied: Collection[str] = (),
@@ -118,18 +120,20 @@ def open_parent(
         total_steps: of all its children.
         run_id: the MLflow run to continue; None for a new one.
         trainings: all that may run under it; unset = like the recipe's own.
+        trains: they do not only use weights.
         under: the study that this run is part of; it shows this run's progress, and forwards
             signals.
         tags: of the run, in addition to those that every run has.
         varied: as for `open_record`.
 
     Raises:
-        ValueError: the cluster cannot hold the workers of a training, or another process holds the
-            folder; nothing was started.
+        ValueError: the cluster cannot hold the workers of a training, nodes do not see its files,
+            or another process holds the folder; nothing was started.
     """
     cluster = connect(recipe, *trainings)
     refuse_client()
     _check_trainings(recipe, trainings, cluster)
+    check_shared(cluster, trainings or (recipe,), ("output", recipe.output), trains=trains)
     with (
         lock_run(locate(recipe.run_folder)),
         open_record(

@@ -13,7 +13,7 @@ from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import OpenRun
-from vit_ray.launch.run import run_prepared
+from vit_ray.launch.run import check_start, run_prepared
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.metric_names import (
     EXTRACT_FILE_WAIT_FRACTION,
@@ -83,6 +83,8 @@ def extract_features(recipe: Recipe, parent: OpenRun | None = None) -> Location:
         return folder
     if not folder.is_local:
         check_rights(folder)
+    written, is_child = ("extract.path", folder.uri), parent is not None
+    check_start(features.prepared.recipe, written, trains=False, is_child=is_child)
     with lock_run(folder, what=f"extract.path: {folder.uri}"):
         if not features.are_whole():  # another process may have finished it before the lock
             write_facts(folder, facts)

@@ -100,14 +100,14 @@ def prepared_training(
     recipe: Recipe,
     kind: Kind,
     until_step: int | None = None,
-    check_new: Callable[[Recipe], object] = lambda _: None,
+    check_cluster: Callable[[Recipe], object] = lambda _: None,
 ) -> Iterator[PreparedRun]:
     """Check a training run and hold its lock inside the block.
 
     Args:
         until_step: where this part of the run ends; None, or past its end, for the whole of it.
-        check_new: raises ValueError if a run without a folder cannot start; called last, before
-            the folder is made.
+        check_cluster: raises ValueError if a run cannot start on its cluster; called last, before
+            the folder of a new run is made.
 
     Raises:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
@@ -131,7 +131,7 @@ def prepared_training(
         if recipe.resume is True:
             refuse_resume(recipe)
         _check_start(prepared)
-        check_new(prepared.recipe)
+        check_cluster(prepared.recipe)
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []
         changes: list[str] = []
@@ -155,6 +155,9 @@ def prepared_training(
             )
             if not prepared.is_over:
                 require_order(recipe.name, resume_from.position, resolved.streams["train"])
+        if not (is_new or prepared.is_over):
+            starts = resolved.recipe
+            check_cluster(starts if resume_from is None else starts.with_changes(init_from=None))
         notes = (
             *((EventKind.CHECKPOINT_DAMAGED, text) for text in damage),
             *((EventKind.RECIPE_CHANGED, text) for text in changes),

@@ -21,6 +21,7 @@ from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
+from vit_ray.launch.inputs.shared_files import check_shared
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
@@ -96,9 +97,11 @@ def train(
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: training failed more often than the recipe allows.
     """
-    with prepared_training(
-        recipe, kind, until_step, check_new=lambda new: check_cluster(new, connect(new))
-    ) as prepared:
+
+    def check(new: Recipe) -> None:
+        check_start(new, ("output", new.output), is_child=parent is not None)
+
+    with prepared_training(recipe, kind, until_step, check) as prepared:
         if prepared.is_over:
             return _finished_before(prepared)
         return run_prepared(prepared, tags or {}, parent)
@@ -122,7 +125,31 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
         RunStoppedError: it was stopped on request.
     """
     require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
-    return run_prepared(prepare_evaluation(recipe)).metrics
+    prepared = prepare_evaluation(recipe)
+    check_start(prepared.recipe, None, trains=False)
+    return run_prepared(prepared).metrics
+
+
+def check_start(
+    recipe: Recipe,
+    written: tuple[str, str] | None,
+    *,
+    trains: bool = True,
+    is_child: bool = False,
+) -> None:
+    """Join the cluster, and check that a run can start there.
+
+    Args:
+        written, trains: as for `check_shared`.
+        is_child: of a sweep or study, which has checked the files of all its trainings.
+
+    Raises:
+        ValueError: as `connect`, `check_cluster` and `check_shared`.
+    """
+    cluster = connect(recipe)
+    check_cluster(recipe, cluster)
+    if not is_child:
+        check_shared(cluster, [recipe], written, trains=trains)
 
 
 def run_prepared(

@@ -15,6 +15,7 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
 from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.order.samples import Plan
+from vit_ray.launch import prepared_run
 from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import find_run
@@ -259,6 +260,27 @@ def test_a_teacher_is_needed_by_what_is_left_to_train_alone(recipe: Recipe) -> N
     for until_step in (None, 15, 30):
         with pytest.raises(ValueError, match=r"distill\.teacher: .*/gone"):
             prepare(20, until_step)
+
+
+def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weights(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in its checkpoint, and the file need not be on the nodes any more."""
+    monkeypatch.setattr(prepared_run, "check_weights", lambda _: None)
+    checked: list[str | None] = []
+
+    def check(new: Recipe) -> None:
+        checked.append(new.init_from)
+
+    longer = recipe.with_changes(init_from="/first.npz", optim={"steps": 20})
+    with prepared_training(longer, "pretrain", None, check):
+        assert checked == ["/first.npz"]
+    save_checkpoint(longer, 1024)
+    with prepared_training(longer, "pretrain", None, check) as run:
+        assert checked == ["/first.npz", None]
+        assert run.recipe.init_from == "/first.npz"
+    with prepared_training(longer, "pretrain", 10, check):  # this part of it has ended
+        assert len(checked) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""A run whose folders only the head has, on hosts with own disks: refused, named, not begun."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.conftest import ROOT
+from tests.end_to_end.runs import write_recipe
+from tests.hosts import Host
+from tests.recipes import recipe_with
+from vit_ray.config import Recipe
+
+SET = ROOT / "tests" / "net" / "kept" / "set"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A path where each host but the head has a folder of its own."""
+    return tmp_path_factory.mktemp("own")
+
+
+@pytest.fixture(scope="module")
+def members(own: Path) -> Iterator[dict[str, Host]]:
+    """A head without CPUs, a host with room for a worker, and one for reading alone."""
+    hosts.require()
+    with hosts.network() as net:
+        members = {"head": net.join("head")}
+        hosts.start_head(members["head"])
+        for name, cpus in (("first", 2), ("reader", 1)):
+            members[name] = net.join(name, private=[str(own)])
+            hosts.start_raylet(members[name], members["head"], cpus)
+        hosts.wait_for_nodes(members["head"], 3)
+        yield members
+
+
+def folder_of(host: Host, own: Path) -> Path:
+    """The folder of a host, as this machine sees it."""
+    return host.folder / str(own).strip("/").replace("/", "-")
+
+
+def refused(head: Host, recipe: Recipe, folder: Path) -> str:
+    environment = {"RAY_ADDRESS": f"{head.address}:{hosts.PORT}", "PYTHONPATH": str(ROOT)}
+    job, path = str(ROOT / "jobs" / "pretrain.py"), str(write_recipe(recipe, folder))
+    code, output = head.run(sys.executable, job, path, environment=environment, cwd=ROOT)
+    assert code == 2, output
+    (line,) = [one for one in output.splitlines() if one.startswith("error: ")]
+    return line
+
+
+@pytest.mark.slow
+def test_a_run_is_refused_by_the_nodes_that_do_not_see_its_folders(
+    members: dict[str, Host], own: Path, tmp_path: Path
+) -> None:
+    first, reader = (f"{name} ({members[name].address})" for name in ("first", "reader"))
+    shutil.copytree(SET, own / "set")
+    recipe = recipe_with(
+        "refused", output=str(own / "runs"), data={"train": str(own / "set"), "eval": None},
+        optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 4},
+        workers={"num_workers": 1, "cpus_per_worker": 1.5},
+        tracking={"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"},
+    )  # fmt: skip
+    line = refused(members["head"], recipe, tmp_path)
+    assert f"output={own / 'runs'}: not on {first}; " in line
+    assert f"data.train={own / 'set'}: not on {first}, {reader}; give" in line
+    # With data on their own disks, nodes that only read need nothing else.
+    for name in ("first", "reader"):
+        shutil.copytree(SET, folder_of(members[name], own) / "set")
+    line = refused(members["head"], recipe, tmp_path)
+    assert f": output={own / 'runs'}: not on {first}; give" in line
+    assert "data.train" not in line
+    # A folder of the same name is not the same folder.
+    (own / "runs").mkdir()
+    (folder_of(members["first"], own) / "runs").mkdir()
+    line = refused(members["head"], recipe, tmp_path)
+    assert f": output={own / 'runs'}: not on {first}; give" in line
+    # Nor is another set of the same name the same.
+    with open(folder_of(members["reader"], own) / "set" / "manifest.parquet", "ab") as file:
+        file.write(b"0")
+    line = refused(members["head"], recipe, tmp_path)
+    assert f"data.train={own / 'set'}: not on {reader}; give" in line
+    assert [path.name for path in sorted(own.iterdir())] == ["runs", "set"]
+    assert list((own / "runs").iterdir()) == []
+    assert not (tmp_path / "mlflow.db").exists()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from scipy.stats import binomtest
 
+from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import (
     print_metrics,
     print_result,
     print_shares,
     print_sweep,
 )
+from vit_ray.commands.train import evaluate
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.training import Outcome
+from vit_ray.launch import run
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 
@@ -48,6 +52,18 @@ def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys: Any) ->
     low, high = binomtest(38, 90).proportion_ci(method="wilson")
     text = f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)"
     assert text in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_evaluation_ends_with_the_link_to_its_tables_and_pictures(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = RunResult("of MLflow", "mine", 0, 0, {"eval/top1": 0.5}, "", hint="open PAGE")
+    monkeypatch.setattr(run, "evaluated", lambda recipe: result)
+    assert evaluate(recipe_with()) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "MLflow page: open PAGE"
+    monkeypatch.setattr(run, "evaluated", lambda recipe: replace(result, run_id=None))
+    assert evaluate(recipe_with()) == 0
+    assert "PAGE" not in capsys.readouterr().out
 
 
 def test_an_evaluation_prints_shares_as_a_training_does(capsys: Any) -> None:

@@ -1,6 +1,6 @@
 """A single training or evaluation, and what is printed for it."""
 
-from vit_ray.commands.printed_tables import print_metrics, print_result, print_table
+from vit_ray.commands.printed_tables import print_link, print_metrics, print_result, print_table
 from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
@@ -20,10 +20,11 @@ def finetune(recipe: Recipe) -> int:
 def evaluate(recipe: Recipe) -> int:
     """Measure the weights in `init_from`; exit code 3 if it was stopped on request."""
     try:
-        metrics = run.evaluate(recipe)
-        print_metrics(metrics)
-        if table := evaluation_table(recipe, metrics):
+        result = run.evaluated(recipe)
+        print_metrics(result.metrics)
+        if table := evaluation_table(recipe, result.metrics):
             print_table(table)
+        print_link(result.hint, result.run_id)
         return 0
     except RunStoppedError as stopped:
         print(stopped)

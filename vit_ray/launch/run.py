@@ -124,10 +124,15 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
         ValueError: no weights or no data set are given, or they do not fit.
         RunStoppedError: it was stopped on request.
     """
+    return evaluated(recipe).metrics
+
+
+def evaluated(recipe: Recipe) -> RunResult:
+    """As `evaluate`, with the run in MLflow that has the tables and pictures."""
     require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
     prepared = prepare_evaluation(recipe)
     check_start(prepared.recipe, None, trains=False)
-    return run_prepared(prepared).metrics
+    return run_prepared(prepared)
 
 
 def check_start(

@@ -138,6 +138,8 @@ MISTAKES = [
     ),
     ("scaling_study mine.yaml", "study is not set; give study.models"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
+    ("plan mine.yaml plan.device=cpu", "plan.device='cpu': only GPUs can be .* print.* images/s"),
+    ("plan mine.yaml --scale plan.device=CPU", "plan.device='CPU': only GPUs can be planned for"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; similar names: "),
     ("export mine.yaml export.path=x.npz", "init_from is not set; give weights to start from"),
     ("export mine.yaml export.path=x.npz init_from=note.txt", "only .npz and .safetensors are"),

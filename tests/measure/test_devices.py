@@ -58,6 +58,7 @@ def test_figures_are_the_data_sheets(
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L4", "L4"),
         ("Tesla T4", "T4"),
+        ("h100", "H100"),  # as people type it
     ],
 )
 def test_names_as_drivers_report_them_find_their_entry(reported: str, entry: str) -> None:

@@ -63,15 +63,22 @@ def require_device(name: str, key: str) -> Device:
     """
     if device := find_device(name):
         return device
+    if re.search(r"\bcpus?\b", name, re.IGNORECASE):
+        raise ValueError(
+            f"{key}={name!r}: only GPUs can be planned for, by their data sheets; leave {key} out: "
+            "`vit-ray pretrain RECIPE --dry-run` shows steps and memory, and a run on CPUs prints "
+            "its images/s and remaining time from its first steps on"
+        )
     raise ValueError(f"{key}={name!r} is not known; use one of {', '.join(_DEVICES)}")
 
 
 def find_device(name: str) -> Device | None:
-    """Figures for a device name such as "NVIDIA H200", or None if it is not listed.
+    """Figures for a device name such as "NVIDIA H200" or "h200", or None if it is not listed.
 
     Only whole words count: a GH200 is no H200, and an A1000 no A100.
     """
-    return next((one for words, one in _DEVICES.items() if re.search(rf"\b{words}\b", name)), None)
+    found = (words for words in _DEVICES if re.search(rf"\b{words}\b", name, re.IGNORECASE))
+    return _DEVICES.get(next(found, ""))
 
 
 def peak_flops(name: str, precision: str) -> float | None:

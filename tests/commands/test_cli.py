@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from click.testing import CliRunner
 
 from tests.commands.command_line import run_cli
 from vit_ray import own_parts
-from vit_ray.commands import cli
+from vit_ray.commands import cli, job_list
 from vit_ray.commands.help_pages import FIRST_DAY, print_help, sections_below
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
@@ -235,6 +236,37 @@ def test_help_and_refusals_import_nothing_heavy() -> None:
     for words, packages in found:
         assert "pydantic" in packages
         assert not HEAVY & set(packages), " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "line"),
+    [
+        ("pretrain", None, "digits-vit: pretrain: opening data and starting Ray here"),
+        ("sweep", "10.0.0.1:6379", "digits-vit: sweep: opening data and joining the Ray at 10.0."),
+        ("plan", None, ""),
+        ("report", None, ""),
+    ],
+)
+def test_a_command_with_workers_says_so_before_its_imports(
+    name: str, address: str | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch, Ray and a cold disk take up to a minute, and the log of a submitted job is empty."""
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    else:
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    shown: list[str] = []
+
+    def find(reference: str) -> Callable[[Recipe], int]:
+        shown.append(sys.stderr.getvalue())
+        return lambda recipe: 0
+
+    monkeypatch.setattr(job_list.pkgutil, "resolve_name", find)
+    with redirect_stderr(io.StringIO()):
+        command = replace(COMMANDS[name], opens=(), needs=(), check=None, takes_overrides=False)
+        assert cli.run_recipe(command, ("digits",), False) == 0
+    assert shown[0].startswith(line)
+    assert bool(shown[0]) == bool(line)
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)

@@ -124,6 +124,7 @@ def test_a_line_before_the_first_figures_ends_with_the_time_left() -> None:
         show(RunStatus(step=7), "ETA --:--", True)
         show(RunStatus(step=8, metrics={"train/loss": 1.0}), "ETA 0:01:00", True)
     assert console.file.getvalue().splitlines() == [
+        "mine: starting workers",
         "mine: step 7/100, ETA --:--",
         "mine: step 8/100, ETA 0:01:00, loss 1.000",
     ]

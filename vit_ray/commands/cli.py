@@ -16,7 +16,12 @@ import click
 import yaml
 from click.shell_completion import CompletionItem
 
-from vit_ray.commands.early_checks import check_packages, check_places, note_unread
+from vit_ray.commands.early_checks import (
+    check_packages,
+    check_places,
+    note_start,
+    note_unread,
+)
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
 from vit_ray.config.help import key_names, known_key, require_keys
@@ -68,6 +73,7 @@ def run_recipe(
             require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
             check_packages(command, recipe)
             check_places(command, recipe)
+            note_start(command, recipe)
             return command.run(recipe, overrides)
         if is_dry and command.plan:
             print(command.describe(recipe))

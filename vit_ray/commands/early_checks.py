@@ -160,6 +160,15 @@ def _refuse_uploaded(command: Command, recipe: Recipe) -> None:
             )
 
 
+def note_start(command: Command, recipe: Recipe) -> None:
+    """Print the first line of a command that starts workers: the next one takes seconds."""
+    if "workers" in command.reads and command.name not in _STARTS_NOTHING:
+        address = os.environ.get("RAY_ADDRESS")
+        ray = f"joining the Ray at {address}" if address else "starting Ray here"
+        text = f"{recipe.name}: {command.name}: opening data and {ray}"
+        print(text, file=sys.stderr, flush=True)
+
+
 def check_store(recipe: Recipe) -> None:
     """
     Raises:

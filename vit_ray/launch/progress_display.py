@@ -140,6 +140,7 @@ def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
 @contextlib.contextmanager
 def _lines(console: Console, name: str, total: int, unit: str) -> Iterator[Show]:
     shown_s = 0.0
+    print_line(console, f"{name}: starting workers")
 
     def show(status: RunStatus, pace: str, is_last: bool) -> None:
         nonlocal shown_s

@@ -77,6 +77,32 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("model.image_size=0", "model.image_size=0: Input should be greater than 0"),
+        ("model.image_size=[224, big]", "model.image_size.1='big': Input should be a valid int"),
+        ("workers.num_workers=two", "workers.num_workers='two': Input should be a valid integer"),
+        ("workers.num_workers=[1]", "workers.num_workers.1 is required but not given"),
+        ("data.train=5", "data.train=5: Input should be a valid string"),
+        ("data.train=[data/a]", "data.train.0='data/a': data.train.0 is a section of keys; did "),
+        ("data.eval={a: x, b: 5}", "data.eval.b=5: Input should be a valid string"),
+        ("optim.betas=0.9", "optim.betas=0.9: a list is needed, such as [0.9, 0.999]"),
+        ("workers.label_selector=H100", "workers.label_selector='H100': a mapping is needed, "),
+        ("study.models=[a]", "study.models.0='a': .*; did you mean study.models.0.label=a?"),
+    ],
+)
+def test_only_the_kind_of_value_that_was_meant_is_told_of(
+    path: Path, override: str, message: str
+) -> None:
+    """A number where a number or a list may be given is not to become a list."""
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path}: {message}").replace(r"\.\*", ".*")
+    ) as e:
+        load_recipe(path, [override])
+    assert ";" not in str(e.value).replace("; did you mean", "")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
         ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
         ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from vit_ray.config.section import Fraction, NotNegative, Positive, PositiveFloat, Section, Share
 from vit_ray.config.training_sections import ModelConfig, given_lengths
-from vit_ray.config.validation import value_text
+from vit_ray.config.validation import NAME, value_text
 
 FailureDays = Annotated[float, Field(ge=1e-3)]
 """Days between failures; at least a minute and a half."""
@@ -248,7 +248,7 @@ def _space_problem(values: Any) -> str | None:
 class VtabTask(Section):
     """One task of VTAB-1k and how its augmentation differs from the common one."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    name: str = Field(min_length=1, pattern=NAME)
     """Name of its folder and in tables."""
     group: Literal["natural", "specialized", "structured"]
     """Group of tasks for the group means."""
@@ -322,7 +322,7 @@ class StudyModel(_Axes):
 class StudyTask(Section):
     """A fine-tuning of each cell's weights on another data set."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    name: str = Field(min_length=1, pattern=NAME)
     """Name in runs and tables."""
     recipe: str
     """Recipe of the fine-tuning: a YAML file, or a shipped recipe such as `finetune/pets`. With a

@@ -5,13 +5,20 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import pydantic
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from vit_ray.config.secrets import redact
+
+NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
+"""Names of runs, which are those of folders."""
+_ALLOWED: Final = {
+    NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces"
+}
+"""What a pattern allows, as a user reads it."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
@@ -60,7 +67,7 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
         # A tuple whose items failed is also reported as too short; only report the items' own
         # problems.
         causes = [p for p in found if p["type"] != "too_short"] or found
-        problems = [_describe(schema, problem) for problem in causes]
+        problems = [_describe(schema, p) for p in causes if not _is_of_other_kind(p, causes)]
         refusal = InvalidValueError(redact(f"{where}: " + "; ".join(dict.fromkeys(problems))))
         refusal.types = frozenset(problem["type"] for problem in found)
         raise refusal from None
@@ -91,10 +98,33 @@ def errors_of(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from None
 
 
+_BRANCH: Final = re.compile(r".*[\[(,]|^(constrained-)?(int|float|bool|str)$")
+"""Pydantic's names of the branches of a union that it tried; users did not write that."""
+_CONTAINERS: Final = {"tuple_type", "list_type", "dict_type", "model_type"}
+_SCALARS: Final = {"int_type", "float_type", "bool_type", "string_type", "literal_error"}
+
+
+def _place(problem: Any) -> list[Any]:
+    """The keys and list positions that lead to the value."""
+    return [one for one in problem["loc"] if isinstance(one, int) or not _BRANCH.match(one)]
+
+
+def _is_of_other_kind(problem: Any, found: Sequence[Any]) -> bool:
+    """Whether it is about a branch of a union that the value was not meant for, and another problem
+    says more: a number is not to become a list, nor a list or section a number or a text.
+    """
+    place = _place(problem)
+    others = [p for p in found if _place(p)[: len(place)] == place and p is not problem]
+    if isinstance(problem["input"], (list, dict)):
+        says_more = any(
+            _place(p) != place or p["type"] not in _CONTAINERS | _SCALARS for p in others
+        )
+        return problem["type"] in _SCALARS and says_more
+    return problem["type"] in _CONTAINERS and bool(others)
+
+
 def _describe(schema: type[BaseModel], problem: Any) -> str:
-    # Pydantic names the branch of a union that it tried; users did not write that.
-    branch = re.compile(r".*[\[(,]|^(constrained-)?(int|float|bool|str)$")
-    where = [part for part in problem["loc"] if isinstance(part, int) or not branch.match(part)]
+    where = _place(problem)
     key, given = ".".join(map(str, where)), problem["input"]
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
@@ -106,7 +136,10 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
         case "missing":
             return f"{key} is required but not given"
         case "model_type" | "model_attributes_type":
-            first = next(iter(_section_at(schema, where).model_fields))
+            fields = _section_at(schema, where).model_fields
+            first = next((one for one in fields if fields[one].is_required()), next(iter(fields)))
+            if given is None:
+                return f"{key} is empty: give keys below it, such as {first}, or leave {key} out"
             return (
                 f"{key}={given!r}: {key} is a section of keys; did you mean {key}.{first}={given}?"
             )
@@ -115,6 +148,10 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
             has_example = field is not None and isinstance(field.default, tuple) and field.default
             example = value_text(field.default if field and has_example else [given])
             return f"{key}={given!r}: a list is needed, such as {example}"
+        case "string_pattern_mismatch" if allowed := _ALLOWED.get(problem["ctx"]["pattern"]):
+            return f"{key}={given!r}: use {allowed}"
+        case "dict_type":
+            return f"{key}={given!r}: a mapping is needed, such as {{NAME: VALUE}}"
         case "value_error":
             return f"{key}: {message}" if key else message
     return f"{key}={given!r}: {message}"

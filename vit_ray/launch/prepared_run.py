@@ -185,11 +185,19 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     """Check an evaluation, which is a separate run: the training's record is not changed.
 
     Raises:
-        ValueError: no data set is given, or the weights are not there.
+        ValueError: no data set to measure on is given, or the weights are not there.
     """
     recipe = recipe.with_absolute_paths()
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     resolved = resolve_run(recipe, needs_train=False)
+    is_masked = recipe.train.loss == "masked_patch"  # such a model has no classes
+    if "few_shot_train" not in resolved.streams and ("eval" not in resolved.streams or is_masked):
+        given = "train.loss=masked_patch has no accuracy" if is_masked else "data.eval is not set"
+        raise ValueError(
+            f"{given}: nothing would be measured; give "
+            f"{'' if is_masked else 'data.eval, a converted test set, or '}"
+            "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
+        )
     prepared = PreparedRun("evaluate", resolved)
     if "eval" in resolved.streams:
         answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)

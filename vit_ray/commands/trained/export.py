@@ -22,7 +22,7 @@ from vit_ray.models.weights.folder_config import FOLDER_CONFIG, USE, weights_fil
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import save_weights
 from vit_ray.models.weights.state_dicts import LoadReport
-from vit_ray.storage import locate
+from vit_ray.storage import absolute, locate
 
 _CARD = "README.md"
 
@@ -34,13 +34,18 @@ def export(recipe: Recipe) -> int:
     the weights; it can be pushed to the hub.
 
     Raises:
-        ValueError: nothing to export is given, it or its head does not fit the model, or the layout
-            has no names for it; or the hub refuses the upload.
+        ValueError: nothing to export is given, or to its own path; it or its head does not fit the
+            model, or the layout has no names for it; or the hub refuses the upload.
     """
     hint = "export.path and export.layout, such as export='{path: model.npz, layout: jax}'"
     config = require(recipe.export, "export", hint)
     target, is_folder = locate(config.path), not PurePosixPath(config.path).suffix
     check_suffix(Path(config.path), config.layout)
+    if recipe.init_from is not None and absolute(recipe.init_from) == absolute(config.path):
+        raise ValueError(
+            f"export.path={config.path} is init_from itself, which would be overwritten; choose "
+            "another path"
+        )
     model, report = load_trained_model(recipe, config.averaged)
     print(report)
     _check_head(report)

@@ -16,6 +16,22 @@ _RUN_PARTS: Final = 4
 """`mlruns/EXPERIMENT/RUN/artifacts`, below the folder of a SQLite store."""
 
 
+def with_home(path: str) -> Path:
+    """The path with `~` as the home folder.
+
+    Raises:
+        ValueError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise ValueError(
+            f"{path!r}: there is no user {user[1:]!r} here; give a full path, or ./{user} for a "
+            "folder of this name"
+        ) from None
+
+
 def is_placeholder(path: str) -> bool:
     """Whether the path is still the placeholder of a shipped recipe."""
     return f"{path}/".startswith(f"{PLACEHOLDER}/")
@@ -24,9 +40,11 @@ def is_placeholder(path: str) -> bool:
 def check_address(path: str) -> None:
     """
     Raises:
-        ValueError: the address has an unsupported scheme, names no bucket or the recipes'
+        ValueError: the address is empty, has an unsupported scheme, names no bucket or the recipes'
             placeholder, or holds credentials, which are not repeated.
     """
+    if not path.strip():
+        raise ValueError("the path is empty; give a folder, a file or an s3:// address")
     if path.startswith("s3://"):
         if not path.split("/")[2]:
             raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder")

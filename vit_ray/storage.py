@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from vit_ray import s3
-from vit_ray.addresses import check_address
+from vit_ray.addresses import check_address, with_home
 from vit_ray.retry import (
     DEFAULT_POLICY,
     ONE_ATTEMPT,
@@ -229,14 +229,30 @@ class Location:
     def list_files(self, *, recursive: bool = True) -> list[fs.FileInfo]:
         """All files below this folder, or directly in it, sorted by path."""
         selector = fs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
-        found = self._list(selector)
-        return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
+        with self._names_as_text():
+            found = self._list(selector)
+            return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
 
     def list_folders(self) -> list[str]:
         """Names of the folders directly below this one, sorted; empty if there is none."""
         selector = fs.FileSelector(self.path, allow_not_found=True)
-        found = self._list(selector)
-        return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+        with self._names_as_text():
+            found = self._list(selector)
+            return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+
+    @contextlib.contextmanager
+    def _names_as_text(self) -> Iterator[None]:
+        """
+        Raises:
+            ValueError: a name is not UTF-8, as on disks that were written long ago.
+        """
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.uri}: the name {bytes(error.object)!r} in it is not UTF-8; rename it, for "
+                "example with `convmv -f latin1 -t utf8 -r --notest FOLDER`"
+            ) from None
 
     def _list(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
         def list_once() -> list[fs.FileInfo]:
@@ -343,8 +359,8 @@ def locate(path: str) -> Location:
             S3 come from the environment (`AWS_*`) only.
 
     Raises:
-        ValueError: the address has another scheme, names no bucket or the recipes' placeholder, or
-            holds credentials, which are not repeated.
+        ValueError: the address is empty or has another scheme, names an unknown user, no bucket or
+            the recipes' placeholder, or holds credentials, which are not repeated.
     """
     check_address(path)
     if path.startswith("s3://"):
@@ -355,7 +371,7 @@ def locate(path: str) -> Location:
 def absolute(path: str) -> str:
     """A local path from the root on; an address, such as `s3://bucket`, as it is."""
     local = path.removeprefix("file://")
-    return local if "://" in local else os.path.abspath(os.path.expanduser(local))
+    return local if "://" in local else os.path.abspath(with_home(local))
 
 
 @lru_cache

@@ -15,6 +15,7 @@ from vit_ray.addresses import (
     local_folder,
     require_store,
     sqlite_file,
+    with_home,
 )
 from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
@@ -73,13 +74,19 @@ def check_places(command: Command, recipe: Recipe) -> None:
     """Check that what a command opens on this machine exists; S3 and the hub are checked later.
 
     Raises:
-        ValueError: it does not exist; the model or the plan's device is not known; the batch does
-            not divide among the workers; `RAY_ADDRESS` is not an address; or results would be
-            written into a submitted job's copy of its folder.
+        ValueError: it does not exist; `tracking.uri` is a folder; the model or the plan's device
+            is not known; the batch does not divide among the workers; `RAY_ADDRESS` is not an
+            address; or results would be written into a submitted job's copy of its folder.
     """
     _refuse_uploaded(command, recipe)
     if "model" in command.reads and not is_own(recipe.model.name):
         find_spec(recipe.model.name, recipe.model.options())
+    store = sqlite_file(recipe.tracking.uri)
+    if "tracking" in command.reads and store is not None and store.is_dir():
+        raise ValueError(
+            f"tracking.uri={recipe.tracking.uri} is a folder; give a file, such as "
+            f"sqlite:///{store}/mlflow.db"
+        )
     if command.name == "plan":
         require_device(recipe.plan.device, "plan.device")
     for key in command.opens:
@@ -88,7 +95,7 @@ def check_places(command: Command, recipe: Recipe) -> None:
                 if key != "init_from" and path.startswith(_BUCKETS):
                     check_address(path)
                 continue
-            place = Path(path).expanduser()
+            place = with_home(path)
             copied = ""
             if _UPLOADED in Path.cwd().parts and not place.is_absolute():
                 copied = (
@@ -101,6 +108,16 @@ def check_places(command: Command, recipe: Recipe) -> None:
             elif key == "convert.source":
                 if not (place.exists() or _IN_PATTERNS & set(path)):
                     raise ValueError(f"{key}={path!r}: no such folder or file; check the path")
+                if (place / _MANIFEST).exists():
+                    raise ValueError(
+                        f"{key}={path!r} is a converted data set already; use it as data.train or "
+                        "data.eval, or give the images that it was made from"
+                    )
+            elif key == "subset.keys":
+                if not place.is_file():
+                    raise ValueError(
+                        f"{key}={path!r}: no such file; give a text file with a key per line"
+                    )
             elif key == "init_from":
                 if place.is_file() and place.suffix not in _WEIGHTS:
                     raise ValueError(
@@ -148,7 +165,7 @@ def _refuse_uploaded(command: Command, recipe: Recipe) -> None:
         if section is not None:
             given = attrgetter(key)(recipe)
             place = local_folder(given)
-            written.append((key, given, place and place.expanduser(), places))
+            written.append((key, given, place and with_home(str(place)), places))
     uri = recipe.tracking.uri
     written.append(("tracking.uri", uri, sqlite_file(uri), stores))
     for key, given, place, allowed in written:
@@ -180,7 +197,7 @@ def check_store(recipe: Recipe) -> None:
 def _has_begun(recipe: Recipe) -> bool:
     folder = recipe.run_folder
     if "://" not in folder:
-        return Path(folder).expanduser().exists()
+        return with_home(folder).exists()
     if is_placeholder(folder):
         return False
     storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for

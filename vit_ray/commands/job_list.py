@@ -101,7 +101,7 @@ _ALL = (
         "cifar10 subset.source=data/cifar10/train subset.destination=data/tenth "
         "subset.fraction=0.1",
         needs=("subset",),
-        opens=("subset.source",),
+        opens=("subset.source", "subset.keys"),
     ),
     Command(
         "deduplicate",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from vit_ray.addresses import SQLITE
+from vit_ray.addresses import SQLITE, with_home
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
     BenchmarkedModel,
@@ -49,14 +49,14 @@ from vit_ray.config.training_sections import (
     TrainingSet,
     WorkersConfig,
 )
-from vit_ray.config.validation import is_list, validated, value_text
+from vit_ray.config.validation import NAME, is_list, validated, value_text
 from vit_ray.own_parts import trust_named
 
 
 class Recipe(Section):
     """Everything that decides what a command does."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    name: str = Field(min_length=1, pattern=NAME)
     """Run name: names the folder of its checkpoints; the same name resumes the run."""
     seed: Annotated[NotNegative, Field(lt=2**63), OnResume.FIXED] = 0
     """Seed of initial weights, order, augmentation and dropout."""
@@ -199,7 +199,8 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
         raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
     if (
-        problem := _repeated(recipe)
+        problem := _empty_path(recipe)
+        or _repeated(recipe)
         or _wrong_model(recipe)
         or _wrong_sizes(recipe)
         or _wrong_repeats(recipe)
@@ -207,6 +208,18 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     ):
         raise ValueError(f"{where}: {problem}")
     return recipe
+
+
+def _empty_path(recipe: Recipe) -> str | None:
+    """Which path is an empty text, and would mean the current folder or the root, or None."""
+    for key in (*_PLACES, *_PLACES_OF_COMMANDS):
+        section: Any = recipe
+        value: Any = None
+        for part in key.split("."):
+            value = section = getattr(section, part, None)
+        if isinstance(value, str) and not value.strip():
+            return f"{key} is empty; give a folder, a file or an s3:// address"
+    return None
 
 
 def _wrong_model(recipe: Recipe) -> str | None:
@@ -347,6 +360,12 @@ _PLACES = (
 )  # fmt: skip
 
 
+_PLACES_OF_COMMANDS: Final = (
+    "convert.source", "convert.destination", "verify.path", "subset.source", "subset.destination",
+    "deduplicate.source", "deduplicate.destination", "export.path", "inspect.images",
+    "inspect.path",
+)  # fmt: skip
+"""Further keys whose values are paths, which commands make absolute where they need it."""
 _MAPPINGS: Final = ("data.eval", "tracking.tags")
 """Keys whose value may be a mapping that is not a section."""
 
@@ -356,7 +375,7 @@ def _absolute(place: Any) -> Any:
         return {name: _absolute(path) for name, path in place.items()}
     if isinstance(place, list):  # of training sets
         return [{**one, "path": _absolute(one["path"])} for one in place]
-    return place if place is None or "://" in place else str(Path(place).expanduser().absolute())
+    return place if place is None or "://" in place else str(with_home(place).absolute())
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

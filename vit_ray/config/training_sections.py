@@ -754,6 +754,10 @@ class TrackingConfig(Section):
                 "sqlite:// needs a third slash and the file, such as sqlite:///mlflow.db (in the "
                 "current folder) or sqlite:////srv/mlflow.db"
             )
+        if scheme == "sqlite" and rest.endswith("/"):
+            raise ValueError("sqlite:/// needs the name of a file, such as sqlite:///mlflow.db")
+        if scheme in ("http", "https") and not rest.strip("/"):
+            raise ValueError(f"{scheme}:// needs a host, such as http://mlflow:5000")
         if uri.partition(":")[0] in _MLFLOW_ALONE or (separator and scheme in _mlflow_schemes()):
             return uri
         what = f"{scheme}:// is" if separator else "a path is"

@@ -48,6 +48,8 @@ def chosen_field(
     Raises:
         ValueError: it does not exist, or several of the usual names do.
     """
+    if not names:
+        raise ValueError(f"{whose} is empty; give a file with fields for images and labels")
     found = [name for name in dict.fromkeys(usual) if name in names]
     if wanted is not None and wanted not in names:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,10 @@ FILES = {
     "day_key.yaml": b"base: digits\n2026-01-01: 5\n",
     "based.yaml": b"base: digist\nname: x\n",
     "based_on_two.yaml": b"base: [digits, cifar10]\nname: x\n",
+    "hollow.yaml": b"base: digits\nname: mine\noptim:\n",
+    "none.csv": b"",
+    "done/manifest.parquet": b"",
+    "runs/old/step-00000010/meta.json": b"{",
     "recipes/inner.yaml": RECIPE.encode(),
     "note.txt": b"hello\n",
     "tiny.yaml": (
@@ -77,6 +82,16 @@ MISTAKES = [
     ("export day_key.yaml", "day_key.yaml: unknown key 2026-01-01 "),
     ("export based.yaml", "base of '.*based.yaml': recipe 'digist': no such file; similar: digits"),
     ("export based_on_two.yaml", r"base=\['digits', 'cifar10'\]: expected the name of one recipe"),
+    ("export hollow.yaml", "optim is empty: give keys below it, such as name, or leave optim out"),
+    ("export digits name=a,b", "name='a,b': use letters from A to Z, digits, and"),
+    ('export digits output=""', "output is empty; give a folder"),
+    ("verify digits verify.path=~no-such-user/x", "there is no user .no-such-user. here; give a f"),
+    ("export digits tracking.uri=sqlite:///", "sqlite:/// needs the name of a file, such as"),
+    ("export digits tracking.uri=http://", "http:// needs a host, such as http://mlflow:5000"),
+    ("pretrain digits tracking.uri=sqlite:///recipes", "is a folder; give a file, such as sqlite:"),
+    ("evaluate digits runs/old", "'runs/old' is not a key: give weights as init_from=runs/old"),
+    ("evaluate runs/old", "is the folder of a run, not a recipe; .* as init_from=runs/old"),
+    ("evaluate mine.npz", "is a weight file, not a recipe; .* as init_from=mine.npz"),
     (
         "export recipes",
         "recipe 'recipes' is a folder; give a YAML file in it, .*recipes/inner.yaml",
@@ -118,6 +133,7 @@ MISTAKES = [
     ("verify digits verify.path=recipes", "no data set at 'recipes': .*no manifest.parquet; give"),
     ("subset digits subset.source=nosuch subset.destination=x", "no data set at 'nosuch'"),
     (f"{CONVERT} convert.source=no*such", "no\\*such"),
+    (f"{CONVERT} convert.source=done", "'done' is a converted data set already; use it as data.tr"),
     (f"{DEDUPLICATE} deduplicate.source=nosuch", "no data set at 'nosuch': the folder does not"),
     (f"{DEDUPLICATE} deduplicate.evaluation_sets=[]", "at least 1 item"),
     ("pretrain mine.yaml data.train=nosuch", "no data set at .*nosuch': the folder does not exist"),
@@ -139,7 +155,6 @@ MISTAKES = [
     ("scaling_study mine.yaml", "study is not set; give study.models"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
     ("plan mine.yaml plan.device=cpu", "plan.device='cpu': only GPUs can be .* print.* images/s"),
-    ("plan mine.yaml --scale plan.device=CPU", "plan.device='CPU': only GPUs can be planned for"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; similar names: "),
     ("export mine.yaml export.path=x.npz", "init_from is not set; give weights to start from"),
     ("export mine.yaml export.path=x.npz init_from=note.txt", "only .npz and .safetensors are"),
@@ -317,6 +332,33 @@ TRANSFERS = [
         "evaluate tiny.yaml init_from=sets/fits.npz benchmark.model_classes=nosuch.txt",
         "benchmark.model_classes: there is no file .*nosuch.txt; give a list of the model's c",
     ),
+    (
+        "evaluate tiny.yaml data.eval=null init_from=sets/fits.npz",
+        "data.eval is not set: nothing would be measured; give data.eval, .* or evaluate.few_shot",
+    ),
+    (
+        "evaluate tiny.yaml train.loss=masked_patch init_from=sets/fits.npz",
+        "train.loss=masked_patch has no accuracy: nothing would be measured; give evaluate.few_s",
+    ),
+    (
+        "export tiny.yaml init_from=sets/fits.npz export.path=./sets/fits.npz",
+        "export.path=./sets/fits.npz is init_from itself, which would be overwritten; choose",
+    ),
+    ("init none.csv", "none.csv' is empty; give a file with fields for images and labels"),
+    ("init sets/latin1", r"the name b'.*caf\\xe9' in it is not UTF-8; rename it"),
+    (
+        "predict sets/fits.npz sets/latin1",
+        r"the name b'.*caf\\xe9.*' in it is not UTF-8; rename it",
+    ),
+    (
+        "subset tiny.yaml subset.source=sets/train subset.destination=x subset.keys=sets",
+        "subset.keys='sets': no such file; give a text file with a key per line",
+    ),
+    ("runs ~no-such-user", "there is no user 'no-such-user' here"),
+    ("fork nosuch step=1 name=new", "nosuch: no such run; give the folder of its checkpoints"),
+    ("fork mine.yaml step=1 name=new", "mine.yaml is a file; give the folder of the run's check"),
+    (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file; give the MLflow database"),
+    ("explain mine.yaml step=x", "step=x is not a step; give the step to explain"),
     ("extract_features tiny.yaml init_from=sets/fits.npz", "extract is not set; give extract.data"),
     (f"{EXTRACT} extract.data=nosuch init_from=sets/fits.npz", "no data set at .*nosuch'"),
     (f"{EXTRACT} extract.path=note.txt init_from=sets/fits.npz", "extract.path=.*must be a folder"),
@@ -339,6 +381,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_set(folder / "val", named, VALIDATION)
     (folder / "short.json").write_text("[[0], [1], [2]]")
     (folder / "turned.json").write_text("[[1], [2], [3], [0]]")
+    (folder / "latin1" / os.fsdecode(b"caf\xe9")).mkdir(parents=True)
+    (folder / "latin1" / os.fsdecode(b"caf\xe9") / "a.jpg").write_bytes(jpeg(1))
     (folder / "pictures").mkdir()
     (folder / "pictures" / "a.jpg").write_bytes(jpeg(1))
     save_weights(small_model("ViT", 3), folder / "fits.npz")
@@ -358,7 +402,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def newcomers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the command, with files of all kinds; Ray does not start."""
     for name, content in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VIT_RAY_LOGS", raising=False)

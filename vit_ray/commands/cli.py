@@ -249,6 +249,7 @@ _MODULES = click.Option(
 
 vit_ray = _Names(
     "vit-ray",
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train Vision Transformers at scale, on Ray.\n\n"
     "Every command is `vit-ray NAME RECIPE [key=value ...]`, such as "
     "`vit-ray pretrain digits optim.learning_rate=3e-4 --dry-run`. RECIPE is a YAML file, or the "

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -62,6 +62,9 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
 def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
+        place = Path(override)
+        if place.suffix in _WEIGHTS or any(place.glob("step-*")):
+            raise ValueError(f"{override!r} is not a key: give weights as init_from={override}")
         raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
     return key, _parse(text, f"override {override!r}")
 
@@ -122,6 +125,9 @@ def _parse(text: str, where: str) -> Any:
     return tree
 
 
+_WEIGHTS: Final = (".npz", ".safetensors")
+
+
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = _find(path, f"base of {str(seen[-1])!r}: " if seen else "")
     whose = f"recipe {str(path)!r}"
@@ -158,9 +164,19 @@ def _find(path: Path, whose: str) -> Path:
     Raises:
         ValueError: there is neither; the message gives similar names.
     """
+    if path.suffix in _WEIGHTS:
+        raise ValueError(
+            f"{whose}{str(path)!r} is a weight file, not a recipe; give a recipe, and the weights "
+            f"as init_from={path}"
+        )
     found = path if path.is_file() else shipped_recipe(path.as_posix())
     if found is not None:
         return found
+    if any(path.glob("step-*")):
+        raise ValueError(
+            f"{whose}{str(path)!r} is the folder of a run, not a recipe; give its recipe, and the "
+            f"weights of the run as init_from={path}"
+        )
     if path.is_dir():
         inside = ", ".join(sorted(str(file) for file in path.glob("*.yaml"))[:3])
         raise ValueError(

@@ -16,6 +16,7 @@ from typing import Final
 
 from pyarrow.fs import FileType
 
+from vit_ray.addresses import require_store
 from vit_ray.checkpoints.checkpoint import Checkpoint, folder_name, open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
@@ -207,6 +208,7 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri  # MLflow: seconds
 
     uri = changed({}, overrides).get("tracking", {}).get("uri") or TrackingConfig().uri
+    require_store(uri)
     try:
         run = open_client(uri).get_run(source)
     except Exception as error:  # MLflow's own errors, and those of its store

@@ -64,7 +64,8 @@ def explain_step(source: str, words: Sequence[str], out: str | None, replays: bo
     given = [word.partition("=")[2] for word in words if word.startswith("step=")]
     if len(given) != 1 or not given[0].isdecimal():
         raise ValueError(
-            "no step is given; give the step to explain, counted from 0, such as step=1200"
+            f"{f'step={given[-1]} is not a step' if given else 'no step is given'}; give the step "
+            "to explain, counted from 0, such as step=1200"
         )
     run = find_run(source, [word for word in words if not word.startswith("step=")])
     (step,) = run.checked_steps(range(int(given[0]), int(given[0]) + 1))

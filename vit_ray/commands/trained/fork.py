@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import yaml
+from pyarrow.fs import FileType
 
 from vit_ray.checkpoints.checkpoint import (
     ORDER_VERSION,
@@ -135,6 +136,12 @@ def _is_free(folder: Location, origin: str, step: int) -> bool:
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
     """The checkpoint's folder and position."""
     source, run_folder = named_folder(source, changes)
+    if not run_folder.exists():
+        raise ValueError(f"{source}: no such run; give the folder of its checkpoints, or its id")
+    if run_folder.info().type == FileType.File:
+        raise ValueError(
+            f"{source} is a file; give the folder of the run's checkpoints, or its id in MLflow"
+        )
     whole = [number for number, one in list_checkpoints(run_folder) if is_committed(one)]
     folder = run_folder.child(folder_name(step))
     if step not in whole:

@@ -365,12 +365,15 @@ def test_the_sets_of_evaluations_need_not_be_there(recipe: Recipe) -> None:
     assert said(folder, "step=5", "--out", f"{folder}-5")[0] == 0
 
 
-def test_a_folder_that_is_no_run_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_and_an_unknown_name_are_refused(
+    tmp_path: Path, empty_store: Path
+) -> None:
     assert "has no checkpoint" in said(str(tmp_path), "step=1")[1]
     assert "to name a run by its folder, give" in said("nothing-of-this-name", "step=1")[1]
-    uri = f"tracking.uri=sqlite:///{tmp_path}/none.db"
-    code, text = said("0" * 32, "step=1", uri)
-    assert (code, "does not have the run" in text) == (2, True), text
+    for store, told in ((empty_store, "does not have the run"), (tmp_path / "none.db", "no such")):
+        code, text = said("0" * 32, "step=1", f"tracking.uri=sqlite:///{store}")
+        assert (code, told in text) == (2, True), text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_torch_no_ray_cluster_and_no_mlflow_for_plain_images(file: str, tmp_path: Path) -> None:

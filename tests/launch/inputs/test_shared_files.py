@@ -137,9 +137,13 @@ def test_a_file_that_a_shared_disk_shows_late_is_seen(tmp_path: Path) -> None:
 
 
 def asked(
-    monkeypatch: pytest.MonkeyPatch, see: Mapping[str, bool | None]
+    monkeypatch: pytest.MonkeyPatch, see: Mapping[str, bool | None], own: str = "head"
 ) -> list[tuple[str, dict[str, int | None]]]:
-    """Nodes that see all or nothing, or do not answer (None); what each was asked for."""
+    """What each node is asked for; it sees all or nothing, or does not answer (None).
+
+    Args:
+        own: the driver's node.
+    """
     questions: list[tuple[str, dict[str, int | None]]] = []
 
     class Task:
@@ -161,7 +165,7 @@ def asked(
     monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Task())
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "cancel", cancelled.append)
-    here = type("Here", (), {"get_node_id": lambda _: id_of("head")})
+    here = type("Here", (), {"get_node_id": lambda _: id_of(own)})
     monkeypatch.setattr(ray, "get_runtime_context", here)
     return questions
 
@@ -222,6 +226,14 @@ def test_nothing_is_asked_on_one_node(
     monkeypatch.setattr(shared_files, "open_dataset", None)
     one = recipe(tmp_path)
     check_shared(cluster, [one], ("output", one.output))
+
+
+def test_the_drivers_own_node_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees what the driver sees."""
+    questions = asked(monkeypatch, {"gpu": True}, own="cpu")
+    one = recipe(tmp_path)
+    check_shared(CLUSTER, [one], ("output", one.output))
+    assert [name for name, _ in questions] == ["gpu"]
 
 
 def test_a_driver_outside_asks_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,11 @@ def unseen(sizes: Sizes, patience_s: float) -> set[str]:
 def _is_there(path: str, size: int | None) -> bool:
     if size is None:
         return os.path.isdir(path)
-    try:
-        return os.path.isfile(path) and os.path.getsize(path) == size
+    if not os.path.isfile(path):
+        return False
+    try:  # NFS looks at a file anew when it is opened; what it knows of one may be a minute old
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size == size
     except OSError:
         return False
 

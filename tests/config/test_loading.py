@@ -148,6 +148,7 @@ def test_only_the_kind_of_value_that_was_meant_is_told_of(
         ("sweep={learning_rates: []}", "sweep.learning_rates=[]: Tuple should have at least 1"),
         ("name=a/b", "name='a/b'"),
         ("train.zero_stage", "expected key=value"),
+        ("x" * 300, "expected key=value"),  # longer than a file's name can be
         ("name.first=x", "name is a value, not a section"),
         ("optim={", "not valid YAML"),
     ],

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
         place = Path(override)
-        if place.suffix in _WEIGHTS or any(place.glob("step-*")):
+        if place.suffix in _WEIGHTS or (os.path.isdir(place) and any(place.glob("step-*"))):
             raise ValueError(f"{override!r} is not a key: give weights as init_from={override}")
         raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
     return key, _parse(text, f"override {override!r}")

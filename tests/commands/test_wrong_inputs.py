@@ -23,10 +23,12 @@ from vit_ray.commands import cli
 from vit_ray.commands.early_checks import check_packages, check_places
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import load_recipe
+from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.lock import is_lock_file
 from vit_ray.models.weights import save_weights
 
 RECIPE = "base: digits\nname: mine\ntracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
+KEPT_SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 FILES = {
     "mine.yaml": RECIPE.encode(),
     "empty.yaml": b"",
@@ -44,7 +46,7 @@ FILES = {
     "based_on_two.yaml": b"base: [digits, cifar10]\nname: x\n",
     "hollow.yaml": b"base: digits\nname: mine\noptim:\n",
     "none.csv": b"",
-    "done/manifest.parquet": b"",
+    "done/manifest.parquet": (KEPT_SET / "manifest.parquet").read_bytes(),
     "runs/old/step-00000010/meta.json": b"{",
     "recipes/inner.yaml": RECIPE.encode(),
     "note.txt": b"hello\n",
@@ -462,6 +464,18 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
     assert {name for name in left if not is_lock_file(name)} <= {"text.db.lock"}
     if words.startswith(("pretrain", "finetune")):
         assert not left
+
+
+def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path: Path) -> None:
+    """As to write the images of a set anew; the kept set has its shards as the split `part`."""
+    places = [f"convert.source={KEPT_SET}", f"convert.destination={tmp_path / 'new'}"]
+    chosen = load_recipe("digits", [*places, "convert.split=part"])
+    check_places(COMMANDS["convert"], chosen)
+    assert chosen.convert is not None
+    assert [unit.format for unit in units_of(chosen.convert)] == ["huggingface"]
+    (tmp_path / "manifest.parquet").write_bytes((KEPT_SET / "rejected.parquet").read_bytes())
+    places[0] = f"convert.source={tmp_path}"
+    check_places(COMMANDS["convert"], load_recipe("digits", places))
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])

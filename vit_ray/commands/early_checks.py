@@ -34,6 +34,7 @@ _IMPORTED = (
 _DEVICE_DECODER = "nvidia.nvimgcodec"
 _BUCKETS = ("s3://", "gs://", "gcs://")
 _MANIFEST = "manifest.parquet"
+_MANIFEST_MARK = b'"manifest_sha256": "'
 _WEIGHTS = (".npz", ".safetensors")
 _IN_PATTERNS = frozenset("*?[{")
 _UPLOADED = "working_dir_files"
@@ -108,7 +109,8 @@ def check_places(command: Command, recipe: Recipe) -> None:
             elif key == "convert.source":
                 if not (place.exists() or _IN_PATTERNS & set(path)):
                     raise ValueError(f"{key}={path!r}: no such folder or file; check the path")
-                if (place / _MANIFEST).exists():
+                is_chosen = recipe.convert is not None and recipe.convert.split is not None
+                if not is_chosen and _is_own_manifest(place / _MANIFEST):
                     raise ValueError(
                         f"{key}={path!r} is a converted data set already; use it as data.train or "
                         "data.eval, or give the images that it was made from"
@@ -175,6 +177,11 @@ def _refuse_uploaded(command: Command, recipe: Recipe) -> None:
                 f"{key}={given} would be in this job's copy of the submitted folder, which Ray "
                 f"deletes; give {allowed}"
             )
+
+
+def _is_own_manifest(file: Path) -> bool:
+    """Whether it is that of a data set, and no other file of this name."""
+    return file.is_file() and _MANIFEST_MARK in file.read_bytes()
 
 
 def note_start(command: Command, recipe: Recipe) -> None:

@@ -98,6 +98,18 @@ def test_an_evaluation_does_not_need_the_training_set(tmp_path: Path) -> None:
     assert [needed.name for needed in needed_files(CLUSTER, [one], trains=False)] == names[1:]
 
 
+def test_an_evaluation_needs_the_training_set_for_its_held_out_part_alone(tmp_path: Path) -> None:
+    other = tmp_path / "pool"
+    shutil.copytree(SET, other)
+    few_shot = {"few_shot_train": str(other), "few_shot_test": str(other)}
+    one = recipe(tmp_path, data={"eval": None}, evaluate=few_shot)
+    names = [f"evaluate.few_shot_{part}={other}" for part in ("train", "test")]
+    assert [needed.name for needed in needed_files(CLUSTER, [one], trains=False)] == names
+    held_out = one.with_changes(data={"held_out_fraction": 0.1})
+    found = [needed.name for needed in needed_files(CLUSTER, [held_out], trains=False)]
+    assert found == [f"data.train={SET}", *names]
+
+
 def test_a_data_set_is_known_by_its_manifest_and_its_shards(tmp_path: Path) -> None:
     (needed,) = needed_files(CLUSTER, [recipe(tmp_path)])
     files = ("manifest.parquet", SHARD)

@@ -132,7 +132,7 @@ def needed_files(
         data, evaluate = recipe.data, recipe.evaluate
         readers = _with_resources(cluster, data.label_selector, {"CPU": data.cpus_per_task})
         sets = [("data.eval", path) for path in data.eval_sets.values()]
-        if trains or not sets:
+        if trains or (not sets and data.held_out_fraction):
             trained = (data.train,) if isinstance(data.train, str) else data.train or ()
             paths = [one if isinstance(one, str) else one.path for one in trained]
             sets = [*(("data.train", path) for path in paths), *sets]

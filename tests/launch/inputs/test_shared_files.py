@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from tests.recipes import recipe_with
+from vit_ray import lock
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.subset import subset
@@ -146,6 +147,12 @@ def test_a_file_that_a_shared_disk_shows_late_is_seen(tmp_path: Path) -> None:
     late = tmp_path / "late"
     threading.Timer(0.3, late.touch).start()
     assert unseen({str(late): 0}, 30.0) == set()
+
+
+def test_a_disk_that_workers_wait_for_is_waited_for_here() -> None:
+    assert node_files.SHOWN_S >= lock.SHOWN_S
+    # A process on the node starts before, and the answer comes back.
+    assert node_files.ANSWER_LIMIT_S >= node_files.SHOWN_S + 8.0
 
 
 def asked(

@@ -15,11 +15,12 @@ from typing import Any, Final
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-ANSWER_LIMIT_S: Final = 10.0
+ANSWER_LIMIT_S: Final = 20.0
 """A node that has not answered by then, such as one that is still unpacking the job's environment,
 is taken for one that sees everything: its workers look again when they start."""
-SHOWN_S: Final = 2.0
-"""How late a new file may appear on a node that shares the disk."""
+SHOWN_S: Final = 10.0
+"""How late a new file may appear on a node that shares the disk, as for workers in `lock.SHOWN_S`:
+a run whose workers would see its files is not refused."""
 _POLL_S: Final = 0.2
 Sizes = Mapping[str, int | None]
 """Bytes of files by their paths; None for a folder."""

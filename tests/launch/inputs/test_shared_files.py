@@ -111,6 +111,19 @@ def test_an_evaluation_needs_the_training_set_for_its_held_out_part_alone(tmp_pa
     assert found == [f"data.train={SET}", *names]
 
 
+def test_the_worker_that_reads_few_shot_labels_needs_their_set(tmp_path: Path) -> None:
+    """`few_shot_labels` of a job opens the set by its path on rank 0, which any worker may be."""
+    pool, other = tmp_path / "pool", tmp_path / "test"
+    shutil.copytree(SET, pool)
+    shutil.copytree(SET, other)
+    few_shot = {"few_shot_train": str(pool), "few_shot_test": str(other)}
+    one = recipe(tmp_path, data={"label_selector": {"pool": "read"}}, evaluate=few_shot)
+    assert nodes_by_name(needed_files(CLUSTER, [one])) == {
+        f"data.train={SET}": {"cpu"}, f"evaluate.few_shot_train={pool}": {"cpu", "gpu"},
+        f"evaluate.few_shot_test={other}": {"cpu"},
+    }  # fmt: skip
+
+
 def test_a_data_set_is_known_by_its_manifest_and_its_shards(tmp_path: Path) -> None:
     (needed,) = needed_files(CLUSTER, [recipe(tmp_path)])
     files = ("manifest.parquet", SHARD)

@@ -139,9 +139,10 @@ def needed_files(
         if evaluate.few_shot_train is not None and evaluate.few_shot_test is not None:
             sets.append(("evaluate.few_shot_train", evaluate.few_shot_train))
             sets.append(("evaluate.few_shot_test", evaluate.few_shot_test))
-        for key, path in sets:
-            add(key, path, files_of(path), readers)
         workers = _worker_nodes(cluster, recipe.workers)
+        for key, path in sets:
+            is_pool = key == "evaluate.few_shot_train"  # a worker reads its labels
+            add(key, path, files_of(path), readers | workers if is_pool else readers)
         weights = {"init_from": recipe.init_from}
         if recipe.distill is not None and trains:
             weights["distill.teacher"] = recipe.distill.teacher

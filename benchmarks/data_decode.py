@@ -29,7 +29,7 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import cut_crop, decode, training_crop
-from vit_ray.data.jpeg_index.restart_markers import restart_writer
+from vit_ray.data.jpeg_index.rewriting import restart_writer
 from vit_ray.data.prepare.convert.shard_images import checked
 
 SIZE = 224

@@ -30,7 +30,7 @@ from PIL import Image, features
 from benchmarks.result import finish, header, machine
 from vit_ray.data.images.jpeg import decode_jpeg
 from vit_ray.data.jpeg_index.restart_index import crop_file
-from vit_ray.data.jpeg_index.restart_markers import Libjpeg, restart_writer, with_restart_markers
+from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
 
 KEPT = ("icc_profile", "exif", "comment")
 """What Pillow finds beside the pixels; JFIF's own fields may be new."""

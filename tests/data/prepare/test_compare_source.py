@@ -15,7 +15,7 @@ from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.prepare.archives import example, record, write_hub_file
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.jpeg_index.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
+from vit_ray.data.jpeg_index.rewriting import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.prepare.convert import compare_source, shard_images
 from vit_ray.data.prepare.convert.compare_source import Comparison, compare_with_source
 from vit_ray.data.prepare.sources.entries import SourceUnit

@@ -15,7 +15,7 @@ from tests.data.pictures import encoded
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crop_boxes import Augmentation
-from vit_ray.data.jpeg_index.restart_markers import (
+from vit_ray.data.jpeg_index.rewriting import (
     Libjpeg,
     RewrittenJpeg,
     restart_writer,

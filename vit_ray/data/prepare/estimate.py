@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.jpeg_index.restart_markers import restart_writer
+from vit_ray.data.jpeg_index.rewriting import restart_writer
 from vit_ray.data.prepare.conversion_plan import shards_for
 from vit_ray.data.prepare.convert.shard_images import checked
 from vit_ray.data.prepare.sources.entries import (

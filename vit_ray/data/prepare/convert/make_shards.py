@@ -7,7 +7,7 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import STAGING_FOLDER, checksum
 from vit_ray.data.format.shard_files import ImageFile
 from vit_ray.data.format.shard_writer import EncodedImage, ShardFacts, ShardWriter
-from vit_ray.data.jpeg_index.restart_markers import restart_writer
+from vit_ray.data.jpeg_index.rewriting import restart_writer
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
 from vit_ray.data.prepare.convert.shard_images import checked, read_ahead
 from vit_ray.data.prepare.convert.shard_lists import list_of_shard

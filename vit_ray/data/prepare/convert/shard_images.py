@@ -16,7 +16,7 @@ from vit_ray.data.images.crops import decode, open_image
 from vit_ray.data.images.jpeg import encode_jpeg, size_of_jpeg
 from vit_ray.data.jpeg_index.headers import START, has_zeroed_data, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
-from vit_ray.data.jpeg_index.restart_markers import (
+from vit_ray.data.jpeg_index.rewriting import (
     Libjpeg,
     RewrittenJpeg,
     with_restart_markers,

@@ -17,9 +17,9 @@ from tests.data.jpeg_index.test_restart_index import by_opencv
 from tests.data.pictures import encoded, picture
 from vit_ray.data.images import jpeg
 from vit_ray.data.images.jpeg import size_of_jpeg
-from vit_ray.data.jpeg_index import libjpeg_process, restart_markers
+from vit_ray.data.jpeg_index import libjpeg_process, rewriting
 from vit_ray.data.jpeg_index.headers import header_segments, metadata_of
-from vit_ray.data.jpeg_index.restart_markers import Libjpeg, restart_writer, with_restart_markers
+from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
 
 NUM_CRAFTED = int(os.environ.get("FUZZ_ROUNDS", "200"))
 CHINA, FLOWER = load_sample_images().images
@@ -48,7 +48,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def writer() -> Iterator[Libjpeg]:
     """Pillow's library."""
-    library = next(restart_markers._writers())
+    library = next(rewriting._writers())
     yield library
     library.close()
 
@@ -235,7 +235,7 @@ def test_a_library_with_other_structures_is_passed_over(
 ) -> None:
     (tmp_path / "libjpeg.so").write_bytes(b"no library")
     foreign = Libjpeg(str(tmp_path / "libjpeg.so"))
-    monkeypatch.setattr(restart_markers, "_writers", lambda: iter([foreign]))
+    monkeypatch.setattr(rewriting, "_writers", lambda: iter([foreign]))
     restart_writer.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert restart_writer() is None
@@ -327,7 +327,7 @@ OTHERS = {
 def test_only_what_has_the_coefficients_of_the_original_is_an_answer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = libjpeg_process.Libjpeg(next(restart_markers._writers())._command[-1])
+    library = libjpeg_process.Libjpeg(next(rewriting._writers())._command[-1])
     other = OTHERS.get(name, PLAIN)
     monkeypatch.setattr(library, "_written", lambda *_: other)
     assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
@@ -351,7 +351,7 @@ def writer_at_full_size(
     assert code.count("_SCALE: Final = 8") == 1
     (tmp_path / "whole.py").write_text(code.replace("_SCALE: Final = 8", "_SCALE: Final = 1"))
     writer.ask(libjpeg_process.WARNINGS, PLAIN)  # so that its process runs
-    monkeypatch.setattr(restart_markers, "_HELPER", tmp_path / "whole.py")
+    monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "whole.py")
     library = Libjpeg(writer._command[-1])
     yield library
     library.close()
@@ -405,7 +405,7 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(
     assert again is not None
     assert again.image == undisturbed.image
     helper = tmp_path / "killed.py"
-    monkeypatch.setattr(restart_markers, "_HELPER", helper)
+    monkeypatch.setattr(rewriting, "_HELPER", helper)
     helper.write_text("import os\nos.kill(os.getpid(), 11)\n")  # as libjpeg, by a bad pointer
     assert with_restart_markers(image, Libjpeg("")) is None
     helper.write_text("import os\nos.kill(os.getpid(), 9)\n")
@@ -414,10 +414,10 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(
 
 
 def test_a_writer_that_writes_no_markers_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    other, without_markers = next(restart_markers._writers()), Libjpeg("")
+    other, without_markers = next(rewriting._writers()), Libjpeg("")
     monkeypatch.setattr(without_markers, "ask", lambda _, image, *__: image)
     writers = [without_markers, other]
-    monkeypatch.setattr(restart_markers, "_writers", lambda: iter(writers))
+    monkeypatch.setattr(rewriting, "_writers", lambda: iter(writers))
     assert restart_writer.__wrapped__() is other
     other.close()
 
@@ -430,7 +430,7 @@ def test_a_library_beside_pillow_makes_no_search_for_others(
     (tmp_path / "pillow.libs" / "libjpeg.so").touch()
     monkeypatch.setattr("PIL.__file__", str(tmp_path / "PIL" / "__init__.py"))
     monkeypatch.setattr("ctypes.util.find_library", lambda _: pytest.fail("searched"))
-    assert isinstance(next(restart_markers._writers()), Libjpeg)
+    assert isinstance(next(rewriting._writers()), Libjpeg)
 
 
 @pytest.mark.parametrize("deaf", ["sys.stdin.buffer.read()", "time.sleep(60)"])
@@ -440,9 +440,9 @@ def test_a_process_that_does_not_answer_is_not_waited_for(
 ) -> None:
     """Nor one that does not listen, and it is no fault of the file: a machine may be busy."""
     (tmp_path / "deaf.py").write_text(f"import sys, time\n{deaf}\n")
-    monkeypatch.setattr(restart_markers, "_HELPER", tmp_path / "deaf.py")
-    monkeypatch.setattr(restart_markers, "_ANSWER_WITHIN_S", 0.1)
-    monkeypatch.setattr(restart_markers, "_ENDS_WITHIN_S", 0.01)
+    monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "deaf.py")
+    monkeypatch.setattr(rewriting, "_ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr(rewriting, "_ENDS_WITHIN_S", 0.01)
     with pytest.raises(OSError, match=r"3 times, or did not answer in 0.1 s"):
         Libjpeg("").ask(libjpeg_process.WARNINGS, bytes(length))
 
@@ -465,8 +465,8 @@ def burnt(seconds):
     return ["done"]
 """
     (tmp_path / "burning.py").write_text(burn + code)
-    monkeypatch.setattr(restart_markers, "_HELPER", tmp_path / "burning.py")
-    libjpeg = Libjpeg(next(restart_markers._writers())._command[-1])
+    monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "burning.py")
+    libjpeg = Libjpeg(next(rewriting._writers())._command[-1])
     found = [libjpeg.ask(libjpeg_process.WARNINGS, b"%g" % s) for s in (0.7, 0.7, 0.7, 9, 0.1)]
     libjpeg.close()
     assert found == [b"done", b"done", b"done", None, b"done"]

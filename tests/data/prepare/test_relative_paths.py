@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.prepare import conftest
+from tests.data import converting
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert.conversion import convert
@@ -26,11 +26,11 @@ def test_tasks_in_another_working_directory_find_what_the_driver_names(
         before = os.getcwd()
         os.chdir(elsewhere)
         try:
-            return conftest.one_by_one(work, items, *rest, **shown)
+            return converting.one_by_one(work, items, *rest, **shown)
         finally:
             os.chdir(before)
 
-    conftest.run_in_this_process(monkeypatch, one_by_one)
+    converting.run_in_this_process(monkeypatch, one_by_one)
     monkeypatch.chdir(tmp_path)
     source = os.path.relpath(image_folder)
     report = convert(ConvertConfig(source=source, destination="set"))

@@ -34,7 +34,6 @@ from vit_ray.config.command_sections import (
     VtabConfig,
     VtabTask,
 )
-from vit_ray.config.model_names import model_family
 from vit_ray.config.secrets import credentials_problem, redacted
 from vit_ray.config.section import NotNegative, OnResume, Section
 from vit_ray.config.training_sections import (
@@ -50,6 +49,7 @@ from vit_ray.config.training_sections import (
     WorkersConfig,
 )
 from vit_ray.config.validation import NAME, is_list, validated, value_text
+from vit_ray.model_names import model_family
 from vit_ray.own_parts import trust_named
 
 

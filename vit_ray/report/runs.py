@@ -19,7 +19,6 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray import kept_curve
 from vit_ray.addresses import LOCAL_SERVER, files_elsewhere, require_store
-from vit_ray.config.model_names import model_family
 from vit_ray.config.recorded_recipe import (
     INIT_RUN,
     PARENT_TAG,
@@ -50,6 +49,7 @@ from vit_ray.mlflow_internals import (
     latest_points,
     runs_page,
 )
+from vit_ray.model_names import model_family
 from vit_ray.report.figures.histories import CONNECTIONS, Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,

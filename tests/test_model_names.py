@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from vit_ray.config import load_recipe
-from vit_ray.config.model_names import canonical_model
+from vit_ray.model_names import canonical_model
 from vit_ray.models import build_model, model_names
 
-RECIPES = Path(__file__).parents[2] / "jobs" / "recipes"
+RECIPES = Path(__file__).parents[1] / "jobs" / "recipes"
 
 
 # Parameters in millions from timm's table of results (results-imagenet.csv), to two places.

@@ -38,6 +38,7 @@ from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
+from vit_ray.tracking.mlflow_client import open_client
 
 __all__ = ["sets"]
 
@@ -366,8 +367,10 @@ def test_the_sets_of_evaluations_need_not_be_there(recipe: Recipe) -> None:
 
 
 def test_a_folder_that_is_no_run_and_an_unknown_name_are_refused(
-    tmp_path: Path, empty_store: Path
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    empty_store = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{empty_store}")
     assert "has no checkpoint" in said(str(tmp_path), "step=1")[1]
     assert "to name a run by its folder, give" in said("nothing-of-this-name", "step=1")[1]
     for store, told in ((empty_store, "does not have the run"), (tmp_path / "none.db", "no such")):

@@ -14,7 +14,7 @@ EVIL = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
     "</style></title><svg onload=alert(1)>",
-    "{{ 7 * 191 }}{% raw %}",
+    "{{ 'vit' * 3 }}{% raw %}",
     "]]><!--",
 ]
 
@@ -63,7 +63,7 @@ def plain(tmp_path_factory):
 def test_a_text_from_outside_adds_no_element_and_no_attribute(evil, plain, tmp_path):
     page = _page(tmp_path, evil).read_text()
     assert Elements(page).found == plain
-    assert "1337" not in page
+    assert "vitvitvit" not in page
 
 
 def test_a_text_from_outside_is_no_formula_of_a_spreadsheet(tmp_path):

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from vit_ray.model_names import model_family
+from vit_ray.model_aliases import model_family
 from vit_ray.models.catalog import model_names
 from vit_ray.report.paper import TABLE_6
 from vit_ray.report.tables import Column, Table, duration, first_of, number, percent

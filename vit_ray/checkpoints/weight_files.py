@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 from pyarrow import fs
 
-from vit_ray.model_names import canonical_model
+from vit_ray.model_aliases import canonical_model
 from vit_ray.models.weights.files import parts_of
 from vit_ray.models.weights.folder_config import (
     FOLDER_CONFIG,

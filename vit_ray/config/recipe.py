@@ -49,7 +49,7 @@ from vit_ray.config.training_sections import (
     WorkersConfig,
 )
 from vit_ray.config.validation import NAME, is_list, validated, value_text
-from vit_ray.model_names import model_family
+from vit_ray.model_aliases import model_family
 from vit_ray.own_parts import trust_named
 
 

@@ -22,7 +22,7 @@ from vit_ray.config.section import (
     UsedIf,
 )
 from vit_ray.config.validation import value_text
-from vit_ray.model_names import resolved_model
+from vit_ray.model_aliases import resolved_model
 
 _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
 """Addresses of MLflow's that are a single word."""

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
-from vit_ray.model_names import resolved_model
+from vit_ray.model_aliases import resolved_model
 from vit_ray.models.axial import AxialResNet, AxialViT
 from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.resnet import BitResNet, ResNetEmbedding

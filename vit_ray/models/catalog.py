@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from vit_ray.model_names import canonical_model
+from vit_ray.model_aliases import canonical_model
 from vit_ray.models.sizes import (
     AxialVitOptions,
     EncoderSize,

@@ -49,7 +49,7 @@ from vit_ray.mlflow_internals import (
     latest_points,
     runs_page,
 )
-from vit_ray.model_names import model_family
+from vit_ray.model_aliases import model_family
 from vit_ray.report.figures.histories import CONNECTIONS, Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,

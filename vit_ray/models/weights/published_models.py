@@ -8,7 +8,7 @@ values; timm has little more than a name. Sources: their configuration classes, 
 import re
 from typing import Any, Final
 
-from vit_ray.model_names import canonical_model
+from vit_ray.model_aliases import canonical_model
 from vit_ray.models.catalog import ENCODERS
 from vit_ray.models.positions import ROPE_BASE
 from vit_ray.models.sizes import EncoderSize, VitOptions

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vit_ray.config import load_recipe
-from vit_ray.model_names import canonical_model
+from vit_ray.model_aliases import canonical_model
 from vit_ray.models import build_model, model_names
 
 RECIPES = Path(__file__).parents[1] / "jobs" / "recipes"

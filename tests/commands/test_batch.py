@@ -373,9 +373,12 @@ def test_a_folder_that_is_no_run_and_an_unknown_name_are_refused(
     open_client(f"sqlite:///{empty_store}")
     assert "has no checkpoint" in said(str(tmp_path), "step=1")[1]
     assert "to name a run by its folder, give" in said("nothing-of-this-name", "step=1")[1]
-    for store, told in ((empty_store, "does not have the run"), (tmp_path / "none.db", "no such")):
+    for store, message in (
+        (empty_store, "does not have the run"),
+        (tmp_path / "none.db", "no such"),
+    ):
         code, text = said("0" * 32, "step=1", f"tracking.uri=sqlite:///{store}")
-        assert (code, told in text) == (2, True), text
+        assert (code, message in text) == (2, True), text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -467,7 +467,7 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
 
 
 def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path: Path) -> None:
-    """As to write the images of a set anew; the kept set has its shards as the split `part`."""
+    """As to write the images of a set again; the kept set has its shards as the split `part`."""
     places = [f"convert.source={KEPT_SET}", f"convert.destination={tmp_path / 'new'}"]
     chosen = load_recipe("digits", [*places, "convert.split=part"])
     check_places(COMMANDS["convert"], chosen)

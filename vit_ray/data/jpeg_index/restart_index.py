@@ -163,7 +163,7 @@ def index_segments(image: bytes) -> RestartIndex | None:
     if frame.units_across % frame.interval:
         return None
     if frame.front == len(START) and any(map(is_front, metadata_of(image))):
-        return None  # it tells its colours later
+        return None  # a later segment gives its colour space
     columns = frame.units_across // frame.interval
     found = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
     codes = [image[at + 1] for at in found]

@@ -52,7 +52,7 @@ def _is_there(path: str, size: int | None) -> bool:
         return os.path.isdir(path)
     if not os.path.isfile(path):
         return False
-    try:  # NFS looks at a file anew when it is opened; what it knows of one may be a minute old
+    try:  # opening makes NFS ask the server; what it has cached may be a minute old
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_size == size
     except OSError:

@@ -53,9 +53,12 @@ def run_cells(
 
 
 @pytest.mark.parametrize("earlier", [None, "b" * 32])
-def test_a_study_records_how_many_cells_it_has(
+def test_a_study_records_its_number_of_cells_and_checks_all_its_trainings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, earlier: str | None
 ) -> None:
+    tree = study_tree(tmp_path, [study_row("small"), study_row("large", width=64)])
+    recipe = recipe_from_dict(tree, "test")
+    fine_tuning = recipe.with_changes(name="tune")
     opened: list[tuple[Any, dict[str, Any]]] = []
     totals: list[int] = []
 
@@ -67,14 +70,15 @@ def test_a_study_records_how_many_cells_it_has(
 
     for name, answer in {
         "resolve_run": resolved(), "earlier_run": earlier, "finished_cells": {}, "page_of": None,
-        "_check_tasks": 7,
+        "_check_tasks": ([fine_tuning], 7),
     }.items():  # fmt: skip
         monkeypatch.setattr(study, name, lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr(StudyRun, "run", lambda _: [])
     monkeypatch.setattr(study, "open_parent", open_parent)
-    tree = study_tree(tmp_path, [study_row("small"), study_row("large", width=64)])
-    study.run_study(recipe_from_dict(tree, "test"))
+    study.run_study(recipe)
     ((run_id, keys),) = opened
+    cells = [cell.name for cell in study.study_cells(recipe)]
+    assert [one.name for one in keys["trainings"]] == [*cells, fine_tuning.name]
     assert run_id == earlier
     assert totals == [2 * 10 + 7]
     assert keys["tags"] == {"vit_ray.num_cells": "2"}
@@ -246,8 +250,10 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
         changes={"sweep": {"learning_rates": [0.1, 0.2], "seeds": 3}, "data.train": "/other"},
     )  # fmt: skip
     # The progress of a study is of these steps, too: 5 of each trial and of each retraining.
-    assert study._check_tasks(cells, (tune,)) == len(cells) * 5
-    assert study._check_tasks(cells, (tune, swept)) == len(cells) * (5 + 2 * 5 + 3 * 5)
+    assert study._check_tasks(cells, (tune,))[1] == len(cells) * 5
+    fine_tunings, steps = study._check_tasks(cells, (tune, swept))
+    assert steps == len(cells) * (5 + 2 * 5 + 3 * 5)
+    assert [one.data.train for one in fine_tunings] == ["/t"] * 3 + ["/other"] * 3
     with pytest.raises(ValueError, match=f"study.transfer 'tune' of cell .*{told}"):
         study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
 

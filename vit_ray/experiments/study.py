@@ -71,16 +71,16 @@ def run_study(recipe: Recipe) -> StudyResult:
     # Also those given by a row: a trial's process runs in a separate folder.
     cells = [replace(c, recipe=c.recipe.with_absolute_paths()) for c in study_cells(recipe)]
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
-    steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
+    fine_tunings, steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
     parent_id = earlier_run(recipe, "study")
     finished = finished_cells(recipe, cells, resolved_runs, parent_id)
     total_steps = sum(one.total_steps for one in resolved_runs) + steps_of_tasks
     resolved = resolved_runs[0]
     # So that a report knows which cells have not started.
     tags = {"vit_ray.num_cells": str(len(cells))}
-    open_cells = [cell.recipe for cell in cells if cell.name not in finished]
+    trainings = [cell.recipe for cell in cells if cell.name not in finished] + fine_tunings
     with open_parent(
-        recipe, "study", resolved, total_steps, parent_id, trainings=open_cells, tags=tags
+        recipe, "study", resolved, total_steps, parent_id, trainings=trainings, tags=tags
     ) as parent:
         with page_meanwhile(recipe, parent.run_id) as renew_page:
             cells_run = StudyRun(
@@ -95,18 +95,20 @@ def run_study(recipe: Recipe) -> StudyResult:
         return outcome
 
 
-def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
+def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[Recipe], int]:
     """Check each cell's recipe and sweep, and the first cell's data, which all cells share.
 
     Returns:
-        Steps of all fine-tunings, trials and retrainings included.
+        The fine-tunings, and steps of all of them, trials and retrainings included.
 
     Raises:
         ValueError: a fine-tuning cannot work.
     """
+    fine_tunings: list[Recipe] = []
     total_steps = 0
     for task in tasks:
-        recipes = [task_recipe(cell, task) for cell in cells]
+        recipes = [task_recipe(cell, task).with_absolute_paths() for cell in cells]
+        fine_tunings += recipes
         resolved = resolve_run(recipes[0])
         require(recipes[0].data.eval, f"study.transfer {task.name!r}: data.eval", "a test set")
         for cell, recipe in zip(cells, recipes, strict=True):
@@ -120,7 +122,7 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
                 else:
                     tried = _check_sweep(recipe, recipe.sweep, resolved.num_images)
                     total_steps += tried + recipe.sweep.seeds * steps
-    return total_steps
+    return fine_tunings, total_steps
 
 
 def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:

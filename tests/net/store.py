@@ -30,7 +30,7 @@ def plain(text: str, places: dict[str, str]) -> str:
         text = text.replace(place, name)
     for pattern, name in {
         r"\b[0-9a-f]{24,}\b": "ID",
-        r"\b\d{8}T\d{6}\b": "DAY",
+        r"\b\d{8}T\d{6}(\.\d+-[0-9a-f]{16})?\b": "DAY",
         r"\b\d+\.\d+\.\d+\.\d+(:\d+)?\b": "ADDRESS",
         r"(?i)\b(pid)[= ]\d+": r"\1 #",
         r"\d+\.\d+( m?s\b| GiB| MiB)": r"#\1",
@@ -62,7 +62,7 @@ def _run(client: MlflowClient, run: Run, places: dict[str, str]) -> dict[str, An
         "status": run.info.status,
         "parameters": {key: plain(value, places) for key, value in run.data.params.items()},
         "tags": {
-            key: "-" if key in TAGS else plain(value, places)
+            key: "-" if TAGS & {key, key.removeprefix("mlflow.")} else plain(value, places)
             for key, value in tags_of(run.data.tags).items()
         },
         "metrics": {key: _points(client, run.info.run_id, key) for key in run.data.metrics},

@@ -266,6 +266,24 @@ def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
     assert "Best" not in text  # neither the dev split's 99 nor the best seed's 96
 
 
+@pytest.mark.parametrize("keys", [["steps", "lr"], ["weight_decay"]])
+def test_a_sweep_over_other_keys_is_one_sweep(tmp_path, keys):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("sweeps")
+    parent = store_run(client, experiment, "tune", tags={"vit_ray.kind": "sweep"})
+    whole = {"lr": "optim.learning_rate", "seed": "seed"}
+    for value, top1 in ((1, 0.8), (2, 0.9)):
+        params = {whole.get(key, f"optim.{key}"): value for key in keys} | {"seed": 0}
+        name = "tune-" + "-".join(f"{key}{value}" for key in keys)
+        tags = {"mlflow.parentRunId": parent, "vit_ray.kind": "sweep_trial"}
+        tags["vit_ray.sweep_stage"] = "sweep_trial"
+        store_run(client, experiment, name, params=params, tags=tags, metrics={"dev/top1": top1})
+    text = Page(write_report(uri, "sweeps", tmp_path / "r.html").page.read_text()).text
+    assert "wins on the dev split (90.00 %), best of 2" in text
+    assert "best of 1" not in text
+
+
 def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)

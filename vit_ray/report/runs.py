@@ -120,6 +120,8 @@ class RecordedRun:
     """Trainings that started from its weights."""
     joined_commits: str = ""
     """Commits that are treated as equal to its own; empty: only its own."""
+    parent_name: str = ""
+    """Name of the run that it is a child of; empty if there is none in its experiment."""
 
     @property
     def run_id(self) -> str:
@@ -429,6 +431,8 @@ class Archive:
             joined = " and ".join(self.commits)
             chosen = [replace(run, joined_commits=joined) for run in chosen]
             everything = [replace(run, joined_commits=joined) for run in everything]
+        names = {run.run_id: run.name for run in everything}
+        chosen = [replace(run, parent_name=names.get(run.parent_id or "", "")) for run in chosen]
         self.runs = with_origins(with_tasks(chosen), everything)
 
     def curves(self, runs: Sequence[RecordedRun], key: str) -> dict[str, Curve]:

@@ -202,5 +202,11 @@ def _stage(run: RecordedRun) -> str:
 
 
 def _sweep_name(run: RecordedRun) -> str:
-    """The trial's own name without the part that differs between trials; for a study the model."""
-    return run.label if run.kind == CELL else re.sub(r"-(lr|seed)[\w.-]*$", "", run.name)
+    """Equal for the trials of a sweep, whatever it varies, and for its retrainings, where it ends
+    in `-final`; for a cell of a study of rates the model.
+    """
+    if run.kind == CELL:
+        return run.label
+    if not (sweep := run.parent_name) or not run.name.startswith(f"{sweep}-"):
+        return re.sub(r"-(lr|seed)[\w.-]*$", "", run.name)  # its parent is not recorded
+    return sweep if run.is_trial else f"{sweep}-final"

@@ -249,6 +249,18 @@ def test_differences_have_intervals_over_seeds_and_over_cells(store):
     assert sentence.endswith("no recorded key of the recipe differs.")
 
 
+def test_the_headline_of_two_studies_is_about_the_first_accuracy(store):
+    for name, top1 in (("old", 0.5), ("new", 0.6)):
+        parent = store.run(name, tags={"vit_ray.kind": "study"})
+        for label in ROWS:
+            tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": parent}
+            tags["vit_ray.study_label"] = label
+            metrics = {"eval/top1": top1, "eval/averaged_top1": 1 - top1}
+            store.run(f"{name}-{label}", metrics, {"model.name": label, "seed": 0}, tags)
+    (sentence,) = store.compare("old", "new").headline()
+    assert sentence.startswith("new is 10.00 points better than old in top-1 accuracy (mean over 2")
+
+
 def test_the_headline_says_which_side_is_better_and_in_which_keys_they_differ(store):
     store.run("a", {"eval/top1": 0.6}, {"optim.lr": 1})
     store.run("b", {"eval/top1": 0.5}, {"optim.lr": 2})

@@ -276,9 +276,9 @@ class Comparison:
         """How much better or worse B is in the first common accuracy, and which keys differ."""
         keys = first_of([*self.keys], MOST_KEYS)
         differ = f"they differ in {keys}" if keys else "no recorded key of the recipe differs"
-        known = [
-            one for one in (*self.pooled()[::-1], *self.differences) if _is_accuracy(one.metric)
-        ]
+        pooled = self.pooled()
+        of_first = [one for one in pooled if one.metric == pooled[0].metric]  # by cell, by seed
+        known = [*of_first[::-1], *(one for one in self.differences if _is_accuracy(one.metric))]
         if not known:
             return [f"No accuracy in common; {differ}."]
         one = known[0]

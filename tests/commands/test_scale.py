@@ -366,6 +366,17 @@ def test_what_cannot_be_is_refused_by_its_key(wrong: str) -> None:
     assert len(done.stderr.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("flag", ["--large", "--scale"])
+def test_an_option_of_a_command_skips_none_of_its_checks(flag: str, tmp_path: Path) -> None:
+    """With the option the command runs another function."""
+    name, key = {"--large": ("verify", "verify.path"), "--scale": ("plan", "tracking.uri")}[flag]
+    place = str(tmp_path / "none") if flag == "--large" else f"sqlite:///{tmp_path}"
+    words = (str(B16), f"{key}={place}")
+    plain, optional = run_cli(name, *words), run_cli(name, flag, *words)
+    assert (plain.exit_code, plain.stderr) == (2, optional.stderr)
+    assert str(tmp_path) in plain.stderr
+
+
 def test_a_billion_gpus_are_refused_at_once() -> None:
     done = run_cli("plan", str(B16), "plan.num_gpus=1000000000")
     assert done.exit_code == 2

@@ -66,14 +66,16 @@ def run_recipe(
         path, overrides = split_words(words)
         recipe = load_recipe(path, overrides)
         note_unread(command, overrides)
-        if flag and not shows_recipe:
-            return int(pkgutil.resolve_name(command.flags[flag][1])(recipe, is_dry=is_dry))
-        if not (is_dry or shows_recipe):
+        runs = not (is_dry or shows_recipe)
+        if runs:
             example = command.example.removesuffix(" --dry-run")
             require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
             check_packages(command, recipe)
             check_places(command, recipe)
             note_start(command, recipe)
+        if flag and not shows_recipe:
+            return int(pkgutil.resolve_name(command.flags[flag][1])(recipe, is_dry=is_dry))
+        if runs:
             return command.run(recipe, overrides)
         if is_dry and command.plan:
             print(command.describe(recipe))

@@ -310,6 +310,16 @@ def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
     assert artifacts == names
 
 
+def test_images_that_a_conversion_takes_are_inspected_and_hidden_ones_are_not(
+    tmp_path: Path,
+) -> None:
+    for name in ("a.tif", "b.GIF", ".hidden.png"):
+        Image.new("RGB", (40, 48)).save(tmp_path / name)
+    recipe = tiny_recipe(tmp_path, inspect={"images": str(tmp_path), "path": str(tmp_path / "out")})
+    assert recipe.inspect is not None
+    assert len(read_images(recipe, recipe.inspect)) == 2
+
+
 def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "pictures")
     inspection = {"images": str(folder), "num_images": 3}

@@ -11,13 +11,13 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import BadImageError, UInt8Array, training_crop
+from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
+from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.evaluate.inspection_figures import inspect_model
 from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     folder, crops = locate(config.images), []
     is_file = folder.info().type == fs.FileType.File
     paths = [] if is_file else [info.path for info in folder.list_files()]
-    images = sorted(path for path in paths if path.lower().endswith(IMAGE_SUFFIXES))
+    images = sorted(filter(is_image_name, paths))
     count = min(config.num_images, len(images))
     for index in range(count):
         file = Location(folder.filesystem, images[index * len(images) // count])
@@ -88,6 +88,6 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     if not crops:
         raise ValueError(
             f"inspect.images={config.images!r} holds no readable image "
-            f"({', '.join(IMAGE_SUFFIXES)}); give a folder of images"
+            f"({', '.join(sorted(IMAGE_SUFFIXES))}); give a folder of images"
         )
     return np.stack(crops)

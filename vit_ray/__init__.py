@@ -68,7 +68,8 @@ _ROOMS = {
 class CallableRoom(ModuleType):
     """A package that is also a function: `vit_ray.train(recipe)` trains.
 
-    Calling it calls the function of the same name in `vit_ray.api`, which has the documentation.
+    Calling it calls the function of the same name in `vit_ray.launch.run`; `vit_ray.api` has the
+    documentation.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

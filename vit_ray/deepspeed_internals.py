@@ -12,8 +12,6 @@ count padding as values. None supports ZeRO 0, and none says where a partition s
 addresses are read from the attributes that those functions read themselves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging
@@ -320,5 +318,4 @@ def forget_gathered(engine: Any) -> None:
 
 def shard_of(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a parameter of stage 3, as in the module, padding included."""
-    shard: Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
-    return shard
+    return parameter.ds_tensor.data  # type: ignore[attr-defined]

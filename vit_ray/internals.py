@@ -5,8 +5,6 @@ A private name is listed in the one file that may use it: `ray_internals.py`,
 installed version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

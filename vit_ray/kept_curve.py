@@ -5,8 +5,6 @@ JSON array of pairs of step and loss, exact recorded values, in order. Its tag h
 run that has recorded later steps since then keeps no valid curve until its next end.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Names with a number of shots, a data set or a task are built from a group below.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 # Of training, at each logged step.

@@ -185,8 +185,7 @@ def runs_page(address: str, experiment: str, *, has_view: bool) -> str:
 
 def latest_points(run: Run) -> Iterable[Metric]:
     """The latest point of each key, with key, value, timestamp and step."""
-    points: Iterable[Metric] = run.data.to_proto().metrics
-    return points
+    return run.data.to_proto().metrics
 
 
 def is_sampling(monitor: Any) -> bool:

@@ -5,8 +5,6 @@ parameters that are used. Names are imported on first use, so that a task that r
 import Ray Train.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

@@ -6,8 +6,6 @@ Its retries are off; `with_retries` wraps each request instead. Errors are `OSEr
 `FileNotFoundError` for missing objects.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -378,8 +378,7 @@ def run_flow(
         runner.close()
     if runner.error is not None:
         raise runner.error
-    result: T | None = runner.result
-    return result
+    return runner.result
 
 
 class _Searcher(Searcher):

@@ -1,7 +1,5 @@
 """Features of a data set from all workers: from recipe to a folder of parquet files."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Final

@@ -4,8 +4,6 @@ Each model has its own process, so that left-over device memory, or a crash, doe
 next one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

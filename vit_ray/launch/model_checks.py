@@ -1,7 +1,5 @@
 """Checks of a recipe's model, before any data set is opened; errors say what to change."""
 
-from __future__ import annotations
-
 from typing import Final, Literal
 
 import numpy as np

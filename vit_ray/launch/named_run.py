@@ -4,8 +4,6 @@ What it was trained on follows from the recipe in its newest checkpoint, whateve
 the same name says now. Nothing in the run is written.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A result has a label: `data` if test set, pre-training and model are the paper's
 paper's numbers are shown next to a proxy only if they are for its test set.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath

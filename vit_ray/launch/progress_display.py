@@ -1,7 +1,5 @@
 """The display of a running run: a bar with ETA and images/s, or plain lines in a log file."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """Whether a run of a name is continued, from where, and with which changes of its recipe."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One training (or evaluation) from recipe to result: checks, recorder, workers, outcome."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """One driver at a time for a run, on any cluster: the lock of the run's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C: the first requests a checkpoint and a clean end, the second ends at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ Images are cropped and computed as in an evaluation: in batches of its size, so 
 its own bit by bit if the process has as many threads.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

@@ -170,8 +170,7 @@ def _predict_patches(
     per_image: bool = False,
 ) -> Tensor:
     # Pixels are also the targets; the model rounds its own input.
-    found: Tensor = module(normalize(images, torch.float32), samples, step, per_image=per_image)
-    return found
+    return module(normalize(images, torch.float32), samples, step, per_image=per_image)
 
 
 def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:

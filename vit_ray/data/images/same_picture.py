@@ -136,5 +136,6 @@ def _aligned(picture: NDArray[np.uint8], other: NDArray[np.uint8], crop: Crop) -
         if is_scaled and max(abs(shear_x), abs(shear_y)) < _MOST_SHEAR:
             warp = found.astype(np.float32)
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    moved = cv2.warpAffine(other, warp, (SIDE, SIDE), flags=flags, borderMode=cv2.BORDER_REPLICATE)
-    return moved  # type: ignore[return-value]
+    return cv2.warpAffine(  # type: ignore[return-value]
+        other, warp, (SIDE, SIDE), flags=flags, borderMode=cv2.BORDER_REPLICATE
+    )

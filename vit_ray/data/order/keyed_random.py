@@ -25,8 +25,7 @@ def mix(value: Bits) -> Bits:
     mixed: Any = (value + _GOLDEN) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * _MIX_1) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
-    found: Bits = mixed ^ (mixed >> 31)
-    return found
+    return mixed ^ (mixed >> 31)
 
 
 def key_of(*parts: int) -> int:

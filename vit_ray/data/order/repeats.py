@@ -5,8 +5,6 @@ DeiT is trained. Steps and epochs count crops, as there: an epoch of N images tr
 N / times images.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -3,8 +3,6 @@
 Nodes import this module only, so that a new process there answers within about a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """The address of a Ray cluster, checked by its form alone."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The right answers of an evaluation, from the recipe's `benchmark` section and its files."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

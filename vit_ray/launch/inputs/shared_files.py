@@ -1,7 +1,5 @@
 """Whether the nodes of the cluster see the local folders of a run, before anything is written."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """The shuffle window of a run: its size, chosen once and recorded in checkpoints, and its tasks."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

@@ -1,7 +1,5 @@
 """What each stage of the training stream costs on this machine, for the images of a step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace

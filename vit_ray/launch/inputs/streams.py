@@ -3,8 +3,6 @@
 Nothing is started; errors say what to change.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Batches as a data set of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -135,8 +135,7 @@ class PoolShape:
 
 def _current_job(server: Any) -> TrainJob | None:
     """Called by the controller's policies, in its process."""
-    job: TrainJob | None = answer(server.current_job.remote(), _SERVER)
-    return job
+    return answer(server.current_job.remote(), _SERVER)
 
 
 @dataclass(frozen=True)

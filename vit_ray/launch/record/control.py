@@ -4,8 +4,6 @@ The state of one run, in the process that records it (`run_host.py`). It is buil
 lines of the run's log, so a process that died and was restarted has the same state.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple

@@ -4,8 +4,6 @@ accuracy.
 Nothing is guessed: what a run did not record, or what can no longer be opened, is given as unknown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

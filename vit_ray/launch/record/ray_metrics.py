@@ -4,8 +4,6 @@ Ray's nodes export them with the prefix `ray_`, on ports from `--metrics-export-
 without a dashboard. Alerts and a Grafana dashboard for them are in `cluster/`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from pathlib import Path

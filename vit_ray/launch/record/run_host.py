@@ -6,8 +6,6 @@ one process. A run's opening is sent to it once. If it dies, Ray restarts it; it
 has the opening, and is written there at once, so nothing is lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import threading

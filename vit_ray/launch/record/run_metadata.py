@@ -4,8 +4,6 @@ Parameters are only those that train, so that MLflow's compare view, which draws
 differ, draws what a sweep or a study varies.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -1,7 +1,5 @@
 """A run's time by class, from the marks in its log."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Final

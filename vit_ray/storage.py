@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -10,9 +11,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import pyarrow
@@ -53,6 +53,22 @@ _RIGHTS: Final = {
     "write": "s3:PutObject",
     "delete": "s3:DeleteObject",
 }
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _retried(doing: str) -> Callable[[Method], Method]:
+    """A method of a location that is repeated as `with_retries` does; `doing` is for the log."""
+
+    def decorated(once: Method) -> Method:
+        @functools.wraps(once)
+        def retried(place: "Location", *args: Any) -> Any:
+            return with_retries(lambda: once(place, *args), f"{doing} {place.path}")
+
+        return cast("Method", retried)
+
+    return decorated
 
 
 class Creation(Enum):
@@ -97,99 +113,79 @@ class Location:
                 "another folder, or move the file away"
             )
 
+    @_retried("looking at")
     def info(self) -> fs.FileInfo:
         """Type and size of what is at the path: a file, a folder or nothing."""
-        return with_retries(
-            lambda: self.filesystem.get_file_info([self.path])[0], f"looking at {self.path}"
-        )
+        return self.filesystem.get_file_info([self.path])[0]
 
+    @_retried("reading")
     def read(self) -> bytes:
-        return with_retries(self._read_once, f"reading {self.path}")
-
-    def read_twice(self) -> list[bytes]:
-        """The whole file, read twice with one opening, which on S3 is also a request."""
-
-        def read_once() -> list[bytes]:
-            with self.filesystem.open_input_file(self.path) as file:
-                return [bytes(file.read_at(file.size(), 0)) for _ in range(2)]
-
-        return with_retries(read_once, f"reading {self.path}")
-
-    def read_range(self, offset: int, length: int) -> bytes:
-        def read_once() -> bytes:
-            with self.filesystem.open_input_file(self.path) as file:
-                return bytes(file.read_at(length, offset))
-
-        return with_retries(read_once, f"reading {self.path}")
-
-    def read_into(self, offset: int, target: NDArray[np.uint8]) -> int:
-        """Fill `target` (n,) from `offset`; returns the bytes read, fewer at the file's end."""
-
-        def read_once() -> int:
-            with self.filesystem.open_input_file(self.path) as file:
-                file.seek(offset)
-                return int(file.readinto(target))
-
-        return with_retries(read_once, f"reading {self.path}")
-
-    def _read_once(self) -> bytes:
         with self.filesystem.open_input_stream(self.path) as stream:
             return bytes(stream.read())
 
+    @_retried("reading")
+    def read_twice(self) -> list[bytes]:
+        """The whole file, read twice with one opening, which on S3 is also a request."""
+        with self.filesystem.open_input_file(self.path) as file:
+            return [bytes(file.read_at(file.size(), 0)) for _ in range(2)]
+
+    @_retried("reading")
+    def read_range(self, offset: int, length: int) -> bytes:
+        with self.filesystem.open_input_file(self.path) as file:
+            return bytes(file.read_at(length, offset))
+
+    @_retried("reading")
+    def read_into(self, offset: int, target: NDArray[np.uint8]) -> int:
+        """Fill `target` (n,) from `offset`; returns the bytes read, fewer at the file's end."""
+        with self.filesystem.open_input_file(self.path) as file:
+            file.seek(offset)
+            return int(file.readinto(target))
+
+    @_retried("writing")
     def write(self, content: bytes) -> None:
         """Write a file so that no reader ever sees a part of it."""
+        with self.output() as stream:
+            stream.write(content)
 
-        def write_once() -> None:
-            with self.output() as stream:
-                stream.write(content)
-
-        with_retries(write_once, f"writing {self.path}")
-
+    @_retried("writing")
     def write_hashed(self, content: memoryview) -> str:
         """As `write`; returns the SHA-256 of what was written.
 
         Each piece is hashed right before it is written, while it is in the processor's cache.
         """
+        digest = hashlib.sha256()
+        with self.output() as stream:
+            for first in range(0, len(content), _HASHED_BYTES):
+                piece = content[first : first + _HASHED_BYTES]
+                digest.update(piece)
+                stream.write(piece)
+        return digest.hexdigest()
 
-        def write_once() -> str:
-            digest = hashlib.sha256()
-            with self.output() as stream:
-                for first in range(0, len(content), _HASHED_BYTES):
-                    piece = content[first : first + _HASHED_BYTES]
-                    digest.update(piece)
-                    stream.write(piece)
-            return digest.hexdigest()
-
-        return with_retries(write_once, f"writing {self.path}")
-
+    @_retried("creating")
     def create(self, content: bytes) -> "Creation":
         """Write a small file if there is none of this name; of several that try, one succeeds.
 
         A reader on a disk may see it before its content is there.
         """
-
-        def create_once() -> Creation:
-            if not self.is_local:
-                # By a PUT that must not replace; sent twice, to see whether the store follows the
-                # condition.
-                if not s3.put_if_none(self.path, content):
-                    return Creation.EXISTS
-                is_exclusive = not s3.put_if_none(self.path, content)
-                return Creation.CREATED if is_exclusive else Creation.NOT_EXCLUSIVE
-            folder = os.path.dirname(self.path)
-            os.makedirs(folder, exist_ok=True)
-            try:
-                file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            except FileExistsError:
+        if not self.is_local:
+            # By a PUT that must not replace; sent twice, to see whether the store follows the
+            # condition.
+            if not s3.put_if_none(self.path, content):
                 return Creation.EXISTS
-            with os.fdopen(file, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            _sync_folder(folder)
-            return Creation.CREATED
-
-        return with_retries(create_once, f"creating {self.path}")
+            is_exclusive = not s3.put_if_none(self.path, content)
+            return Creation.CREATED if is_exclusive else Creation.NOT_EXCLUSIVE
+        folder = os.path.dirname(self.path)
+        os.makedirs(folder, exist_ok=True)
+        try:
+            file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return Creation.EXISTS
+        with os.fdopen(file, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_folder(folder)
+        return Creation.CREATED
 
     @contextlib.contextmanager
     def output(self) -> Iterator[Any]:
@@ -254,32 +250,27 @@ class Location:
                 "example with `convmv -f latin1 -t utf8 -r --notest FOLDER`"
             ) from None
 
+    @_retried("listing")
     def _list(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        def list_once() -> list[fs.FileInfo]:
-            try:
-                return self.filesystem.get_file_info(selector)
-            except FileNotFoundError:  # a folder that was added or removed meanwhile
-                return self.filesystem.get_file_info(selector)
+        try:
+            return self.filesystem.get_file_info(selector)
+        except FileNotFoundError:  # a folder that was added or removed meanwhile
+            return self.filesystem.get_file_info(selector)
 
-        return with_retries(list_once, f"listing {self.path}")
-
+    @_retried("deleting")
     def delete(self) -> None:
         """Delete this file, or this folder and all below it; nothing if it does not exist.
 
         On S3 only keys are deleted: pyarrow also writes and deletes folder markers, which some
         servers take for files (rclone 1.75).
         """
-
-        def delete_once() -> None:
-            with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
-                if not self.is_local:
-                    s3.delete(self.path)
-                elif os.path.isdir(self.path):
-                    shutil.rmtree(self.path)
-                else:
-                    os.unlink(self.path)
-
-        with_retries(delete_once, f"deleting {self.path}")
+        with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
+            if not self.is_local:
+                s3.delete(self.path)
+            elif os.path.isdir(self.path):
+                shutil.rmtree(self.path)
+            else:
+                os.unlink(self.path)
 
     def move_to(self, target: "Location") -> None:
         """Give this folder another name on the same file system.
@@ -374,7 +365,7 @@ def absolute(path: str) -> str:
     return local if "://" in local else os.path.abspath(with_home(local))
 
 
-@lru_cache
+@functools.lru_cache
 def _s3(pid: int) -> fs.S3FileSystem:
     """The object store of this process's environment; `with_retries` does the retrying.
 

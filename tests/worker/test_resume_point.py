@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import inspect
 import threading
 from pathlib import Path
 
@@ -104,11 +105,12 @@ class Away:
         self.times, self.tried, self.file = 0, 0, ""
         self.error = OSError(errno.EHOSTUNREACH, "no route to host")
         self.now_s = 0.0
-        self._read = Location._read_once
+        self._read = inspect.unwrap(Location.read)
         plain = retry.with_retries
         quick = functools.partial(plain, sleep=self._sleep, clock=lambda: self.now_s)
         monkeypatch.setattr(storage, "with_retries", quick)
-        monkeypatch.setattr(Location, "_read_once", lambda place: self._answer(place))
+        read = storage._retried("reading")(lambda place: self._answer(place))
+        monkeypatch.setattr(Location, "read", read)
 
     def _sleep(self, pause_s: float) -> None:
         self.now_s += pause_s

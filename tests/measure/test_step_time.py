@@ -29,7 +29,7 @@ def test_data_parallel_and_stage_3_move_what_the_zero_paper_says() -> None:
 
 def test_four_workers_by_hand() -> None:
     # A ring of 4 sends 3/4 of the 200 MB for each half of an all-reduce.
-    buckets = math.ceil(100e6 / SHAPE.settings.reduce_bucket)
+    buckets = math.ceil(100e6 / SHAPE.reduce_bucket)
     assert traffic_per_step(SHAPE, 1) == Traffic(300e6, 0.0, buckets, 0)
     stage1 = dataclasses.replace(SHAPE, stage=1)
     assert traffic_per_step(stage1, 1) == Traffic(300e6, 150e6, buckets, 2)

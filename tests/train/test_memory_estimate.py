@@ -257,7 +257,7 @@ def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
     if stage == 0:
         state += shape.num_parameters * shape.weight_bytes
     if stage in (1, 3):
-        state += shape.settings.reduce_bucket * (4 if stage == 1 else shape.weight_bytes)
+        state += shape.reduce_bucket * (4 if stage == 1 else shape.weight_bytes)
     assert held == pytest.approx(state, rel=0.01)
     sent = {"gradients": 0.0, "weights": 0.0}
     for _, name, size in calls:
@@ -274,12 +274,12 @@ def test_collectives_have_the_sizes_and_the_moments_of_the_plan(
 ) -> None:
     precision, stage = case
     shape = state_shape(vit(2, 16, precision=precision, zero_stage=stage), 5, 2)
-    most = shape.settings.reduce_bucket * shape.weight_bytes
+    most = shape.reduce_bucket * shape.weight_bytes
     _, calls, parameters, bucket = measured(precision)[case]
     if stage:
-        assert bucket == shape.settings.reduce_bucket
+        assert bucket == shape.reduce_bucket
     # None goes past the buckets, which DeepSpeed does to what is larger than one.
-    assert max(parameters) <= shape.settings.reduce_bucket < sum(parameters) / 4
+    assert max(parameters) <= shape.reduce_bucket < sum(parameters) / 4
     sums = [call for call in calls if "gather" not in call.name]
     # After a step in bf16 the head's bias, in fp32 as it is added: 5 classes.
     biases = [call for call in sums if call.phase == PASSES]
@@ -314,26 +314,26 @@ def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
 ) -> None:
     gathering(*sizes, monkeypatch.setattr)
     shape = state_shape(vit(DEPTH, 16, precision="bf16", zero_stage=3), 5, 2)
-    settings, count, element = shape.settings, shape.num_parameters, shape.weight_bytes
-    assert (settings.prefetch, settings.held) == sizes
+    count, element = shape.num_parameters, shape.weight_bytes
+    prefetch, held = sizes
     calls, most_held, told = run_ranks(2, measure_gathering, *sizes)[0]
     assert told == {
-        "prefetch_bucket_size": settings.prefetch,
-        "max_live_parameters": settings.held,
-        "max_reuse_distance": 2 * settings.held,
+        "prefetch_bucket_size": prefetch,
+        "max_live_parameters": held,
+        "max_reuse_distance": 2 * held,
         "param_persistence_threshold": 0,
-        "reduce_bucket_size": settings.reduce_bucket,
+        "reduce_bucket_size": shape.reduce_bucket,
     }
     buffers = state_memory(shape, Activations(0, 0)).buffers * GIB / element
-    assert most_held == pytest.approx(buffers - 2 * settings.reduce_bucket, rel=0.01)
+    assert most_held == pytest.approx(buffers - 2 * shape.reduce_bucket, rel=0.01)
     planned = traffic_per_step(shape, PASSES).weights / PASSES
     for phase in range(PASSES):
         own = [call.size for call in calls if call.phase == phase and "gather" in call.name]
-        again = 0.01 if settings.held < count else 1e-5  # whole modules; odd sizes padded
+        again = 0.01 if held < count else 1e-5  # whole modules; odd sizes padded
         assert sum(own) * RING["all_gather_into_tensor"] == pytest.approx(planned, rel=again)
         # Ahead: until it is so much, and the last may be the largest.
-        assert max(own) < (settings.prefetch + LARGEST) * element + 2 * element
-        assert max(own) >= max(settings.prefetch, LARGEST) * element
+        assert max(own) < (prefetch + LARGEST) * element + 2 * element
+        assert max(own) >= max(prefetch, LARGEST) * element
 
 
 def gathering(prefetch: int, held: int, put: Any = setattr) -> None:

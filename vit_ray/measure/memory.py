@@ -10,7 +10,7 @@ DeepSpeed 0.19.8 needs buffers in the backward pass and in the step, too.
 from dataclasses import dataclass
 from typing import Final
 
-from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
+from vit_ray.measure import zero_settings
 
 GIB = 1024**3
 # One in use, one whose turn is next, and one that waits for a place (`worker/prefetch.py`).
@@ -103,9 +103,9 @@ class StateShape:
         return 2 if self.precision == "bf16" else 4
 
     @property
-    def settings(self) -> ZeroSettings:
-        """Sizes of the collective operations, as the engine sets them."""
-        return zero_settings(self.num_parameters, self.largest_parameter)
+    def reduce_bucket(self) -> int:
+        """Gradients that are summed at a time, as the engine sets it."""
+        return zero_settings.reduce_bucket(self.num_parameters, self.largest_parameter)
 
 
 def shared_reading_mib(num_row_groups: int, *, is_part: bool) -> float:
@@ -130,7 +130,7 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     kinds of buffers only the larger excess counts.
     """
     trained, stage, size = shape.num_parameters, shape.stage, shape.world_size
-    everything, sent, settings = trained + shape.num_frozen, shape.weight_bytes, shape.settings
+    everything, sent = trained + shape.num_frozen, shape.weight_bytes
     # fp32 without ZeRO steps the weights themselves; everything else keeps masters apart.
     masters = 4 if shape.precision == "bf16" or stage > 0 else 0
     share = [1.0 if stage < sharded_from else 1 / size for sharded_from in range(4)]
@@ -140,10 +140,10 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     elif stage < 3:  # two buckets that gradients are summed in, beside the backward pass
         held = 4 if stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
         copied = held + (sent if held != sent else 0)
-        backward = settings.reduce_bucket * (2 * held + copied)
+        backward = shape.reduce_bucket * (2 * held + copied)
     else:  # and the gathered weights; a single worker computes with its shard directly
-        gathered = min(everything, settings.held + shape.largest_parameter) if size > 1 else 0
-        backward = (2 * settings.reduce_bucket + gathered) * sent
+        gathered = min(everything, zero_settings.HELD + shape.largest_parameter) if size > 1 else 0
+        backward = (2 * shape.reduce_bucket + gathered) * sent
     # Copies of a worker's share of the gradients, in fp32 to apply; matrices, and their steps.
     in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size
     in_step += 2 * 4 * max(shape.gathers, default=0)

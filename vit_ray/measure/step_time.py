@@ -8,6 +8,7 @@ all-reduce of S bytes over n workers sends 2 (n-1)/n S, a reduce-scatter or an a
 import math
 from dataclasses import dataclass
 
+from vit_ray.measure import zero_settings
 from vit_ray.measure.memory import StateShape
 from vit_ray.measure.network import Network
 
@@ -60,17 +61,17 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
         return Traffic(0.0, 0.0)
     ring = (shape.world_size - 1) / shape.world_size
     trained = ring * shape.num_parameters * shape.weight_bytes
-    settings = shape.settings
-    buckets = math.ceil(shape.num_parameters / settings.reduce_bucket)
+    buckets = math.ceil(shape.num_parameters / shape.reduce_bucket)
     # Two all-reduces for each gather, each of which sends its bytes twice.
     sums = 2 * len(shape.gathers) if shape.stage else 0
     matrices = 2 * 2 * ring * 4 * sum(shape.gathers) if shape.stage else 0.0
     passes = accumulation_steps if shape.stage >= 2 else 1
     if shape.stage == 3:
         count = shape.num_parameters + shape.num_frozen
-        gathered = count + max(0, count - settings.held)
+        gathered = count + max(0, count - zero_settings.HELD)
         weights = ring * gathered * shape.weight_bytes
-        rings = buckets + math.ceil(gathered / max(settings.prefetch, shape.largest_parameter, 1))
+        ahead = max(zero_settings.PREFETCH, shape.largest_parameter, 1)
+        rings = buckets + math.ceil(gathered / ahead)
         return Traffic(trained * passes, weights * passes, sums, rings * passes, matrices)
     sums += buckets * passes
     # The new weights: of what decays, and of what does not.

@@ -1,4 +1,4 @@
-"""Sizes that ZeRO's collective operations have: for the engine that sets them, and for the plan.
+"""Sizes of ZeRO's collectives, in elements: for the engine that sets them, and for the plan.
 
 Gradients are summed over workers in buckets beside the backward pass. What is left to wait for at
 its end is the last bucket, so that small ones are better, until starting each costs more: for N
@@ -8,7 +8,6 @@ of stages 1 and 2 have no size here: they are gathered after the step, in place 
 """
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 from vit_ray.measure.network import ASSUMED
@@ -19,28 +18,16 @@ _GPUS: Final = 64
 START_S: Final = ASSUMED.start_s(_GPUS, is_sum=True)
 LINK_BYTES_PER_S: Final = ASSUMED.bus_gb_per_s(_GPUS) * 1e9
 PREFETCH: Final = 50_000_000  # about two blocks of ViT-H/14
+"""Weights that stage 3 gathers ahead in each module, up to `HELD` altogether."""
 HELD: Final = 1_000_000_000  # 2 GB of bf16: every model of the paper, whole
+"""Weights that stage 3 holds gathered, to which those of one module may come. What is held when the
+forward pass ends, the backward pass uses; the others are gathered again."""
 
 
-@dataclass(frozen=True)
-class ZeroSettings:
-    """Sizes in elements, as DeepSpeed's configuration has them.
+def reduce_bucket(num_parameters: int, largest_parameter: int) -> int:
+    """Gradients that are summed over workers at a time, on any number of workers.
 
-    Attributes:
-        reduce_bucket: gradients that are summed over workers at a time. DeepSpeed allocates it
-            whole.
-        prefetch: weights that stage 3 gathers ahead in each module, up to `held` altogether.
-        held: weights that stage 3 holds gathered, to which those of one module may come. What is
-            held when the forward pass ends, the backward pass uses; the others are gathered again.
-    """
-
-    reduce_bucket: int
-    prefetch: int
-    held: int
-
-
-def zero_settings(num_parameters: int, largest_parameter: int) -> ZeroSettings:
-    """The sizes for a model's trained parameters, on any number of workers.
+    DeepSpeed allocates it whole.
 
     B/16 has 4 buckets, H/14 has 10. The largest parameter fits into one: what does not, DeepSpeed
     0.19.8 sums in place of copying it, and at stage 2 with overlap it gives the memory to the
@@ -52,5 +39,4 @@ def zero_settings(num_parameters: int, largest_parameter: int) -> ZeroSettings:
     """
     bytes_sent = 2 * 2  # of each element: bf16, and an all-reduce sends it twice
     best = math.sqrt(num_parameters * START_S * LINK_BYTES_PER_S / bytes_sent)
-    bucket = max(int(best), largest_parameter)
-    return ZeroSettings(min(num_parameters, bucket), PREFETCH, HELD)
+    return min(num_parameters, max(int(best), largest_parameter))

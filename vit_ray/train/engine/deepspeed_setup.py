@@ -18,7 +18,7 @@ from vit_ray.deepspeed_internals import (
     sum_no_gradients,
     watch_norm,
 )
-from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
+from vit_ray.measure import zero_settings
 from vit_ray.train.engine.replicated import ReplicatedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
 
@@ -40,7 +40,7 @@ def initialize(
     """
     deepspeed = import_deepspeed()
     sizes = [weight.numel() for weight in weights]
-    settings = zero_settings(sum(sizes), max(sizes))
+    bucket = zero_settings.reduce_bucket(sum(sizes), max(sizes))
 
     def replicated(_: Any) -> ReplicatedOptimizer:
         return ReplicatedOptimizer(
@@ -48,11 +48,11 @@ def initialize(
             optimizer,
             guard,
             clip_norm=clip_norm,
-            bucket_elements=settings.reduce_bucket,
+            bucket_elements=bucket,
             is_last_pass=lambda: engine.is_gradient_accumulation_boundary(),
         )
 
-    config = deepspeed_config(train, clip_norm, settings, micro_batch_size, accumulation_steps)
+    config = deepspeed_config(train, clip_norm, bucket, micro_batch_size, accumulation_steps)
     # Some of its stages print memory reports without its logger.
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
@@ -77,7 +77,7 @@ def initialize(
 def deepspeed_config(
     train: TrainConfig,
     clip_norm: float,
-    settings: ZeroSettings,
+    reduce_bucket: int,
     micro_batch_size: int,
     accumulation_steps: int,
 ) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def deepspeed_config(
             "overlap_comm": torch.cuda.is_available(),
             "contiguous_gradients": True,
             "reduce_scatter": True,
-            "reduce_bucket_size": settings.reduce_bucket,
+            "reduce_bucket_size": reduce_bucket,
         }
     if stage == 3:
         zero |= {
@@ -97,12 +97,12 @@ def deepspeed_config(
             # with the matrices that are prefetched beside it, so that whole copies would save no
             # operation, and would have to be gathered again after every step.
             "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": settings.prefetch,
-            "stage3_max_live_parameters": settings.held,
+            "stage3_prefetch_bucket_size": zero_settings.PREFETCH,
+            "stage3_max_live_parameters": zero_settings.HELD,
             # To the end of the forward pass and back, for all that is held. DeepSpeed 0.19.8 holds
             # more: gathering ahead in every module, it soon has all that `held` allows, and keeps
             # what it has found gathered.
-            "stage3_max_reuse_distance": 2 * settings.held,
+            "stage3_max_reuse_distance": 2 * zero_settings.HELD,
         }
     if train.offload:
         zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}

@@ -1,13 +1,15 @@
 """Which addresses of storage and MLflow can be used, as far as no library is needed to check."""
 
 import os
+import re
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 PLACEHOLDER: Final = "s3://BUCKET"
 """Placeholder in shipped recipes for the user's own place of data and runs."""
-SQLITE: Final = "sqlite:///"
+_SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
+"""Address of a SQLite file, with or without SQLAlchemy's driver, and the file."""
 LOCAL_SERVER: Final = "http://127.0.0.1:5000"
 """What `mlflow ui` serves without options."""
 _MAGIC: Final = b"SQLite format 3\0"
@@ -150,5 +152,23 @@ def local_folder(address: str) -> Path | None:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The SQLite file of a store; None for a server."""
-    return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None
+    """The SQLite file of a store, with SQLAlchemy's escapes, such as `%20`, replaced; None for a
+    server.
+    """
+    found = _SQLITE.fullmatch(uri)
+    return Path(unquote(found[2].partition("?")[0])) if found else None
+
+
+def absolute_uri(uri: str, folder: Path | None = None) -> str:
+    """The address with a relative SQLite file made absolute, so that it is valid in any process.
+
+    Args:
+        uri: `TrackingConfig.uri`.
+        folder: what a relative file is relative to; by default the current folder.
+    """
+    found = _SQLITE.fullmatch(uri)
+    if found is None or found[2].startswith("/"):
+        return uri
+    # In an address `%` begins an escape, and `?` ends the path.
+    above = str(folder or Path.cwd()).replace("%", "%25").replace("?", "%3F")
+    return f"{found[1]}{above}/{found[2]}"

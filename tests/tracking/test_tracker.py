@@ -18,12 +18,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import sqlalchemy
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST, PERMISSION_DENIED
 from mlflow.tracking import MlflowClient
 
 from tests.commands.command_line import run_cli
 from tests.ports import free_ports
+from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind
@@ -31,7 +33,6 @@ from vit_ray.tracking import mlflow_client
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
 from vit_ray.tracking.mlflow_client import (
-    absolute_uri,
     experiment_id,
     open_client,
     page_hint,
@@ -859,6 +860,15 @@ def test_a_relative_sqlite_file_belongs_to_the_folder_of_the_command(tmp_path):
     assert absolute_uri("sqlite:///m.db", tmp_path) == f"sqlite:///{tmp_path}/m.db"
     assert absolute_uri("sqlite:////m.db", tmp_path) == "sqlite:////m.db"
     assert absolute_uri("http://host", tmp_path) == "http://host"
+
+
+@pytest.mark.parametrize("name", ["50%25 of it", "why?", "a#b"])
+@pytest.mark.parametrize("typed", ["sqlite:///my%20runs.db", "sqlite+pysqlite:///my%20runs.db"])
+def test_a_folder_whose_name_looks_like_a_part_of_an_address_holds_the_store(tmp_path, name, typed):
+    uri = absolute_uri(typed, tmp_path / name)
+    assert sqlalchemy.make_url(uri).database == f"{tmp_path}/{name}/my runs.db"
+    assert sqlite_file(uri) == tmp_path / name / "my runs.db"
+    assert absolute_uri(uri, tmp_path / "another") == uri
 
 
 class Server:

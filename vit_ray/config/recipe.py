@@ -6,12 +6,11 @@ Other rooms take the section that they need; a recipe is not changed after loadi
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from vit_ray.addresses import SQLITE, with_home
+from vit_ray.addresses import absolute_uri, with_home
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
     BenchmarkedModel,
@@ -149,9 +148,7 @@ class Recipe(Section):
             section = tree[above[0]] if above else tree
             if section is not None:
                 section[last] = _absolute(section[last])
-        uri = self.tracking.uri
-        if uri.startswith(SQLITE) and not uri.startswith(f"{SQLITE}/"):
-            tree["tracking"]["uri"] = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
+        tree["tracking"]["uri"] = absolute_uri(self.tracking.uri)
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
     def check_shares(self) -> None:

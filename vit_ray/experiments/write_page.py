@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from vit_ray.addresses import absolute_uri
 from vit_ray.config import Recipe
 from vit_ray.launch.record.run_host import RunRecord
 from vit_ray.report.page import Written, parts_of, reload_s, write_report
 from vit_ray.tracking.metrics_log import metrics_log_path
-from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
+from vit_ray.tracking.mlflow_client import redact_uri
 
 FLUSH_S: Final = 20.0
 """Longest wait until MLflow has the metrics that the page shows."""

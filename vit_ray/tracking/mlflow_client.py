@@ -2,13 +2,13 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
-from vit_ray.addresses import LOCAL_SERVER, SQLITE, require_store, sqlite_file
+from vit_ray.addresses import LOCAL_SERVER, absolute_uri, require_store, sqlite_file
 from vit_ray.config.secrets import redact, userinfo
 from vit_ray.metric_names import (
     DEV_TOP1,
@@ -55,17 +55,6 @@ _SETTINGS = {
     # At the end of a run it prints the server's address with its password.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-
-
-def absolute_uri(uri: str, folder: Path | None = None) -> str:
-    """The address with a relative SQLite file made absolute, so that it is valid in any process.
-
-    Args:
-        uri: `TrackingConfig.uri`.
-        folder: what a relative file is relative to; by default the current folder.
-    """
-    path = sqlite_file(uri)
-    return uri if path is None else f"{SQLITE}{(folder or Path.cwd()) / path}"
 
 
 def safe_uri(uri: str) -> str:
@@ -228,5 +217,5 @@ def page_hint(uri: str, experiment: str | None = None, *, has_view: bool = False
     link = LOCAL_SERVER if is_file else safe_uri(uri).rstrip("/")
     if experiment:
         link = runs_page(link, experiment, has_view=has_view)
-    command = f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
+    command = f"mlflow ui --backend-store-uri {shlex.quote(absolute_uri(uri))}"
     return f"{command} and then {link}" if is_file else link

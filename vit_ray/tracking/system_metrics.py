@@ -12,9 +12,10 @@ from typing import Any, Final
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vit_ray.addresses import absolute_uri
 from vit_ray.mlflow_internals import is_sampling
 from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
-from vit_ray.tracking.mlflow_client import absolute_uri, open_client, redact_uri
+from vit_ray.tracking.mlflow_client import open_client, redact_uri
 
 INTERVAL_S: Final = 10.0
 

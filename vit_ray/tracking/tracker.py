@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
+from vit_ray.addresses import absolute_uri
 from vit_ray.tracking.metrics_log import (
     FILES,
     SENT_KINDS,
@@ -24,7 +25,7 @@ from vit_ray.tracking.metrics_log import (
     Status,
 )
 from vit_ray.tracking.mlflow_api import MlflowException
-from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri, unusable
+from vit_ray.tracking.mlflow_client import page_hint, redact_uri, safe_uri, unusable
 from vit_ray.tracking.mlflow_run import MAX_METRICS, ForeignFileError, RunWriter
 
 BATCH_INTERVAL_S: Final = 1.0

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Sequence
 
+from vit_ray.addresses import absolute_uri
 from vit_ray.commands.printed_tables import print_table
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.report.comparison import compare, write_comparison
 from vit_ray.tracking.metrics_log import metrics_log_path
-from vit_ray.tracking.mlflow_client import absolute_uri, asking
+from vit_ray.tracking.mlflow_client import asking
 
 
 def compare_words(words: tuple[str, ...]) -> int:

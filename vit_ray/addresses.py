@@ -1,10 +1,12 @@
 """Which addresses of storage and MLflow can be used, as far as no library is needed to check."""
 
+import contextlib
 import os
 import re
+import sqlite3
 from pathlib import Path
 from typing import Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 PLACEHOLDER: Final = "s3://BUCKET"
 """Placeholder in shipped recipes for the user's own place of data and runs."""
@@ -14,6 +16,11 @@ LOCAL_SERVER: Final = "http://127.0.0.1:5000"
 """What `mlflow ui` serves without options."""
 _MAGIC: Final = b"SQLite format 3\0"
 """First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty."""
+_FIRST_TABLE: Final = "experiments"
+"""The one of MLflow's tables that it creates first (3.17)."""
+_GIVE_STORE: Final = (
+    "give the MLflow database of the runs, such as sqlite:///mlflow.db, or the address of a server"
+)
 _RUN_PARTS: Final = 4
 """`mlruns/EXPERIMENT/RUN/artifacts`, below the folder of a SQLite store."""
 
@@ -81,19 +88,37 @@ def require_store(uri: str) -> None:
     Raises:
         ValueError: the address is of a SQLite file that does not exist, or of another file.
     """
-    path, what = sqlite_file(uri), "no such file"
-    if path is None:
+    path = sqlite_file(uri)
+    if path is not None and not path.is_file():
+        what = "it is a folder" if path.is_dir() else "no such file"
+        raise ValueError(f"tracking.uri={uri}: {what}; {_GIVE_STORE}")
+    refuse_other_file(uri)
+
+
+def refuse_other_file(uri: str) -> None:
+    """Check that a SQLite file, if there is one, is MLflow's: it would add its tables to any other.
+
+    Raises:
+        ValueError: the file is not a database, or that of another program.
+    """
+    path = sqlite_file(uri)
+    if path is None or not path.is_file():
         return
-    if path.is_file():
-        with path.open("rb") as file:
-            begins = file.read(len(_MAGIC))
-        if begins in (b"", _MAGIC):
-            return
-        what = "the file is not a database"
-    raise ValueError(
-        f"tracking.uri={uri}: {what}; give the MLflow database of the runs, such as "
-        "sqlite:///mlflow.db, or the address of a server"
-    )
+    with path.open("rb") as file:
+        begins = file.read(len(_MAGIC))
+    if begins not in (b"", _MAGIC):
+        raise ValueError(f"tracking.uri={uri}: the file is not a database; {_GIVE_STORE}")
+    # What is locked or damaged is MLflow's to report.
+    with contextlib.suppress(sqlite3.Error):
+        address = f"file:{quote(str(path.absolute()))}?mode=ro"
+        with contextlib.closing(sqlite3.connect(address, timeout=0.0, uri=True)) as store:
+            found = store.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        tables = sorted(name for (name,) in found)
+        if tables and _FIRST_TABLE not in tables:
+            raise ValueError(
+                f"tracking.uri={uri}: the database belongs to another program (its tables are "
+                f"{', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''}); {_GIVE_STORE}"
+            )
 
 
 class OtherFiles(NamedTuple):

@@ -1,6 +1,8 @@
 """The report job's choice of what to report on, and how often."""
 
+import contextlib
 import shutil
+import sqlite3
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -210,6 +212,21 @@ def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):
     with pytest.raises(ValueError, match=r"tracking.uri=.*no such file"):
         report(recipe)
     assert not (tmp_path / "mlflow.db").exists()
+    (tmp_path / "mlflow.db").mkdir()
+    with pytest.raises(ValueError, match=r"tracking.uri=.*it is a folder"):
+        report(recipe)
+
+
+def test_the_database_of_another_program_gets_no_table(recipe, tmp_path):
+    file = tmp_path / "mlflow.db"
+    with contextlib.closing(sqlite3.connect(file)) as other:
+        other.execute("CREATE TABLE trials (number INTEGER)")
+    before = file.read_bytes()
+    told = r"tracking.uri=.*belongs to another program \(its tables are trials\); give the MLflow"
+    for use in (report_page, lambda recipe: open_client(recipe.tracking.uri)):
+        with pytest.raises(ValueError, match=told):
+            use(recipe)
+    assert file.read_bytes() == before
 
 
 def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog):

@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
-from vit_ray.addresses import LOCAL_SERVER, absolute_uri, require_store, sqlite_file
+from vit_ray.addresses import (
+    LOCAL_SERVER,
+    absolute_uri,
+    refuse_other_file,
+    require_store,
+    sqlite_file,
+)
 from vit_ray.config.secrets import redact, userinfo
 from vit_ray.metric_names import (
     DEV_TOP1,
@@ -97,6 +103,7 @@ def open_client(uri: str) -> MlflowClient:
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
+        ValueError: as `refuse_other_file`.
         Exception: any error of MLflow's if the store cannot be used.
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -115,6 +122,7 @@ def open_client(uri: str) -> MlflowClient:
             f"`fuser {lock}` shows, or choose another tracking.uri"
         )
     with held:
+        refuse_other_file(uri)
         client = MlflowClient(absolute_uri(uri))
         client.search_experiments(max_results=1)  # the first query creates the schema
     return client
@@ -124,8 +132,10 @@ def reached_client(uri: str) -> MlflowClient:
     """`open_client` for a store, with one query to see that it answers.
 
     Raises:
+        ValueError: as `refuse_other_file`.
         RuntimeError: it does not, or there is no such kind of store; says which in one line.
     """
+    refuse_other_file(uri)
     try:
         client = open_client(uri)
         client.search_experiments(max_results=1)

@@ -8,19 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.written import flip, snapshots, write_checkpoint, write_snapshot
+from vit_ray.checkpoints import run_checkpoints
 from vit_ray.checkpoints.checkpoint import (
+    Checkpoint,
     folder_name,
     open_checkpoint,
     read_checkpoint,
 )
 from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.checkpoints.run_checkpoints import (
+    NEWEST,
     NONE_YET,
     NoUsableCheckpointError,
     begin_without_checkpoint,
     find_weights,
     list_checkpoints,
     newest_verified_checkpoint,
+    note_newest,
     prune,
 )
 from vit_ray.storage import Location, locate
@@ -83,6 +87,27 @@ def test_who_only_reads_changes_nothing(run: Location) -> None:
     flip(write_checkpoint(run, 2))
     assert find_weights(run.path).position.step == 1
     assert names(run) == ["step-00000001", "step-00000002"]
+
+
+def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_listed_ones(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(run, 1)
+    write_checkpoint(run, 2, ranks=1)
+    read = run_checkpoints.read_checkpoint
+
+    def read_slowly(folder: Location) -> Checkpoint:
+        if folder.path.endswith("step-00000001"):
+            monkeypatch.setattr(run_checkpoints, "read_checkpoint", read)
+            write_checkpoint(run, 2)
+            note_newest(run, 2)
+            prune(run, keep_last=1)
+        return read(folder)
+
+    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(run_checkpoints, "read_checkpoint", read_slowly)
+    assert find_weights(run.path).position.step == 2
+    assert names(run) == [NEWEST, "step-00000002"]
 
 
 @pytest.mark.parametrize("lost", ["index", "marker", "tensors", "everything", "flipped"])

@@ -37,6 +37,8 @@ READ_AGAIN_S: Final = 10.0
 ASIDE: Final = ".damaged"
 KEPT_ASIDE: Final = 2
 """Folders set aside that were never whole and stay, for who wants to know what went wrong."""
+_MOST_LISTINGS: Final = 5
+"""How often the checkpoints of an active run are listed, as it may remove all that were listed."""
 _DELETING: Final = ".deleting"
 """Of a note next to a folder that is being deleted: what a crash leaves of it is deleted later."""
 NONE_YET: Final = "no_checkpoint_yet.json"
@@ -88,29 +90,33 @@ def newest_verified_checkpoint(
             nothing shows that there never was one. Starting over would silently lose the run.
         OSError: storage does not let this be decided; nothing has been changed.
     """
-    bad: list[tuple[Location, str]] = []
-    for _, folder in list_checkpoints(run_folder):
-        try:
-            checkpoint = _judge(folder)
-        except _NO_GOOD as error:
-            bad.append((folder, str(error)))
-            continue
-        if checkpoint is not None:
+    for _ in range(_MOST_LISTINGS):
+        bad: list[tuple[Location, str]] = []
+        checkpoint, has_gone = None, False
+        for _, folder in list_checkpoints(run_folder):
+            try:
+                checkpoint = _judge(folder)
+            except _NO_GOOD as error:
+                bad.append((folder, str(error)))
+                continue
+            if checkpoint is not None:
+                break
+            has_gone = True
+        # Its run is active: what it removes was followed by a newer one.
+        if checkpoint is not None or not has_gone:
             break
-    else:
-        checkpoint = None
-        if has_had_checkpoints(run_folder):
-            reasons = "; ".join(reason for _, reason in bad)
-            if not reasons and any(name.endswith(ASIDE) for name in run_folder.list_folders()):
-                reasons = "all of them have been set aside before"
-            if not reasons:
-                newest = run_folder.child(NEWEST).path
-                reasons = f"their folders are gone, {newest} says which was the last"
-            raise NoUsableCheckpointError(
-                f"run {run_folder.path} has had checkpoints, and none of them can be used: "
-                f"{reasons}. Nothing was changed. Restore one of them (a folder set aside is named "
-                "step-*.damaged), choose another name, or set resume=from_zero to start at step 0"
-            )
+    if checkpoint is None and has_had_checkpoints(run_folder):
+        reasons = "; ".join(reason for _, reason in bad)
+        if not reasons and any(name.endswith(ASIDE) for name in run_folder.list_folders()):
+            reasons = "all of them have been set aside before"
+        if not reasons:
+            newest = run_folder.child(NEWEST).path
+            reasons = f"their folders are gone, {newest} says which was the last"
+        raise NoUsableCheckpointError(
+            f"run {run_folder.path} has had checkpoints, and none of them can be used: "
+            f"{reasons}. Nothing was changed. Restore one of them (a folder set aside is named "
+            "step-*.damaged), choose another name, or set resume=from_zero to start at step 0"
+        )
     for folder, reason in bad:
         if changes:
             _put_away(folder, reason, warn)

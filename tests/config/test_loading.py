@@ -151,6 +151,7 @@ def test_only_the_kind_of_value_that_was_meant_is_told_of(
         ("x" * 300, "expected key=value"),  # longer than a file's name can be
         ("name.first=x", "name is a value, not a section"),
         ("optim={", "not valid YAML"),
+        (r'output="\ud800"', "not valid YAML: 'utf-8' codec can't encode character"),
     ],
 )
 def test_a_wrong_override_says_which_key_and_what_to_change(
@@ -158,6 +159,12 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(path, [override])
+
+
+def test_an_override_of_python_is_of_a_recipes_kinds(path: Path) -> None:
+    told = r"override of output: PosixPath\('x'\) is of Python's type PosixPath; give a text"
+    with pytest.raises(ValueError, match=told):
+        load_recipe(path, {"output": Path("x")})
 
 
 LISTS = {
@@ -339,6 +346,8 @@ def test_several_evaluation_sets_are_given_by_name(path: Path) -> None:
     lone = recipe.with_changes(data={"eval": "some/set"})
     assert (lone.data.eval_sets, lone.data.test_set) == ({"": "some/set"}, "some/set")
     assert recipe.with_changes(data={"eval": None}).data.eval_sets == {}
+    named = load_recipe(path, ["data.eval={on: one, yes: two, 010: three, 8: four}"])
+    assert list(named.data.eval_sets) == ["on", "yes", "010", "8"]
     for wrong in ("{}", "{a/b: some/set}", "{val: 3}"):
         with pytest.raises(ValueError, match=r"data\.eval"):
             load_recipe(path, [f"data.eval={wrong}"])

@@ -48,6 +48,13 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
     """
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
     for key, value in given:
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise ValueError(
+                f"override of {key}: {value!r} is of Python's type {type(value).__name__}; give a "
+                "text, a number, a bool, None, or a list or dict of these"
+            ) from None
         node = tree
         *parents, last = key.split(".")
         for parent in parents:
@@ -70,10 +77,16 @@ def _parsed(override: str) -> tuple[str, Any]:
     return key, _parse(text, f"override {override!r}")
 
 
+_TEXT: Final = "tag:yaml.org,2002:str"
+_MERGE: Final = "tag:yaml.org,2002:merge"
+"""Tag of the key `<<`, which takes the keys of another section."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as users write it: 3e-4 is a number (YAML 1.1 would read a string), a date is a text.
 
-    Values are limited to JSON's kinds, and no key appears twice in a section.
+    Values are limited to JSON's kinds. Keys are texts as written (YAML 1.1 would read `on` as
+    true), and none appears twice in a section.
     """
 
     yaml_implicit_resolvers = {
@@ -88,11 +101,12 @@ class _Loader(yaml.SafeLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuses a key that is there already, which YAML's own rules forbid."""
+        """Keys are texts; refuses one that is there already, which YAML's own rules forbid."""
         node = super().compose_mapping_node(anchor)
         names = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                key.tag = _TEXT
                 if key.value in names:
                     problem = (
                         f"the key {key.value!r} is given twice in this section; keep one of them"
@@ -119,8 +133,8 @@ def _parse(text: str, where: str) -> Any:
         loader = _Loader(text)
         loader.name = where  # what the error's places are of
         tree = loader.get_single_data()
-        json.dumps(tree)
-    # The last two: a text that does not fit its tag, such as `!!bool x`.
+        json.dumps(tree, ensure_ascii=False).encode()
+    # The last three: a text that does not fit its tag, such as `!!bool x`, or is not Unicode.
     except (yaml.YAMLError, RecursionError, ValueError, IndexError, KeyError) as error:
         raise ValueError(f"{where}: not valid YAML: {error}") from None
     return tree

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -808,6 +809,15 @@ def test_opening_a_new_store_prints_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "deep/er/mlflow.db").exists()
+
+
+def test_an_error_of_the_database_is_raised_and_not_printed(config, capfd):
+    client = open_client(config.uri)
+    with contextlib.closing(sqlite3.connect(sqlite_file(config.uri))) as store:
+        store.execute("DROP TABLE experiments")
+    with pytest.raises(MlflowException, match="no such table: experiments"):
+        client.search_experiments()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_deleted_experiment_says_how_to_get_it_back(config):

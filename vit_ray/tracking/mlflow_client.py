@@ -108,6 +108,7 @@ def open_client(uri: str) -> MlflowClient:
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.ERROR)
+    logging.getLogger("mlflow.store.db").setLevel(logging.CRITICAL)  # it raises what it logs
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     path = sqlite_file(uri)

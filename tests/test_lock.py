@@ -14,9 +14,9 @@ import pytest
 
 from tests.two_holders import holders, in_folder, lock_bucket
 from vit_ray import lock
-from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock
+from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock, is_lock_file
 from vit_ray.retry import with_retries
-from vit_ray.storage import Creation, Location, locate
+from vit_ray.storage import RIGHTS_PROBE, Creation, Location, locate
 
 HOLD = """
 import sys
@@ -284,3 +284,18 @@ def test_a_store_that_is_too_slow_to_do_without_exclusive_creates_is_given_up(
         hold_lock(folder, ignore),
     ):
         raise AssertionError("it was held")
+
+
+@pytest.mark.parametrize("name", ["lock-00000001.json", RIGHTS_PROBE])
+def test_what_a_kill_leaves_of_a_file_of_the_lock_is_the_locks_too(
+    folder: Location, name: str
+) -> None:
+    killed = (
+        f"import os\nfrom vit_ray.storage import locate\nos.replace = lambda *_: os._exit(9)\n"
+        f"locate({folder.path!r}).child({name!r}).write(b'content')"
+    )
+    assert subprocess.run([sys.executable, "-c", killed]).returncode == 9
+    (left,) = Path(folder.path).iterdir()
+    assert left.name != name
+    assert is_lock_file(left.name)
+    assert not is_lock_file(f"metrics.jsonl{left.name.removeprefix(name)}")

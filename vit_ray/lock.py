@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from vit_ray.retry import ONE_ATTEMPT, retry_policy
-from vit_ray.storage import RIGHTS_PROBE, Creation, Location
+from vit_ray.storage import HALF_WRITTEN, RIGHTS_PROBE, Creation, Location
 
 RENEW_S = 10.0
 RELEASE_LIMIT_S = 30.0
@@ -44,6 +44,7 @@ SHOWN_S = 10.0
 """How late a file may appear on another node: NFS caches folder contents for seconds."""
 _MOST_LOOKS: Final = 20
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
+_OWN: Final = re.compile(rf"({_FILE.pattern}|{RIGHTS_PROBE})({HALF_WRITTEN})?")
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +186,10 @@ def held_by(folder: Location) -> Owner | None:
 
 
 def is_lock_file(name: str) -> bool:
-    """Whether a file of this name belongs to a lock, or to the check of access rights before it."""
-    return name == RIGHTS_PROBE or bool(_FILE.fullmatch(name))
+    """Whether a file of this name belongs to a lock, or to the check of access rights before it, or
+    is what the kill of its process has left of one.
+    """
+    return bool(_OWN.fullmatch(name))
 
 
 def _acquire(folder: Location) -> tuple[int, Owner]:

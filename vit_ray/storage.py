@@ -37,6 +37,8 @@ _LOG: Final = logging.getLogger(__name__)
 READS_OLDER: Final = "bf285d9"
 """The last commit that reads what was written before the formats of this code."""
 
+HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
+"""What is appended to a local file's name while it is being written, and stays after a kill."""
 _HASHED_BYTES: Final = 1 << 20
 """Bytes that are hashed and then written: they fit into a core's cache."""
 _ENDPOINTS: Final = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"

@@ -241,6 +241,7 @@ def test_a_restart_keeps_finished_shards(
     with pytest.raises(ValueError, match="run the same convert command again"):
         open_dataset(str(target))
     made = {file: file.stat().st_mtime_ns for file in target.glob("part-*.parquet")}
+    (target / "_staging" / "lock-00000001.json.0123abcd.tmp").touch()  # killed while it renewed it
     convert(str(image_folder), str(target), **settings)
     assert {file: file.stat().st_mtime_ns for file in target.glob("part-*.parquet")} == made
     assert open_dataset(str(target)).num_images == 300

@@ -30,7 +30,7 @@ from vit_ray.data.format.schema import (
 from vit_ray.data.format.shard_files import ImageFile, ShardFile
 from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
-from vit_ray.data.prepare.convert.destination import HALF_WRITTEN, LISTS, OUTPUT
+from vit_ray.data.prepare.convert.destination import LISTS, OUTPUT
 from vit_ray.data.prepare.convert.make_shards import ShardResult
 from vit_ray.data.prepare.convert.source_record import read_record
 from vit_ray.data.prepare.convert.staged_files import (
@@ -39,7 +39,7 @@ from vit_ray.data.prepare.convert.staged_files import (
     read_row_groups,
 )
 from vit_ray.lock import check_lock
-from vit_ray.storage import Location
+from vit_ray.storage import HALF_WRITTEN, Location
 
 _LOG: Final = logging.getLogger(__name__)
 _THREADS: Final = 16

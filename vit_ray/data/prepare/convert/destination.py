@@ -20,12 +20,10 @@ from vit_ray.data.prepare.sources.entries import is_hidden, relative
 from vit_ray.data.prepare.sources.formats import list_units
 from vit_ray.data.prepare.sources.patterns import is_pattern
 from vit_ray.lock import is_lock_file
-from vit_ray.storage import Location, locate
+from vit_ray.storage import HALF_WRITTEN, Location, locate
 
 PLAN: Final = "plan.json"
 LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
-HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
-"""What `Location.output` appends to a file's name."""
 _SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
 OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
 """Names that a conversion gives to files."""

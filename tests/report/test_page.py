@@ -295,6 +295,17 @@ def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):
     assert "proxy" not in Page(text).text
 
 
+def test_runs_of_another_program_with_numbers_that_are_not_finite_are_on_the_page(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("foreign")
+    for fraction in ("inf", "nan", "0.5"):
+        tags, params = {"vit_ray.kind": "study_cell"}, {"data.fraction": fraction, "seed": fraction}
+        store_run(client, experiment, f"of-{fraction}", {"eval/top1": 0.5}, params, tags)
+    page = Page(write_report(uri, "foreign", tmp_path / "r.html").page.read_text())
+    assert "of-inf" in page.text
+
+
 def test_what_does_not_exist_is_refused_with_what_does(study, tmp_path):
     uri = study[0]
     with pytest.raises(ValueError, match="no experiment 'scalign'; it has Default, scaling"):

@@ -181,13 +181,14 @@ class RecordedRun:
         return {**on_dev, **self.recorded}
 
     def number(self, key: str) -> float | None:
-        """Value of a metric, or of a key of the recipe if it is a number."""
+        """Value of a metric, or of a key of the recipe if it is a finite number."""
         if "/" in key:
             return self.metrics.get(key)
         try:
-            return float(self.params[key])
+            value = float(self.params[key])
         except (KeyError, ValueError):
             return None
+        return value if is_finite(value) else None
 
     def is_on_dev(self, key: str) -> bool:
         """Whether the value of a key is for images held out of the training set, not a test set."""

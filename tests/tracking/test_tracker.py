@@ -801,6 +801,15 @@ def test_processes_that_start_at_once_on_a_new_sqlite_file_all_write_everything(
         assert history == [(step, float(step)) for step in range(200)]
 
 
+def test_a_carriage_return_in_a_damaged_line_does_not_end_the_reading(log_path):
+    log = MetricsLog(log_path)
+    log.tag("first", "1")
+    with log_path.open("ab") as file:
+        file.write(b"half a \r line\n")
+    log.tag("last", "2")
+    assert [record.get("key") for record, _ in log.read(0)] == ["first", None, "last"]
+
+
 def test_opening_a_new_store_prints_nothing(tmp_path):
     code = (
         "from vit_ray.tracking.mlflow_client import open_client; "

@@ -5,6 +5,7 @@ A second file, `<name>.sent`, notes how far MLflow has the log, and in which run
 """
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -316,7 +317,7 @@ class MetricsLog(Recorder):
             if b"\n" not in text:  # a record longer than that, such as a text artifact
                 text += file.readline()
         records = []
-        for line in text.splitlines(keepends=True):
+        for line in io.BytesIO(text):  # `splitlines` would also end one at a carriage return
             if not line.endswith(b"\n"):
                 break
             offset += len(line)

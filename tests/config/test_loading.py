@@ -38,6 +38,14 @@ def test_numbers_may_be_written_with_an_exponent_and_no_point(path: Path) -> Non
     assert load_recipe(path, ["optim.learning_rate=3e-4"]).optim.learning_rate == 0.0003
 
 
+@pytest.mark.parametrize("number", ["010", "1:30", "-007"])
+def test_a_number_is_not_read_to_another_base_than_it_seems(number: str, path: Path) -> None:
+    """YAML 1.1 reads 8, 90 and -7."""
+    with pytest.raises(ValueError, match=f"seed='{number}': Input should be a valid integer"):
+        load_recipe(path, [f"seed={number}"])
+    assert load_recipe(path, ["seed=0x10"]).seed == 16
+
+
 def test_overrides_reach_sections_that_the_file_does_not_have(path: Path) -> None:
     recipe = load_recipe(path, ["train.zero_stage=3", "evaluate.shots=[1, 2]"])
     assert recipe.train.zero_stage == 3

@@ -82,15 +82,24 @@ _MERGE: Final = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, which takes the keys of another section."""
 
 
+_READ_OTHERWISE: Final = (":timestamp", ":int", ":float")
+_NUMBERS: Final = {
+    "int": r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)",
+    "float": r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+"
+    r"|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+}
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML as users write it: 3e-4 is a number (YAML 1.1 would read a string), a date is a text.
+    """YAML as users write it: 3e-4 is a number (YAML 1.1 would read a string); a date is a text,
+    and so are 010 and 1:30 (it would read 8 and 90).
 
     Values are limited to JSON's kinds. Keys are texts as written (YAML 1.1 would read `on` as
     true), and none appears twice in a section.
     """
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(_READ_OTHERWISE)]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {
@@ -116,11 +125,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+for _kind, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_pattern})$"), list("-+0123456789.")
+    )
 
 
 def _parse(text: str, where: str) -> Any:

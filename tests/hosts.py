@@ -154,9 +154,14 @@ class Host:
 class Network:
     """A bridge and the hosts on it."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: for the hosts' own files."""
+    def __init__(self, folder: Path, sysctls: Sequence[str] = ()) -> None:
+        """
+        Args:
+            folder: for the hosts' own files.
+            sysctls: NAME=VALUE of each host's network.
+        """
         self._folder, self._token = folder, f"vr{os.getpid()}n{next(_NUMBERS)}"
+        self._sysctls = sysctls
         self._switch = f"{self._token}sw"
         self._hosts: list[Host] = []
         self._hosts_file = folder / "hosts"
@@ -194,6 +199,8 @@ class Network:
             _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
             _run("ip", "-n", namespace, "link", "set", "eth0", "up")
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
+            for setting in self._sysctls:
+                _run("ip", "netns", "exec", namespace, "sysctl", "-w", setting)
             with open(self._hosts_file, "a") as hosts:
                 hosts.write(f"{address} {name}\n")
             folder = self._folder / name
@@ -235,11 +242,11 @@ class Network:
 
 
 @contextlib.contextmanager
-def network() -> Iterator[Network]:
-    """A network without hosts, whose namespaces and files go at the end."""
+def network(sysctls: Sequence[str] = ()) -> Iterator[Network]:
+    """A network without hosts, whose namespaces and files go at the end; as `Network`."""
     folder = Path(tempfile.mkdtemp(prefix="vrh", dir="/tmp"))
     try:
-        with Network(folder) as made:
+        with Network(folder, sysctls) as made:
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)

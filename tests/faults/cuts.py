@@ -1,10 +1,10 @@
 """One training on hosts that are cut off from each other, and what each cut costs it.
 
-    python -m tests.faults.cuts FOLDER [NAME ...]
+    python -m tests.faults.cuts FOLDER [NAME ...] [--sysctl net.ipv4.tcp_rto_max_ms=4000]
 
-prints a row for each cut of `CUTS`: the two workers of a run are on two of the three hosts of
-`host_cluster.py`, data and checkpoints in S3, head and driver on a host of their own. All times
-count from the cut.
+prints a row for each cut of `CUTS`, or for each name that is given, which may be the same several
+times: the two workers of a run are on two of the three hosts of `host_cluster.py`, data and
+checkpoints in S3, head and driver on a host of their own. All times count from the cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -225,9 +225,9 @@ CUTS: Final = {
 }
 
 
-def cut_run(cluster: HostCluster, name: str) -> tuple[Cost, CutRun, int]:
-    """A run that meets one of `CUTS`: what it cost, and the newest checkpoint after it."""
-    cut, slug = CUTS[name], "".join(c if c.isalnum() else "-" for c in name)
+def cut_run(cluster: HostCluster, name: str, number: int) -> tuple[Cost, CutRun, int]:
+    """A new run that meets one of `CUTS`: what it cost, and the newest checkpoint after it."""
+    cut, slug = CUTS[name], "".join(c if c.isalnum() else "-" for c in f"{name} {number}")
     digits = Digits(cluster.folder, "s3://data/train", "s3://data/test")
     recipe = cut_recipe(slug, digits, cluster.folder, output="s3://runs")
     run = CutRun.start(cluster, recipe)
@@ -248,10 +248,12 @@ def cut_run(cluster: HostCluster, name: str) -> tuple[Cost, CutRun, int]:
 
 
 @contextlib.contextmanager
-def host_cluster(folder: Path, digits: Digits) -> Iterator[HostCluster]:
+def host_cluster(
+    folder: Path, digits: Digits, sysctls: Sequence[str] = ()
+) -> Iterator[HostCluster]:
     """The hosts, with the data in S3; they end with the block."""
     folder.mkdir(parents=True, exist_ok=True)
-    with hosts.network() as net:
+    with hosts.network(sysctls) as net:
         cluster = HostCluster(net, folder)
         for name, place in (("train", digits.train), ("test", digits.test)):
             shutil.copytree(place, cluster.buckets / "data" / name)
@@ -263,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=list(CUTS))
+    parser.add_argument("--sysctl", action="append", default=[], help="NAME=VALUE on each host")
     given = parser.parse_args()
     folder = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -277,9 +280,10 @@ def main() -> None:
         subprocess.run(command, cwd=ROOT, check=True)
     print("| cut off | noticed | its trainers end | further | longest pause | repeated | equal |")
     print("|---|---|---|---|---|---|---|")
-    with host_cluster(folder / f"hosts-{int(time.time())}", digits) as cluster:
-        for name in given.names:
-            cost, run, step = cut_run(cluster, name)
+    place = folder / f"hosts-{int(time.time())}"
+    with host_cluster(place, digits, given.sysctl) as cluster:
+        for number, name in enumerate(given.names):
+            cost, run, step = cut_run(cluster, name, number)
             is_equal = same_weights(weights_of(run.on_disk, step), weights_of(undisturbed, step))
             print(f"{cost.row(name)} {'yes' if is_equal else 'NO'} |", flush=True)
             cluster.wait_for_nodes()

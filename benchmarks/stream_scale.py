@@ -1,16 +1,21 @@
 """What a block of the training stream costs its server, for many ranks on one or more servers.
 
-    python benchmarks/stream_scale.py [--ranks 8,64,512] [--servers 1] [--seconds 20]
+    python benchmarks/stream_scale.py [--ranks 8,64,512] [--servers 1] [--hosts 64]
+        [--seconds 20] [--pace 9000]
 
 The stream servers, their Ray Data executions and their reading tasks are those of a training;
 only the images are left out: a reading task plans its rows, and gives blocks of sample numbers.
-Ranks are threads of one process that take their blocks as fast as they come, all in step, as
-ranks that reduce their gradients do. CPU milliseconds are user and system time of a process over
-each 128 images that were taken meanwhile; they depend less on other work on the machine than rates
-do. Servers are as many as hosts: the blocks of one that is not alone are of 256 images.
+Ranks are threads of one process that take their blocks in step, as ranks that reduce their
+gradients do: as fast as they come, or with `--pace` as a training of so many images/s. CPU
+milliseconds are user and system time of a process over each 128 images that were taken meanwhile;
+they depend less on other work on the machine than rates do. Servers are as many as hosts: the
+blocks of one that is not alone are of 256 images. Above each row are the images of all ranks'
+blocks, from the first ones on, and the seconds that their ranks waited for them. With `--hosts`
+the servers here are some of so many, and only their ranks are run.
 """
 
 import argparse
+import math
 import os
 import threading
 import time
@@ -41,7 +46,9 @@ class Taken:
     """Of each rank, from the start to its first block."""
     images: int = 0
     longest_wait_s: float = 0.0
-    """Between two steps of all ranks, after the first block of each."""
+    """Of all ranks for their next blocks."""
+    waits: list[str] = field(default_factory=list)
+    """Images of all ranks' blocks and the seconds that they were waited for, from the start on."""
 
 
 def spec_of(batch: int) -> Any:
@@ -120,26 +127,26 @@ def find(name: str) -> list[int]:
 class Ranks:
     """Threads that take blocks in step until they are stopped."""
 
-    def __init__(self, servers: list[Any], spec: Any, world_size: int, share: int) -> None:
+    def __init__(
+        self, servers: list[Any], hosts: int, world_size: int, share: int, pace: float
+    ) -> None:
         import ray
 
         from vit_ray.data.stream.stream_server import RankStreams
 
-        specs = ray.put({"train": spec})
+        specs = ray.put({"train": spec_of(world_size * share)})
+        ranks = range(world_size * len(servers) // hosts)
         self.taken = Taken()
         self._start_s = time.perf_counter()
-        self._last_s: float | None = None
-        self._rounds = 0
-        self._step = threading.Barrier(world_size, action=self._note_step)
+        self._last_s, self._noted, self._rounds, self._pace = self._start_s, 0, 0, pace
+        self._step = threading.Barrier(len(ranks), action=self._note_step)
         self._lock = threading.Lock()
         self._is_over = False
         stop = 10**6 * world_size * share * BLOCK_ROWS
         self._threads = []
-        for rank in range(world_size):
-            number = rank * len(servers) // world_size
-            host = range(
-                number * world_size // len(servers), (number + 1) * world_size // len(servers)
-            )
+        for rank in ranks:
+            number = rank * hosts // world_size
+            host = range(number * world_size // hosts, (number + 1) * world_size // hosts)
             streams = RankStreams(servers[number], specs, "benchmark", rank, world_size, host)
             blocks = streams.training_blocks(share, 0, stop)
             self._threads.append(threading.Thread(target=self._take, args=(blocks,), daemon=True))
@@ -158,10 +165,12 @@ class Ranks:
                 return
 
     def _note_step(self) -> None:
-        now_s = time.perf_counter()
-        if self._last_s is not None:
-            self.taken.longest_wait_s = max(self.taken.longest_wait_s, now_s - self._last_s)
-        self._last_s = now_s
+        wait_s = time.perf_counter() - self._last_s
+        self.taken.longest_wait_s = max(self.taken.longest_wait_s, wait_s)
+        images, self._noted = self.taken.images - self._noted, self.taken.images
+        self.taken.waits.append(f"{images}:{wait_s:.2f}")
+        time.sleep(images / self._pace)
+        self._last_s = time.perf_counter()
         self._rounds += 1
 
     def wait_for(self, rounds: int) -> None:
@@ -179,8 +188,8 @@ class Ranks:
             thread.join(STEP_LIMIT_S)
 
 
-def measure(ranks: int, servers: int, seconds: float) -> str:
-    """A row of the table."""
+def measure(ranks: int, servers: int, hosts: int, seconds: float, pace: float) -> str:
+    """A row of the table, of the first servers of that many hosts."""
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -195,9 +204,9 @@ def measure(ranks: int, servers: int, seconds: float) -> str:
     )
     share = max(1, 4096 // ranks)
     try:
-        started = start_servers(servers, ranks)
+        started = start_servers(servers, ranks * servers // hosts)
         pids = ray.get([server.__ray_call__.remote(lambda _: os.getpid()) for server in started])
-        taking = Ranks(started, spec_of(ranks * share), ranks, share)
+        taking = Ranks(started, hosts, ranks, share, pace)
         taking.wait_for(SMALL_ROUNDS)
         before = [cpu_s(group) for group in (pids, find("raylet"), find("gcs_server"))]
         images, since_s = taking.taken.images, time.perf_counter()
@@ -209,6 +218,7 @@ def measure(ranks: int, servers: int, seconds: float) -> str:
         used = [b - a for a, b in zip(before, after, strict=True)]
         memory = max(psutil.Process(pid).memory_info().rss for pid in pids) >> 20
         taking.end()
+        print("images, and seconds waited for them:", *taking.taken.waits, flush=True)
         return (
             f"| {ranks} | {servers} | {1000 * used[0] / per_server:.2f} | "
             f"{1000 * used[1] / blocks:.2f} | {1000 * used[2] / blocks:.2f} | "
@@ -223,7 +233,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="8,64,512")
     parser.add_argument("--servers", default="1")
+    parser.add_argument("--hosts", type=int, help="of which the servers are some; default: all")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--pace", type=float, default=math.inf, help="images/s of all ranks")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lines = [
@@ -236,7 +248,8 @@ def main() -> None:
     for servers in args.servers.split(","):
         for ranks in args.ranks.split(","):
             if int(ranks) >= int(servers):
-                lines.append(measure(int(ranks), int(servers), args.seconds))
+                hosts = args.hosts or int(servers)
+                lines.append(measure(int(ranks), int(servers), hosts, args.seconds, args.pace))
                 print(lines[-1], flush=True)
     finish("\n".join(lines), args.out)
 

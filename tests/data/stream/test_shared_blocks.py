@@ -69,6 +69,28 @@ def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
     return RankBlock(rank, name, size)
 
 
+def test_a_block_reaches_its_rank_while_another_rank_makes_more() -> None:
+    ranks, makes, is_taken = range(2), threading.Event(), threading.Event()
+
+    def read(_: int) -> Generator[RankBlock, None, None]:
+        makes.set()
+        deadline_s = time.monotonic() + 10
+        while reader.num_waiting != len(ranks) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(0.1)  # both wait by now, one of them for the other's making
+        yield block("a", rank=0)
+        assert is_taken.wait(10), "rank 0 waits for the block of rank 1"
+        yield block("b", rank=1)
+
+    reader = reader_of(read, ranks)
+    with ThreadPoolExecutor(2) as threads:
+        second = threads.submit(reader.next_block, 1, 0)
+        makes.wait(10)
+        assert reader.next_block(0, 0) == "a"
+        is_taken.set()
+        assert second.result() == "b"
+
+
 def test_a_reading_that_fits_is_kept_and_one_that_does_not_is_read_again() -> None:
     kept = KeptBlocks(10)
     small, large = Source([block("a", 4), block("b", 6)]), Source([block("c", 5), block("d", 6)])

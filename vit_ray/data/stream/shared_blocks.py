@@ -59,6 +59,8 @@ class Reader:
         """Size of the blocks in its queues."""
         self.behind_s = time.monotonic()
         """When it last took a block, or, if later, when its queues reached the limit."""
+        self.waiting: dict[int, threading.Event] = {}
+        """Of each rank that waits: set when its block is there, or no thread makes blocks."""
         self._ready: defaultdict[int, deque[RankBlock]] = defaultdict(deque)
         self._num_taken: Counter[int] = Counter()
 
@@ -68,6 +70,8 @@ class Reader:
             self.behind_s = time.monotonic()
         self._ready[block.rank].append(block)
         self.held_bytes += block.size
+        if waiting := self.waiting.get(block.rank // self.reading.pieces):
+            waiting.set()
 
     def has(self, rank: int) -> bool:
         """Whether the next block of a rank is there."""
@@ -142,8 +146,8 @@ class Reading:
         self._read, self._ranks, self._most_bytes = read, ranks, most_bytes
         self.pieces = pieces
         self._blocks, self._num_read = _begun_later(read, first), first
-        self._turn = threading.Lock()
-        """Held by the thread that makes the next block."""
+        self._is_busy = False
+        """Whether a thread makes the next block."""
         self._changed = changed or threading.Condition()
         self._readers: list[Reader] = []
         self._since_start: list[RankBlock] | None = []
@@ -177,6 +181,8 @@ class Reading:
             if reader in mine._readers:
                 mine._readers.remove(reader)
                 mine._expected -= 1
+                for waiting in reader.waiting.values():
+                    waiting.set()
             if not mine._readers:
                 mine._has_ended, mine._since_start = True, None
             self._changed.notify_all()
@@ -184,11 +190,14 @@ class Reading:
 
     def _stop_if_ended(self) -> None:
         """Stop reading; a thread that is making a block stops after it."""
-        if self._has_ended and self._turn.acquire(blocking=False):
-            try:
-                self._blocks.close()
-            finally:
-                self._turn.release()
+        with self._changed:
+            if not self._has_ended or self._is_busy:
+                return
+            self._is_busy = True
+        try:
+            self._blocks.close()
+        finally:
+            self._give_turn()
 
     def next_block(self, reader: Reader, rank: int, index: int) -> ray.ObjectRef[Block] | None:
         """As `Reader.next_block`."""
@@ -206,9 +215,12 @@ class Reading:
             reader.num_waiting += 1
             self._changed.notify_all()
         try:
-            with reading._turn:
-                while not reader.has(rank) and reading._make_one(reader):
-                    pass
+            if reading._takes_turn(reader, rank):
+                try:
+                    while not reader.has(rank) and reading._make_one(reader):
+                        pass
+                finally:
+                    reading._give_turn()
         finally:
             with self._changed:
                 reader.num_waiting -= 1
@@ -222,6 +234,30 @@ class Reading:
         if self._ranks is not None and reader.num_ended == len(self._ranks):
             reader.close()
         return None
+
+    def _takes_turn(self, reader: Reader, rank: int) -> bool:
+        """Wait until no other thread makes blocks; false: the block came, or the reader closed."""
+        while True:
+            with self._changed:
+                if not self._is_busy:
+                    reader.waiting.pop(rank, None)
+                    self._is_busy = True
+                    return True
+                if reader.has(rank) or reader not in self._readers:
+                    reader.waiting.pop(rank, None)
+                    return False
+                waiting = reader.waiting.setdefault(rank, threading.Event())
+                waiting.clear()
+            waiting.wait()  # no limit: whoever makes blocks sets it
+
+    def _give_turn(self) -> None:
+        """Let the rank that has waited longest make blocks, if there is one."""
+        with self._changed:
+            self._is_busy = False
+            for reader in self._readers:
+                for waiting in reader.waiting.values():
+                    waiting.set()
+                    return
 
     def _take(self, reader: Reader, rank: int) -> ray.ObjectRef[Block]:
         block = reader.take(rank)

@@ -9,7 +9,7 @@ import torch
 
 from tests.train.engine_runs import build_engine, run_steps
 from tests.train.ranks import run_ranks
-from vit_ray.config.training_sections import TrainConfig
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.deepspeed_internals import import_deepspeed
 
 
@@ -31,15 +31,23 @@ def test_no_operator_of_deepspeed_is_tried_or_compiled(monkeypatch: pytest.Monke
     assert not asked
 
 
-def compiler_after_steps(rank: int) -> list[str]:
-    for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16")):
-        engine = build_engine(TrainConfig(zero_stage=stage, precision=precision), 1, 2)
+def compiler_after_steps(rank: int, stages: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
+    for stage, name, precision in itertools.product(stages, names, ("fp32", "bf16")):
+        train, optim = TrainConfig(zero_stage=stage, precision=precision), OptimConfig(name=name)
+        engine = build_engine(train, 1, 2, optim)
         run_steps(engine, 0, 2, 2)
         engine.close()
     return [name for name in ("torch._dynamo", "torch._inductor.lowering") if name in sys.modules]
 
 
-def test_steps_that_are_not_compiled_do_not_load_the_compiler_of_kernels() -> None:
-    """It takes seconds; DeepSpeed asks for an optimizer whose import loads it."""
-    (loaded,) = run_ranks(1, compiler_after_steps)
+def test_steps_that_are_not_compiled_do_not_load_the_compiler() -> None:
+    """It takes seconds. torch's optimizers import it at their first step, and DeepSpeed imports an
+    optimizer that loads the compiler of kernels."""
+    (loaded,) = run_ranks(1, compiler_after_steps, (0, 1, 2), ("adamw", "sgd", "lamb"))
+    assert loaded == []
+
+
+def test_steps_under_zero_3_do_not_load_the_compiler_of_kernels() -> None:
+    """DeepSpeed excludes its hooks from compilation, for which it loads the rest."""
+    (loaded,) = run_ranks(1, compiler_after_steps, (3,), ("adamw",))
     assert loaded == ["torch._dynamo"]

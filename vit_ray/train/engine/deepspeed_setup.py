@@ -130,5 +130,6 @@ def warm_up_process() -> None:
     start of an engine, which took half a second each time.
     """
     import_deepspeed()
-    importlib.import_module("torch._dynamo")  # by the first step of any optimizer
+    if torch.cuda.is_available():  # where blocks are compiled, unless a recipe says otherwise
+        importlib.import_module("torch._dynamo")
     gc.freeze()

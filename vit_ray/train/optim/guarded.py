@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vit_ray.train.engine.fragments import Fragment
+from vit_ray.train.optim.uncompiled import UncompiledOptimizer
 
 Groups = list[dict[str, Any]]
 # Elements that are stepped at a time: temporary memory is 256 MB at most.
@@ -36,7 +37,7 @@ class Ranks:
             values.copy_(on_device)
 
 
-class GuardedOptimizer(torch.optim.Optimizer, ABC):
+class GuardedOptimizer(UncompiledOptimizer, ABC):
     """Steps each tensor by itself; a refused step changes no weight, no moment and no count."""
 
     def __init__(self, groups: Groups, betas: tuple[float, float]) -> None:

@@ -16,6 +16,7 @@ from vit_ray.train.optim.adafactor import Adafactor
 from vit_ray.train.optim.guarded import HalfMomentAdamW
 from vit_ray.train.optim.lamb import ADAPTS, Lamb
 from vit_ray.train.optim.muon import Matrices, Muon, gathers
+from vit_ray.train.optim.uncompiled import SGD, AdamW
 
 RATE_FACTOR = "rate_factor"
 """Key of a parameter group: its share of the learning rate."""
@@ -54,8 +55,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.name == "adamw" and config.first_moment == "bf16":
         return HalfMomentAdamW(groups, config.betas)
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
+        return AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
+    return SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
 
 
 _ENDS: Final = ("embedding", "head", "distillation_head", "prediction", "projection")

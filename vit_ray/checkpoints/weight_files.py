@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final
 
-from huggingface_hub import constants, snapshot_download
+import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     HFValidationError,
     RepositoryNotFoundError,
@@ -59,7 +60,8 @@ def download(address: str) -> str:
     """
     name, _, revision = address.removeprefix(SCHEME).strip("/").partition("@")
     try:
-        return snapshot_download(name, revision=revision or None, allow_patterns=_WANTED)
+        fetch = huggingface_hub.snapshot_download  # imported here: training workers rarely need it
+        return fetch(name, revision=revision or None, allow_patterns=_WANTED)
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise ValueError(
             f"{address!r}: the Hugging Face hub shows no such repository or revision; "

@@ -42,6 +42,7 @@ KINDS = {
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
     "a pool's server": ("import vit_ray.launch.pool.pool_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": ("import vit_ray.launch.pool.ray_policies", RAY_DATA | {"ray.train"}),
+    "what replaces Ray Train's barrier": ("import vit_ray.launch.pool.no_barrier", set()),
     "a trial's process": ("import ray.tune", RAY_DATA | {"ray.train", "ray.tune", "rich"}),
 }
 

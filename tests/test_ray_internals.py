@@ -1,6 +1,8 @@
 """What the functions of Ray's door do; `test_internals.py` finds the names."""
 
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import ray.train
 
 from vit_ray import ray_internals
 from vit_ray.launch.pool.failure_causes import cause
+from vit_ray.launch.pool.no_barrier import NoBarrier
 
 
 def test_each_name_is_given_by_the_door_and_no_other() -> None:
@@ -87,6 +90,24 @@ def test_groups_of_workers_are_placed_under_a_name_and_their_number(
         module.WorkerGroup._create_placement_group(None, scaling, group)
     assert [one["name"] for one in asked] == ["pool-7-0", "pool-7-1"]
     assert asked[1]["bundles"] == [{"CPU": 2.0}] * 2
+
+
+def test_the_process_in_place_of_ray_trains_barrier_takes_its_calls_and_is_light(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray calls it when it replaces a worker, and when a node is preempted."""
+    module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
+    monkeypatch.setattr(module, "SynchronizationActor", module.SynchronizationActor)
+    theirs = module.SynchronizationActor.__ray_metadata__.modified_class
+    ray_internals.replace_barrier(NoBarrier)
+    ours = module.SynchronizationActor.__ray_metadata__.modified_class
+    assert issubclass(ours, NoBarrier)
+    called = set(re.findall(r"sync_actor\.(\w+)\.remote", inspect.getsource(module)))
+    assert called == {"reset", "set_required_ranks"}
+    for name in called:
+        wanted = list(inspect.signature(getattr(theirs, name)).parameters)
+        assert list(inspect.signature(getattr(NoBarrier, name)).parameters) == wanted
+    assert module.SynchronizationActor._default_options["num_cpus"] == 0
 
 
 def test_a_server_may_take_its_share_of_the_cluster_that_no_rank_has(

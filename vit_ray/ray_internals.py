@@ -244,6 +244,11 @@ INTERNALS: Final = (
         "Left out: the cleaner is a process, which does not end without a dashboard.", "",
     ),
     Internal(
+        f"{_TRAIN}.execution.worker_group.worker_group", "SynchronizationActor",
+        "Its process imports Ray Train, for a barrier of `ray.train.report`, which is not called.",
+        "", source=("SynchronizationActor.options(",),
+    ),
+    Internal(
         f"{_TRAIN}.execution.worker_group.worker_group", "placement_group",
         "A group that is given up while it waits for its place is found by a name; Ray Train gives "
         "it none, and receives no messages while it waits.", "",
@@ -492,6 +497,16 @@ def name_placement_groups(name: str) -> None:
         return plain(**options, name=f"{name}-{next(numbers)}")
 
     module.placement_group = place
+
+
+def replace_barrier(barrier: type) -> None:
+    """For worker groups that this process, a controller, starts.
+
+    Args:
+        barrier: class of the actor that takes the calls of Ray Train's.
+    """
+    module: Any = importlib.import_module(_MODULES["SynchronizationActor"])
+    module.SynchronizationActor = ray.remote(num_cpus=0)(barrier)
 
 
 def refresh_reserved_resources(policy: Any, timeout_s: float) -> None:

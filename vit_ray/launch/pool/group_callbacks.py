@@ -11,6 +11,7 @@ import ray
 from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED
+from vit_ray.launch.pool.no_barrier import NoBarrier
 from vit_ray.ray_internals import (
     ControllerCallback,
     PreemptingState,
@@ -18,6 +19,7 @@ from vit_ray.ray_internals import (
     RunningState,
     SchedulingState,
     name_placement_groups,
+    replace_barrier,
 )
 from vit_ray.storage import locate
 from vit_ray.worker.job import TrainJob
@@ -69,7 +71,8 @@ def has_place(pool_name: str) -> bool:
 
 
 class OwnEnvironment(ControllerCallback):
-    """Sets environment variables in the controller's process, before it makes a worker group.
+    """Sets environment variables in the controller's process before it makes a worker group, and
+    leaves out Ray Train's barrier.
 
     Variables of the driver would apply to all of its pools, which start in threads.
     """
@@ -80,6 +83,7 @@ class OwnEnvironment(ControllerCallback):
     def after_controller_start(self, train_run_context: Any) -> None:
         """Runs in the controller's process, whose workers inherit the variables."""
         os.environ |= self._variables
+        replace_barrier(NoBarrier)
 
 
 def remove_groups(pools: str) -> None:

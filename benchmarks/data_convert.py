@@ -48,11 +48,12 @@ CONVERT = """
 import json, sys, time
 import ray
 from benchmarks.convert_peers import tree_cpu_s
-from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.jpeg import size_of_jpeg
 from vit_ray.data.prepare.convert import make_shards
 from vit_ray.data.prepare.convert.conversion import convert
+from vit_ray.launch.cluster.connection import connect
 
 source, target, shard_mib, kind = sys.argv[1:]
 
@@ -63,10 +64,12 @@ def unchecked(image, key, labels, config, libjpeg):
 if kind == "unchecked":
     make_shards.checked = unchecked
     ray.cloudpickle.register_pickle_by_value(make_shards)
-ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+keys = {"source": source, "destination": target, "shard_mib": int(shard_mib),
+        "index_jpeg": kind not in ("none", "unchecked")}
+recipe = recipe_from_dict({"name": "converted", "convert": keys}, "the benchmark")
+connect(recipe)
 begun, cpu_s = time.perf_counter(), tree_cpu_s()
-report = convert(ConvertConfig(source=source, destination=target, shard_mib=int(shard_mib),
-                               index_jpeg=kind not in ("none", "unchecked")))
+report = convert(recipe.convert)
 seconds, cpu_s = time.perf_counter() - begun, tree_cpu_s() - cpu_s
 facts = {"images": report.num_images, "indexed": report.num_indexed, "bytes": report.bytes}
 print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, **facts}))

@@ -32,6 +32,22 @@ from vit_ray.ray_internals import STARTUP_TIMEOUT
 TOKEN = "0123456789abcdef" * 2
 
 
+@pytest.mark.parametrize("has_dashboard", [True, False])
+def test_numbers_for_a_dashboard_are_kept_where_a_ray_for_one_command_has_one(
+    monkeypatch: pytest.MonkeyPatch, has_dashboard: bool
+) -> None:
+    left_out: list[None] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(connection.DASHBOARD, str(int(has_dashboard)))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection, "_start", lambda num_cpus: None)
+    monkeypatch.setattr(connection, "mark_private", lambda: None)
+    monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
+    monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: left_out.append(None))
+    connect(load_recipe("digits"))
+    assert bool(left_out) != has_dashboard
+
+
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}"])
 def test_an_address_at_which_nobody_listens_is_an_error_that_names_it(form: str) -> None:
     with socket.socket() as held:  # nobody will ever listen here
@@ -72,6 +88,7 @@ def test_a_ray_for_one_command_keeps_the_processes_of_its_tasks(
     monkeypatch.setattr(connection, "_STARTED", [])
     monkeypatch.setattr(connection, "_address", lambda: "10.0.0.1:6379")
     monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
+    monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: None)
     recipe = load_recipe("digits", ["data.cpus_per_task=0.5"])
     wide = recipe.with_changes(workers={"num_workers": 90, "cpus_per_worker": 1.0})
     connect(recipe, wide)

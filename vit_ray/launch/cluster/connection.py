@@ -32,6 +32,7 @@ from vit_ray.ray_internals import (
     hide_printed_messages,
     is_startup_timeout,
     is_warning_of_many_actors,
+    keep_no_dataset_statistics,
     node_labels_match_selector,
     reload_ray_config,
     token_problem,
@@ -140,6 +141,8 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
             os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
             _start(num_cpus)
             mark_private()
+            if not has_dashboard():  # which would show them; they take a process
+                keep_no_dataset_statistics()
     return shape(time.time())
 
 

@@ -45,6 +45,16 @@ def test_a_module_is_trusted_by_an_option(
     assert "name: digits-vit" in capsys.readouterr().out
 
 
+def test_a_command_ends_without_a_search_for_unreachable_objects() -> None:
+    """Which Python makes several times, of all objects that are not frozen."""
+    code = (
+        "import atexit, gc, sys; atexit.register(lambda: print(len(gc.get_objects()))); "
+        "from vit_ray.commands.cli import main; sys.argv[1:] = ['recipes']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) < 1000
+
+
 raised: list[Exception] = []
 
 

@@ -1,6 +1,8 @@
 """The command line: `vit-ray NAME RECIPE [key=value ...]`, also as `python jobs/NAME.py`."""
 
+import atexit
 import difflib
+import gc
 import logging
 import os
 import pkgutil
@@ -34,13 +36,13 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 def main() -> NoReturn:
     """`vit-ray` and `python -m vit_ray`."""
-    _quiet_logs()
+    _prepare()
     sys.exit(vit_ray.main(prog_name="vit-ray"))
 
 
 def run_job(name: str) -> NoReturn:
     """The command behind `jobs/NAME.py`."""
-    _quiet_logs()
+    _prepare()
     sys.exit(vit_ray.commands[name].main(prog_name=f"python jobs/{name}.py"))
 
 
@@ -130,7 +132,11 @@ def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
     return recipe, [word for word in words if _OVERRIDE.match(word)] + misspelt
 
 
-def _quiet_logs() -> None:
+def _prepare() -> None:
+    """Quiet logs, and a process that ends at once: Python would search all objects of all libraries
+    for unreachable ones, several times, in 0.8 s (AMD EPYC, 2026-11-27).
+    """
+    atexit.register(gc.freeze)
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray._private import node
+from ray._private import node, worker
 from ray._private.utils import check_version_info
 
 from tests.ports import free_ports
@@ -105,6 +105,20 @@ def test_a_driver_outside_of_the_cluster_is_refused_for_experiments(
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(ValueError, match=r"^RAY_ADDRESS=ray://head:10001: through Ray Client only"):
         refuse_client()
+
+
+@pytest.mark.parametrize("shows_logs", [True, False])
+def test_a_ray_for_one_command_ends_without_a_pause_unless_it_prints_messages(
+    monkeypatch: pytest.MonkeyPatch, shows_logs: bool
+) -> None:
+    """Ray's own function at exit sleeps; of two functions Python calls the later one first."""
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "environ", {**os.environ, "VIT_RAY_LOGS": str(int(shows_logs))})
+    monkeypatch.setattr(ray, "init", lambda **_: calls.append("init"))
+    monkeypatch.setattr(connection.atexit, "register", calls.append)
+    connection._start(4)
+    assert calls == (["init"] if shows_logs else ["init", ray.shutdown])
+    assert "time.sleep(0.5)" in inspect.getsource(worker.shutdown)
 
 
 def test_a_machine_that_is_too_busy_to_start_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

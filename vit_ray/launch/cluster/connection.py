@@ -5,6 +5,7 @@ The same command runs on this machine, against `RAY_ADDRESS`, and inside `ray jo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -194,6 +195,8 @@ def _start(num_cpus: int) -> None:
                 log_to_driver=_shows_logs(),
                 logging_level=logging.ERROR,
             )
+        if not _shows_logs():
+            atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
     except Exception as error:
         if not is_startup_timeout(error):
             raise

@@ -14,6 +14,7 @@ from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, jpeg, picture
 from tests.recipes import recipe_with
+from vit_ray.data.images import crops
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import (
@@ -24,6 +25,7 @@ from vit_ray.data.images.crops import (
     decode,
     training_crop,
 )
+from vit_ray.data.jpeg_index.restart_index import RestartIndex, index_segments
 
 
 def by_pillow(image: bytes) -> NDArray[np.uint8]:
@@ -354,6 +356,44 @@ def rectangle(crop: NDArray[np.uint8], height: int, width: int) -> tuple[float, 
     tall = abs(red[-1] - red[0]).mean() / 250 * (height - 1) * inside
     wide = abs(green[:, -1] - green[:, 0]).mean() / 250 * (width - 1) * inside
     return tall, wide
+
+
+@pytest.mark.parametrize("side", [7, 16, 30, 61, 100])
+def test_a_whole_image_is_decoded_from_its_own_file_where_it_has_a_restart_index(
+    side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without the index; a file from its parts would have the same pixels, but takes longer."""
+    made: list[Any] = []
+    plain = crops.crop_file
+    monkeypatch.setattr(crops, "crop_file", lambda *of: made.append(of) or plain(*of))
+    file = encoded(PIXELS, restart_marker_rows=1)
+    index, size = index_segments(file), PIXELS.shape[:2]
+    assert index is not None
+
+    def crop(kind: Any, index: RestartIndex | None) -> NDArray[np.uint8]:
+        augmentation = Augmentation(kind, size=side, flip=False)
+        box = draw_box(size, augmentation, (0, 0, 0))
+        out = np.empty(augmentation.shape, np.uint8)
+        return crops.cut_crop(crops.StoredImage(file, size, index), box, augmentation, out)
+
+    np.testing.assert_array_equal(crop("resize", index), crop("resize", None))
+    assert not made
+    np.testing.assert_array_equal(crop("inception_crop", index), crop("inception_crop", None))
+    assert made
+    del made[:]
+    other = replace(index, size_at=index.size_at + 2)  # where the size is not
+    with contextlib.suppress(BadImageError):
+        crop("resize", other)
+    assert made
+
+
+@pytest.mark.parametrize("side", [8, 16, 40])
+def test_an_exact_crop_of_a_whole_image_that_is_decoded_coarsely_is_pillows(side: int) -> None:
+    file = jpeg(5, 160, 160)
+    crop = training_crop(file, Augmentation("resize", side, flip=False, is_exact=True), (0, 0, 0))
+    with Image.open(io.BytesIO(file)) as image:
+        reference = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR))
+    assert psnr(crop, reference) > 30
 
 
 def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:

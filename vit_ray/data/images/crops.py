@@ -136,6 +136,8 @@ def decoded(
             content, (top, left, bottom, right) = region
             if (part := decode_jpeg(content, scale)) is not None:
                 first_row, first, *_ = wanted.bounds(image.size, scale)
+                if (first_row, first, scale) == (0, 0, 1):
+                    return part[top:bottom, left:right], box
                 sides = box.top / scale - first_row, box.left / scale - first
                 size = box.height / scale, box.width / scale
                 scaled = replace(box, top=sides[0], left=sides[1], height=size[0], width=size[1])
@@ -201,6 +203,10 @@ def jpeg_region(
         return image.content, bounds
     height, width = image.size
     top, left, bottom, right = (side * scale for side in bounds)
+    if (top, left) == (0, 0) and bottom >= height and right >= width:
+        at = image.index.size_at
+        if image.content[at : at + 4] == height.to_bytes(2) + width.to_bytes(2):
+            return image.content, bounds  # as a crop's file says its size
     part = crop_file(
         image.content,
         image.index,

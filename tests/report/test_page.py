@@ -284,6 +284,24 @@ def test_a_sweep_over_other_keys_is_one_sweep(tmp_path, keys):
     assert "best of 1" not in text
 
 
+def test_each_task_of_vtab_has_its_own_sweep(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("vtab")
+    parent = store_run(client, experiment, "vtab", tags={"vit_ray.kind": "vtab"})
+    tags = {"mlflow.parentRunId": parent, "vit_ray.kind": "sweep_trial"}
+    tags["vit_ray.sweep_stage"] = "sweep_trial"
+    for task, best in (("svhn", 0.8), ("dtd", 0.6)):
+        for rate, top1 in ((0.01, best), (0.03, best - 0.1)):
+            params = {"optim.learning_rate": rate, "data.train": task, "seed": 0}
+            name, own = f"vtab-{task}-lr{rate}", tags | {"vit_ray.vtab_task": task}
+            store_run(client, experiment, name, params=params, tags=own, metrics={"dev/top1": top1})
+    text = Page(write_report(uri, "vtab", tmp_path / "r.html").page.read_text()).text
+    for task, best in (("svhn", "80.00"), ("dtd", "60.00")):
+        won = f"learning rate 0.01 wins on the dev split ({best} %), best of 2"
+        assert f"vtab-{task}: {won}" in text
+
+
 def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)

@@ -207,6 +207,8 @@ def _sweep_name(run: RecordedRun) -> str:
     """
     if run.kind == CELL:
         return run.label
-    if not (sweep := run.parent_name) or not run.name.startswith(f"{sweep}-"):
+    # A run over tasks is the parent of the trials of each task.
+    sweep = "-".join(filter(None, (run.parent_name, run.tags.get("vit_ray.vtab_task"))))
+    if not run.parent_name or not run.name.startswith(f"{sweep}-"):
         return re.sub(r"-(lr|seed)[\w.-]*$", "", run.name)  # its parent is not recorded
     return sweep if run.is_trial else f"{sweep}-final"

@@ -245,7 +245,8 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.execution.worker_group.worker_group", "SynchronizationActor",
-        "Its process imports Ray Train, for a barrier of `ray.train.report`, which is not called.",
+        "Its process imports Ray Train, for a barrier of functions that are not called, such as "
+        "`ray.train.report`.",
         "", source=("SynchronizationActor.options(",),
     ),
     Internal(

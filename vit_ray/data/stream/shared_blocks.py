@@ -251,7 +251,9 @@ class Reading:
             waiting.wait()  # no limit: whoever makes blocks sets it
 
     def _give_turn(self) -> None:
-        """Let the rank that has waited longest make blocks, if there is one."""
+        """Let a waiting rank make blocks, if there is one: of its reader, the one that has waited
+        longest.
+        """
         with self._changed:
             self._is_busy = False
             for reader in self._readers:

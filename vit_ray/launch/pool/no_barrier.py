@@ -1,4 +1,8 @@
-"""What a worker group has instead of Ray Train's barrier, which only `ray.train.report` uses."""
+"""What a worker group has instead of Ray Train's barrier.
+
+`ray.train.report`, `ray.train.get_preemption_info` and `ray.train.collective` need the barrier;
+nothing here calls them.
+"""
 
 from typing import Any
 

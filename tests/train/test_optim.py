@@ -1,5 +1,6 @@
-"""The optimizer's groups, and one step against the formula's library."""
+"""The optimizer's groups, and its steps against torch's."""
 
+import pytest
 import torch
 
 from tests.train.engine_runs import small_model
@@ -40,3 +41,33 @@ def test_state_types_are_what_torch_keeps() -> None:
         optimizer.step()
         kept = {k for k, v in optimizer.state[parameter].items() if getattr(v, "ndim", 0) > 0}
         assert kept == set(state_types(config))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
+    model, copy = small_model(), small_model()
+    config = OptimConfig(name=name, weight_decay=0.1)
+    ours = build_optimizer(model, config)
+    copies = dict(zip(model.parameters(), copy.parameters(), strict=True))
+    groups = [
+        {
+            "params": [copies[weight] for weight in group["params"]],
+            "weight_decay": group["weight_decay"],
+        }
+        for group in ours.param_groups
+    ]
+    theirs: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=config.momentum, fused=True)
+    if name == "adamw":
+        theirs = torch.optim.AdamW(groups, betas=config.betas, fused=True)
+    steps: list[int] = []
+    ours.register_step_post_hook(lambda *_: steps.append(len(steps)))
+    for step in range(5):
+        for group in (*ours.param_groups, *theirs.param_groups):
+            group["lr"] = 0.01 * (step + 1)
+        for weight, same in copies.items():
+            weight.grad = torch.randn_like(weight)
+            same.grad = weight.grad.clone()
+        ours.step()
+        theirs.step()
+    assert steps == [*range(5)]
+    assert all(torch.equal(weight, same) for weight, same in copies.items())

@@ -624,6 +624,7 @@ def test_nodes_that_read_are_as_many_as_the_gpus_need():
         (("init_from=runs/a",), "init_from=runs/a is a folder on one node"),
         (("output=s3://BUCKET/runs",), "output=s3://BUCKET/runs is a placeholder; give output="),
         (("tracking.uri=sqlite:///a.db",), "is a file on the head node .* such as http://mlflow"),
+        (("tracking.uri=sqlite+pysqlite:///a.db",), "is a file on the head node"),
         (("tracking.uri=http://localhost:5000",), "localhost:5000 means the pod .* http://mlflow"),
         (("tracking.uri=http://127.0.0.1:5000",), "127.0.0.1:5000 means the pod"),
         (("cluster.image=null",), "cluster.image is not set; give the image that you built"),

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from vit_ray.addresses import PLACEHOLDER
+from vit_ray.addresses import PLACEHOLDER, sqlite_file
 from vit_ray.commands.plans.plan import plan_stage, planned_cluster, shared_mib, told_facts
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ClusterConfig
@@ -191,7 +191,8 @@ def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
         )
     if cluster.kind == "slurm":
         return
-    if re.match("sqlite:///[^/]", recipe.tracking.uri):
+    store = sqlite_file(recipe.tracking.uri)
+    if store is not None and not store.is_absolute():
         raise ValueError(
             f"tracking.uri={recipe.tracking.uri} is a file on the head node and is lost with it; "
             "give a server such as http://mlflow:5000 (cluster/mlflow.yaml)"

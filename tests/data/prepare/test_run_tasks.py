@@ -1,6 +1,8 @@
+import contextlib
 import io
 import time
 from contextvars import copy_context
+from typing import Any
 
 import pytest
 import ray
@@ -38,6 +40,41 @@ def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster: None) -> No
         run_tasks(square, [1, 7], 0.5)
     with pytest.raises(OSError, match=r"^the store is away; reading eight failed after 10 att"):
         run_tasks(square, [1, 8], 0.5)
+
+
+def fail_first(item: int) -> None:
+    if item == 0:
+        raise ValueError("the first is no good")
+    time.sleep(2)
+
+
+def test_after_an_error_the_other_items_are_not_processed(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled: list[Any] = []
+    plain = ray.cancel
+    monkeypatch.setattr(ray, "cancel", lambda task: cancelled.append(task) or plain(task))
+    with pytest.raises(ValueError, match="the first is no good"):
+        run_tasks(fail_first, range(100), 1.0)
+    assert len(cancelled) == 99
+    num_begun = 0
+    for task in cancelled:
+        with contextlib.suppress(ray.exceptions.TaskCancelledError):
+            ray.get(task, timeout=60)
+            num_begun += 1
+    assert num_begun <= ray.cluster_resources()["CPU"]
+
+
+def test_tasks_are_started_as_others_end(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit_ray.data.prepare.run_tasks._AHEAD", 0)
+    most, plain = [0], ray.wait
+    monkeypatch.setattr(
+        ray, "wait", lambda some, **keys: most.append(len(some)) or plain(some, **keys)
+    )
+    assert sorted(run_tasks(square, range(20, 60), 0.5)) == [n * n for n in range(20, 60)]
+    assert max(most) == ray.cluster_resources()["CPU"]
 
 
 def half_done(item: int) -> int:

@@ -1,37 +1,34 @@
-"""Plain work items through Ray Data: one task each, with small results."""
+"""Work items as Ray tasks, one each, with small results."""
 
-import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import ray
-import ray.data
 
 from vit_ray.data.prepare.progress import TASK, Shown, TaskCount, shown_progress
 
+_AHEAD: Final = 256
+"""Most tasks that wait for a CPU: an autoscaler starts nodes for them, and each holds its item."""
 
-@dataclass(frozen=True)
-class _Run:
-    work: Callable[..., Any]
-    shared: list[Any]
-    tally: Any = None
-    """Actor that the task reports to; None if nothing is shown."""
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        # no limit: the driver has put it there before the task started
-        shared, tally = ray.get(self.shared), self.tally
-        count = TaskCount(
-            None if tally is None else lambda *done: tally.put.remote(row["number"], *done)
-        )
-        TASK.set(count)
-        try:
-            found, kind = self.work(row["item"], *shared), ""
-        except (ValueError, OSError) as error:
-            found = "; ".join([str(error), *getattr(error, "__notes__", ())])
-            kind = "storage" if isinstance(error, OSError) else "value"
-        count.send()
-        return {"found": pickle.dumps(found), "error": kind}
+def _run(
+    work: Callable[..., Any], shared: list[Any], tally: Any, number: int, item: Any
+) -> tuple[Any, str]:
+    """What one task returns: its result, or a text and the kind of its error.
+
+    Args:
+        shared: references to what all tasks have in common.
+        tally: actor that the task reports to; None if nothing is shown.
+    """
+    count = TaskCount(None if tally is None else lambda *done: tally.put.remote(number, *done))
+    TASK.set(count)
+    try:
+        found = work(item, *ray.get(shared)), ""  # no limit: the driver has put it there before
+    except (ValueError, OSError) as error:
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        found = text, "storage" if isinstance(error, OSError) else "value"
+    count.send()
+    return found
 
 
 def run_tasks(
@@ -54,16 +51,34 @@ def run_tasks(
     """
     if not items:
         return []
-    rows = [{"item": item, "number": number} for number, item in enumerate(items)]
-    dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
     results: list[Any] = []
+    references = [ray.put(one) for one in shared]
+    task: Any = ray.remote(num_cpus=num_cpus, scheduling_strategy="SPREAD")(_run)
     with shown_progress(shown, len(items), results.__len__) as tally:
-        run = _Run(work, [ray.put(one) for one in shared], tally)
-        mapped = dataset.map(run, num_cpus=num_cpus)
-        mapped.context.enable_progress_bars = False
-        for row in mapped.iter_rows():
-            found = pickle.loads(row["found"])  # noqa: S301  # written by our own task
-            if row["error"]:
-                raise (OSError if row["error"] == "storage" else ValueError)(found)
+        started = (task.remote(work, references, tally, *one) for one in enumerate(items))
+        for found, error in _ended(started):
+            if error:
+                raise (OSError if error == "storage" else ValueError)(found)
             results.append(found)
     return results
+
+
+def _ended(started: Iterator[Any]) -> Iterator[tuple[Any, str]]:
+    """What tasks return, in the order in which they end; those that are left are cancelled."""
+    pending: list[Any] = []
+    try:
+        while True:
+            held = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            room = _AHEAD + int(held.get("CPU", 0.0))
+            for reference in started:
+                pending.append(reference)
+                if len(pending) >= room:
+                    break
+            if not pending:
+                return
+            # no limit: a task takes as long as its item needs
+            ready, pending = ray.wait(pending, num_returns=1)
+            yield ray.get(ready[0])  # no limit: it is ready
+    finally:
+        for reference in pending:
+            ray.cancel(reference)

@@ -1,11 +1,11 @@
 """Converts a source of images to a data set: shuffled once, checked, committed whole.
 
-Two Ray Data jobs. The first indexes the source, a task per unit; the index of all images is then
-drawn into the order of the data set by the recorded seed, through files on disk. The second makes
-the shards, a task each: it reads the images of its shard wherever they lie, checks them, and writes
-the shard and its facts. A finished unit or shard is never made again; the manifest is written last,
-when every shard has been looked at, and is the commit. No process ever holds more than a shard's
-row group and a piece of the index.
+Two rounds of Ray tasks. The first indexes the source, a task per unit; the index of all images is
+then drawn into the order of the data set by the recorded seed, through files on disk. The second
+makes the shards, a task each: it reads the images of its shard wherever they lie, checks them, and
+writes the shard and its facts. A finished unit or shard is never made again; the manifest is
+written last, when every shard has been looked at, and is the commit. No process ever holds more
+than a shard's row group and a piece of the index.
 """
 
 import logging

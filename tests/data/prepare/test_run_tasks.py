@@ -1,5 +1,6 @@
 import contextlib
 import io
+import os
 import time
 from contextvars import copy_context
 from typing import Any
@@ -56,25 +57,38 @@ def test_after_an_error_the_other_items_are_not_processed(
     monkeypatch.setattr(ray, "cancel", lambda task: cancelled.append(task) or plain(task))
     with pytest.raises(ValueError, match="the first is no good"):
         run_tasks(fail_first, range(100), 1.0)
-    assert len(cancelled) == 99
+    cpus = ray.cluster_resources()["CPU"]
+    assert len(cancelled) >= 99 - cpus
     num_begun = 0
     for task in cancelled:
         with contextlib.suppress(ray.exceptions.TaskCancelledError):
             ray.get(task, timeout=60)
             num_begun += 1
-    assert num_begun <= ray.cluster_resources()["CPU"]
+    assert num_begun <= cpus
 
 
 def test_tasks_are_started_as_others_end(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vit_ray.data.prepare.run_tasks._AHEAD", 0)
+    monkeypatch.setattr("vit_ray.data.prepare.run_tasks._MOST", 3)
     most, plain = [0], ray.wait
     monkeypatch.setattr(
         ray, "wait", lambda some, **keys: most.append(len(some)) or plain(some, **keys)
     )
     assert sorted(run_tasks(square, range(20, 60), 0.5)) == [n * n for n in range(20, 60)]
-    assert max(most) == ray.cluster_resources()["CPU"]
+    assert max(most) == 3
+
+
+def die(item: int) -> None:
+    os._exit(1)
+
+
+def test_a_task_whose_process_dies_again_and_again_is_an_error(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit_ray.data.prepare.run_tasks._RETRIES", 1)
+    with pytest.raises(OSError, match=r"^a task died 2 times: .*; run the same command again, wh"):
+        run_tasks(die, [1], 0.5)
 
 
 def half_done(item: int) -> int:

@@ -1,14 +1,19 @@
 """Work items as Ray tasks, one each, with small results."""
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 
 from vit_ray.data.prepare.progress import TASK, Shown, TaskCount, shown_progress
 
-_AHEAD: Final = 256
-"""Most tasks that wait for a CPU: an autoscaler starts nodes for them, and each holds its item."""
+_MOST: Final = 4096
+"""Most tasks that run or wait for a CPU: an autoscaler starts nodes for those that wait."""
+_RETRIES: Final = 10
+"""Of a task whose process or node dies; nodes of a long conversion may be taken back often."""
 
 
 def _run(
@@ -47,38 +52,47 @@ def run_tasks(
         The results, in the order in which they were ready.
 
     Raises:
-        ValueError, OSError: as soon as `work` raises one; the other items are not processed.
+        ValueError, OSError: as soon as `work` raises one, or the process of a task has died
+            `_RETRIES` times and once more; the other items are not processed.
     """
     if not items:
         return []
     results: list[Any] = []
     references = [ray.put(one) for one in shared]
-    task: Any = ray.remote(num_cpus=num_cpus, scheduling_strategy="SPREAD")(_run)
+    task: Any = ray.remote(
+        num_cpus=num_cpus,
+        scheduling_strategy="SPREAD",
+        max_retries=_RETRIES,
+    )(_run)
     with shown_progress(shown, len(items), results.__len__) as tally:
         started = (task.remote(work, references, tally, *one) for one in enumerate(items))
-        for found, error in _ended(started):
-            if error:
-                raise (OSError if error == "storage" else ValueError)(found)
-            results.append(found)
+        with contextlib.closing(_ended(started)) as ended:
+            for found, error in ended:
+                if error:
+                    raise (OSError if error == "storage" else ValueError)(found)
+                results.append(found)
     return results
 
 
-def _ended(started: Iterator[Any]) -> Iterator[tuple[Any, str]]:
+def _ended(started: Iterator[Any]) -> Generator[tuple[Any, str], None, None]:
     """What tasks return, in the order in which they end; those that are left are cancelled."""
     pending: list[Any] = []
     try:
         while True:
-            held = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            room = _AHEAD + int(held.get("CPU", 0.0))
-            for reference in started:
-                pending.append(reference)
-                if len(pending) >= room:
-                    break
+            pending += itertools.islice(started, _MOST - len(pending))
             if not pending:
                 return
             # no limit: a task takes as long as its item needs
             ready, pending = ray.wait(pending, num_returns=1)
-            yield ray.get(ready[0])  # no limit: it is ready
+            try:
+                found = ray.get(ready[0])  # no limit: it is ready
+            except (NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
+                raise OSError(
+                    f"a task died {_RETRIES + 1} times: {str(error).splitlines()[0]}; run the same "
+                    "command again, which keeps what is done; if memory was short, with a larger "
+                    "cpus_per_task"
+                ) from error
+            yield found
     finally:
         for reference in pending:
             ray.cancel(reference)

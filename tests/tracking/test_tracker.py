@@ -781,7 +781,6 @@ def _record_in_process(uri, folder, name):
 
 @pytest.mark.slow
 def test_processes_that_start_at_once_on_a_new_sqlite_file_all_write_everything(config, tmp_path):
-    Path(config.uri.removeprefix("sqlite:///")).unlink()
     context = multiprocessing.get_context("spawn")
     names = [f"trial-{i}" for i in range(3)]
     processes = [

@@ -233,7 +233,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="8,64,512")
     parser.add_argument("--servers", default="1")
-    parser.add_argument("--hosts", type=int, help="of which the servers are some; default: all")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        help="hosts that the ranks are spread over, if there are more than servers",
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--pace", type=float, default=math.inf, help="images/s of all ranks")
     parser.add_argument("--out", type=Path)

@@ -222,9 +222,11 @@ def test_the_database_of_another_program_gets_no_table(recipe, tmp_path):
     with contextlib.closing(sqlite3.connect(file)) as other:
         other.execute("CREATE TABLE trials (number INTEGER)")
     before = file.read_bytes()
-    told = r"tracking.uri=.*belongs to another program \(its tables are trials\); give the MLflow"
+    message = (
+        r"tracking.uri=.*belongs to another program \(its tables are trials\); give the MLflow"
+    )
     for use in (report_page, lambda recipe: open_client(recipe.tracking.uri)):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             use(recipe)
     assert file.read_bytes() == before
 

@@ -170,8 +170,8 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 
 
 def test_an_override_of_python_is_of_a_recipes_kinds(path: Path) -> None:
-    told = r"override of output: PosixPath\('x'\) is of Python's type PosixPath; give a text"
-    with pytest.raises(ValueError, match=told):
+    message = r"override of output: PosixPath\('x'\) is of Python's type PosixPath; give a text"
+    with pytest.raises(ValueError, match=message):
         load_recipe(path, {"output": Path("x")})
 
 

@@ -82,6 +82,10 @@ def check_address(path: str) -> None:
         )
 
 
+class OtherFileError(ValueError):
+    """A SQLite file that is not MLflow's."""
+
+
 def require_store(uri: str) -> None:
     """A report only reads; a mistyped path must not leave an empty database.
 
@@ -99,7 +103,7 @@ def refuse_other_file(uri: str) -> None:
     """Check that a SQLite file, if there is one, is MLflow's: it would add its tables to any other.
 
     Raises:
-        ValueError: the file is not a database, or that of another program.
+        OtherFileError: the file is not a database, or that of another program.
     """
     path = sqlite_file(uri)
     if path is None or not path.is_file():
@@ -107,7 +111,7 @@ def refuse_other_file(uri: str) -> None:
     with path.open("rb") as file:
         begins = file.read(len(_MAGIC))
     if begins not in (b"", _MAGIC):
-        raise ValueError(f"tracking.uri={uri}: the file is not a database; {_GIVE_STORE}")
+        raise OtherFileError(f"tracking.uri={uri}: the file is not a database; {_GIVE_STORE}")
     # What is locked or damaged is MLflow's to report.
     with contextlib.suppress(sqlite3.Error):
         address = f"file:{quote(str(path.absolute()))}?mode=ro"
@@ -115,7 +119,7 @@ def refuse_other_file(uri: str) -> None:
             found = store.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         tables = sorted(name for (name,) in found)
         if tables and _FIRST_TABLE not in tables:
-            raise ValueError(
+            raise OtherFileError(
                 f"tracking.uri={uri}: the database belongs to another program (its tables are "
                 f"{', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''}); {_GIVE_STORE}"
             )

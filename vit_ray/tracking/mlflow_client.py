@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 from vit_ray.addresses import (
     LOCAL_SERVER,
+    OtherFileError,
     absolute_uri,
     refuse_other_file,
     require_store,
@@ -103,7 +104,7 @@ def open_client(uri: str) -> MlflowClient:
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
-        ValueError: as `refuse_other_file`.
+        OtherFileError: as `refuse_other_file`.
         Exception: any error of MLflow's if the store cannot be used.
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -133,15 +134,14 @@ def reached_client(uri: str) -> MlflowClient:
     """`open_client` for a store, with one query to see that it answers.
 
     Raises:
-        ValueError: as `refuse_other_file`.
+        OtherFileError: as `refuse_other_file`.
         RuntimeError: it does not, or there is no such kind of store; says which in one line.
     """
-    refuse_other_file(uri)
     try:
         client = open_client(uri)
         client.search_experiments(max_results=1)
-    except TimeoutError:
-        raise  # the address is right: another process keeps the file locked
+    except (TimeoutError, OtherFileError):  # in one line: the first says who keeps the file locked
+        raise
     except Exception as error:
         raise unusable(uri, error) from None
     return client

@@ -183,9 +183,10 @@ def run_training(
             is_save_time = step.is_save_time
             progress.evaluation_due = progress.step == context.last_step
             run.log_if_due(step)
-            if step.is_save_wanted or step.is_stopping:
-                # Before an evaluation, for which there may be no time left. At a stop an evaluation
-                # is skipped, except the last one: there may be nothing to evaluate.
+            if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
+                # Before an evaluation, in which the run may die, or for which there may be no time
+                # left. At a stop an evaluation is skipped, except the last one: there may be
+                # nothing to evaluate.
                 run.save()
                 if step.is_stopping and not progress.evaluation_due:
                     return Ending.STOPPED

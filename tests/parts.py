@@ -116,6 +116,10 @@ def top3(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (best[:, :, None] == labels[:, None, :]).any(2).any(1).float()
 
 
+def images_of_pass(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.full((len(logits),), float(len(logits)))
+
+
 def largest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.amax(1)
 

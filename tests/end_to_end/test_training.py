@@ -22,7 +22,7 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from tests.recipes import STEPS, small_recipe
-from vit_ray import lock
+from vit_ray import lock, trust_modules
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.run import evaluate, finetune, train
@@ -195,13 +195,19 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(
 
 
 def test_evaluation_of_a_run_gives_the_accuracy_that_it_recorded(straight: Finished) -> None:
+    """In one pass of the 150 images that each of two workers has, without padding."""
     recipe, result = straight
+    trust_modules("tests.parts")
     again = recipe.with_changes(
-        name="evaluation", init_from=f"{recipe.output}/{recipe.name}", train={"averaging": 0.0}
+        name="evaluation",
+        init_from=f"{recipe.output}/{recipe.name}",
+        train={"averaging": 0.0},
+        evaluate={"batch_size": 4096, "metrics": ["tests.parts.images_of_pass"]},
     )
     metrics = evaluate(again)
     # init_from takes the averaged weights where there are any.
     assert metrics["eval/top1"] == pytest.approx(result.metrics["eval/averaged_top1"])
+    assert metrics["eval/images_of_pass"] == 150
 
 
 def test_steps_that_are_not_finite_are_rolled_back_and_in_the_end_stop_the_run(

@@ -642,7 +642,7 @@ class EvalConfig(Section):
     every_steps: Positive | None = None
     """Steps between evaluations; unset = only at the end."""
     batch_size: Annotated[Positive, OnResume.FREE] = 256
-    """Images per worker and pass."""
+    """Images per worker and pass; fewer where a worker has fewer."""
     few_shot_train: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set for the few-shot examples; unset = no few-shot accuracy."""
     few_shot_test: Annotated[str | None, OnResume.EVALUATED] = None

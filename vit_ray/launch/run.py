@@ -254,6 +254,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         control=run.control,
         lock_number=prepared.lock_number,
         note_bad_images=bad_images.note,
+        num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
         extraction=prepared.extraction,
         answers=prepared.answers,

@@ -176,7 +176,7 @@ class Evaluator:
         """Write features from where an earlier attempt ended; returns `extract/...`."""
         engine, waits = self._engine, Waits()
         start = read_by_first(partial(begin_extraction, extraction.folder), engine.device)
-        batch_size = self._job.recipe.evaluate.batch_size
+        batch_size = self._job.evaluation_batch("eval", engine.world_size)
 
         def batches() -> Iterator[Batch]:
             """The stream; reports every few seconds the number of images, for the display."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -52,6 +52,8 @@ class TrainJob:
     """Number of the driver's lock of the run's folder; None if nothing is written there."""
     note_bad_images: Callable[[dict[int, str]], None]
     """Counts images that this worker cannot decode: sample number to description; may raise."""
+    num_evaluated: Mapping[str, int] = field(default_factory=dict)
+    """Images of each stream, by its name."""
     few_shot_labels: Callable[[], NDArray[np.int32]] | None = None
     """Reads the first label of every image that few-shot examples are drawn from."""
     extraction: Extraction | None = None
@@ -64,6 +66,11 @@ class TrainJob:
     """Licence and source address of each training set, if its maker gave them."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
+
+    def evaluation_batch(self, stream: str, world_size: int) -> int:
+        """Images of a rank in one pass: no more than it has, since the rest would be padding."""
+        share = -(-self.num_evaluated[stream] // world_size)
+        return min(self.recipe.evaluate.batch_size, share)
 
     @property
     def last_step(self) -> int:

@@ -251,7 +251,8 @@ def set_up_attempt(
         spikes = SpikePolicy(recipe, link, image_losses, device, back)
 
         def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
-            return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size, start))
+            size = job.evaluation_batch(name, place.world_size)
+            return _refusing(streams.evaluation_batches(name, size, start))
 
         evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
         watchdog.begin_steps(progress.step)

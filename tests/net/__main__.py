@@ -1,34 +1,37 @@
-"""A net under refactoring: what the code does, recorded before a change and compared after it.
+"""A net under refactoring: what users have, recorded at another revision and here, and compared.
 
-    python -m tests.net record FOLDER [PART ...]    one JSON file for each part, by default all
-    python -m tests.net compare A B [PART ...]      prints what differs; exits 1 if anything does
-    python -m tests.net mutations [NAME ...]        each mutation must fail its test; exits 1 if not
-    python -m tests.net keep                        renews kept/ where a format has changed
+    python -m tests.net against REV [PART ...]      records REV and this tree; prints what differs
+    python -m tests.net record FOLDER [PART ...]    one JSON file for each part, of this tree
+    python -m tests.net compare A B [PART ...]      prints what differs between two recordings
+    python -m tests.net keep [PART ...]             renews kept/ from the base revision
+    python -m tests.net mutations [NAME ...]        each mutation must fail its test
 
-PART is order, formats, dry_run, losses, mlflow or faults. Two recordings of one commit on one
-machine are equal. `losses` and `mlflow` hold bit-exact floats, which depend on the processor;
-`order` and `formats` do not, and are kept in `kept/`.
+A difference that is intended has an entry in `intended.toml`, and is not printed. The exit code is
+1 if anything else differs. Parts are the modules of `tests/net/parts`; by default all of them are
+taken. `against before-light` compares with the base revision (file `BASE`).
+
+Two recordings of one commit on one machine are equal. Those of the parts in `kept/` are also equal
+on other processors; `test_net.py` compares with them.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
-import os
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.net import compare as comparing
+from tests.net import trees
+
 KEPT = Path(__file__).with_name("kept")
-KEPT_PARTS = ["order", "formats"]
-ON_RAY = ["mlflow", "faults"]
-"""What needs a cluster: pytest starts it, and runs `test_PART` of `on_ray.py`."""
-PARTS = [*KEPT_PARTS, "dry_run", "losses", *ON_RAY]
+PARTS = sorted(
+    file.stem for file in Path(__file__).with_name("parts").glob("*.py") if file.stem != "__init__"
+)
 
 
 def record(folder: Path, parts: list[str]) -> None:
@@ -36,71 +39,72 @@ def record(folder: Path, parts: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         start_s = time.monotonic()
-        if part in ON_RAY:
-            _run_on_ray(part, folder)
-        else:
-            write_part(folder, part, importlib.import_module(f"tests.net.{part}").record())
-        print(f"{part}: {time.monotonic() - start_s:.0f} s", flush=True)
+        module = importlib.import_module(f"tests.net.parts.{part}")
+        with tempfile.TemporaryDirectory(prefix=f"net-{part}-") as scratch:
+            write_part(folder, part, module.record(Path(scratch)))
+        print(f"{part}: recorded in {time.monotonic() - start_s:.0f} s", flush=True)
 
 
 def write_part(folder: Path, part: str, found: Any) -> None:
     """One leaf a line, so that `diff` reads it too."""
-    text = json.dumps(found, indent=1, sort_keys=True, default=str)
-    (folder / f"{part}.json").write_text(text + "\n")
-
-
-def _run_on_ray(name: str, folder: Path) -> None:
-    test = f"{Path(__file__).with_name('on_ray.py')}::test_{name}"
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider", test]
-    environment = {**os.environ, "VIT_RAY_NET_FOLDER": str(folder.absolute())}
-    if subprocess.run(command, cwd=ROOT, env=environment).returncode != 0:
-        sys.exit(f"{name} could not be recorded; pytest says why above")
-
-
-def differences(one: Any, other: Any, name: str = "") -> Iterator[str]:
-    """A line for each leaf that is not in both or not the same."""
-    if isinstance(one, list) and isinstance(other, list):
-        before, after = ([json.dumps(item) for item in items] for items in (one, other))
-        for line in difflib.unified_diff(before, after, n=0, lineterm=""):
-            if not line.startswith(("---", "+++", "@@")):
-                yield f"{name} > {line}"
-    elif isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
-            path = f"{name} > {key}" if name else str(key)
-            if key in one and key in other:
-                yield from differences(one[key], other[key], path)
-            else:
-                yield f"{path}: only in {'the first' if key in one else 'the second'}"
-    elif one != other:
-        yield f"{name}: {one!r} != {other!r}"
+    (folder / f"{part}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def compare(first: Path, second: Path, parts: list[str]) -> int:
-    """Print the differences; 1 if there are any."""
-    one, other = (
-        {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
-        for folder in (first, second)
-    )
-    one, other = ({part: each[part] for part in parts if part in each} for each in (one, other))
-    found = list(differences(one, other))
-    print("\n".join(found) or f"equal: {', '.join(one)}")
-    return 1 if found or not one else 0
+    """Print the differences that are not intended; 1 if there are any."""
+    intended = comparing.read_intended()
+    found = []
+    for part in parts:
+        one, other = (folder / f"{part}.json" for folder in (first, second))
+        if one.is_file() and other.is_file():
+            before, after = (json.loads(file.read_text()) for file in (one, other))
+            found += comparing.unintended(part, before, after, intended)
+        elif one.is_file() or other.is_file():
+            found.append(
+                f"{part}: could not be recorded in {'second' if one.is_file() else 'first'}"
+            )
+        else:
+            found.append(f"{part}: could not be recorded")
+    print("\n".join(found) or f"equal: {', '.join(parts)}")
+    for entry in intended:
+        if entry.part in parts and not entry.is_used:
+            print(f"note: no difference matches intended {entry.part}: {entry.pattern}")
+    return 1 if found else 0
+
+
+def against(revision: str, parts: list[str]) -> int:
+    """Record there and here, part by part, and compare."""
+    tree = trees.checkout(revision)
+    folders = [trees.PLACE / "recorded" / name for name in (tree.folder.name, "here")]
+    for part in parts:
+        for place, folder in zip((tree, trees.HERE), folders, strict=True):
+            (folder / f"{part}.json").unlink(missing_ok=True)
+            place.run("record", str(folder), part)
+    return compare(*folders, parts)
+
+
+def keep(parts: list[str]) -> int:
+    """Record the kept parts at the base revision."""
+    return trees.checkout(trees.BASE).run("record", str(KEPT), *parts)
 
 
 def main(*words: str) -> int:
     """The command line."""
+    kept = sorted(file.stem for file in KEPT.glob("*.json"))
     match words:
         case ["record", folder, *parts] if set(parts) <= set(PARTS):
             record(Path(folder), parts or PARTS)
         case ["compare", first, second, *parts] if set(parts) <= set(PARTS):
             return compare(Path(first), Path(second), parts or PARTS)
-        case ["mutations", *names]:
-            return int(importlib.import_module("tests.net.mutations").run(names))
-        case ["keep"]:
-            _run_on_ray("keep", KEPT)
-            record(KEPT, KEPT_PARTS)
+        case ["against", revision, *parts] if set(parts) <= set(PARTS):
+            return against(revision, parts or PARTS)
+        case ["keep", *parts] if set(parts) <= set(PARTS):
+            return keep(parts or kept)
+        case ["mutations" | "speed" as command, *names]:
+            run: Callable[[list[str]], int] = importlib.import_module(f"tests.net.{command}").run
+            return run(names)
         case _:
-            print(__doc__)
+            print(__doc__, f"\nPARTS: {', '.join(PARTS)}")
             return 2
     return 0
 

@@ -1,29 +1,35 @@
-"""The parts of the net that cost seconds and depend on no processor, and the net itself."""
+"""What users have is what it was at the base revision, for what depends on no processor."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.net import formats, mutations, order
-from tests.net.__main__ import KEPT, ROOT, compare, differences, write_part
+from tests.net.__main__ import KEPT, PARTS, compare, write_part
+from tests.net.compare import Intended, differences, unintended
+from tests.net.trees import HERE, ROOT
+
+KEPT_PARTS = sorted(set(PARTS) & {file.stem for file in KEPT.glob("*.json")})
+
+
+def test_what_users_have_is_what_was_kept(tmp_path: Path) -> None:
+    """Recorded by a process of its own, which starts a Ray to convert images."""
+    command = [sys.executable, "-m", "tests.net", "record", str(tmp_path), *KEPT_PARTS]
+    subprocess.run(command, cwd=ROOT, env=HERE.environment(), check=True)
+    assert compare(KEPT, tmp_path, KEPT_PARTS) == 0
 
 
 def test_the_order_of_48_worlds_is_the_kept_one() -> None:
-    """Runs resume by it; `python -m tests.net record tests/net/kept order` renews it."""
-    found = order.record()
-    assert len(found) == 48
-    assert list(differences(json.loads((KEPT / "order.json").read_text()), found)) == []
-    # The global batches are the same for every number of ranks.
-    batches: dict[str, set[str]] = {}
-    for world, digests in found.items():
-        batches.setdefault(world.partition(", ")[2], set()).add(digests["samples"])
-    assert {len(unlike) for unlike in batches.values()} == {1}
+    kept = json.loads((KEPT / "order.json").read_text())
+    assert list(differences(kept, order.record(), "order")) == []
 
 
 def test_a_kept_checkpoint_and_a_kept_data_set_are_read_as_they_were() -> None:
     kept = json.loads((KEPT / "formats.json").read_text())
-    assert list(differences(kept, formats.record())) == []
+    assert list(differences(kept, formats.record(), "formats")) == []
 
 
 def test_each_mutation_has_one_place_and_a_test_file() -> None:
@@ -48,3 +54,14 @@ def test_a_comparison_names_each_difference(
     ]
     assert compare(before, before, ["losses", "mlflow"]) == 0
     assert compare(before, tmp_path / "absent", ["losses"]) == 1
+
+
+def test_an_intended_difference_is_covered_and_a_whole_part_is_refused() -> None:
+    before, after = {"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 2}}
+    lines = ["losses > b > d: only in the first"]
+    assert unintended("losses", before, after, []) == lines
+    assert unintended("losses", before, after, [Intended("losses", "> d:", "60", "left")]) == []
+    assert unintended("losses", before, after, [Intended("mlflow", "> d:", "60", "left")]) == lines
+    for pattern in (".*", "^losses", ">", ": "):
+        with pytest.raises(ValueError, match="matches all of part losses"):
+            unintended("losses", before, after, [Intended("losses", pattern, "60", "left")])

@@ -1,0 +1,1 @@
+"""The parts of the net: module NAME has `record(folder)`, which gives what users have as JSON."""

@@ -1,0 +1,25 @@
+"""The few names that users have and that were renamed: the present one first, then earlier ones."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Any
+
+
+def first_of(*names: str) -> Any:
+    """The first of these `module:name` that exists."""
+    for name in names:
+        try:
+            return pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            continue
+    raise ImportError(f"none of {', '.join(names)} exists")
+
+
+def learning_rates(optim: Any, total_steps: int) -> list[float]:
+    """The rate of each step of a section `optim`."""
+    lr_at = first_of(
+        "vit_ray.training.schedule:lr_at",
+        "vit_ray.train.optim.schedule:lr_at",
+    )
+    return [lr_at(step, optim, total_steps) for step in range(total_steps)]

@@ -1,0 +1,39 @@
+"""Learning rates of every step, for each schedule with and without its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.net.adapters import learning_rates
+from vit_ray.config import load_recipe
+
+STEPS = 40
+SCHEDULES = {
+    "linear": ["optim.schedule=linear"],
+    "linear to 1e-5": ["optim.schedule=linear", "optim.end_learning_rate=1e-5"],
+    "cosine": ["optim.schedule=cosine"],
+    "cosine to 1e-5": ["optim.schedule=cosine", "optim.end_learning_rate=1e-5"],
+    "constant": ["optim.schedule=constant"],
+    "steps": ["optim.schedule=steps"],
+    "steps at 0.5": ["optim.schedule=steps", "optim.decay_at=[0.5]"],
+    "cooldown": ["optim.schedule=cooldown"],
+    "cooldown of a half": [
+        "optim.schedule=cooldown",
+        "optim.cooldown_fraction=0.5",
+        "optim.end_learning_rate=1e-5",
+    ],
+}
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """By schedule and warm-up, bit by bit."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"name: net\noptim: {{learning_rate: 3e-3, steps: {STEPS}}}\n")
+    found = {}
+    for name, keys in SCHEDULES.items():
+        for warmup in (0, 7):
+            optim = load_recipe(recipe, [*keys, f"optim.warmup_steps={warmup}"]).optim
+            rates = learning_rates(optim, STEPS)
+            found[f"{name}, warm-up {warmup}"] = " ".join(rate.hex() for rate in rates)
+    return found

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from vit_ray.metric_names import CHECKPOINT_STALL_S, STARTUP_FIRST_STEP_S
+from vit_ray.metric_names import STARTUP_FIRST_STEP_S
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import Record
 from vit_ray.worker.run_link import Orders, beats_between
@@ -61,8 +61,6 @@ class RunStatus:
     events: list[Event] = field(default_factory=list)
     stage: str = ""
     """The current child run; empty for a run without any."""
-    checkpoints_s: list[float] = field(default_factory=list)
-    """Unix times at which this driver's last two checkpoints were begun."""
 
 
 class _Heard(NamedTuple):
@@ -102,9 +100,6 @@ class ControlState:
                     {k: v for k, v in values.items() if k != STARTUP_FIRST_STEP_S or k not in known}
                 )
                 self._now.step = max(self._now.step, record["step"])
-                if CHECKPOINT_STALL_S in values:
-                    last = self._now.checkpoints_s[-1:]
-                    self._now.checkpoints_s = [*last, record["time_ms"] / 1000]
             case "event":
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
                 self._now.events.append(Event(kind, record["text"], record["step"], time_s))
@@ -197,8 +192,7 @@ class ControlState:
     def status(self) -> RunStatus:
         """A copy, for the display, and at the end for the result."""
         now, stage = self._now, "" if self._stage is None else str(self._stage)
-        metrics, events, checkpoints = dict(now.metrics), list(now.events), now.checkpoints_s
-        return RunStatus(now.step, metrics, events, stage, checkpoints)
+        return RunStatus(now.step, dict(now.metrics), list(now.events), stage)
 
     def child_step(self, name: str, step: int) -> None:
         """A child run (a trial of a sweep) is at `step`; the display shows the children's sum."""

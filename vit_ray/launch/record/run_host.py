@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S, answer
 from vit_ray.launch.record.control import ControlState, RunStatus
-from vit_ray.launch.record.ray_metrics import RunMetrics
 from vit_ray.launch.record.run_time import marks_of
 from vit_ray.measure.goodput import Account, Work, account
 from vit_ray.outcomes import Failure, WorkerPlace
@@ -133,7 +132,6 @@ class RunHost:
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
         self._lock = threading.Lock()
-        self._metrics = RunMetrics()
 
     def open(self, opening: RunOpening) -> None:
         """Open a run; does nothing if it is open or has ended; returns once MLflow has it.
@@ -153,7 +151,6 @@ class RunHost:
                     if other is not run and other.tracker and other.log.path == opening.log_path:
                         self.finish(key, "KILLED")
                 run.open(opening)
-                self._export(run)
 
     def record(
         self, key: str, log_path: Path, opened: None, kind: str, values: dict[str, Any]
@@ -179,12 +176,6 @@ class RunHost:
                     run.keep_work(**values)
                 case _:
                     run.log.append(kind, **values)
-                    self._export(run)
-
-    def _export(self, run: _Run) -> None:
-        if run.control.name:
-            status, is_running = run.control.status(), run.tracker is not None
-            self._metrics.show(run.control.name, status, run.log.path, is_running=is_running)
 
     def ask(self, key: str, what: str, *args: Any) -> Any:
         """The answer of `control.method`, `tracker.method` or a method of the run, or `NoRun`."""
@@ -203,7 +194,6 @@ class RunHost:
             if run.tracker is not None:
                 run.log.end(status)
                 run.close()
-                self._export(run)
             return NoRun.UNKNOWN if run.is_sent is None else run.is_sent
 
     def _run(self, key: str, log_path: Path) -> _Run:

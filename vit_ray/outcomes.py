@@ -19,7 +19,6 @@ class EventKind(StrEnum):
     CHECKPOINT_DAMAGED = "damaged checkpoint"
     CHECKPOINT_FAILED = "checkpoint failed"
     CHECKPOINT_LEFT = "old checkpoint left"
-    DEVICE_SUSPECT = "device suspect"
     EVALUATION_CUT = "evaluation cut"
     EVALUATION_FAILED = "evaluation failed"
     EVALUATION_NOT_RECORDED = "evaluation not recorded"

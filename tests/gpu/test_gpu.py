@@ -34,7 +34,6 @@ from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.optim.optimizers import build_optimizer
 from vit_ray.worker.decode.device_decode import NvImageCodec
 from vit_ray.worker.prefetch import device_batches
-from vit_ray.worker.setup import check_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 GPU = torch.device("cuda", 0)
@@ -156,8 +155,7 @@ def test_compiled_blocks_train_as_eager_ones(precision: str, stage: int) -> None
     assert found[True] == pytest.approx(found[False], rel=1e-3 if precision == "fp32" else 5e-2)
 
 
-def test_the_gpu_and_its_sums_are_sound() -> None:
-    assert check_device(GPU, 0, 1) == []
+def test_the_gpu_is_known() -> None:
     assert find_device(torch.cuda.get_device_name(GPU)) is not None
 
 

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from vit_ray.worker import worker
-from vit_ray.worker.job import DefectiveDeviceError, UnrecoverableError
+from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.pool_link import GroupBrokenError
 
 BY_PEER = RuntimeError("Connection closed by peer [10.0.0.2]")
@@ -86,7 +86,6 @@ def test_an_error_that_no_other_rank_explains_ends_the_process(
     "error",
     [
         UnrecoverableError("too many bad images", is_agreed=False),
-        DefectiveDeviceError("a product is wrong"),
         RuntimeError("CUDA out of memory"),
         ValueError("a bug"),
         ray.exceptions.RayTaskError("read", "", ValueError("a bug")),

@@ -16,15 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.small import FAMILIES, small_model
-from tests.train.ranks import run_ranks
 from tests.worker.fakes import make_job
 from vit_ray import trust_modules
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
-from vit_ray.train.engine.collectives import all_sum
 from vit_ray.worker import setup
-from vit_ray.worker.job import DefectiveDeviceError, SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.setup import (
     build_engine,
     choose_micro_batch,
@@ -266,44 +264,3 @@ def test_a_refusal_of_the_device_decoder_ends_the_run(
 def test_errors_cross_processes_whole(is_agreed: bool) -> None:
     error = pickle.loads(pickle.dumps(UnrecoverableError("text", is_agreed=is_agreed)))
     assert (str(error), error.is_agreed) == ("text", is_agreed)
-
-
-def checked(rank: int) -> str:
-    """Without an error, and with one in the second sum."""
-
-    def off_by_one(values: Any, device: torch.device) -> list[float]:
-        found = all_sum(values, device)
-        return [found[0], found[1] + 1]
-
-    cpu, world_size = torch.device("cpu"), torch.distributed.get_world_size()
-    assert setup.check_device(cpu, rank, world_size) == []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "all_sum", off_by_one)
-        with pytest.raises(DefectiveDeviceError) as raised:
-            setup.check_device(cpu, rank, world_size)
-    return str(raised.value)
-
-
-def test_ranks_add_up_what_is_known_before_they_train() -> None:
-    for told in run_ranks(3, checked):
-        assert "all 3 workers is [6.0, 15.0], but [6.0, 14.0] is correct" in told
-
-
-def test_a_gpu_that_computes_what_is_wrong_is_not_trained_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
-    monkeypatch.setattr(setup, "computes_exactly", lambda _: False)
-    with pytest.raises(DefectiveDeviceError, match="NVIDIA H100 multiplies two matrices"):
-        setup.check_device(torch.device("cuda", 0), 0, 1)
-
-
-def test_what_the_driver_reports_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(uuid="7")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(setup, "computes_exactly", lambda _: True)
-    monkeypatch.setattr(setup, "all_sum", lambda values, _: [float(one) for one in values])
-    monkeypatch.setattr(setup, "driver_faults", lambda gpu: [f"{gpu} has lost memory"])
-    found = setup.check_device(torch.device("cuda", 0), 0, 1)
-    assert found == ["NVIDIA H100: GPU-7 has lost memory"]

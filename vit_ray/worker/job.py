@@ -91,9 +91,5 @@ class DivergedError(UnrecoverableError):
     """The loss or the gradient is not finite, and the recipe says to end the run then."""
 
 
-class DefectiveDeviceError(RuntimeError):
-    """The device, or its link to others, computes wrong results."""
-
-
 class SmallerMicroBatchError(RuntimeError):
     """A pass did not fit into memory; the next attempt takes fewer images."""

@@ -9,14 +9,12 @@ import torch
 from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
-from vit_ray.measure.device_health import computes_exactly, driver_faults
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.parameter_groups import HEADS, part_of
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
 from vit_ray.train.distillation import Teacher
-from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch
 from vit_ray.train.memory.largest_batch import largest_micro_batch, try_micro_batches
@@ -33,7 +31,6 @@ from vit_ray.train.memory.micro_batch import (
 from vit_ray.train.objective import NotesLosses, build_objective, make_loss
 from vit_ray.worker.decode.device_decode import DeviceDecoder
 from vit_ray.worker.job import (
-    DefectiveDeviceError,
     SmallerMicroBatchError,
     TrainJob,
     UnrecoverableError,
@@ -78,34 +75,6 @@ def choose_micro_batch(
     if rank == 0 and needs_trial and torch.cuda.is_available() and known is None:
         note_images(run_folder, "trials", tried, images)
     return images
-
-
-def check_device(device: torch.device, rank: int, world_size: int) -> list[str]:
-    """Check what this rank computes, and the sum over all ranks; returns milliseconds.
-
-    Returns:
-        Errors that the driver reports for the GPU; it may work nevertheless.
-
-    Raises:
-        DefectiveDeviceError: a result is wrong.
-    """
-    has_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if has_gpu else "cpu"
-    if has_gpu and not computes_exactly(device):
-        raise DefectiveDeviceError(
-            f"{name} multiplies two matrices of whole numbers and the result is wrong; take the "
-            "GPU out of service"
-        )
-    ranks = range(1, world_size + 1)
-    expected = [float(sum(ranks)), float(sum(one * one for one in ranks))]
-    added = all_sum([rank + 1, (rank + 1) ** 2], device)
-    if added != expected:
-        raise DefectiveDeviceError(
-            f"the sum over all {world_size} workers is {added}, but {expected} is correct; check "
-            "the links between the hosts, and each GPU"
-        )
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if has_gpu else None
-    return [f"{name}: {fault}" for fault in driver_faults(f"GPU-{uuid}")] if uuid else []
 
 
 def device_name() -> str:

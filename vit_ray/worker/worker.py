@@ -63,7 +63,6 @@ from vit_ray.worker.saving import (
 )
 from vit_ray.worker.setup import (
     build_engine,
-    check_device,
     choose_micro_batch,
     open_batches,
 )
@@ -183,8 +182,6 @@ def set_up_attempt(
     with unless_set_up:
         unless_set_up.callback(watchdog.stop)
         check_folder_is_shared(job, platform.node())
-        for fault in check_device(device, place.rank, place.world_size):
-            link.note_own(EventKind.DEVICE_SUSPECT, f"worker {place.rank}, {fault}", 0)
         point = ResumePoint(None, 0)
         if job.kind == "train":
             watchdog.pause()  # the selection has its own limit

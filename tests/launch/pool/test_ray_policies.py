@@ -55,7 +55,7 @@ from vit_ray.launch.pool.ray_policies import (
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
-from vit_ray.worker.job import DefectiveDeviceError, SmallerMicroBatchError, TrainJob
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,6 @@ RAY_NODES = [
         ([(BY_PEER, DIED)] * 2, "!in(2)"),
         ([(BY_PEER, WorkerHealthCheckFailedError("A health check failed.", DIED))] * 2, "!in(2)"),
         ([(BY_PEER, BAD_CARD)], None),
-        ([(BY_PEER, DefectiveDeviceError("a product is wrong"))], "!in(2)"),
         ([(BY_PEER, BAD_CARD), (BAD_CARD, BY_PEER), (BY_PEER, BAD_CARD)], None),  # in turn
         ([(BY_PEER, BY_PEER)] * 2, None),  # nobody knows whose fault it is
         ([(BAD_CARD, BAD_CARD)] * 2, None),

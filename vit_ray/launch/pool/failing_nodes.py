@@ -35,17 +35,13 @@ class FailingNodes:
         now_s = time.monotonic()
         return {node: host for node, (host, until_s) in self._left.items() if now_s < until_s}
 
-    def note(self, place: WorkerPlace | None, *, is_certain: bool = False) -> None:
-        """Count a failure of the group: on a single node, or not (None).
-
-        Args:
-            is_certain: it is the node's defect, so no second failure is needed.
-        """
+    def note(self, place: WorkerPlace | None) -> None:
+        """Count a failure of the group: on a single node, or not (None)."""
         node, now_s = (place.node if place else ""), time.monotonic()
         before, at_s = self._last
         self._last = node, now_s
         is_second = node == before and now_s - at_s < IN_A_ROW_S
-        if place and (is_certain or is_second or node in self._left):
+        if place and (is_second or node in self._left):
             self._left[node] = place.host, now_s + LEFT_OUT_S
 
 
@@ -75,8 +71,8 @@ class LeaveOutNodes(ControllerCallback):
             self._noted |= news
             named = ", ".join(sorted(hosts[node] for node in news))
             text = (
-                f"{named}: workers there have failed twice in a row, or a GPU has computed wrong "
-                "results, so the group is placed on other nodes; check its GPUs and its system log"
+                f"{named}: workers there have failed twice in a row, so the group is placed on "
+                "other nodes; check its GPUs and its system log"
             )
             with contextlib.suppress(ray.exceptions.RayError):
                 if (job := self._current_job()) is not None:

@@ -8,7 +8,6 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from vit_ray.outcomes import WorkerPlace
 from vit_ray.ray_internals import memory_kill, without_retry_note
-from vit_ray.worker.job import DefectiveDeviceError
 
 _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
@@ -62,11 +61,8 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
     blamed = {
         rank: failure
         for rank, failure in getattr(error, "worker_failures", {}).items()
-        if isinstance(failure, DefectiveDeviceError)
-        or (
-            not (_is_ours(failure) or memory_kill(failure))
-            and (_has_died(failure) or not _is_collateral(failure, str(failure)))
-        )
+        if not (_is_ours(failure) or memory_kill(failure))
+        and (_has_died(failure) or not _is_collateral(failure, str(failure)))
     }
     found = [places[rank] for rank in sorted(blamed) if rank in places]
     is_one = len(found) == len(blamed) and len({place.node for place in found}) == 1

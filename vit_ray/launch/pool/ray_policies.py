@@ -40,7 +40,7 @@ from vit_ray.ray_internals import (
     expire_resource_requests_after,
     refresh_reserved_resources,
 )
-from vit_ray.worker.job import DefectiveDeviceError, SmallerMicroBatchError, TrainJob
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
 
 WAIT_FOR_NODES_S = 1.0
 KEEP_REQUEST_S: Final = 45
@@ -132,10 +132,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
         failures = getattr(training_failed_error, "worker_failures", {}).values()
-        blamed = failing_node(training_failed_error, places)
-        FAILING_NODES.note(
-            blamed, is_certain=any(isinstance(one, DefectiveDeviceError) for one in failures)
-        )
+        FAILING_NODES.note(failing_node(training_failed_error, places))
         run_folder, newest = job.run_folder, newest_step(job.run_folder)
         if run_folder != self._run_folder or newest not in (-1, self._failed_at):
             self._run_folder, self._count, self._failed_at = run_folder, 0, newest

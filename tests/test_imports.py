@@ -14,7 +14,6 @@ EVERYONE |= {
     "own_parts",
     "metric_names",
     "model_aliases",
-    "kept_curve",
     "internals",
     "ray_internals",
     "mlflow_internals",
@@ -57,7 +56,6 @@ ALLOWED = {
     "own_parts": set(),
     "metric_names": set(),
     "model_aliases": set(),
-    "kept_curve": set(),
     "outcomes": set(),
     "lock": set(),
 }

@@ -11,7 +11,6 @@ import importlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 from vit_ray.internals import Internal
 
@@ -34,10 +33,6 @@ ALL_STEPS: Final = (-(2**62), 2**62)
 """Without bounds SQLite uses the index of the primary key, and reads the points of every run."""
 BULK_HISTORY: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
 """What MLflow's own pages request from a server."""
-SERVED: Final = "mlflow-artifacts:/"
-"""Beginning of the addresses of files that a server sends itself."""
-SERVED_FILES: Final = "/api/2.0/mlflow-artifacts/artifacts"
-"""What the client requests for them, after a request for the run and one for the file's folder."""
 VIEW_TAG: Final = "mlflow.sharedViewState."
 """Tag of an experiment: what MLflow's page of it shows, under a key. The page of MLflow 3.17 reads
 the fields that `view_state` writes; other versions ignore fields that they do not have."""
@@ -126,19 +121,6 @@ def sample_of_server(
         )
         for one in held
     ]
-
-
-def file_of_server(client: MlflowClient, address: str) -> bytes | None:
-    """A file that a server sends itself, in one request; None if it does not.
-
-    Args:
-        address: `mlflow-artifacts:/...`.
-    """
-    rest: Any = importlib.import_module("mlflow.utils.rest_utils")
-    store: Any = client._tracking_client.store
-    place = f"{SERVED_FILES}/{quote(address.removeprefix(SERVED))}"
-    reply = rest.http_request(store.get_host_creds(), place, "GET")
-    return bytes(reply.content) if reply.status_code == 200 else None
 
 
 def view_state(section: str, metrics: Sequence[str], columns: Sequence[str], order_by: str) -> str:

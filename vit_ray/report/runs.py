@@ -5,7 +5,6 @@ import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -17,7 +16,6 @@ from mlflow.entities import Experiment, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from vit_ray import kept_curve
 from vit_ray.addresses import LOCAL_SERVER, files_elsewhere, require_store
 from vit_ray.config.recorded_recipe import (
     INIT_RUN,
@@ -42,15 +40,12 @@ from vit_ray.metric_names import (
     TRANSFER_MEAN_TOP1,
 )
 from vit_ray.mlflow_internals import (
-    SERVED,
     VIEW,
     VIEW_TAG,
-    file_of_server,
-    latest_points,
     runs_page,
 )
 from vit_ray.model_aliases import model_family
-from vit_ray.report.figures.histories import CONNECTIONS, Curve, Histories, is_finite
+from vit_ray.report.figures.histories import Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
     EXAFLOPS,
@@ -80,6 +75,8 @@ TRANSFER: Final = re.compile(rf"{TRANSFER_GROUP}(.+)_top1")
 MEAN_TRANSFER: Final = TRANSFER_MEAN_TOP1
 MAX_POINTS_A_CHART: Final = 12_000
 """With more points in total, a browser draws for seconds."""
+MAX_POINTS: Final = 300
+"""Most points of a curve on a page."""
 MIN_POINTS: Final = 40
 _STEP_FOLDER: Final = re.compile(r"/step-\d{8,}$")
 _SETS: Final = {
@@ -266,20 +263,6 @@ class RecordedRun:
         return self.tags.get(PARENT_TAG)
 
     @property
-    def keeps_curve(self) -> bool:
-        """Whether it has a file of its loss curve up to the latest point, which its server sends.
-
-        Other places may need credentials, or more time than the server takes for the history.
-        """
-        end, place = self.tags.get(kept_curve.TAG), str(self.run.info.artifact_uri)
-        return (
-            end is not None
-            and place.startswith(SERVED)
-            and not place.startswith(f"{SERVED}/")  # another server's
-            and any(p.key == kept_curve.KEY and str(p.step) == end for p in latest_points(self.run))
-        )
-
-    @property
     def label(self) -> str:
         """Row name in a study; elsewhere the model's or the run's name."""
         return self.tags.get("vit_ray.study_label") or self.params.get("model.name") or self.name
@@ -440,7 +423,7 @@ class Archive:
         """Run id to steps and values in order, for each run that has any.
 
         For a long curve these are recorded points spread evenly over its length, at most
-        `kept_curve.MAX_POINTS` and fewer if many runs share the page, with the first and the last.
+        `MAX_POINTS` and fewer if many runs share the page, with the first and the last.
         """
         on_dev = re.sub(f"^{EVAL_GROUP}", DEV_GROUP, key)
         by_name: dict[str, list[RecordedRun]] = {}
@@ -448,38 +431,10 @@ class Archive:
             if name := next((n for n in (key, on_dev) if n in run.run.data.metrics), None):
                 by_name.setdefault(name, []).append(run)
         count = sum(map(len, by_name.values()))
-        most = max(MIN_POINTS, min(kept_curve.MAX_POINTS, MAX_POINTS_A_CHART // max(count, 1)))
+        most = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_A_CHART // max(count, 1)))
         found: dict[str, Curve] = {}
         for name, members in by_name.items():
-            found |= self._kept_curves(members, most) if name == kept_curve.KEY else {}
-            rest = [run.run_id for run in members if run.run_id not in found]
-            found |= self._curves.curves(rest, name, most)
-        return found
-
-    def _kept_curves(self, runs: Sequence[RecordedRun], most: int) -> dict[str, Curve]:
-        """Loss curves from the files that runs of a server keep.
-
-        One file that cannot be read is the last that is asked for: its storage may be away.
-        """
-        fresh = [run for run in runs if run.keeps_curve] if self.is_server else []
-        found: dict[str, Curve] = {}
-
-        def read(run: RecordedRun) -> bytes | None:
-            place = f"{run.run.info.artifact_uri}/{kept_curve.FILE}"
-            try:
-                return file_of_server(self._client, place)
-            except MlflowException:
-                return None
-
-        for first in range(0, len(fresh), CONNECTIONS):
-            some = fresh[first : first + CONNECTIONS]
-            with ThreadPoolExecutor(CONNECTIONS) as readers:
-                contents = [*readers.map(read, some)]
-            for run, content in zip(some, contents, strict=True):
-                if content and (curve := kept_curve.curve_in(content)):
-                    found[run.run_id] = kept_curve.spread(curve, most)
-            if None in contents:
-                break
+            found |= self._curves.curves([run.run_id for run in members], name, most)
         return found
 
     def file(self, run: RecordedRun, path: str) -> bytes | None:

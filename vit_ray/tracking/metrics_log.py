@@ -21,7 +21,6 @@ from pathlib import Path
 from types import NoneType
 from typing import IO, Any, Final, Literal, NamedTuple
 
-from vit_ray import kept_curve
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, FEW_SHOT_GROUP
@@ -79,7 +78,6 @@ _TIMELINE: Final = tuple(
 )
 """Beginnings of the lines from which a run's time is computed."""
 _START: Final = b'{"kind": "start"'
-_METRICS: Final = b'{"kind": "metrics"'
 RELEASE_S = 20.0
 """How long the process of a killed driver may take to release its logs."""
 ARRIVAL_S: Final = 300.0
@@ -349,31 +347,8 @@ class MetricsLog(Recorder):
             yield from file
 
     def end(self, status: Status) -> None:
-        """Write the last record of an opening, and before it the loss curve if that is long."""
-        losses = self._losses()
-        if len(losses) > kept_curve.LONG:
-            tags = {kept_curve.TAG: str(max(losses))}
-            text = kept_curve.text_of(losses)
-            self.append("text", name=kept_curve.FILE, text=text, tags=tags)
+        """Write the last record of an opening."""
         self.append("finish", status=status)
-
-    def _losses(self) -> dict[int, float]:
-        """Finite training losses by step, as MLflow has them: the first of each step.
-
-        Empty if an earlier attempt, from which this one resumed, is not in the file.
-        """
-        found: dict[int, float] = {}
-        key = f'"{kept_curve.KEY}"'.encode()
-        for line in self._lines():
-            if line.startswith(_START):
-                if not found and _parsed(line).get("resume_step") is not None:
-                    return {}
-            elif line.startswith(_METRICS) and key in line:
-                record = _parsed(line)
-                loss = record.get("values", {}).get(kept_curve.KEY, math.nan)
-                if math.isfinite(loss):
-                    found.setdefault(record["step"], loss)
-        return found
 
     def keep_work(self, **work: Any) -> None:
         """Keep what an attempt has completed in a small separate file, because it comes each

@@ -166,8 +166,6 @@ class RunWriter:
                     self._tag(record["key"], record["value"])
                 case "text":
                     self.client.log_text(self.run_id, record["text"], record["name"])
-                    for key, value in record.get("tags", {}).items():  # a tag says it is stored
-                        self._tag(key, value)
                 case "artifact":
                     self._send_artifact(record)
                 case "model":

@@ -2,9 +2,9 @@
 
 From an SQL store only the points that are drawn are read, each by the index of run, key and step;
 for an uneven history also all of its steps. A server returns its own even sample, for which it
-reads every point of the histories; `kept_curve` spares it the longest. That sample may hold
-superseded records if a run went back and recorded steps again: a history whose sample shows this is
-read whole. So are all histories if there is neither the index nor the call.
+reads every point of the histories. That sample may hold superseded records if a run went back and
+recorded steps again: a history whose sample shows this is read whole. So are all histories if there
+is neither the index nor the call.
 """
 
 import contextlib
@@ -13,13 +13,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from vit_ray.kept_curve import spread
 from vit_ray.mlflow_internals import (
     ALL_STEPS,
     METRICS,
@@ -30,6 +29,7 @@ from vit_ray.mlflow_internals import (
     sample_of_server,
 )
 
+T = TypeVar("T")
 Curve = list[tuple[float, float]]
 """Steps, ascending and each once, and finite values."""
 
@@ -111,6 +111,13 @@ class Histories:
         history = self._client.get_metric_history(run_id, key)
         ordered = sorted((one.step, one.timestamp, one.value) for one in history)
         return spread([*{record[0]: record for record in ordered}.values()], most)
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most this many of them, the first and the last included."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
 
 
 @contextlib.contextmanager

@@ -32,15 +32,12 @@ from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import training_crop
-from vit_ray.data.images.erasing import RandomErasing
 from vit_ray.data.images.randaugment import RandAugment
-from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
 from vit_ray.storage import locate
 from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.image_losses import ImageLosses
 from vit_ray.train.loop import RankContext
-from vit_ray.train.optim.schedule import lr_at
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
@@ -101,88 +98,6 @@ def test_augreg_is_as_its_published_run_is_named() -> None:
     augment = augmentation_of(recipe.model, recipe.data.augment)
     assert augment.randaugment == RandAugment("tensorflow", 2, 20.0)
     assert augment.min_area == 0.05
-
-
-def test_deit_is_as_its_table_9_prints_it() -> None:
-    recipe = load_recipe(FIELD / "deit_s16_imagenet.yaml")
-    optim, model, train = recipe.optim, recipe.model, recipe.train
-    steps = told_facts(recipe).total_steps
-    assert (model.name, model.stochastic_depth, model.dropout) == ("ViT-S/16", 0.1, 0.0)
-    assert model.representation is False
-    assert (train.global_batch_size, recipe.data.repeats) == (1024, 3)  # RASampler's default
-    assert optim.learning_rate == pytest.approx(5e-4 * 1024 / 512)
-    assert (optim.weight_decay, optim.clip_norm) == (0.05, 0.0)
-    assert lr_at(round(steps / 60), optim, steps) == pytest.approx(1e-3, rel=1e-3)  # 5 of 300
-    assert lr_at(round(steps / 120), optim, steps) == pytest.approx(5e-4, rel=1e-3)
-    assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
-    assert (train.label_smoothing, train.mixup, train.cutmix) == (0.1, 0.8, 1.0)
-    augment = augmentation_of(recipe.model, recipe.data.augment)
-    assert augment.randaugment == RandAugment("timm", 2, 9.0, 0.5)
-    assert augment.color_jitter is None  # timm's create_transform has it only without RandAugment
-    assert augment.erasing == RandomErasing(0.25)
-    assert (augment.min_area, augment.interpolation) == (0.08, "bicubic")
-    evaluated = augmentation_of(recipe.model, recipe.data.eval_augment)
-    assert (evaluated.resize, evaluated.interpolation) == (256, "bicubic")
-
-
-def test_deit_iii_is_as_its_authors_command_for_vit_s() -> None:
-    # facebookresearch/deit, README_revenge.md: deit_small_patch16_LS, 8 GPUs of 256 images; its
-    # main.py repeats each image three times unless --no-repeated-aug is given.
-    recipe = load_recipe(FIELD / "deit3_s16_imagenet.yaml")
-    optim, model, train = recipe.optim, recipe.model, recipe.train
-    steps = told_facts(recipe).total_steps
-    assert steps == round(800 * 1_281_167 / 2048)
-    assert (model.name, model.layer_scale, model.dropout) == ("ViT-S/16", 1e-4, 0.0)
-    # --drop-path 0.05 in each block is what ours is on average.
-    assert model.stochastic_depth == 2 * 0.05
-    assert (train.global_batch_size, train.loss, train.label_smoothing) == (8 * 256, "sigmoid", 0)
-    assert (train.mixup, train.cutmix, recipe.data.repeats) == (0.8, 1.0, 3)
-    assert train.mixed_labels == "ones"  # --bce-loss: targets above 0 are 1
-    assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.05, 0.0)
-    assert lr_at(round(steps / 160), optim, steps) == pytest.approx(4e-3, rel=1e-3)  # 5 of 800
-    assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
-    augment = augmentation_of(recipe.model, recipe.data.augment)
-    assert augment.randaugment is augment.erasing is None
-    assert (augment.three_augment, augment.color_jitter) == (ThreeAugment(), ColorJitter(0.3))
-    assert (augment.min_area, augment.interpolation) == (0.08, "bicubic")
-    evaluated = augmentation_of(recipe.model, recipe.data.eval_augment)
-    assert (evaluated.resize, evaluated.interpolation) == (224, "bicubic")
-
-
-def test_deit_iii_on_imagenet_21k_is_as_its_authors_command_for_vit_s() -> None:
-    # The same file: 16 GPUs of 128 images, --src --no-repeated-aug.
-    recipe = load_recipe(FIELD / "deit3_s16_i21k.yaml")
-    optim, model, train = recipe.optim, recipe.model, recipe.train
-    steps = told_facts(recipe).total_steps
-    assert (model.name, model.layer_scale, model.dropout) == ("ViT-S/16", 1e-4, 0.0)
-    assert (model.stochastic_depth, model.activation) == (2 * 0.05, "gelu")
-    assert (train.global_batch_size, train.loss, train.label_smoothing) == (2048, "softmax", 0.1)
-    assert (train.mixup, train.cutmix, recipe.data.repeats) == (0.0, 1.0, 1)
-    assert (optim.name, optim.weight_decay, optim.clip_norm) == ("lamb", 0.02, 1.0)
-    assert lr_at(round(steps / 48), optim, steps) == pytest.approx(1e-3, rel=1e-3)  # 5 of 240
-    assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
-    augment = augmentation_of(recipe.model, recipe.data.augment)
-    assert (augment.kind, augment.interpolation) == ("simple_random_crop", "bicubic")
-    assert (augment.three_augment, augment.color_jitter) == (ThreeAugment(), ColorJitter(0.3))
-
-
-def test_the_patient_teacher_is_as_its_authors_configuration() -> None:
-    # google-research/big_vision, configs/proj/distill/bit_i1k.py.
-    recipe = load_recipe(FIELD / "patient_r50_imagenet.yaml")
-    optim, model, train, distill = recipe.optim, recipe.model, recipe.train, recipe.distill
-    assert distill is not None
-    assert (model.name, distill.model.name, model.image_size) == ("R50x1", "R152x2", 224)
-    assert (distill.kind, distill.weight, distill.temperature) == ("logits", 1.0, 1.0)
-    assert (train.global_batch_size, train.mixup, train.cutmix) == (4096, 1.0, 0.0)
-    assert (train.loss, train.label_smoothing) == ("softmax", 0.0)
-    assert (optim.name, optim.betas, optim.first_moment) == ("adamw", (0.9, 0.999), "bf16")
-    assert (optim.learning_rate, optim.clip_norm, optim.schedule) == (0.03, 1.0, "cosine")
-    assert optim.weight_decay * optim.learning_rate == pytest.approx(3e-4)
-    steps = told_facts(recipe).total_steps
-    assert (steps, optim.warmup_steps) == (round(1200 * 1_281_167 / 4096), 5000)
-    augment = augmentation_of(recipe.model, recipe.data.augment)
-    assert (augment.kind, augment.min_area, augment.flip) == ("inception_crop", 0.05, True)
-    assert augmentation_of(recipe.model, recipe.data.eval_augment).resize == 256
 
 
 # One for each feature.

@@ -252,7 +252,6 @@ def test_a_refused_step_changes_no_bit(name: str) -> None:
         ("adamw", "bf16", 6),
         ("adafactor", "fp32", 4),
         ("adafactor", "bf16", 2),
-        ("lamb", "fp32", 8),
         ("sgd", "fp32", 4),
     ],
 )
@@ -292,10 +291,10 @@ def run_config(name: str, stage: int, precision: str = "fp32", **more: Any) -> d
     return {"name": label, "micro": 2, "train": train, "optim": optim}
 
 
-NAMES = ("adafactor", "adamw", "lamb", "muon")
+NAMES = ("adafactor", "adamw", "muon")
 CONFIGS = {name: [run_config(name, stage) for stage in range(4)] for name in NAMES}
 CONFIGS["adafactor"] += [run_config("adafactor", stage, "bf16") for stage in (1, 3)]
-for name in ("adafactor", "lamb", "muon"):
+for name in ("adafactor", "muon"):
     CONFIGS[name].append(run_config(name, 2, offload=True))
 
 
@@ -324,9 +323,6 @@ def test_every_stage_takes_the_same_steps(straight: StraightRuns, name: str) -> 
         if label.startswith(f"{name}-fp32"):
             # The rounded moment of a weight in many hundreds is the other of two bf16 neighbours.
             assert run.losses == pytest.approx(first, rel=1e-4), label
-            if name == "lamb":  # norms of parts of tensors change the losses by 4e-6 of themselves
-                whole = found["lamb-fp32-0"].averaged
-                torch.testing.assert_close(run.averaged, whole, rtol=0.0, atol=2e-5, msg=label)
         else:
             assert run.losses == pytest.approx(first, rel=2e-2), label
 
@@ -343,7 +339,7 @@ def test_a_run_goes_on_bit_for_bit_and_under_another_stage(
             {**run_config(name, s), "from": f"{WORLD}/{name}-fp32-{(s + 2) % 4}"} for s in range(4)
         ]
     again = run_ranks(WORLD, resumed_of_wider, configs, folder)[0]
-    if name in ("lamb", "muon"):
+    if name == "muon":
         alone = {**run_config(name, 1), "from": f"{WORLD}/{name}-fp32-2", "micro": 4}
         again |= run_ranks(1, resumed_of_wider, [alone], folder)[0]
     for (label, place), run in again.items():

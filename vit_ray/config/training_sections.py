@@ -32,7 +32,7 @@ OWN_ACCURACIES: Final = (
     "top1", "top5", "loss", "images", "mean_class_top1", "mean_average_precision",
 )  # fmt: skip
 """Metrics that every evaluation has."""
-_WITH_MOMENTS: Final = ("adamw", "adafactor", "lamb", "muon")
+_WITH_MOMENTS: Final = ("adamw", "adafactor", "muon")
 HIGHEST_BF16_BETA: Final = 0.95
 """With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""
 
@@ -371,20 +371,20 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule and length of a run."""
 
-    name: Annotated[
-        Literal["adamw", "sgd", "adafactor", "lamb", "muon"] | OwnPart, OnResume.FIXED
-    ] = "adamw"
+    name: Annotated[Literal["adamw", "sgd", "adafactor", "muon"] | OwnPart, OnResume.FIXED] = (
+        "adamw"
+    )
     """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), the Adafactor
     of "Scaling ViT" and big_vision, with a second moment factored into rows and columns of each
-    matrix, in attention of each head, the LAMB of DeiT III, or Muon on the matrices of hidden
-    layers with AdamW on everything else; or an optimizer of your own (`myparts.lion`)."""
+    matrix, in attention of each head, or Muon on the matrices of hidden layers with AdamW on
+    everything else; or an optimizer of your own (`myparts.lion`)."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", _WITH_MOMENTS)] = (
         0.9,
         0.999,
     )
-    """AdamW's and LAMB's betas; for Adafactor the momentum and the limit of the second beta. Muon's
+    """AdamW's betas; for Adafactor the momentum and the limit of the second beta. Muon's
     momentum is 0.95, and these are for its AdamW."""
     first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", _WITH_MOMENTS)] = "fp32"
     """Precision of the first moment, or of Muon's momentum; "Scaling ViT" uses bf16. AdamW with
@@ -393,8 +393,7 @@ class OptimConfig(Section):
     """SGD's momentum."""
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels, not on biases, norms, tokens or positions. Decoupled and scaled by
-    the rate; in LAMB a part of the step, whose length is the tensor's; added to the gradient in
-    SGD, as in BiT."""
+    the rate; added to the gradient in SGD, as in BiT."""
     layer_decay: Share = 1.0
     """Layer-wise decay of the learning rate for fine-tuning (BEiT, MAE: 0.65 to 0.85): the head and
     the last norm have the full rate, and each block has this share of the rate of the block above;

@@ -5,7 +5,6 @@ Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +16,12 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.distilled import ProjectedFeatures
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.parameter_groups import HEADS, chosen_parts, part_of
+from vit_ray.models.parameter_groups import chosen_parts, part_of
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.distillation import Teacher, teacher_losses, teacher_width
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
-HEAD_STD: Final = 0.02
-"""Standard deviation of a head that LAMB trains, as in DeiT III (facebookresearch/deit,
-models_v2.py)."""
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 """(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch, or for
 `make_image_losses` the loss of each image."""
@@ -48,14 +44,6 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     if recipe.distill is not None and recipe.distill.kind == "features":
         model = ProjectedFeatures(model, teacher_width(recipe.distill))
     freeze(model, recipe.optim.frozen)
-    if recipe.optim.name == "lamb":
-        # LAMB's steps are proportional to what they change: a kernel that is near zero after its
-        # first step would stay so for thousands. So heads of zeros get DeiT's initial values, and
-        # so does the layer that predicts masked patches.
-        for name, parameter in model.named_parameters():
-            is_kernel = part_of(name) in (*HEADS, "prediction") and parameter.ndim == 2
-            if is_kernel and not parameter.is_meta and not parameter.any():
-                nn.init.trunc_normal_(parameter, std=HEAD_STD)
     if recipe.data.augment.sizes and isinstance(model, VisionTransformer):
         model.let_in_other_sizes()
     every = recipe.train.activation_checkpointing

@@ -14,7 +14,6 @@ from vit_ray.models.parameter_groups import layer_of, part_of
 from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
 from vit_ray.train.optim.adafactor import Adafactor
 from vit_ray.train.optim.guarded import HalfMomentAdamW
-from vit_ray.train.optim.lamb import ADAPTS, Lamb
 from vit_ray.train.optim.muon import Matrices, Muon, gathers
 from vit_ray.train.optim.uncompiled import SGD, AdamW
 
@@ -40,7 +39,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     matrices = [(name, p) for name, p in decayed if name in hidden]
     kernels = [(name, p) for name, p in decayed if name not in hidden]
     groups = [
-        {"params": parameters, "weight_decay": by, RATE_FACTOR: factor, ADAPTS: named is not rest}
+        {"params": parameters, "weight_decay": by, RATE_FACTOR: factor}
         for named, by in ((matrices, decay), (kernels, decay), (rest, 0.0))
         for factor, parameters in _by_rate(model, named, config.layer_decay).items()
     ]
@@ -48,8 +47,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         return _own_optimizer(groups, config)
     if config.name == "adafactor":
         return Adafactor(groups, config.betas)
-    if config.name == "lamb":
-        return Lamb(groups, config.betas)
     if config.name == "muon":
         return Muon(groups, config.betas, hidden)
     if config.name == "adamw" and config.first_moment == "bf16":

@@ -1,4 +1,4 @@
-"""LAMB against the paper's formula, Muon against torch's; under ZeRO see `test_adafactor.py`."""
+"""Muon against torch's; under ZeRO see `test_adafactor.py`."""
 
 from typing import Any
 
@@ -66,27 +66,6 @@ def decays(name: str, weight: Tensor) -> bool:
     return weight.ndim > 1 and not any(x in name for x in ("token", "table", "probe"))
 
 
-def test_lamb_is_the_papers() -> None:
-    """Algorithm 2 of arXiv:1904.00962 with phi(z) = z, in float64."""
-    ours = Trained("lamb")
-    ours.run()
-    beta1, beta2 = BETAS
-    for name, weight in ours.before.items():
-        x = weight.double()
-        m, v = torch.zeros_like(x), torch.zeros_like(x)
-        for step in range(STEPS):
-            g = slopes(ours.before, step)[name].double()
-            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
-            r = (m / (1 - beta1 ** (step + 1))) / ((v / (1 - beta2 ** (step + 1))).sqrt() + 1e-8)
-            ratio = 1.0
-            if decays(name, x):
-                r = r + DECAY * x
-                ratio = float(x.norm() / r.norm())
-            x = x - RATE * ratio * r
-        found = ours.named[name].detach().double()
-        torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-7, msg=name)
-
-
 @pytest.mark.parametrize("gathered", [muon.GATHERED, 1000])
 def test_muon_is_torchs(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With queries, keys and values as three matrices, and AdamW on everything else."""
@@ -149,15 +128,6 @@ def test_muon_leaves_what_touches_pixels_and_classes_to_adamw() -> None:
         found = hidden_matrices(trained, OptimConfig(name="muon"))
         assert len(found) == 2 * 4
         assert all("blocks." in name for name in found)
-
-
-@pytest.mark.parametrize(("name", "std"), [("lamb", 0.02), ("adamw", 0.0)])
-def test_only_lamb_starts_from_heads_that_are_not_zero(name: str, std: float) -> None:
-    model = build_objective(objective(name, distillation_token=True), 500)
-    for head in (model.head, model.distillation_head):
-        assert float(head.weight.std()) == pytest.approx(std, rel=0.05)  # type: ignore[union-attr]
-    predicts = build_objective(objective(name, "masked_patch"), 5).prediction
-    assert float(predicts.weight.std()) == pytest.approx(std, rel=0.05)  # type: ignore[union-attr]
 
 
 def objective(name: str, loss: str = "softmax", **options: Any) -> Recipe:

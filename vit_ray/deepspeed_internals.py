@@ -12,8 +12,6 @@ count padding as values. None supports ZeRO 0, and none says where a partition s
 addresses are read from the attributes that those functions read themselves.
 """
 
-import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -135,25 +133,20 @@ def import_deepspeed() -> Any:
     # None of its own kernels are called. If the list were read, it would try compilers and devices
     # for each of them, and then compile one for 25 s that only inference calls.
     deepspeed.ops.__compatible_ops__ = {}
-    _import_muon_uncompiled()
+    _leave_optimizers_uncompiled()
     _leave_steps_to_the_device()
     return deepspeed
 
 
-def _import_muon_uncompiled() -> None:
-    """An optimizer class that DeepSpeed checks every other one against.
+def _leave_optimizers_uncompiled() -> None:
+    """Make DeepSpeed's decorator for compiled functions return them as they are.
 
-    It would load torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB.
+    Only an optimizer uses it, against whose class ZeRO checks every other one. It would load
+    torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB.
     """
     from deepspeed.runtime import compiler
 
-    compile_of_deepspeed = compiler.compile
     compiler.compile = lambda: lambda function: function
-    try:
-        with contextlib.suppress(ImportError):  # if it is missing, nothing loads the compiler
-            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        compiler.compile = compile_of_deepspeed
 
 
 def _leave_steps_to_the_device() -> None:

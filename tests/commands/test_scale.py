@@ -24,7 +24,6 @@ from vit_ray.commands.plans.scale import (
     scale_table,
 )
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.measure.network import ASSUMED
 from vit_ray.report.figures.charts import svg
 
 ROOT = Path(__file__).parents[2]
@@ -122,28 +121,6 @@ def test_each_limit_is_named_where_it_binds(
         monkeypatch.setattr(scale, "SAVE_S", 0.01)
         monkeypatch.setattr(scale, "STALL_S", 5.0)
     assert points_of(*overrides)[num_gpus].limit == limit
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_muon_is_planned_with_its_sums_and_its_own_work(stage: int) -> None:
-    zero = f"train.zero_stage={stage}"
-    plain, own = points_of(zero), points_of(zero, "optim.name=muon")
-    # Of each of 12 blocks 12 x 768^2 weights; 5 times x x^T, its square and a product by x: 60
-    # products of 768^3 for q, k, v and the way out, 90 for the two matrices of the MLP. And the
-    # layer of the representation.
-    weights, flops = (12 * 12 + 1) * 768**2, 2 * (12 * 150 + 15) * 768**3
-    for num_gpus, one in own.items():
-        before, shares = plain[num_gpus].step, num_gpus if stage else 1
-        added_s = one.step.device_s - before.device_s
-        # A gather ends with its busiest GPU, which has at most one matrix of the MLP in excess.
-        mean, largest = flops / shares, 2 * 45 * 768**3 if stage and num_gpus > 1 else 0
-        assert mean * (1 - 1e-6) <= added_s * 0.4 * 989e12 <= mean * (1 + 1e-6) + 2 * largest
-        sent = 4 * (num_gpus - 1) / num_gpus * 4 * weights if stage else 0.0
-        rate = ASSUMED.bus_gb_per_s(num_gpus) * GB
-        assert (one.step.sent_s - before.sent_s) * rate == pytest.approx(sent)
-        # Two sums of each of 2 gathers: 67 M elements at a time, and the rest.
-        start_s = ASSUMED.start_s(num_gpus, is_sum=True) if sent else 0.0
-        assert one.step.starts_s - before.starts_s == pytest.approx(4 * start_s)
 
 
 def test_requests_bind_where_row_groups_are_small() -> None:

@@ -61,11 +61,6 @@ def test_buffers_of_the_step_reuse_the_room_of_the_activations() -> None:
     # and the 151 MB of the backward pass: two buckets of 50.4 MB, and a copy of one.
     bucket = 2 * math.sqrt(100e6 * 72.2e-6 * 352.5e9 / 4)
     assert state_memory(small, NOTHING).buffers * GIB == pytest.approx(400e6)
-    # Muon's: 60 M elements of matrices in fp32, and as many of their steps; in offloading, too.
-    gathers = dataclasses.replace(small, gathers=(60_000_000, 30_000_000))
-    assert state_memory(gathers, NOTHING).buffers * GIB == pytest.approx(400e6 + 480e6)
-    offloaded = dataclasses.replace(gathers, offload=True)
-    assert state_memory(offloaded, NOTHING).buffers * GIB == pytest.approx(480e6)
     many = Activations(kept=1_000_000_000, peak=1_030_000_000)
     assert state_memory(small, many).buffers * GIB == pytest.approx(30e6 + 3 * bucket)
     some = Activations(kept=50_000_000, peak=60_000_000)

@@ -291,11 +291,10 @@ def run_config(name: str, stage: int, precision: str = "fp32", **more: Any) -> d
     return {"name": label, "micro": 2, "train": train, "optim": optim}
 
 
-NAMES = ("adafactor", "adamw", "muon")
+NAMES = ("adafactor", "adamw")
 CONFIGS = {name: [run_config(name, stage) for stage in range(4)] for name in NAMES}
 CONFIGS["adafactor"] += [run_config("adafactor", stage, "bf16") for stage in (1, 3)]
-for name in ("adafactor", "muon"):
-    CONFIGS[name].append(run_config(name, 2, offload=True))
+CONFIGS["adafactor"].append(run_config("adafactor", 2, offload=True))
 
 
 def straight_of_wider(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Run]:
@@ -339,9 +338,6 @@ def test_a_run_goes_on_bit_for_bit_and_under_another_stage(
             {**run_config(name, s), "from": f"{WORLD}/{name}-fp32-{(s + 2) % 4}"} for s in range(4)
         ]
     again = run_ranks(WORLD, resumed_of_wider, configs, folder)[0]
-    if name == "muon":
-        alone = {**run_config(name, 1), "from": f"{WORLD}/{name}-fp32-2", "micro": 4}
-        again |= run_ranks(1, resumed_of_wider, [alone], folder)[0]
     for (label, place), run in again.items():
         source = place.partition("/")[2]
         if label == source:

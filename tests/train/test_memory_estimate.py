@@ -6,20 +6,18 @@ import functools
 import gc
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.recipes import recipe_with
 from tests.train.ranks import run_ranks
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure import zero_settings
-from vit_ray.measure.activation_memory import ActivationMemory, kept_bytes
+from vit_ray.measure.activation_memory import kept_bytes
 from vit_ray.measure.memory import GIB, Activations, state_memory
 from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
@@ -30,11 +28,9 @@ from vit_ray.train.memory.memory_estimate import (
     count_parameters,
     estimate_memory,
     measure_activations,
-    optimizer_macs,
     state_shape,
 )
 from vit_ray.train.objective import classification_loss, normalize
-from vit_ray.train.optim import muon
 
 SIZES = {"width": 128, "mlp_dim": 512, "num_heads": 4, "patch_size": 4}
 
@@ -425,111 +421,6 @@ def _one_step(case: tuple[str, int], calls: list[Call]) -> Measured:
     # The first step builds what the later ones reuse; in one of these a thread of gloo may not yet
     # have let go of a collective's buffer, which a copy that is really held is in all of them.
     return Measured(min(peaks[1:]), list(calls), parameters, bucket)
-
-
-# ZeRO stage, decay of the rate from layer to layer, and how often 196,608 elements of each of two
-# blocks are gathered, 150,000 at most at a time: together, or with a rate of its own for each.
-MUON = [(0, 1.0, 0), (1, 1.0, 3), (2, 0.5, 4), (3, 1.0, 3)]
-
-
-class MuonStep(NamedTuple):
-    calls: list[int]
-    """Bytes of each all-reduce of matrices in a step."""
-    peak: int
-    """Most bytes of its own that the optimizer has at a time while it makes them orthogonal."""
-    macs: list[int]
-    """Multiply-adds of each gather."""
-
-
-def with_muon(stage: int, layer_decay: float) -> Recipe:
-    optim = {"name": "muon", "layer_decay": layer_decay}
-    return vit(2, 16, zero_stage=stage, precision="fp32").with_changes(optim=optim)
-
-
-def measure_muon(rank: int) -> dict[int, MuonStep]:
-    """Of a usual step, under each stage."""
-    muon.GATHERED = 150_000  # type: ignore[misc]
-    calls: list[Call] = []
-    _count_calls("all_reduce", calls)
-    plain, peaks = muon.Muon._make_orthogonal, []
-    counter, macs = FlopCounterMode(display=False), list[int]()
-
-    def counted(*args: Any) -> None:
-        first, memory = len(calls), ActivationMemory([args[-1]])  # beside the gradient
-        before = counter.get_total_flops()
-        with memory:
-            plain(*args)
-        macs.append((counter.get_total_flops() - before) // 2)
-        peaks.append((memory.peak, [call.size for call in calls[first:]]))
-
-    muon.Muon._make_orthogonal = counted  # type: ignore[method-assign]
-    found = {}
-    for stage, layer_decay, _ in MUON:
-        engine = _engine(with_muon(stage, layer_decay))
-        for _ in range(2):
-            _passes_of(engine)
-            peaks.clear()
-            macs.clear()
-            with counter:
-                engine.step(1e-3)
-        sizes = [size for _, sent in peaks for size in sent]
-        most = max(peak for peak, _ in peaks)
-        found[stage] = MuonStep(sizes, most, [*macs])
-        engine.close()
-    return found
-
-
-def test_muon_sums_whole_matrices_and_holds_them_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = run_ranks(2, measure_muon)
-    monkeypatch.setattr(muon, "GATHERED", 150_000)
-    largest = 128 * 512
-    for stage, layer_decay, gathers in MUON:
-        recipe = with_muon(stage, layer_decay)
-        alone = state_shape(recipe, 5, 1, stage=0)
-        plain = replace(shape := state_shape(recipe, 5, 2), gathers=())
-        traffic, without = (traffic_per_step(one, PASSES) for one in (shape, plain))
-        for found in ranks:
-            calls, peak, _ = found[stage]
-            assert len(calls) == traffic.sums - without.sums == 2 * gathers
-            assert traffic.matrices == sum(calls) * RING["all_reduce"]
-            assert traffic.total - without.total == traffic.matrices
-            # Under every stage, and copies in bf16 of one matrix at a time.
-            held = state_memory(alone, Activations(0, 0)).buffers * GIB
-            assert 0 < held <= peak <= held + 8 * largest
-        # Each matrix on one rank, or all of them on each.
-        macs = [found[stage].macs for found in ranks]
-        alone_macs = optimizer_macs(recipe, 5, 1, stage)
-        assert sum(map(sum, macs)) == alone_macs * (1 if stage else 2) > 0
-        slowest = sum(map(max, zip(*macs, strict=True)))
-        assert slowest == optimizer_macs(recipe, 5, 2, stage)
-        assert traffic_per_step(state_shape(recipe, 5, 1), PASSES).total == 0.0
-
-
-@pytest.mark.parametrize("num_ranks", [1, 6, 64])
-def test_muons_time_is_that_of_the_rank_with_the_most_matrices_in_each_gather(
-    num_ranks: int,
-) -> None:
-    """ViT-H/14: 32 blocks of width D = 1280, in units of 5 D^3 and of D^2 elements."""
-    # Output 3, queries, keys and values 3 each, and 2 * 4 + 1 for both matrices of the MLP.
-    block = [(1, [3]), (3, [3, 3, 3]), (4, [9]), (4, [9])]
-    most, gathers = 2**26 // 1280**2, list[list[int]]()
-    held = most
-    for elements, costs in block * 32:
-        if held + elements > most:
-            gathers.append([])
-            held = 0
-        gathers[-1] += costs
-        held += elements
-    assert len(gathers) == 10
-    loads = [torch.zeros(num_ranks, dtype=torch.int64) for _ in gathers]
-    for load, costs in zip(loads, gathers, strict=True):
-        for number, cost in enumerate(costs):
-            load[number % num_ranks] += cost
-    slowest = sum(int(load.max()) for load in loads)
-    assert slowest == {1: 32 * 30, 6: 315, 64: 10 * 9}[num_ranks]
-    recipe = recipe_with("h", model={"name": "ViT-H/14"}, optim={"name": "muon"})
-    assert optimizer_macs(recipe, 1000, num_ranks, 1) == slowest * 5 * 1280**3
-    assert optimizer_macs(recipe, 1000, num_ranks, 0) == 32 * 30 * 5 * 1280**3
 
 
 def _engine(recipe: Recipe) -> DeepSpeedEngine:

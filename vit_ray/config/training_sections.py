@@ -32,7 +32,7 @@ OWN_ACCURACIES: Final = (
     "top1", "top5", "loss", "images", "mean_class_top1", "mean_average_precision",
 )  # fmt: skip
 """Metrics that every evaluation has."""
-_WITH_MOMENTS: Final = ("adamw", "adafactor", "muon")
+_WITH_MOMENTS: Final = ("adamw", "adafactor")
 HIGHEST_BF16_BETA: Final = 0.95
 """With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""
 
@@ -371,23 +371,19 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule and length of a run."""
 
-    name: Annotated[Literal["adamw", "sgd", "adafactor", "muon"] | OwnPart, OnResume.FIXED] = (
-        "adamw"
-    )
+    name: Annotated[Literal["adamw", "sgd", "adafactor"] | OwnPart, OnResume.FIXED] = "adamw"
     """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), the Adafactor
     of "Scaling ViT" and big_vision, with a second moment factored into rows and columns of each
-    matrix, in attention of each head, or Muon on the matrices of hidden layers with AdamW on
-    everything else; or an optimizer of your own (`myparts.lion`)."""
+    matrix, in attention of each head; or an optimizer of your own (`myparts.lion`)."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", _WITH_MOMENTS)] = (
         0.9,
         0.999,
     )
-    """AdamW's betas; for Adafactor the momentum and the limit of the second beta. Muon's
-    momentum is 0.95, and these are for its AdamW."""
+    """AdamW's betas; for Adafactor the momentum and the limit of the second beta."""
     first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", _WITH_MOMENTS)] = "fp32"
-    """Precision of the first moment, or of Muon's momentum; "Scaling ViT" uses bf16. AdamW with
+    """Precision of the first moment; "Scaling ViT" uses bf16. AdamW with
     bf16 does not run as one fused kernel."""
     momentum: Annotated[Fraction, UsedIf("name", ("sgd",))] = 0.9
     """SGD's momentum."""

@@ -74,28 +74,24 @@ class StateShape:
 
     Attributes:
         num_parameters: trained ones.
-        moment_bytes: that the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum;
-            the mean where some keep more than others.
+        moment_bytes: that the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum.
         num_frozen: parameters without gradient and optimizer state.
         largest_parameter: elements of the largest trained parameter.
         teacher_bytes: weights of a teacher, in the training's precision.
         batch_bytes: images of one batch on a worker, as pixels.
-        gathers: elements of whole matrices that the optimizer has in fp32, twice, at a time, and
-            that are summed over the workers twice where ZeRO has cut them (Muon).
     """
 
     num_parameters: int
     stage: int
     world_size: int
     precision: str
-    moment_bytes: float
+    moment_bytes: int
     has_average: bool
     offload: bool
     num_frozen: int = 0
     largest_parameter: int = 0
     batch_bytes: int = 0
     teacher_bytes: int = 0
-    gathers: tuple[int, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -144,9 +140,8 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     else:  # and the gathered weights; a single worker computes with its shard directly
         gathered = min(everything, zero_settings.HELD + shape.largest_parameter) if size > 1 else 0
         backward = (2 * shape.reduce_bucket + gathered) * sent
-    # Copies of a worker's share of the gradients, in fp32 to apply; matrices, and their steps.
+    # Copies of a worker's share of the gradients, in fp32 to apply.
     in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size
-    in_step += 2 * 4 * max(shape.gathers, default=0)
     # Averages are sharded under every stage (`train/optim/ema.py`).
     averages = 4 * trained / size if shape.has_average and not shape.offload else 0.0
     return MemoryEstimate(

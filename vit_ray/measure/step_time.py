@@ -28,18 +28,16 @@ class Traffic:
         weights: to give all workers the new weights, or the weights of the layer at work (stage 3).
         sums: all-reduces that carry them.
         rings: reduce-scatters and all-gathers that carry them.
-        matrices: to gather whole matrices for the optimizer, and what becomes of them (Muon).
     """
 
     gradients: float
     weights: float
     sums: int = 0
     rings: int = 0
-    matrices: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gradients + self.weights + self.matrices
+        return self.gradients + self.weights
 
 
 def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
@@ -51,8 +49,7 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     of that, is all it needs; its other way, a reduction to each rank, has the host wait in each.
     Stages 1 and 2 then all-gather the new weights. Stage 3 reduce-scatters gradients and gathers
     weights in every pass; weights that do not stay gathered from the forward to the backward pass
-    are gathered again. Where stages 1 to 3 have cut what the optimizer needs whole, it all-reduces
-    that in fp32, and the result again.
+    are gathered again.
 
     Args:
         accumulation_steps: passes per step.
@@ -62,9 +59,6 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     ring = (shape.world_size - 1) / shape.world_size
     trained = ring * shape.num_parameters * shape.weight_bytes
     buckets = math.ceil(shape.num_parameters / shape.reduce_bucket)
-    # Two all-reduces for each gather, each of which sends its bytes twice.
-    sums = 2 * len(shape.gathers) if shape.stage else 0
-    matrices = 2 * 2 * ring * 4 * sum(shape.gathers) if shape.stage else 0.0
     passes = accumulation_steps if shape.stage >= 2 else 1
     if shape.stage == 3:
         count = shape.num_parameters + shape.num_frozen
@@ -72,11 +66,10 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
         weights = ring * gathered * shape.weight_bytes
         ahead = max(zero_settings.PREFETCH, shape.largest_parameter, 1)
         rings = buckets + math.ceil(gathered / ahead)
-        return Traffic(trained * passes, weights * passes, sums, rings * passes, matrices)
-    sums += buckets * passes
+        return Traffic(trained * passes, weights * passes, 0, rings * passes)
     # The new weights: of what decays, and of what does not.
     rings, weights = (2, trained) if shape.stage else (0, 0.0)
-    return Traffic(2 * trained * passes, weights, sums, rings, matrices)
+    return Traffic(2 * trained * passes, weights, buckets * passes, rings)
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,6 @@ class Pace:
         traffic: Traffic,
         num_gpus: int,
         launches: int = 0,
-        optimizer_macs: float = 0.0,
     ) -> "StepTime":
         """Expected time of one optimizer step.
 
@@ -107,14 +99,13 @@ class Pace:
             macs: multiply-adds of one image in a step, what is recomputed included.
             images: per worker and step.
             launches: kernels that the host starts in the step.
-            optimizer_macs: multiply-adds of one worker that do not depend on the images.
         """
         network, sent_s = self.network, 0.0
         if num_gpus > 1:
             sent_s = traffic.total / (network.bus_gb_per_s(num_gpus) * 1e9)
         starts_s = traffic.sums * network.start_s(num_gpus, is_sum=True)
         starts_s += traffic.rings * network.start_s(num_gpus, is_sum=False)
-        device_s = 2 * (macs * images + optimizer_macs) / (self.mfu * self.peak_flops)
+        device_s = 2 * macs * images / (self.mfu * self.peak_flops)
         return StepTime(device_s, launches * LAUNCH_S, sent_s, starts_s)
 
     def device_hours(self, exaflops: float) -> float:

@@ -40,7 +40,6 @@ from vit_ray.train.memory.memory_estimate import (
     count_parameters,
     count_tensors,
     estimate_memory,
-    optimizer_macs,
     run_exaflops,
     state_shape,
     step_macs,
@@ -230,14 +229,13 @@ def plan_stage(
     ]
     macs = round(sum(of_all) / facts.total_steps)  # of the mean step
     launches = passes * LAUNCHES_PER_TENSOR * count_tensors(recipe, facts.num_classes)
-    of_optimizer = optimizer_macs(recipe, facts.num_classes, size, stage)
     return StagePlan(
         stage,
         largest,
         micro,
         estimate_memory(recipe, facts.num_classes, micro, size, stage),
         traffic,
-        cluster.pace.step_time(macs, batch / size, traffic, size, launches, of_optimizer),
+        cluster.pace.step_time(macs, batch / size, traffic, size, launches),
     )
 
 
@@ -358,7 +356,6 @@ def _stage_table(
         ("GB sent per GPU and step", [f"{s.traffic.total / 1e9:.2f}" for s in stages]),
         ("  gradients", [f"{s.traffic.gradients / 1e9:.2f}" for s in stages]),
         ("  weights", [f"{s.traffic.weights / 1e9:.2f}" for s in stages]),
-        ("  matrices", [f"{s.traffic.matrices / 1e9:.2f}" for s in stages]),
         ("step in s, none hidden", [f"{s.time.most_s:.3f}" for s in stages]),
         ("  computing", [f"{s.time.device_s:.3f}" for s in stages]),
         ("  starting kernels meanwhile", [f"{s.time.launch_s:.3f}" for s in stages]),

@@ -24,8 +24,7 @@ from vit_ray.models.flops import TrainingMacs, count_exaflops, forward_macs, tra
 from vit_ray.own_parts import is_own
 from vit_ray.train.distillation import Teacher, teacher_macs, unread_teacher
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.optim.muon import Matrices, busiest_macs
-from vit_ray.train.optim.optimizers import bytes_per_element, gathered_matrices
+from vit_ray.train.optim.optimizers import bytes_per_element
 
 META: Final = torch.device("meta")
 
@@ -43,30 +42,17 @@ def count_tensors(recipe: Recipe, num_classes: int) -> int:
 class _Sizes(NamedTuple):
     trained: list[int]
     frozen: list[int]
-    gathers: tuple[list[Matrices], ...]
-    """The matrices that Muon makes orthogonal, one list per gather."""
 
 
 @functools.lru_cache(maxsize=256)
 def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
     with META:
         model = build_objective(recipe, num_classes)
-    parameters, gathers = list(model.parameters()), gathered_matrices(model, recipe.optim)
+    parameters = list(model.parameters())
     return _Sizes(
         [p.numel() for p in parameters if p.requires_grad],
         [p.numel() for p in parameters if not p.requires_grad],
-        tuple(gathers),
     )
-
-
-def optimizer_macs(recipe: Recipe, num_classes: int, world_size: int, stage: int) -> int:
-    """Multiply-adds in an optimizer's step: Muon's, by the slowest worker of each gather.
-
-    What other optimizers do with each element is not counted.
-    """
-    num_ranks = world_size if stage else 1
-    gathers = _parameter_sizes(recipe, num_classes).gathers
-    return sum(busiest_macs(together, num_ranks) for together in gathers)
 
 
 def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
@@ -194,8 +180,7 @@ def state_shape(
 ) -> StateShape:
     """The sizes behind the memory of the training state, under some ZeRO stage."""
     stage = recipe.train.zero_stage if stage is None else stage
-    trained, frozen, matrices = _parameter_sizes(recipe, num_classes)
-    gathers = tuple(together[-1].end for together in matrices)
+    trained, frozen = _parameter_sizes(recipe, num_classes)
     height, width = recipe.model.sides
     return StateShape(
         num_parameters=sum(trained),
@@ -204,12 +189,11 @@ def state_shape(
         stage=stage,
         world_size=world_size,
         precision=recipe.train.precision,
-        moment_bytes=bytes_per_element(recipe.optim, sum(gathers) / max(1, sum(trained))),
+        moment_bytes=bytes_per_element(recipe.optim),
         has_average=recipe.train.averaging > 0,
         offload=recipe.train.offload and stage > 0,
         teacher_bytes=_teacher_bytes(recipe, num_classes),
         batch_bytes=recipe.train.global_batch_size // world_size * height * width * 3,
-        gathers=gathers,
     )
 
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models.build import NamedParameters, decayed_parameters
 from vit_ray.models.encoder import Attention, AttentionPool
-from vit_ray.models.parameter_groups import layer_of, part_of
+from vit_ray.models.parameter_groups import layer_of
 from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
 from vit_ray.train.optim.adafactor import Adafactor
 from vit_ray.train.optim.guarded import HalfMomentAdamW
-from vit_ray.train.optim.muon import Matrices, Muon, gathers
 from vit_ray.train.optim.uncompiled import SGD, AdamW
 
 RATE_FACTOR = "rate_factor"
@@ -35,69 +34,20 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     three minutes. All take a refusal as a number (`found_inf`).
     """
     decayed, rest = decayed_parameters(model)
-    hidden, decay = hidden_matrices(model, config), config.weight_decay
-    matrices = [(name, p) for name, p in decayed if name in hidden]
-    kernels = [(name, p) for name, p in decayed if name not in hidden]
     groups = [
         {"params": parameters, "weight_decay": by, RATE_FACTOR: factor}
-        for named, by in ((matrices, decay), (kernels, decay), (rest, 0.0))
+        for named, by in ((decayed, config.weight_decay), (rest, 0.0))
         for factor, parameters in _by_rate(model, named, config.layer_decay).items()
     ]
     if is_own(config.name):
         return _own_optimizer(groups, config)
     if config.name == "adafactor":
         return Adafactor(groups, config.betas)
-    if config.name == "muon":
-        return Muon(groups, config.betas, hidden)
     if config.name == "adamw" and config.first_moment == "bf16":
         return HalfMomentAdamW(groups, config.betas)
     if config.name == "adamw":
         return AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
     return SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
-
-
-_ENDS: Final = ("embedding", "head", "distillation_head", "prediction", "projection")
-"""Parts of a model, or of an objective around it, that touch pixels, classes or targets."""
-
-
-def hidden_matrices(model: nn.Module, config: OptimConfig) -> dict[str, int]:
-    """Elements of the parameters that `name=muon` makes orthogonal, by name; empty for others.
-
-    They are the linear layers' matrices without those of the patch embedding and the head.
-
-    Raises:
-        ValueError: `name=muon`, but the model has none.
-    """
-    if config.name != "muon":
-        return {}
-    found = {
-        name: parameter.numel()
-        for name, parameter in decayed_parameters(model)[0]
-        if parameter.ndim == 2 and part_of(name) not in _ENDS
-    }
-    if not found:
-        raise ValueError(
-            "optim.name=muon is for the matrices of linear layers, but this model trains none "
-            "outside its embedding and head; set optim.name=adamw"
-        )
-    return found
-
-
-def gathered_matrices(model: nn.Module, config: OptimConfig) -> list[list[Matrices]]:
-    """What `name=muon` sums over the workers at a time in a step; nothing for others.
-
-    Args:
-        model: with whole parameters, as it is without ZeRO.
-    """
-    hidden = hidden_matrices(model, config)
-    shapes = shapes_by_head(model, {n: p.shape for n, p in model.named_parameters() if n in hidden})
-    named = [(name, p) for name, p in decayed_parameters(model)[0] if name in hidden]
-    names = {p: name for name, p in named}
-    return [
-        together
-        for group in _by_rate(model, named, config.layer_decay).values()
-        for together in gathers({name: shapes[name] for name in sorted(names[p] for p in group)})
-    ]
 
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
@@ -259,12 +209,6 @@ def counts_steps(config: OptimConfig) -> bool:
     return _COUNT in _own_state(config) if is_own(config.name) else config.name != "sgd"
 
 
-def bytes_per_element(config: OptimConfig, hidden_share: float = 0.0) -> float:
-    """Bytes of the optimizer's state; Adafactor's row and column sums are next to nothing.
-
-    Args:
-        hidden_share: share of elements in `hidden_matrices`, which only keep momentum.
-    """
-    types = state_types(config)
-    kept = sum(dtype.itemsize for dtype in types.values())
-    return kept - hidden_share * types["exp_avg_sq"].itemsize if hidden_share else kept
+def bytes_per_element(config: OptimConfig) -> int:
+    """Bytes of the optimizer's state; Adafactor's row and column sums are next to nothing."""
+    return sum(dtype.itemsize for dtype in state_types(config).values())

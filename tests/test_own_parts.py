@@ -110,7 +110,6 @@ def test_what_is_not_as_its_contract_says_is_refused_by_name(
         ({"evaluate": {"metrics": ["a.top1"]}}, "two metrics are named eval/top1; rename one"),
         ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "two metrics are named eval/f1; rename one"),
         ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing to 0"),
-        ({"optim": {"name": "a.lion", "first_moment": "bf16"}}, "set it to fp32 for a.lion"),
         ({"train": {"loss": "focal"}}, "'masked_patch'; train.loss: 'focal' is not a part of your "
          "own; give MODULE.NAME, such as mymodule.mypart"),
     ],

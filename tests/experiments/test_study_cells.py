@@ -128,7 +128,7 @@ def test_two_rows_that_make_one_cell_are_refused() -> None:
         ({"optm": {"name": "sgd"}}, r"unknown key optm"),
         (
             {"optim": {"name": "lion"}},
-            r"optim.name='lion': Input should be 'adamw', 'sgd' or 'adafactor'",
+            r"optim.name='lion': Input should be 'adamw' or 'sgd'",
         ),
         ({"model": {"positions": "3d"}}, r"model.positions='3d': Input should be 'none', "),
         ({"optim.learning_rate": -1.0}, r"optim.learning_rate=-1.0: Input should be greater"),

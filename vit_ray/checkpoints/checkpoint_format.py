@@ -7,9 +7,6 @@ reads its tensors back before it writes their index. When all indexes are there,
 `commit.json`, which lists every file with its size and checksum, and has one of itself. The
 checkpoint is what that lists; other files do not count. The first file of every rank is the same
 empty `uncommitted`, which goes right before the commit: a folder that has it never was whole.
-
-A kind has a number for each element of a parameter, but for Adafactor's: `exp_avg_sq_by_row` and
-`exp_avg_sq_by_column` have one for each row and column of its matrices, all in rank 0's file.
 """
 
 import hashlib
@@ -33,12 +30,8 @@ FORMAT_VERSION = 2
 COMMIT: Final = "commit.json"
 _UNCOMMITTED: Final = "uncommitted"
 _INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")
-_SUMMED: Final = (
-    "exp_avg_sq_by_row", "exp_avg_sq_by_column", "exp_avg_sq_rows", "exp_avg_sq_columns",
-)  # fmt: skip
-"""Kinds with fewer numbers than the parameter has elements; the last two are of older versions."""
 LEAST_BYTES: Final = 2
-"""Of an element: moments may be in bf16."""
+"""Of an element: a custom optimizer may keep bf16."""
 _READERS: Final = 8
 """Files read at a time."""
 _PIECE_BYTES: Final = 32 << 20
@@ -284,8 +277,6 @@ def check_coverage(
     for (kind, name), parts in spans.items():
         reached = 0
         size = math.prod(shapes[name]) if name in shapes else -1
-        if size >= 0 and kind in _SUMMED:
-            size = max(last for _, last in parts)
         for first, last in [*sorted(parts), (size, size)]:
             if first != reached:
                 raise DamagedCheckpointError(

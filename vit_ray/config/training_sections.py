@@ -32,9 +32,6 @@ OWN_ACCURACIES: Final = (
     "top1", "top5", "loss", "images", "mean_class_top1", "mean_average_precision",
 )  # fmt: skip
 """Metrics that every evaluation has."""
-_WITH_MOMENTS: Final = ("adamw", "adafactor")
-HIGHEST_BF16_BETA: Final = 0.95
-"""With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""
 
 
 class ModelConfig(Section):
@@ -371,20 +368,13 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule and length of a run."""
 
-    name: Annotated[Literal["adamw", "sgd", "adafactor"] | OwnPart, OnResume.FIXED] = "adamw"
-    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), the Adafactor
-    of "Scaling ViT" and big_vision, with a second moment factored into rows and columns of each
-    matrix, in attention of each head; or an optimizer of your own (`myparts.lion`)."""
+    name: Annotated[Literal["adamw", "sgd"] | OwnPart, OnResume.FIXED] = "adamw"
+    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), or an
+    optimizer of your own (`myparts.lion`)."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", _WITH_MOMENTS)] = (
-        0.9,
-        0.999,
-    )
-    """AdamW's betas; for Adafactor the momentum and the limit of the second beta."""
-    first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", _WITH_MOMENTS)] = "fp32"
-    """Precision of the first moment; "Scaling ViT" uses bf16. AdamW with
-    bf16 does not run as one fused kernel."""
+    betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", ("adamw",))] = (0.9, 0.999)
+    """AdamW's betas."""
     momentum: Annotated[Fraction, UsedIf("name", ("sgd",))] = 0.9
     """SGD's momentum."""
     weight_decay: NotNegativeFloat = 0.0
@@ -428,15 +418,9 @@ class OptimConfig(Section):
 
     def problems(self) -> dict[str, object]:
         shares, given = list(self.decay_at), given_lengths(self)
-        is_bf16 = self.first_moment == "bf16"
         return {
             f"decay_at={shares} is not in ascending order; give shares of the run such as "
             "[0.3, 0.6, 0.9]": sorted(set(shares)) != shares,
-            f"first_moment=bf16 is for name={', name='.join(_WITH_MOMENTS)}; set it to fp32 for "
-            f"{self.name}": (is_bf16 and self.name not in _WITH_MOMENTS),
-            f"betas={list(self.betas)} with first_moment=bf16: a moment with decay {self.betas[0]} "
-            f"loses its updates to bf16's rounding; use at most {HIGHEST_BF16_BETA}, or "
-            "first_moment=fp32": (is_bf16 and self.betas[0] > HIGHEST_BF16_BETA),
             f"the length of the run is given {len(given)} times ({', '.join(given)}); keep one of "
             "steps, epochs, images and set the others to null": len(given) > 1,
         }

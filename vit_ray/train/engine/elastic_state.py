@@ -26,15 +26,12 @@ from vit_ray.train.engine.fragments import (
     exchange_weights,
     frozen_fragments,
     local_fragments,
-    names_of_tensors,
     owned_fragments,
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.train.optim.adafactor import OLD_ROWS, Adafactor
 from vit_ray.train.optim.ema import WeightAverage
-from vit_ray.train.optim.guarded import GuardedOptimizer, Ranks
-from vit_ray.train.optim.optimizers import StepGuard, counts_steps, shapes_by_head, state_types
+from vit_ray.train.optim.optimizers import StepGuard, counts_steps, state_types
 
 if TYPE_CHECKING:
     from vit_ray.checkpoints.checkpoint import Entry
@@ -75,17 +72,7 @@ class TrainingState:
         self._frozen = frozen_fragments(engine, self._frozen_names, exact)
         types = state_types(optim)
         self._kinds = tuple(types)
-        owners = stepped_tensors(engine)
-        if isinstance(optimizer, GuardedOptimizer):
-            named = list(zip(owners, names_of_tensors(self._local, owners), strict=True))
-            number, size = (rank, world_size) if stage else (0, 1)
-            ranks = Ranks(number, size, torch.device(engine.device))
-            optimizer.attach(self._local, named, shapes_by_head(engine.module, self.shapes), ranks)
-        for owner in owners:
-            kept = types
-            if isinstance(optimizer, GuardedOptimizer):
-                kept = {kind: t for kind, t in types.items() if optimizer.keeps(owner, kind)}
-            create_state(optimizer.state, [owner], kept, counts=counts_steps(optim))
+        create_state(optimizer.state, stepped_tensors(engine), types, counts=counts_steps(optim))
         self.average = None
         if train.averaging:
             self.average = WeightAverage(
@@ -107,24 +94,12 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module's present weights; all ranks call
         it.
-
-        Raises:
-            ValueError: its second moments are Adafactor's of an older version.
         """
-        if isinstance(self._optimizer, Adafactor) and OLD_ROWS in checkpoint.kinds():
-            raise ValueError(
-                f"checkpoint {checkpoint.folder.path} was written by a version whose Adafactor "
-                "treats queries, keys and values as one matrix; this version has a matrix for each "
-                "head, as big_vision does; continue the run with that version, or start another "
-                "from its weights by init_from"
-            )
         has_average = checkpoint.has_average()
         entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
         for kind in self._kinds:
-            keepers = (f for f in self._local if kind in self._optimizer.state[f.owner])
-            states = ((f, f.state(self._optimizer.state, kind)) for f in keepers)
+            states = ((f, f.state(self._optimizer.state, kind)) for f in self._local)
             entries += [(kind, f.name, f.start, values) for f, values in states]
-        entries += self._second_moments()
         if self.average is not None and has_average:
             values = zip(self.owned, self.average.values, strict=True)
             entries += [(AVERAGE, f.name, f.start, average) for f, average in values]
@@ -157,20 +132,9 @@ class TrainingState:
         for f in self.owned:
             yield WEIGHT, f.name, f.start, f.weight
             for kind in self._kinds:
-                if kind not in self._optimizer.state[f.owner]:
-                    continue
                 yield kind, f.name, f.start, f.state(self._optimizer.state, kind)
         for name, parts in (self.average.by_name() if self.average else {}).items():
             yield from ((AVERAGE, name, start, values) for start, values in parts)
         for f in self._frozen:  # is its own average
             for kind in (WEIGHT, AVERAGE) if self.average else (WEIGHT,):
                 yield kind, f.name, f.start, f.weight
-        if self._engine.global_rank == 0:
-            yield from self._second_moments()
-
-    def _second_moments(self) -> list[Entry]:
-        """Second moments that are not kept for each element; every rank has all of them."""
-        if not isinstance(self._optimizer, Adafactor):
-            return []
-        found = self._optimizer.second_moments()
-        return [(kind, f.name, f.start, f.weight) for kind, f in found]

@@ -5,7 +5,6 @@ the optimizer state of those elements as views into the engine's own memory. Che
 and weight exchange work on fragments, and so on any stage and any number of workers.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +51,7 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
     stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, []
     for parameter, name in names.items():
         if stage == 0:
-            owner, offset = optimizer.places[parameter]
-            place: Place | None = Place(0, owner, offset, parameter.numel())
+            place: Place | None = Place(0, optimizer.masters[parameter], 0, parameter.numel())
         else:
             place = place_of(optimizer, parameter, stage, engine.global_rank)
         if place is not None:
@@ -114,14 +112,6 @@ def stepped_tensors(engine: Any) -> list[Tensor]:
     if stage:
         return flat_groups(optimizer, stage)
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
-
-
-def names_of_tensors(fragments: list[Fragment], tensors: list[Tensor]) -> list[list[str]]:
-    """Parameters that have elements in each tensor, on any rank; all ranks call it."""
-    mine: list[list[str]] = [[f.name for f in fragments if f.owner is t] for t in tensors]
-    found: list[list[list[str]]] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(found, mine)
-    return [sorted(set(itertools.chain(*ranks))) for ranks in zip(*found, strict=True)]
 
 
 def create_state(

@@ -5,27 +5,21 @@ and step each tensor by itself, with several host-device syncs each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vit_ray.train.optim.guarded import GuardedOptimizer
 from vit_ray.train.optim.optimizers import StepGuard
 
 Item = TypeVar("Item")
-
-ALIGNED: Final = 64
-"""Elements: weights in a flat tensor start at multiples of 256 bytes, where kernels read
-fastest."""
 
 
 class ReplicatedOptimizer:
     """Steps fp32 masters of all weights by torch's optimizer; DeepSpeed uses it as its optimizer.
 
-    fp32 weights are their own masters. Masters collect the gradients of the passes. If a group is
-    stepped tensor by tensor, its masters are views of one tensor, and so are their gradients.
+    fp32 weights are their own masters. Masters collect the gradients of the passes.
     """
 
     def __init__(
@@ -48,15 +42,9 @@ class ReplicatedOptimizer:
         self.masters: dict[nn.Parameter, Tensor] = {
             w: w if w.dtype == torch.float32 else w.detach().float() for w in weights
         }
-        self.places = {weight: (master, 0) for weight, master in self.masters.items()}
-        """For each weight the tensor that is stepped, and where its master starts in it."""
-        self._flats: list[Tensor] = []
         self._guard, self._clip_norm, self._is_last_pass = guard, clip_norm, is_last_pass
         for group in optimizer.param_groups:
-            if isinstance(optimizer, GuardedOptimizer):
-                group["params"] = [self._flattened(group["params"])]
-            else:
-                group["params"] = [self.masters[weight] for weight in group["params"]]
+            group["params"] = [self.masters[weight] for weight in group["params"]]
         self._hooks = [w.register_post_accumulate_grad_hook(self._collect) for w in weights]  # type: ignore[no-untyped-call]
         # The backward pass reaches the last weights first. All ranks must send in the same order.
         sizes = [weight.numel() for weight in weights]
@@ -94,32 +82,11 @@ class ReplicatedOptimizer:
         if self._clip_norm:  # at stages 1 to 3 DeepSpeed clips
             torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
         self.optimizer.step()
-        for flat in self._flats:
-            flat.grad.zero_()  # type: ignore[union-attr]
-        if not self._flats:
-            for master in self.masters.values():
-                master.grad = None
+        for master in self.masters.values():
+            master.grad = None
         rounded = [pair for pair in self.masters.items() if pair[0].dtype != pair[1].dtype]
         if rounded:
             torch._foreach_copy_([weight for weight, _ in rounded], [m for _, m in rounded])
-
-    def _flattened(self, weights: list[nn.Parameter]) -> Tensor:
-        """One tensor of the weights' masters, with one tensor of their gradients, all zeros."""
-        sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in weights]
-        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].device)
-        flat.grad = torch.zeros_like(flat)
-        self._flats.append(flat)
-        start = 0
-        for weight, size in zip(weights, sizes, strict=True):
-            values, grad = (t.narrow(0, start, weight.numel()) for t in (flat, flat.grad))
-            master = values.view_as(weight)
-            master.copy_(self.masters[weight].detach())
-            if weight.dtype == flat.dtype:
-                weight.data = master
-            master.grad = grad.view_as(weight)
-            self.masters[weight], self.places[weight] = master, (flat, start)
-            start += size
-        return flat
 
     @torch.no_grad()
     def _collect(self, weight: Tensor) -> None:

@@ -16,7 +16,6 @@ from vit_ray.storage import Location
 LIMIT_FILE = "micro_batch_limit.json"
 _DECIDES_MEMORY: Final = (
     ("optim", "name"),
-    ("optim", "first_moment"),
     ("optim", "frozen"),
     ("data", "decode"),
     *(("train", key) for key in (

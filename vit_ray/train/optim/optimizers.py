@@ -1,7 +1,7 @@
 """The optimizers of the papers, by `optim.name`; weight decay acts on kernels only."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -9,11 +9,8 @@ from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models.build import NamedParameters, decayed_parameters
-from vit_ray.models.encoder import Attention, AttentionPool
 from vit_ray.models.parameter_groups import layer_of
 from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
-from vit_ray.train.optim.adafactor import Adafactor
-from vit_ray.train.optim.guarded import HalfMomentAdamW
 from vit_ray.train.optim.uncompiled import SGD, AdamW
 
 RATE_FACTOR = "rate_factor"
@@ -41,10 +38,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     ]
     if is_own(config.name):
         return _own_optimizer(groups, config)
-    if config.name == "adafactor":
-        return Adafactor(groups, config.betas)
-    if config.name == "adamw" and config.first_moment == "bf16":
-        return HalfMomentAdamW(groups, config.betas)
     if config.name == "adamw":
         return AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
     return SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
@@ -131,33 +124,6 @@ def _by_rate(
     return by_rate
 
 
-def shapes_by_head(
-    model: nn.Module, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Sequence[int]]:
-    """Shapes of parameters by name, with an axis for the heads of attention, as in big_vision.
-
-    Args:
-        shapes: of the model without ZeRO.
-    """
-    found = dict(shapes)
-    for prefix, module in model.named_modules():
-        if not isinstance(module, Attention | AttentionPool):
-            continue
-        heads = module.num_heads
-        for name, _ in module.named_parameters(prefix):
-            layer = name.removeprefix(f"{prefix}.").partition(".")[0]
-            if name not in shapes:
-                continue
-            width, *rest = shapes[name]
-            if layer == "qkv":
-                found[name] = (3, heads, width // 3 // heads, *rest)
-            elif layer in ("query", "key", "value"):
-                found[name] = (heads, width // heads, *rest)
-            elif layer == "out" and rest:
-                found[name] = (width, heads, rest[0] // heads)
-    return found
-
-
 class StepGuard:
     """Norm and refusal of the last step of an optimizer that takes `found_inf`.
 
@@ -196,12 +162,9 @@ def state_types(config: OptimConfig) -> dict[str, torch.dtype]:
     """Per-element state that the optimizer keeps, in torch's names, and its precision."""
     if is_own(config.name):
         return {key: dtype for key, dtype in _own_state(config).items() if key != _COUNT}
-    first = torch.bfloat16 if config.first_moment == "bf16" else torch.float32
     if config.name == "sgd":
         return {"momentum_buffer": torch.float32}
-    if config.name == "adafactor":
-        return {"exp_avg": first}
-    return {"exp_avg": first, "exp_avg_sq": torch.float32}
+    return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 
 def counts_steps(config: OptimConfig) -> bool:
@@ -210,5 +173,5 @@ def counts_steps(config: OptimConfig) -> bool:
 
 
 def bytes_per_element(config: OptimConfig) -> int:
-    """Bytes of the optimizer's state; Adafactor's row and column sums are next to nothing."""
+    """Bytes of the optimizer's state."""
     return sum(dtype.itemsize for dtype in state_types(config).values())

@@ -74,7 +74,6 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
         ({"model": own_model("Objective")}, "a submodule `model`, .*; rename it"),
         ({"model": own_model("Peeking")}, "its multiply-adds cannot be counted: .* meta"),
         ({"model": own_model("Features")}, r"it returns \[1, 8, 4, 4\]; return logits of the"),
-        ({"model": own_model("ConvNet"), "optim": {"layer_decay": 0.5}}, "needs the blocks"),
         ({"model": own_model("ConvNet"), "optim": {"frozen": ["blocks"]}}, "'blocks' is not a part "
          "of this model; it has first, second, head"),
         ({"model": own_model("ConvNet"), "train": {"activation_checkpointing": 1}}, "ConvNet has "

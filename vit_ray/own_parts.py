@@ -95,8 +95,7 @@ class BuildsOptimizer(Protocol):
     """`optim.name`: makes a `torch.optim.Optimizer` that treats each element of a tensor alike.
 
     Args:
-        groups: with `params`, `weight_decay` and `rate_factor`; the rate `lr` is set before each
-            step.
+        groups: with `params` and `weight_decay`; the rate `lr` is set before each step.
         config: the section `optim` of the recipe.
     """
 

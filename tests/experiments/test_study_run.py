@@ -230,8 +230,8 @@ def test_the_largest_goes_first_wherever_two_cells_fit_together() -> None:
             "-small-.*sweep.space: model={.depth.: 2}: model.depth comes from the cell; leave",
         ),
         (
-            {"sweep": {"space": {"optim.layer_decay": [0.7], "optim.frozen": [["head"]]}}},
-            "-small-.*sweep.space: layer_decay=0.7, frozen=.*: optim.frozen has head",
+            {"sweep": {"space": {"optim.momentum": [0.7], "optim.frozen": [["head"]]}}},
+            "-small-.*sweep.space: momentum=0.7, frozen=.*: optim.frozen has head",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Frozen parts and layer-wise rates: against plain torch by the published formula, and resumed."""
+"""Frozen parts: against plain torch, and resumed."""
 
 import tracemalloc
 from contextlib import nullcontext
@@ -19,18 +19,16 @@ from tests.train.engine_runs import (
 )
 from tests.train.ranks import run_ranks
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.launch import prepared_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.models import build_model
 from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
 from vit_ray.storage import locate
 from vit_ray.train.memory.memory_estimate import count_parameters, state_shape, step_macs
-from vit_ray.train.optim.optimizers import build_optimizer
 
-DECAY = 0.5
 FROZEN = ("embedding", "class_token", "blocks.0")
-OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "layer_decay": DECAY, "frozen": FROZEN}
+OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "frozen": FROZEN}
 
 
 def config(stage: int, precision: str = "fp32") -> dict[str, Any]:
@@ -39,13 +37,6 @@ def config(stage: int, precision: str = "fp32") -> dict[str, Any]:
 
 
 CONFIGS = {1: [config(1)], 2: [*(config(stage) for stage in range(4)), config(3, "bf16")]}
-
-
-def mae_layer(name: str, num_layers: int) -> int:
-    """As `get_layer_id_for_vit` of MAE's util/lr_decay.py, under our names."""
-    if name.startswith(("class_token", "positions", "embedding")):
-        return 0
-    return int(name.split(".")[1]) + 1 if name.startswith("blocks") else num_layers
 
 
 def plain_losses() -> list[float]:
@@ -58,8 +49,7 @@ def plain_losses() -> list[float]:
             parameter.requires_grad_(False)
             continue
         decays = parameter.ndim > 1 and "positions" not in name
-        rate = 1e-2 * DECAY ** (3 - mae_layer(name, 3))
-        groups.append({"params": [parameter], "lr": rate, "weight_decay": 0.1 * decays})
+        groups.append({"params": [parameter], "lr": 1e-2, "weight_decay": 0.1 * decays})
     optimizer = torch.optim.AdamW(groups, eps=1e-8)
     losses = []
     for step in range(5):
@@ -233,42 +223,6 @@ def test_a_range_past_the_end_is_refused_without_a_name_for_each() -> None:
     tracemalloc.stop()
     assert peak < 2**20
     assert chosen_parts(["blocks.9-11"], parts) == {"blocks.9", "blocks.10", "blocks.11"}
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.1, -0.5])
-def test_a_factor_that_is_no_share_is_refused(factor: float) -> None:
-    with pytest.raises(ValueError, match=r"optim\.layer_decay"):
-        tuning_recipe({"layer_decay": factor})
-
-
-def test_layers_are_those_of_a_transformer() -> None:
-    with pytest.raises(ValueError, match="needs the blocks of a Transformer"):
-        check_model(tuning_recipe({"layer_decay": 0.7}, name="R50x1"))
-    with pytest.raises(ValueError, match="needs the blocks of a Transformer"):
-        check_model(tuning_recipe({"layer_decay": 0.7}, name="ResNet", **STAGES))
-
-
-def test_layer_decay_of_a_model_that_is_not_known_says_that() -> None:
-    with pytest.raises(
-        ValueError, match="model name 'vit-b/16' is unknown; similar names: ViT-b/16"
-    ):
-        check_model(tuning_recipe({"layer_decay": 0.7}, name="vit-b/16"))
-
-
-def test_each_layers_own_positions_have_the_rate_of_their_layer() -> None:
-    size = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
-    model = build_model("ViT", 5, image_size=8, positions_at="every_layer", **size)
-    groups = build_optimizer(model, OptimConfig(layer_decay=0.5)).param_groups
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    share = {names[p]: group["rate_factor"] for group in groups for p in group["params"]}
-    # Of two blocks: the head's layer is 3, the first table's 0, the second's that of blocks.1.
-    assert share["positions.0.table"] == share["embedding.projection.weight"] == 0.125
-    assert share["positions.1.table"] == share["blocks.1.mlp.expand.weight"] == 0.5
-
-
-def test_no_layer_decay_leaves_two_groups_of_the_whole_rate() -> None:
-    groups = build_optimizer(small_model(), OptimConfig()).param_groups
-    assert [group["rate_factor"] for group in groups] == [1.0, 1.0]
 
 
 ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2}

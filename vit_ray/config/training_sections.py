@@ -380,10 +380,6 @@ class OptimConfig(Section):
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels, not on biases, norms, tokens or positions. Decoupled and scaled by
     the rate; added to the gradient in SGD, as in BiT."""
-    layer_decay: Share = 1.0
-    """Layer-wise decay of the learning rate for fine-tuning (BEiT, MAE: 0.65 to 0.85): the head and
-    the last norm have the full rate, and each block has this share of the rate of the block above;
-    the embedding, class token and positions have the smallest. 1 = one rate for all."""
     frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
     """Parts of the model that are not trained and have no gradient or optimizer state:
     `embedding`, `class_token`, `positions`, `registers`, `distillation_token`, `pre_norm`, `blocks`

@@ -8,7 +8,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.data.order.keyed_random import KeyedUniform
-from vit_ray.models.catalog import ModelSpec, as_grid, find_spec
+from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.models.parameter_groups import HEADS, chosen_parts, part_of, parts_of
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
 
@@ -28,12 +28,8 @@ def check_model(recipe: Recipe) -> None:
     model, optim = recipe.model, recipe.optim
     as_grid(model.image_size)
     has_own = is_own(model.name)
-    spec = ModelSpec() if has_own else find_spec(model.name, model.options())
-    if optim.layer_decay < 1.0 and spec.encoder is None:
-        raise ValueError(
-            f"optim.layer_decay={optim.layer_decay} with model.name={model.name}: layer-wise decay "
-            "needs the blocks of a Transformer, and this model has none; set it to 1"
-        )
+    if not has_own:
+        find_spec(model.name, model.options())
     if has_own:  # it is built and run once, without values
         import torch  # for this model only: seconds
 

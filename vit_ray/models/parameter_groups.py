@@ -10,10 +10,6 @@ from typing import Any, Final
 from vit_ray.models.catalog import find_spec
 
 _CHAINS = ("blocks", "units")
-# Layer 0 of a Transformer, with the patch embedding.
-_FIRST_LAYER = (
-    "embedding", "class_token", "positions", "registers", "distillation_token", "pre_norm", "mask",
-)  # fmt: skip
 
 
 def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
@@ -76,18 +72,3 @@ def chosen_parts(wanted: Iterable[str], parts: Sequence[str]) -> frozenset[str]:
             raise ValueError(f"{name!r} is not a part of this model; it has {', '.join(names)}")
         chosen |= found
     return frozenset(chosen)
-
-
-def layer_of(parameter: str, depth: int) -> int:
-    """Layer of a Transformer's parameter: 0 the embedding, i + 1 block i, depth + 1 the rest.
-
-    Numbered as in BEiT (arXiv:2106.08254) and MAE (arXiv:2111.06377) for layer-wise decay.
-    Positions that are added before a block other than the first belong to that block's layer.
-    """
-    own_table = re.match(r"(?:model\.)?positions\.([1-9]\d*)\.", parameter)
-    if own_table:
-        return int(own_table[1]) + 1
-    chain, _, index = part_of(parameter).partition(".")
-    if chain in _FIRST_LAYER:
-        return 0
-    return int(index) + 1 if chain == "blocks" else depth + 1

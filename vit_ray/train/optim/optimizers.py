@@ -8,19 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.models.build import NamedParameters, decayed_parameters
-from vit_ray.models.parameter_groups import layer_of
+from vit_ray.models.build import decayed_parameters
 from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
 from vit_ray.train.optim.uncompiled import SGD, AdamW
-
-RATE_FACTOR = "rate_factor"
-"""Key of a parameter group: its share of the learning rate."""
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Optimizer over two groups: kernels, which decay, and everything else, which does not.
-
-    With `layer_decay` there are two groups for each layer, which have a share of the rate.
 
     The learning rate starts at 0: the loop sets `lr_at(step)` before each step, and an engine that
     takes a trial step to create its state must not move the weights.
@@ -32,9 +26,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """
     decayed, rest = decayed_parameters(model)
     groups = [
-        {"params": parameters, "weight_decay": by, RATE_FACTOR: factor}
+        {"params": [parameter for _, parameter in named], "weight_decay": by}
         for named, by in ((decayed, config.weight_decay), (rest, 0.0))
-        for factor, parameters in _by_rate(model, named, config.layer_decay).items()
+        if named
     ]
     if is_own(config.name):
         return _own_optimizer(groups, config)
@@ -79,7 +73,7 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
     def stepped(shape: tuple[int, ...], kinds: Mapping[str, torch.dtype] | None) -> Any:
         """Weights after three steps, flat, and the state."""
         weight = nn.Parameter(torch.linspace(0.5, 1.5, 1024).view(shape))
-        group = {"params": [weight], "weight_decay": config.weight_decay, RATE_FACTOR: 1.0}
+        group = {"params": [weight], "weight_decay": config.weight_decay}
         optimizer = _own_optimizer([group], config)
         for key, dtype in (kinds or {}).items():
             entry = optimizer.state[weight]
@@ -107,21 +101,6 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
                 "with zeros"
             )
     return kinds
-
-
-def _by_rate(
-    model: nn.Module, named: NamedParameters, layer_decay: float
-) -> dict[float, list[nn.Parameter]]:
-    """Parameters by the share of the rate that their layer has (arXiv:2106.08254, appendix)."""
-    if layer_decay == 1.0:
-        return {1.0: [p for _, p in named]} if named else {}
-    transformer: Any = getattr(model, "model", model)
-    depth: int = transformer.size.depth
-    by_rate: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in named:
-        factor = layer_decay ** (depth + 1 - layer_of(name, depth))
-        by_rate.setdefault(factor, []).append(parameter)
-    return by_rate
 
 
 class StepGuard:
@@ -153,9 +132,9 @@ class StepGuard:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give every group its share of a step's learning rate."""
+    """Give every group a step's learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group[RATE_FACTOR]
+        group["lr"] = learning_rate
 
 
 def state_types(config: OptimConfig) -> dict[str, torch.dtype]:

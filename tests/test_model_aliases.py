@@ -44,7 +44,6 @@ def test_another_name_is_of_the_model_with_its_published_parameters(
         *model_names(),
         "vit_base_patch16_rope_224",
         "vit_base_patch16_siglip_224.webli",
-        "deit_base_distilled_patch16_224",
         "facebook/vit-mae-base",
         "deit3_base_patch16_224",
     ],

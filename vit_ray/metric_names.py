@@ -7,10 +7,6 @@ from typing import Final
 
 # Of training, at each logged step.
 TRAIN_LOSS: Final = "train/loss"
-TRAIN_LABEL_LOSS: Final = "train/label_loss"
-"""With a teacher: the labels' part of the loss, without its weight."""
-TRAIN_TEACHER_LOSS: Final = "train/teacher_loss"
-"""The teacher's part of the loss."""
 TRAIN_LR: Final = "train/lr"
 TRAIN_GRAD_NORM: Final = "train/grad_norm"
 TRAIN_SPIKES: Final = "train/spikes"

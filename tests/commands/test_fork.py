@@ -34,8 +34,6 @@ from vit_ray.storage import locate
 __all__ = ["sets"]
 STEP = 7
 
-TAUGHT_FEATURES = "distill={teacher: t, kind: features, model: {name: ViT-B/16, image_size: 16}}"
-
 
 @pytest.fixture
 def recipe(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
@@ -97,7 +95,6 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["name=x"], "a fork needs a step and a name"),
         (["step=7"], "a fork needs a step and a name"),
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: the tensors"),
-        (["step=7", "name=x", TAUGHT_FEATURES], "distill.kind was None and is features: the"),
         (["step=7", "name=x", "optim.name=sgd"], "optim.name was adamw and is sgd: the tensors"),
         (["step=7", "name=x", "train.global_batch_size=32"], "112 images, which is not a whole"),
         (["step=7", "name=x", "train.global_batch_size=32"], "divide it: 28, 56"),

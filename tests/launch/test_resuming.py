@@ -20,8 +20,6 @@ from vit_ray.launch.resuming import accepted_changes
 
 IMAGES, BATCH = 640, 64
 
-TAUGHT = {"teacher": "/teacher", "model": {"name": "ViT-B/16"}}
-
 
 def linear_recipe(**sections: Any) -> Recipe:
     return recipe_with(
@@ -73,7 +71,6 @@ def test_a_run_that_cut_its_evaluation_images_otherwise_says_so() -> None:
         ({"data": {"eval": "/data/other"}}, "data.eval", "/data/test", "/data/other"),
         ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas", r"\[0.9, 0.999\]", r"\[0.9, 0.95\]"),
         ({"init_from": "/weights"}, "init_from", "None", "/weights"),
-        ({"distill": TAUGHT}, "distill", "None", "/teacher"),
     ],
 )
 def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
@@ -142,25 +139,6 @@ def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one() -> None:
         told = r"ended after step 7 of 20 \(no better loss\).* 40 steps.*choose another name"
         with pytest.raises(ValueError, match=told):
             accepted(longer, ended)
-
-
-def test_a_teacher_may_move_but_neither_leave_nor_become_another() -> None:
-    begun = linear_recipe(distill=TAUGHT, output="/a")
-    (event,) = accepted(
-        linear_recipe(distill={**TAUGHT, "teacher": "/b/teacher"}), position(7, begun)
-    )
-    assert (
-        "distill.teacher was /teacher and is /b/teacher, assumed to have the same weights" in event
-    )
-    with pytest.raises(ValueError, match=r"distill.teacher was /teacher and is /other.*=changed"):
-        accepted(linear_recipe(distill={**TAUGHT, "teacher": "/other"}), position(7, begun))
-    with pytest.raises(ValueError, match=r"distill was /teacher and is None.*resume=changed"):
-        accepted(linear_recipe(), position(7, begun))
-    # Features have a layer of the student's, which a checkpoint has or has not.
-    features = linear_recipe(distill={**TAUGHT, "kind": "features"}, resume="changed")
-    for now, before in ((features, linear_recipe()), (linear_recipe(resume="changed"), features)):
-        with pytest.raises(ValueError, match=r"cannot continue .*distill.kind was"):
-            accepted(now, position(7, before))
 
 
 @pytest.mark.parametrize("step", [7, 20])

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    DeiTConfig,
-    DeiTForImageClassificationWithTeacher,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     SiglipVisionConfig,
@@ -81,75 +79,6 @@ def dino_with(model: Any) -> Dinov2WithRegistersModel:
                     target.lambda1.copy_(source.scale)
     copy_linear(other.layernorm, model.norm.weight, model.norm.bias)
     return other
-
-
-def deit_with(model: Any) -> DeiTForImageClassificationWithTeacher:
-    """transformers' DeiT with its distillation token, filled with the model's weights."""
-    config = DeiTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=TINY_VIT["depth"],
-        num_attention_heads=HEADS,
-        intermediate_size=MLP,
-        hidden_act="gelu_pytorch_tanh",
-        layer_norm_eps=1e-6,
-        image_size=32,
-        patch_size=TINY_VIT["patch_size"],
-        num_labels=5,
-    )
-    other = DeiTForImageClassificationWithTeacher(config).eval()
-    stem, table = other.deit.embeddings, model.positions[0].table
-    with torch.no_grad():
-        stem.cls_token.copy_(model.class_token.token)
-        stem.distillation_token.copy_(model.distillation_token.tokens)
-        none = torch.zeros_like(table[:, :1])  # its position there is a part of ours
-        stem.position_embeddings.copy_(torch.cat([table[:, :1], none, table[:, 1:]], 1))
-    pairs = [
-        (stem.patch_embeddings.projection, model.embedding.projection),
-        (other.deit.layernorm, model.norm),
-        (other.cls_classifier, model.head),
-        (other.distillation_classifier, model.distillation_head),
-    ]
-    for own, layer in zip(model.blocks, other.deit.layers, strict=True):
-        attention = layer.attention
-        parts = zip(own.attention.qkv.weight.chunk(3), own.attention.qkv.bias.chunk(3), strict=True)
-        for target, part in zip(
-            (attention.q_proj, attention.k_proj, attention.v_proj), parts, strict=True
-        ):
-            copy_linear(target, *part)
-        pairs += [
-            (layer.layernorm_before, own.attention_norm),
-            (attention.o_proj, own.attention.out),
-            (layer.layernorm_after, own.mlp_norm),
-            (layer.mlp.fc1, own.mlp.expand),
-            (layer.mlp.fc2, own.mlp.contract),
-        ]
-    for target, source in pairs:
-        copy_linear(target, source.weight, source.bias)
-    return other
-
-
-def test_the_distillation_token_is_deits(tmp_path: Path) -> None:
-    model: Any = small_model("ViT", distillation_token=True).eval()
-    for parameter in (model.distillation_token.tokens, *model.distillation_head.parameters()):
-        nn.init.normal_(parameter)
-    with torch.no_grad():
-        theirs = deit_with(model)(IMAGES)
-        by_class, by_token = model(IMAGES, by_token=True)
-        torch.testing.assert_close(by_class, theirs.cls_logits, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(by_token, theirs.distillation_logits, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(model(IMAGES), theirs.logits, rtol=1e-4, atol=1e-5)
-    save_weights(model, tmp_path / "w.safetensors", "vit_ray")
-    again: Any = small_model("ViT", distillation_token=True).eval()
-    load_weights(again, tmp_path / "w.safetensors")
-    assert torch.equal(again(IMAGES), model(IMAGES))
-    with pytest.raises(ValueError, match=r"distillation_head"):
-        save_weights(model, tmp_path / "w.npz", "jax")
-
-
-@pytest.mark.parametrize("other", [{"pool": "gap"}, {"representation": True}])
-def test_a_distillation_token_without_its_place_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="needs a class token and plain heads"):
-        small_model("ViT", distillation_token=True, **other)
 
 
 @pytest.mark.parametrize("layer_scale", [0.0, 0.3])

@@ -1,7 +1,6 @@
 """How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
 
 import json
-import math
 import re
 import shutil
 import threading
@@ -24,7 +23,6 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpo
 from vit_ray.checkpoints.sample_digest import samples_digest
 from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
-from vit_ray.train.distillation import Teacher
 from vit_ray.train.loop import EvaluationCutError
 from vit_ray.train.memory.micro_batch import known_images, limit_key
 from vit_ray.worker.attempt import Attempt, run_attempt
@@ -77,18 +75,6 @@ def test_a_model_that_runs_eagerly_does_not_look_compiled(
     assert logged["perf/compiled"] == is_compiled
     texts = [text for _, text, _ in worker.actor.events]
     assert any(failure in text for text in texts) if failure else len(texts) == 1
-
-
-def test_both_parts_of_a_distilled_loss_are_logged(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    attempt = worker.attempt()
-    attempt.teacher = teacher = Teacher(torch.nn.Linear(1, 1), "fp32", torch.device("cpu"))
-    for part, step in ((math.nan, 0), (1.0, 1), (3.0, 1)):  # a refused step is not of this line
-        teacher.note(torch.tensor([part, part + 1]), torch.tensor([0.0, part]), step)
-    attempt.log(2, {"train/loss": 1.5})
-    attempt.log(2, {"eval/top1": 0.5})
-    expected = {"train/loss": 1.5, "train/label_loss": 2.5, "train/teacher_loss": 1.0}
-    assert worker.actor.logged == [(2, expected), (2, {"eval/top1": 0.5})]
 
 
 def test_a_run_that_is_over_is_not_trained_again(tmp_path: Path) -> None:

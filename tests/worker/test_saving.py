@@ -190,15 +190,6 @@ def test_only_a_checkpoint_that_was_committed_was_in_time(
     assert worker.kinds() == kinds
 
 
-def test_a_checkpoint_has_the_digest_of_the_teacher(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    worker.saver.teacher_digest = "0123456789abcdef"
-    worker.saver.save(Progress(step=1))
-    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
-    assert checkpoint is not None
-    assert checkpoint.position.teacher_digest == "0123456789abcdef"
-
-
 def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     paused: list[bool] = []

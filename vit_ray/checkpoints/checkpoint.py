@@ -119,8 +119,6 @@ class Position:
     versions: dict[str, str] = field(default_factory=dict)
     data_terms: list[dict[str, str]] = field(default_factory=list)
     """`license` and `source_url` of each training set, where its maker gave them."""
-    teacher_digest: str = ""
-    """Of the weights that a distilled run learns from; empty without a teacher."""
     order_version: int = 1
     """`ORDER_VERSION` of the code that wrote it; older checkpoints have none."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vit_ray.config import Recipe
 
 _TRAINING = (
-    "name", "seed", "output", "resume", "model", "data", "optim", "train", "distill",
+    "name", "seed", "output", "resume", "model", "data", "optim", "train",
     "checkpoint", "evaluate", "workers", "tracking",
 )  # fmt: skip
 _WEIGHTS = ("init_from", "init_resize")
@@ -231,7 +231,7 @@ _ALL = (
         "of plan.device; starts nothing.",
         "vit_ray.commands.plans.plan:print_plan",
         (
-            "plan", "model", "optim", "train", "distill", "checkpoint", "evaluate", "workers",
+            "plan", "model", "optim", "train", "checkpoint", "evaluate", "workers",
             "data", "seed", "convert", "name", "output", "tracking",
         ),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",

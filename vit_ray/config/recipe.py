@@ -38,7 +38,6 @@ from vit_ray.config.section import NotNegative, OnResume, Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
-    DistillConfig,
     EvalConfig,
     ModelConfig,
     OptimConfig,
@@ -76,8 +75,6 @@ class Recipe(Section):
     data: Annotated[DataConfig, OnResume.CONFIRM] = DataConfig()
     optim: Annotated[OptimConfig, OnResume.CONFIRM] = OptimConfig()
     train: Annotated[TrainConfig, OnResume.CONFIRM] = TrainConfig()
-    distill: Annotated[DistillConfig | None, OnResume.CONFIRM] = None
-    """Learn from a teacher; unset = from labels alone."""
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     evaluate: Annotated[EvalConfig, OnResume.CONFIRM] = EvalConfig()
     workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
@@ -201,7 +198,6 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
         or _wrong_model(recipe)
         or _wrong_sizes(recipe)
         or _wrong_repeats(recipe)
-        or _wrong_teacher(recipe)
     ):
         raise ValueError(f"{where}: {problem}")
     return recipe
@@ -240,32 +236,6 @@ def _wrong_model(recipe: Recipe) -> str | None:
     return None
 
 
-def _wrong_teacher(recipe: Recipe) -> str | None:
-    """Why the recipe's student cannot learn from its teacher, or None."""
-    distill, model = recipe.distill, recipe.model
-    if distill is None:
-        return None
-    if problem := distill.model.geometry_problem():
-        return f"distill.model.{problem}"
-    size = value_text(distill.model.image_size)
-    problems = {
-        "distill with train.loss=masked_patch, which has no logits and no whole images; use "
-        "train.loss=softmax": recipe.train.loss == "masked_patch",
-        f"distill.model.image_size={size}: the teacher sees the student's images, of "
-        f"model.image_size={value_text(model.image_size)}; set both to the same size": (
-            distill.model.sides != model.sides
-        ),
-        "distill.weight=1 with model.distillation_token: the class token's head, half of the "
-        "prediction, would not be trained; use a smaller weight, or set the token to false": (
-            distill.weight == 1.0 and bool(model.distillation_token)
-        ),
-        "distill.kind=features with model.distillation_token: features train no head, so the "
-        "token's head would not be trained; set the token to false, or distill.kind to logits or "
-        "hard": (distill.kind == "features" and bool(model.distillation_token)),
-    }
-    return next((text for text, is_so in problems.items() if is_so), None)
-
-
 def _wrong_sizes(recipe: Recipe) -> str | None:
     """Why crops of these sizes cannot train the recipe's model, or None."""
     sizes, model, train = recipe.data.augment.sizes, recipe.model, recipe.train
@@ -289,9 +259,6 @@ def _wrong_sizes(recipe: Recipe) -> str | None:
         "learned_1d, sincos_2d, rope_2d or none": model.positions in ("learned_2d", "relative"),
         "with train.loss=masked_patch, which needs one image size; unset one of them": (
             train.loss == "masked_patch"
-        ),
-        "with distill, whose teacher needs one image size; unset one of them": (
-            recipe.distill is not None
         ),
         "with train.overfit_one_batch, which has one image size; unset one of them": (
             train.overfit_one_batch
@@ -351,7 +318,7 @@ def _identity(value: Any) -> Any:
 
 # Keys whose values are paths; `tracking.uri`, an address, is handled separately.
 _PLACES = (
-    "output", "init_from", "distill.teacher", "data.train", "data.eval", "data.cache_dir",
+    "output", "init_from", "data.train", "data.eval", "data.cache_dir",
     "evaluate.few_shot_train", "evaluate.few_shot_test", "extract.data", "extract.path",
     "vtab.data",
 )  # fmt: skip

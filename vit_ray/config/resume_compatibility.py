@@ -14,7 +14,6 @@ from vit_ray.config.validation import fields_below
 from vit_ray.own_parts import is_own
 
 _OFF: Final = ("None", "0", "0.0")
-_WEIGHTS: Final = ("init_from", "distill.teacher")
 DATA_SET: Final = "the data set's fingerprint"
 """Compared as if it were a key; it is as fixed as the seed."""
 
@@ -56,12 +55,9 @@ class Change:
 
     @property
     def is_move(self) -> bool:
-        """Whether weights are compared by name: initial weights, or a teacher's.
-
-        The run already has the initial weights, and identifies a teacher by its digest.
-        """
+        """Whether initial weights are compared by name: the run already has them."""
         before, now = (os.path.basename(path.rstrip("/")) for path in (self.before, self.now))
-        return self.key in _WEIGHTS and before == now
+        return self.key == "init_from" and before == now
 
 
 def is_trained(key: str) -> bool:
@@ -75,29 +71,19 @@ def incompatible_changes(
     """The deciding keys that differ, in the recipe's order; `auto` matches any earlier value.
 
     Args:
-        before, now: `Recipe.flat`; a key that is not in both is ignored, except for a teacher.
+        before, now: `Recipe.flat`; a key that is not in both is ignored.
         without: further keys to ignore.
     """
     skipped = {*without, *_moved_along(before, now)}
     skipped |= unused_keys(now) & unused_keys({**now, **before})
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
         skipped.add("evaluate.every_steps")  # else it decides when the run stops
-    return _teacher_change(before, now) + [
+    return [
         Change(key, before[key], value)
         for key, value in now.items()
         if is_trained(key) and key not in skipped
         if value != "auto" and before.get(key, value) != value
     ]
-
-
-def _teacher_change(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """Whether a teacher was added or removed; the recipe without one has no keys of it."""
-    kinds = [flat.get("distill.kind", "None") for flat in (before, now)]
-    if (kinds[0] == "None") == (kinds[1] == "None"):
-        return []
-    if "features" in kinds:  # it adds or removes a layer of the student
-        return [Change("distill.kind", *kinds)]
-    return [Change("distill", *(flat.get("distill.teacher", "None") for flat in (before, now)))]
 
 
 def deciding_keys(flat: Mapping[str, str]) -> dict[str, str]:
@@ -129,5 +115,5 @@ def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
         is_local = "None" not in (place, output) and "://" not in place + output
         return os.path.relpath(place, output) if is_local else None
 
-    places = (*EVALUATED_SETS, *_WEIGHTS)
+    places = (*EVALUATED_SETS, "init_from")
     return [key for key in places if (found := way(before, key)) and found == way(now, key)]

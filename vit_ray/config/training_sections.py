@@ -83,10 +83,6 @@ class ModelConfig(Section):
     layer."""
     norm_eps: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Epsilon of the layer norms: 1e-6 if unset; 1e-5 in CLIP's towers."""
-    distillation_token: bool | None = None
-    """DeiT's second class token, with its own head, which learns from the teacher of `distill`; the
-    model predicts by the mean of both heads. It has no position. Exported only in the layout
-    `vit_ray`."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None
@@ -382,9 +378,9 @@ class OptimConfig(Section):
     the rate; added to the gradient in SGD, as in BiT."""
     frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
     """Parts of the model that are not trained and have no gradient or optimizer state:
-    `embedding`, `class_token`, `positions`, `registers`, `distillation_token`, `pre_norm`, `blocks`
-    or `blocks.0-5`, `norm`, `attention_pool`, `representation`, `head`, `distillation_head`; of a
-    ResNet `root`, `units` or `units.0-5`, `norm`, `head`."""
+    `embedding`, `class_token`, `positions`, `registers`, `pre_norm`, `blocks` or `blocks.0-5`,
+    `norm`, `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`,
+    `norm`, `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps", "cooldown", "rsqrt"] = "cosine"
@@ -448,30 +444,6 @@ def given_lengths(section: Section) -> dict[str, Any]:
     """The lengths among `steps`, `epochs`, `images` that a section sets, with their values."""
     lengths = {key: getattr(section, key) for key in ("steps", "epochs", "images")}
     return {key: value for key, value in lengths.items() if value is not None}
-
-
-class DistillConfig(Section):
-    """A teacher whose outputs the model learns, on the same images with the same crops and mixing.
-
-    It runs in evaluation mode without gradients, in the training's precision, unsharded on each
-    worker.
-    """
-
-    teacher: str = Field(min_length=1)
-    """Its weights, given as in `init_from`. They are read whenever the run is trained, and it
-    refuses to resume with others."""
-    model: ModelConfig
-    """The teacher's model; it sees images of the student's size."""
-    kind: Annotated[Literal["logits", "hard", "features"], OnResume.FIXED] = "logits"
-    """`logits`: the teacher's probabilities (KL divergence, arXiv:1503.02531); `hard`: its most
-    likely class (DeiT, arXiv:2012.12877); `features`: the cosine distance between the inputs of the
-    two heads, the student's through a linear projection (as the adaptors of AM-RADIO,
-    arXiv:2312.06709)."""
-    weight: Share = 0.5
-    """Weight of the teacher's loss; the labels' loss has the rest. 1 = the teacher alone, as in "a
-    good teacher is patient and consistent" (arXiv:2106.05237)."""
-    temperature: Annotated[PositiveFloat, UsedIf("kind", ("logits",))] = 1.0
-    """Temperature: both logits are divided by it, and the loss is multiplied by its square."""
 
 
 class TrainConfig(Section):

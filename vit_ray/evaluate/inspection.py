@@ -62,7 +62,6 @@ def position_vectors(model: VisionTransformer) -> FloatArray | None:
         return None
     weight = model.norm.weight
     num_positions = model.num_tokens - model.options.registers
-    num_positions -= model.options.distillation_token
     with torch.no_grad():
         added = model.positions[0](weight.new_zeros(1, num_positions, model.size.width))
     num_patches = model.grid[0] * model.grid[1]

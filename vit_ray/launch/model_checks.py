@@ -9,7 +9,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.models.catalog import as_grid, find_spec
-from vit_ray.models.parameter_groups import HEADS, chosen_parts, part_of, parts_of
+from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
@@ -92,11 +92,10 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
     """
     is_new = recipe.init_from is None or kind in NEW_HEADS
     has_head = recipe.train.loss != "masked_patch"
-    frozen = [head for head in HEADS if head in recipe.optim.frozen]
-    if has_head and is_new and frozen:
+    if has_head and is_new and "head" in recipe.optim.frozen:
         raise ValueError(
-            f"optim.frozen has {frozen[0]}, but this run starts with a new {frozen[0]} of zeros, "
-            f"which would never learn; remove {frozen[0]} from optim.frozen"
+            "optim.frozen has head, but this run starts with a new head of zeros, which would "
+            "never learn; remove head from optim.frozen"
         )
 
 

@@ -166,17 +166,11 @@ def prepared_training(
 
 
 def _check_start(prepared: PreparedRun) -> None:
-    """Check the teacher of a run that is not over, and the weights that a new one starts from.
+    """Check the weights that a new run starts from.
 
     Raises:
-        ValueError: as `check_teacher` and `check_weights`.
+        ValueError: as `check_weights`.
     """
-    recipe = prepared.recipe
-    if recipe.distill is not None and not prepared.is_over:
-        from vit_ray.train.distillation import check_teacher  # with torch: seconds
-
-        with needing_right("read", recipe.distill.teacher):
-            check_teacher(recipe, prepared.resolved.manifest.num_classes)
     if prepared.resume_from is None:
         check_weights(prepared)
 

@@ -33,7 +33,6 @@ class MemoryEstimate:
         optimizer: fp32 master weights and moments.
         batches: a worker's whole share of the step's images, and of those that are read ahead.
         activations: kept by the forward pass for the backward pass.
-        teacher: its weights, whole on each worker.
         buffers: temporaries of the backward pass, recomputed blocks, and DeepSpeed's own buffers.
     """
 
@@ -44,7 +43,6 @@ class MemoryEstimate:
     batches: float
     activations: float
     buffers: float
-    teacher: float = 0.0
 
     @property
     def total(self) -> float:
@@ -77,7 +75,6 @@ class StateShape:
         moment_bytes: that the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum.
         num_frozen: parameters without gradient and optimizer state.
         largest_parameter: elements of the largest trained parameter.
-        teacher_bytes: weights of a teacher, in the training's precision.
         batch_bytes: images of one batch on a worker, as pixels.
     """
 
@@ -91,7 +88,6 @@ class StateShape:
     num_frozen: int = 0
     largest_parameter: int = 0
     batch_bytes: int = 0
-    teacher_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -149,7 +145,6 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
         gradients=trained * 4 * share[2] / GIB,
         optimizer=0.0 if shape.offload else optimizer / GIB,
         averages=averages / GIB,
-        teacher=shape.teacher_bytes / GIB,
         batches=shape.batch_bytes * BATCHES_ON_DEVICE / GIB,
         activations=activations.kept / GIB,
         buffers=(max(backward + activations.peak, in_step) - activations.kept) / GIB,

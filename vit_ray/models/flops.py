@@ -173,7 +173,7 @@ def _count(
         return _Parts(root, chains, pixels * num_classes)
     width, num_patches = encoder.width, grid[0] * grid[1]
     num_tokens = chosen.num_tokens(grid)
-    seen = chosen.num_seen_tokens if is_pruned and chosen.pool == "cls" else num_tokens
+    seen = 1 if is_pruned and chosen.pool == "cls" else num_tokens
     blocks, is_gated = [], chosen.activation == "swiglu"
     for index in range(encoder.depth):
         queries = seen if index == encoder.depth - 1 else num_tokens
@@ -191,8 +191,7 @@ def _count(
         tail = 0 if scales or compiles else queries * width * encoder.mlp_dim
         blocks.append(_Unit(macs, tail))
     embedding = num_patches * pixels * width
-    num_heads = 1 + chosen.distillation_token
-    last = num_heads * width * num_classes + (width**2 if chosen.representation else 0)
+    last = width * num_classes + (width**2 if chosen.representation else 0)
     if chosen.pool == "map":
         # A probe's query, keys and values of all tokens, attention of one query, and an MLP.
         last += 2 * (num_tokens + 1) * width**2 + 2 * num_tokens * width

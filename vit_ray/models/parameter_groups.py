@@ -5,7 +5,7 @@ A part is a module of the model, or one block or unit of its chain: `embedding`,
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from vit_ray.models.catalog import find_spec
 
@@ -32,20 +32,14 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
         "positions": spec.options.positions.startswith("learned"),
         "registers": spec.options.registers > 0,
         "pre_norm": spec.options.pre_norm,
-        "distillation_token": spec.options.distillation_token,
-        "distillation_head": spec.options.distillation_token,
         "attention_pool": spec.options.pool == "map",
         "representation": spec.options.representation,
     }
     blocks = (f"blocks.{i}" for i in range(spec.encoder.depth))
-    stem = ("embedding", "class_token", "positions", "registers", "distillation_token", "pre_norm")
-    top = ("norm", "attention_pool", "representation", "head", "distillation_head")
+    stem = ("embedding", "class_token", "positions", "registers", "pre_norm")
+    top = ("norm", "attention_pool", "representation", "head")
     parts = (*stem, *blocks, *top)
     return tuple(part for part in parts if has.get(part, True))
-
-
-HEADS: Final = ("head", "distillation_head")
-"""Parts whose kernels are zero until weights are loaded or a first step changes them."""
 
 
 def part_of(parameter: str) -> str:

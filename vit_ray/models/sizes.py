@@ -52,7 +52,7 @@ class VitOptions:
     `stochastic_depth` is the share of images for which the last block's branches are dropped;
     `registers` is the number of tokens that belong to no patch; `layer_scale` is the first value of
     the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys;
-    `distillation_token` adds DeiT's, and its head. The positions `sincos_2d` are fixed, and
+    The positions `sincos_2d` are fixed, and
     `rope_2d` rotates queries and keys; the pool `map` is pooling by attention. Published towers
     need `pre_norm`, a layer norm before the first block; the `activation` of their MLPs, where
     `gelu_tanh` is the reference code's and `swiglu` adds a layer; and the epsilon of their layer
@@ -72,7 +72,6 @@ class VitOptions:
     pre_norm: bool = False
     activation: Activation = "gelu_tanh"
     norm_eps: float = LAYER_NORM_EPS
-    distillation_token: bool = False
 
     def __post_init__(self) -> None:
         choices = {
@@ -94,12 +93,6 @@ class VitOptions:
                 f"registers={self.registers} have no position, but positions={self.positions!r} "
                 f"with positions_at={self.positions_at!r} needs one for every token; use positions "
                 "that are added at the stem"
-            )
-        is_plain = self.pool == "cls" and not self.representation and self.positions_at == "stem"
-        if self.distillation_token and not (is_plain and self.positions != "relative"):
-            raise ValueError(
-                "distillation_token=True needs a class token and plain heads; use pool='cls', "
-                "representation=False, and positions that are added at the stem"
             )
         fixed = ("none", "relative", "sincos_2d", "rope_2d")
         if self.positions in fixed and self.positions_at != "stem":
@@ -123,14 +116,9 @@ class VitOptions:
         """1 if the head sees a class token, else 0."""
         return int(self.pool == "cls")
 
-    @property
-    def num_seen_tokens(self) -> int:
-        """Tokens at the front that heads see: class token and distillation token."""
-        return self.num_class_tokens + self.distillation_token
-
     def num_tokens(self, grid: Grid) -> int:
-        """Tokens of a block: class token, distillation token, registers, patches."""
-        return grid[0] * grid[1] + self.num_seen_tokens + self.registers
+        """Tokens of a block: class token, registers, patches."""
+        return grid[0] * grid[1] + self.num_class_tokens + self.registers
 
     def depth_rate(self, index: int, depth: int) -> float:
         """Stochastic depth of a block: from 0 at the first, linearly up to the last."""
@@ -148,7 +136,6 @@ class AxialVitOptions(VitOptions):
         refused = {
             "pool": (self.pool != "gap", "has no class token; use pool='gap'"),
             "registers": (self.registers, "has no row or column for them; leave it at 0"),
-            "distillation_token": (self.distillation_token, "has no position for it; leave it off"),
             "stochastic_depth": (
                 self.stochastic_depth,
                 "has blocks whose batch is lines, not images; leave it at 0",

@@ -98,11 +98,6 @@ class VisionTransformer(Recomputable):
             if options.registers
             else None
         )
-        self.distillation_token = (
-            Registers(1, size.width, options.num_class_tokens)
-            if options.distillation_token
-            else None
-        )
         self.pre_norm = nn.LayerNorm(size.width, options.norm_eps) if options.pre_norm else None
         self.norm = nn.LayerNorm(size.width, options.norm_eps)
         self.attention_pool = AttentionPool(size, options) if options.pool == "map" else None
@@ -110,9 +105,6 @@ class VisionTransformer(Recomputable):
             Linear(size.width, size.width, lecun_normal_) if options.representation else None
         )
         self.head = Head(size.width, num_classes, options.head_bias)
-        self.distillation_head = (
-            Head(size.width, num_classes, options.head_bias) if options.distillation_token else None
-        )
 
     @property
     def num_tokens(self) -> int:
@@ -126,26 +118,15 @@ class VisionTransformer(Recomputable):
             relative = RelativePositions(self.num_tokens, size.head_width)
         return Block(size, self.options, relative, self.options.depth_rate(index, size.depth))
 
-    def forward(
-        self, images: Tensor, keys: Tensor | None = None, *, by_token: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K).
-
-        With a distillation token (DeiT, arXiv:2012.12877) they are the mean of both heads'.
 
         Args:
             images: of the size that the model was built for.
             keys: int64 (B,) from `counter_random.sample_keys`: dropout in training depends only on
                 them. None = torch's generator decides.
-            by_token: return the logits of the class token's head, and those of the distillation
-                token's.
         """
-        encoded_BND = self._encoded(images, keys)
-        logits = self.head(self.pool(encoded_BND))
-        if self.distillation_head is None:
-            return logits
-        distilled = self.distillation_head(encoded_BND[:, self.options.num_class_tokens])
-        return (logits, distilled) if by_token else (logits + distilled) / 2
+        return self.head(self.features(images, keys))
 
     def features(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """(B, D), the head's input: pooled, and after the tanh layer if there is one.
@@ -153,11 +134,8 @@ class VisionTransformer(Recomputable):
         If the head only sees the class token, the last block computes only that: 7 % of the
         products of a 12-layer encoder, which no output depends on, are left out.
         """
-        return self.pool(self._encoded(images, keys))
-
-    def _encoded(self, images: Tensor, keys: Tensor | None) -> Tensor:
-        num_outputs = self.options.num_seen_tokens if self.options.pool == "cls" else None
-        return self.encode(self.embed(images), num_outputs=num_outputs, keys=keys)
+        num_outputs = 1 if self.options.pool == "cls" else None
+        return self.pool(self.encode(self.embed(images), num_outputs=num_outputs, keys=keys))
 
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) to patch embeddings (B, h * w, D), before positions.
@@ -200,7 +178,7 @@ class VisionTransformer(Recomputable):
     ) -> Tensor:
         """Patch embeddings to normalised encoder outputs.
 
-        Class token, distillation token, registers, patches, as far as they exist.
+        Class token, registers, patches, as far as they exist.
 
         Args:
             patches_BND: from `embed`.
@@ -219,8 +197,7 @@ class VisionTransformer(Recomputable):
                 x_BND = self.positions[index % len(self.positions)](x_BND)
             if index == 0:
                 x_BND = self.dropout(x_BND, numbered_keys(keys, self.size.depth))
-                for inserted in (self.registers, self.distillation_token):
-                    x_BND = x_BND if inserted is None else inserted(x_BND)
+                x_BND = x_BND if self.registers is None else self.registers(x_BND)
                 x_BND = x_BND if self.pre_norm is None else self.pre_norm(x_BND)
             recomputes = is_recomputed(index, self.blocks.recompute_every)
             wanted = num_outputs if index == self.size.depth - 1 else None

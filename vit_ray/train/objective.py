@@ -14,12 +14,10 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
-from vit_ray.models.distilled import ProjectedFeatures
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.parameter_groups import chosen_parts, part_of
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.own_parts import Loss, is_own, own_part
-from vit_ray.train.distillation import Teacher, teacher_losses, teacher_width
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
@@ -30,8 +28,7 @@ NotesLosses = Callable[[Tensor, Tensor, int], None]
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The recipe's model, inside `MaskedPatchObjective` or `ProjectedFeatures` if these are
-    trained.
+    """The recipe's model, inside `MaskedPatchObjective` if that is trained.
 
     Raises:
         ValueError: as `build_model`; a part is not the model's, or the model cannot recompute.
@@ -41,8 +38,6 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     )
     if recipe.train.loss == "masked_patch":
         model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
-    if recipe.distill is not None and recipe.distill.kind == "features":
-        model = ProjectedFeatures(model, teacher_width(recipe.distill))
     freeze(model, recipe.optim.frozen)
     if recipe.data.augment.sizes and isinstance(model, VisionTransformer):
         model.let_in_other_sizes()
@@ -68,9 +63,7 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def make_loss(
-    recipe: Recipe, note: NotesLosses | None = None, teacher: Teacher | None = None
-) -> LossFunction:
+def make_loss(recipe: Recipe, note: NotesLosses | None = None) -> LossFunction:
     """The recipe's loss as the engine calls it.
 
     Random parts (dropout, mixing, the choice of patches) depend only on the seed, the step and the
@@ -78,11 +71,10 @@ def make_loss(
 
     Args:
         note: gets the losses per image, which `loss=masked_patch` does not have in training.
-        teacher: if the recipe has one; its losses and the labels' are noted there.
     """
     if recipe.train.loss == "masked_patch":
         return _predict_patches
-    losses_of = make_image_losses(recipe, teacher, notes_parts=True)
+    losses_of = make_image_losses(recipe)
 
     def classify(
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
@@ -95,22 +87,15 @@ def make_loss(
     return classify
 
 
-def make_image_losses(
-    recipe: Recipe, teacher: Teacher | None = None, *, notes_parts: bool = False
-) -> LossFunction:
+def make_image_losses(recipe: Recipe) -> LossFunction:
     """As `make_loss`, with the loss of each image, float32 (b,), instead of their mean.
 
     If images are mixed, an image's loss is that of its mixture with its partner, to which both
-    contribute. A teacher also sees the mixture.
+    contribute.
     """
-    train, distill = recipe.train, recipe.distill
+    train = recipe.train
     if train.loss == "masked_patch":
         return partial(_predict_patches, per_image=True)
-    asked = {}
-    if distill is not None and distill.kind == "features":
-        asked = {"projects": True}
-    elif distill is not None and recipe.model.distillation_token:
-        asked = {"by_token": True}
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
     def classify(
@@ -125,8 +110,7 @@ def make_image_losses(
             seen = mix_images(normalize(images, torch.float32), mixing.weight).to(dtype)
         else:
             seen = normalize(images, dtype)
-        outputs = module(seen, *keys, **asked)
-        logits, answers = outputs if asked else (outputs, outputs)
+        logits = module(seen, *keys)
         if train.mixes and train.mixed_labels == "ones":
             # Label lists (2 P, L) and those of the partners, without labels with no share: 2 L.
             share = mixing.own_share[:, None]
@@ -137,13 +121,7 @@ def make_image_losses(
             # Both losses are linear in the target, so this is the loss of mixed targets.
             others = classification_loss(logits, partners(labels), train)
             losses = torch.lerp(others, losses, mixing.own_share)
-        if distill is None:
-            return losses
-        assert teacher is not None
-        taught = teacher_losses(distill, answers, teacher.outputs(seen, distill.kind))
-        if notes_parts:
-            teacher.note(losses, taught, step)
-        return torch.lerp(losses, taught, distill.weight)
+        return losses
 
     return classify
 

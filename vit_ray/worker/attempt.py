@@ -20,13 +20,9 @@ from vit_ray.metric_names import (
     RESULT_STEP,
     STARTUP_COMPILE_S,
     STARTUP_FIRST_STEP_S,
-    TRAIN_LABEL_LOSS,
-    TRAIN_LOSS,
-    TRAIN_TEACHER_LOSS,
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import Callback, own_part
-from vit_ray.train.distillation import Teacher
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import (
     Batch,
@@ -82,7 +78,6 @@ class Attempt:
     progress: Progress
     preemption_notice: Callable[[], Any]
     """What the cluster has announced about this group's nodes; None = nothing."""
-    teacher: Teacher | None = None
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
     _leaves_at_s: float | None = field(default=None, init=False)
@@ -182,10 +177,6 @@ class Attempt:
 
         A callback that raises is not called again.
         """
-        if self.teacher is not None and TRAIN_LOSS in metrics:
-            (of_labels, of_teacher), count = self.teacher.take_losses()
-            sums = self.context.all_sum([of_labels, of_teacher, count])
-            metrics |= {TRAIN_LABEL_LOSS: sums[0] / sums[2], TRAIN_TEACHER_LOSS: sums[1] / sums[2]}
         self.link.log(step, metrics)
         if metrics.get(RESULT_STEP) == step:  # the best evaluation so far
             self.evaluator.show_files()

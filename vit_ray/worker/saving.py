@@ -77,8 +77,6 @@ class CheckpointSaver:
         self._memory: torch.Tensor | None = None
         """Memory of the last snapshot, for the next one; None while it is being written."""
         self._error: BaseException | None = None
-        self.teacher_digest = ""
-        """Digest of the weights that this run learns from."""
 
     def save(self, progress: Progress, leaves_at_s: float | None = None) -> float:
         """Copy the state now and write it while training continues.
@@ -97,7 +95,6 @@ class CheckpointSaver:
         self._watchdog.pause()  # waiting has its own limits
         self.wait_until_written()  # storage slower than the cadence must not accumulate copies
         position = make_position(self._job, self._state, progress)
-        position = replace(position, teacher_digest=self.teacher_digest)
         memory, self._memory = self._memory, None
         snapshot = self._state.snapshot(position, memory)
         self._written.clear()

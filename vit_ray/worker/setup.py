@@ -11,10 +11,9 @@ from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
-from vit_ray.models.parameter_groups import HEADS, part_of
+from vit_ray.models.parameter_groups import part_of
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
-from vit_ray.train.distillation import Teacher
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch
 from vit_ray.train.memory.largest_batch import largest_micro_batch, try_micro_batches
@@ -106,13 +105,12 @@ def build_engine(
     *,
     loads_weights: bool,
     note_losses: NotesLosses | None = None,
-    teacher: Teacher | None = None,
 ) -> tuple[DeepSpeedEngine, LoadReport | None]:
     """The engine with its initial weights, and the report on those in `init_from`.
 
     Args:
         loads_weights: start from `init_from`; False if a checkpoint is restored afterwards.
-        note_losses, teacher: as `make_loss`.
+        note_losses: as `make_loss`.
 
     Raises:
         UnrecoverableError: the weights do not fit the model, or do not exist.
@@ -130,12 +128,12 @@ def build_engine(
             )
         except ValueError as error:
             raise UnrecoverableError(f"init_from: {error}", is_agreed=False) from None
-        new = {part_of(name) for name in report.new} & {*HEADS} & {*recipe.optim.frozen}
-        if job.kind == "train" and new:
+        is_new = any(part_of(name) == "head" for name in report.new)
+        if job.kind == "train" and is_new and "head" in recipe.optim.frozen:
             # A kernel of zeros gives the same logits for every image, and would stay zero.
             raise UnrecoverableError(
-                f"optim.frozen has {min(new)}, but {report.source} has no matching {min(new)}: the "
-                f"new one of zeros would never learn; remove {min(new)} from optim.frozen"
+                f"optim.frozen has head, but {report.source} has no matching head: the new one of "
+                "zeros would never learn; remove head from optim.frozen"
             )
     batch = recipe.train.global_batch_size
     passes = (
@@ -147,7 +145,7 @@ def build_engine(
         recipe.optim,
         micro_batch_size=micro_batch_size,
         accumulation_steps=passes,
-        loss_function=make_loss(recipe, note_losses, teacher),
+        loss_function=make_loss(recipe, note_losses),
     )
     return engine, report
 

@@ -28,7 +28,6 @@ from vit_ray.measure.goodput import TimeClass
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import Location, locate
-from vit_ray.train.distillation import changed_teacher, load_teacher
 from vit_ray.train.engine.collectives import all_max, all_sum
 from vit_ray.train.engine.deepspeed_setup import warm_up_process
 from vit_ray.train.image_losses import ImageLosses
@@ -208,17 +207,12 @@ def set_up_attempt(
         batches = _training_batches(job, place.world_size, streams, point.samples_seen, device)
         checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
         image_losses = ImageLosses(recipe.seed)
-        try:
-            teacher = load_teacher(recipe, job.num_classes, device) if job.kind == "train" else None
-        except ValueError as error:  # perhaps on this host alone
-            raise UnrecoverableError(str(error), is_agreed=False) from None
         engine, report = build_engine(
             job,
             micro,
             place.world_size,
             loads_weights=checkpoint is None,
             note_losses=image_losses.note,
-            teacher=teacher,
         )
         unless_set_up.callback(engine.close)
         assert engine.device == device, (engine.device, device)
@@ -234,14 +228,11 @@ def set_up_attempt(
             except ValueError as error:
                 raise UnrecoverableError(str(error)) from None
             position = checkpoint.position
-            if problem := changed_teacher(recipe, teacher, position.teacher_digest):
-                raise UnrecoverableError(problem)
             progress = position.resumed(recipe.recorded(), job.data_fingerprint)
             text = f"from step {position.step} ({position.samples_seen} samples seen)"
             link.note(EventKind.RESUMED, text, position.step)
         writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
         saver = CheckpointSaver(job, engine.state, writer, link, watchdog, start_thread, is_broken)
-        saver.teacher_digest = teacher.digest if teacher else ""
         back = partial(roll_back, engine, run_folder, saver, watchdog)
         describe = partial(describe_batch, engine, micro_batch_size=micro)
         nonfinite = NonfinitePolicy(recipe.train, link, describe, back)
@@ -267,7 +258,6 @@ def set_up_attempt(
             watchdog,
             progress,
             preemption_notice,
-            teacher,
         )
 
 

@@ -243,25 +243,6 @@ def test_another_window_than_the_run_has_is_refused_by_name(recipe: Recipe) -> N
         prepared(recipe.with_changes(data={"shuffle_window": 1024}))
 
 
-def test_a_teacher_is_needed_by_what_is_left_to_train_alone(recipe: Recipe) -> None:
-    gone = {"teacher": "/gone", "model": {"name": "ViT-Ti/16"}}
-    taught = recipe.with_changes(optim={"steps": 10}, distill=gone)
-
-    def prepare(steps: int, until_step: int | None = None) -> bool:
-        longer = taught.with_changes(optim={"steps": steps})
-        with prepared_training(longer, "pretrain", until_step) as run:
-            return run.is_over
-
-    with pytest.raises(ValueError, match=r"distill\.teacher: .*/gone"):
-        prepare(10)
-    save_checkpoint(taught, 1024)
-    assert prepare(10)
-    assert prepare(20, until_step=10)
-    for until_step in (None, 15, 30):
-        with pytest.raises(ValueError, match=r"distill\.teacher: .*/gone"):
-            prepare(20, until_step)
-
-
 def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weights(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,6 @@ from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.report.tables import Column, Table
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
-from vit_ray.train.distillation import changed_teacher, load_teacher
 from vit_ray.train.gradient_shares import (
     SPIKE_FACTOR,
     Columns,
@@ -93,11 +92,7 @@ def explain_step(source: str, words: Sequence[str], out: str | None, replays: bo
         checkpoint = replay_steps(run, checkpoint, step, locate(str(folder)))
     exact = run.recipe.with_changes(train={"precision": "fp32", "activation_checkpointing": 0})
     model, second = _weights(run, exact, checkpoint)
-    num_classes = len(run.resolved.manifest.classes)
-    teacher = load_teacher(exact, num_classes, torch.device("cpu"))
-    if problem := changed_teacher(exact, teacher, checkpoint.position.teacher_digest):
-        raise ValueError(problem)
-    losses_of = make_image_losses(exact, teacher)
+    losses_of = make_image_losses(exact)
     columns: dict[int, Columns] = {}
     for one in steps:
         batch = batches.batch(one)

@@ -52,7 +52,7 @@ from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import MEASURED
 
 _OF_TENSORS: Final = (
-    "optim.name", "optim.frozen", "train.loss", "train.masked_target", "distill.kind",
+    "optim.name", "optim.frozen", "train.loss", "train.masked_target",
 )  # fmt: skip
 _WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
 """Keys of the model that no tensor depends on."""

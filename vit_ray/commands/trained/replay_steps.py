@@ -20,7 +20,6 @@ from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.named_run import NamedRun
 from vit_ray.measure.meters import Compute
 from vit_ray.storage import Location
-from vit_ray.train.distillation import load_teacher
 from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, LoopHooks, RankContext, run_training
@@ -108,7 +107,7 @@ def replay_steps(run: NamedRun, checkpoint: Checkpoint, step: int, folder: Locat
             recipe.optim,
             micro_batch_size=micro,
             accumulation_steps=size // micro,
-            loss_function=make_loss(recipe, teacher=load_teacher(recipe, num_classes, _CPU)),
+            loss_function=make_loss(recipe),
         )
         engine.restore(checkpoint)
         sums = partial(all_sum, device=_CPU)

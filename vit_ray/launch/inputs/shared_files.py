@@ -139,12 +139,8 @@ def needed_files(
         for key, path in sets:
             is_pool = key == "evaluate.few_shot_train"  # a worker reads its labels
             add(key, path, files_of(path), readers | workers if is_pool else readers)
-        weights = {"init_from": recipe.init_from}
-        if recipe.distill is not None and trains:
-            weights["distill.teacher"] = recipe.distill.teacher
-        for key, source in weights.items():
-            if source is not None:
-                add(key, source, files_of(source), workers)
+        if recipe.init_from is not None:
+            add("init_from", recipe.init_from, files_of(recipe.init_from), workers)
     return [one for one in found.values() if one.sizes]
 
 

@@ -39,7 +39,7 @@ POOL_PREFIX = "attention_pool."
 # What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper 3.2),
 # and what another kind of pooling needs.
 SPARE_PREFIXES = (
-    "head.", "distillation_head.", "representation.", "class_token.", "distillation_token.",
+    "head.", "representation.", "class_token.",
     POOL_PREFIX,
 )  # fmt: skip
 

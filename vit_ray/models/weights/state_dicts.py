@@ -6,7 +6,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vit_ray.models.distilled import ProjectedFeatures
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
 from vit_ray.models.sizes import Grid
@@ -17,10 +16,8 @@ NewHead = bool | Literal["auto"]
 
 NOT_TOLD = Origin()
 
-# Tokens that fine-tuning may add.
-_ADDED = ("registers.", "distillation_token.")
-# Parts of objectives around the model that they train.
-_OBJECTIVE_PREFIXES = ("mask.", "prediction.", "projection.")
+# Parts of the objective around the model that it trains.
+_OBJECTIVE_PREFIXES = ("mask.", "prediction.")
 
 
 @dataclass
@@ -79,7 +76,7 @@ def fit_state_dict(
         ValueError: listing tensors that are missing, unexpected or of the wrong shape; or the model
             would compute another function of the same tensors.
     """
-    if isinstance(model, MaskedPatchObjective | ProjectedFeatures):
+    if isinstance(model, MaskedPatchObjective):
         inner = model.model
         report = fit_state_dict(
             inner, state_dict, new_head, resize=resize, origin=origin, source=source
@@ -177,11 +174,11 @@ def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]
     if not any(name.startswith(POOL_PREFIX) for name in state):
         fresh |= {name for name in wanted if name.startswith(POOL_PREFIX)}
     if new_head is True:
-        fresh |= {n for n in wanted if n.startswith(_ADDED) and n not in state}
+        fresh |= {n for n in wanted if n.startswith("registers.") and n not in state}
     head = state.get("head.weight")
     fits = head is not None and head.shape == wanted["head.weight"].shape
     if new_head is True or not fits or not has_same_layers:
-        fresh |= {n for n in wanted if n.startswith(("head.", "distillation_head."))}
+        fresh |= {n for n in wanted if n.startswith("head.")}
     return fresh
 
 

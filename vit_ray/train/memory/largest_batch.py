@@ -13,7 +13,6 @@ import torch
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import drop_gradients
 from vit_ray.measure.memory import GIB, Activations, state_memory
-from vit_ray.train.distillation import unread_teacher
 from vit_ray.train.memory.memory_estimate import (
     estimate_memory,
     forward_pass,
@@ -112,13 +111,12 @@ def pass_bytes(
 
     def measured() -> int:
         model = prepared_model(recipe, num_classes, device)
-        teacher = unread_teacher(recipe, num_classes, device)  # which the plan counts, too
         drop_gradients(model.parameters())  # the plan counts them where they are kept
         is_gpu = device.type == "cuda"
         if is_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if is_gpu else 0
-        forward = forward_pass(model, recipe, batch_size, device, teacher)
+        forward = forward_pass(model, recipe, batch_size, device)
         forward().backward()  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated(device) - before if is_gpu else 0
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from vit_ray.measure.activation_memory import (
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
 from vit_ray.models.flops import TrainingMacs, count_exaflops, forward_macs, training_macs
 from vit_ray.own_parts import is_own
-from vit_ray.train.distillation import Teacher, teacher_macs, unread_teacher
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.optim.optimizers import bytes_per_element
 
@@ -62,15 +61,14 @@ def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
 
 
 def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_steps: int) -> float:
-    """10^18 operations of training by the paper's count, with a teacher's forward pass.
+    """10^18 operations of training by the paper's count.
 
     Args:
         total_steps: of the whole run, during which the crop size may change.
     """
     model, batch = recipe.model, recipe.train.global_batch_size
     sizes = crop_sizes(recipe.data.augment.sizes, model.image_size, total_steps)
-    taught = 2 * teacher_macs(recipe, num_classes, is_pruned=False) * images_seen / 1e18
-    return taught + sum(
+    return sum(
         count_exaflops(forward_macs(model.name, num_classes, size, **model.options()), n * batch)
         for size, n in sizes.lengths(images_seen / batch)
     )
@@ -79,15 +77,9 @@ def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_ste
 def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
     """Multiply-adds of one image of the model's size in a step, as the engine computes them.
 
-    A teacher's forward pass counts as a part of the forward pass, and so in MFU.
-
     Args:
         has_gpu: decides whether blocks are compiled if the recipe does not.
     """
-    if recipe.distill is not None:
-        alone = step_macs(recipe.with_changes(distill=None), num_classes, has_gpu)
-        taught = teacher_macs(recipe, num_classes, is_pruned=True)
-        return replace(alone, forward=alone.forward + taught)
     model, train = recipe.model, recipe.train
     if is_own(model.name):
         return _counted_macs(recipe, num_classes)
@@ -141,7 +133,7 @@ def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Ac
     Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
     head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
     """
-    counts = recipe.model, recipe.train, recipe.optim.frozen, recipe.distill
+    counts = recipe.model, recipe.train, recipe.optim.frozen
     has_sizes = bool(recipe.data.augment.sizes)
     return _measured(_Measurable((*counts, has_sizes), recipe), num_classes, batch_size)
 
@@ -157,17 +149,15 @@ class _Measurable:
 @functools.lru_cache(maxsize=256)
 def _measured(measurable: _Measurable, num_classes: int, batch_size: int) -> Activations:
     recipe = measurable.recipe
-    model, teacher = prepared_model(recipe, num_classes), unread_teacher(recipe, num_classes, META)
-    forward = forward_pass(model, recipe, batch_size, teacher=teacher)
+    model = prepared_model(recipe, num_classes)
+    forward = forward_pass(model, recipe, batch_size)
     weights: list[Tensor] = list(model.parameters())
-    weights += teacher.model.parameters() if teacher else ()
     with gpu_kernels():
         return Activations(kept=kept_bytes(forward, weights), peak=peak_bytes(forward, weights))
 
 
 def inference_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
     """Bytes of the weights and, at the worst moment, of a forward pass without gradients."""
-    recipe = recipe.with_changes(distill=None) if recipe.distill else recipe
     model = prepared_model(recipe, num_classes).eval()
     weights = list(model.parameters())
     with gpu_kernels(), torch.no_grad(), ActivationMemory(weights) as memory:
@@ -192,15 +182,8 @@ def state_shape(
         moment_bytes=bytes_per_element(recipe.optim),
         has_average=recipe.train.averaging > 0,
         offload=recipe.train.offload and stage > 0,
-        teacher_bytes=_teacher_bytes(recipe, num_classes),
         batch_bytes=recipe.train.global_batch_size // world_size * height * width * 3,
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _teacher_bytes(recipe: Recipe, num_classes: int) -> int:
-    teacher = unread_teacher(recipe, num_classes, META)
-    return sum(weight.nbytes for weight in teacher.model.parameters()) if teacher else 0
 
 
 def estimate_memory(
@@ -220,11 +203,10 @@ def forward_pass(
     recipe: Recipe,
     batch_size: int,
     device: torch.device = META,
-    teacher: Teacher | None = None,
 ) -> Callable[[], Tensor]:
     """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
     height, width = recipe.model.sides
-    loss = make_loss(recipe, teacher=teacher)
+    loss = make_loss(recipe)
 
     def forward() -> Tensor:
         with device:

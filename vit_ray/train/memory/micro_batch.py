@@ -70,7 +70,6 @@ def limit_key(recipe: Recipe, world_size: int, device: str) -> str:
     sections = recipe.model_dump(mode="json")
     facts = {f"{part}.{key}": sections[part][key] for part, key in _DECIDES_MEMORY}
     facts |= {"model": sections["model"], "world_size": world_size, "device": device}
-    facts |= {"distill": sections["distill"]} if recipe.distill else {}
     return json.dumps(facts, sort_keys=True)
 
 

@@ -18,7 +18,6 @@ import torch
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import BenchmarkModelsConfig
 from vit_ray.measure.memory import GIB
-from vit_ray.train.distillation import unread_teacher
 from vit_ray.train.memory.largest_batch import fits_training, free_gib
 from vit_ray.train.memory.memory_estimate import estimate_memory, inference_bytes, prepared_model
 from vit_ray.train.memory.out_of_memory import largest_that_fits, unless_out_of_memory
@@ -171,7 +170,7 @@ def _prepared(
             predicts(normalize(images, dtype))
 
         return predict
-    loss = make_loss(recipe, teacher=unread_teacher(recipe, NUM_CLASSES, device))
+    loss = make_loss(recipe)
     labels = (numbers % NUM_CLASSES)[:, None]
 
     def train() -> None:

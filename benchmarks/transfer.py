@@ -1,14 +1,14 @@
-"""A transfer on real images: from 8 classes of CIFAR-10 to its other 2, and to digits.
+"""A transfer on real images: from 8 classes of CIFAR-10 to handwritten digits.
 
     python benchmarks/transfer.py prepare IMAGES      # IMAGES/{train,test}/CLASS/*
     python benchmarks/transfer.py run [--result FILE] [key=value ...]
 
 The first converts the images, and the digits of scikit-learn; the second pre-trains, fine-tunes and
-prints the result. Every step is a recipe of `jobs/recipes/transfer/`, and everything is written
-below `transfer/` in the current folder. A step that was interrupted goes on when the command is
-given again, and what is finished is not done again. Against fine-tuning stands training from
-scratch: same model, images, steps and seeds. Both are done with SGD, by which the paper fine-tunes,
-and with AdamW, by which it pre-trains, each with a sweep of its own.
+prints the result. The recipes are in `jobs/recipes/transfer/`, and everything is written below
+`transfer/` in the current folder. A step that was interrupted goes on when the command is given
+again, and what is finished is not done again. Against fine-tuning by SGD, as the paper does it,
+stands training from scratch by AdamW, as it pre-trains: same model, images, steps and seeds, each
+with a sweep of its own.
 
 Options behind the command change all recipes, such as `workers.num_workers=1`.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -29,12 +28,10 @@ import torch
 from benchmarks.result import header, machine
 from vit_ray.commands.convert import convert_of
 from vit_ray.commands.printed_tables import print_result, print_sweep
-from vit_ray.commands.trained.features import print_few_shot
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
-from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.launch.cluster.connection import connect
@@ -42,17 +39,18 @@ from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.launch.run import RunResult, train
 from vit_ray.storage import locate
 
-TARGETS = ("vehicles", "digits")
-PRETRAINED, SCRATCH = "pre-trained on 8 classes", "from scratch"
 STARTS = {
-    "": (PRETRAINED, "SGD"),
-    "_adamw": (PRETRAINED, "AdamW"),
-    "_scratch": (SCRATCH, "AdamW"),
-    "_scratch_sgd": (SCRATCH, "SGD"),
+    "pre-trained on 8 classes, SGD": [],
+    "from scratch, AdamW": [
+        "name=transfer-digits-scratch",
+        "init_from=null",
+        "optim.name=adamw",
+        "optim.learning_rate=1e-3",
+        "optim.weight_decay=0.05",
+        "sweep.learning_rates=[3e-4,1e-3,3e-3]",
+    ],
 }
-"""Of each sweep on a target, by the end of its recipe's name: start and optimizer."""
-GAINS = (("", "_scratch_sgd"), ("_adamw", "_scratch"), ("", "_scratch"))
-"""Fine-tuning and training from scratch that are compared."""
+"""Changes to the recipe of the digits, by start and optimizer."""
 DIGITS = Path("transfer/images/digits")
 TIMES = Path("transfer/seconds.json")
 
@@ -66,10 +64,10 @@ def recipe_of(step: str, overrides: list[str]) -> Recipe:
 
 
 def prepare(images: Path) -> None:
-    """Convert both splits of the 8 classes, of the other 2, and of the digits."""
+    """Convert both splits of the 8 classes and of the digits."""
     write_digits(DIGITS)
     connect(recipe_of("pretrain", []))
-    for step, folder in (("pretrain", images), ("vehicles", images), ("digits", DIGITS)):
+    for step, folder in (("pretrain", images), ("digits", DIGITS)):
         recipe = recipe_of(step, [])
         for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
             assert isinstance(destination, str)
@@ -101,88 +99,50 @@ def run(overrides: list[str]) -> str:
     """
     base = recipe_of("pretrain", overrides)
     connect(base)
-    sweeps: dict[tuple[str, str], SweepResult] = {}
-    few_shot: dict[str, list[FewShotRow]] = {}
+    sweeps: dict[str, SweepResult] = {}
     with kept_pools():
-        with timed("pretrain"):
+        with timed("pre-training"):
             pretrained = train(base)
         if print_result(pretrained):
             raise StoppedError
-        for target in TARGETS:
-            for start in STARTS:
-                with timed(f"{target}{start}"):
-                    result = run_sweep(recipe_of(f"{target}{start}", overrides))
-                if print_sweep(result) or result is None:
-                    raise StoppedError
-                sweeps[target, start] = result
-            with timed(f"{target}_few_shot"):
-                measured = run_few_shot(recipe_of(f"{target}_few_shot", overrides))
-            if measured is None:
+        for start, changes in STARTS.items():
+            with timed(start):
+                result = run_sweep(recipe_of("digits", [*changes, *overrides]))
+            if print_sweep(result) or result is None:
                 raise StoppedError
-            few_shot[target] = measured.rows
-            print_few_shot(few_shot[target])
-    return report(pretrained, sweeps, few_shot, json.loads(TIMES.read_text()))
+            sweeps[start] = result
+    return report(pretrained, sweeps, json.loads(TIMES.read_text()))
 
 
-def report(
-    pretrained: RunResult,
-    sweeps: dict[tuple[str, str], SweepResult],
-    few_shot: dict[str, list[FewShotRow]],
-    seconds: dict[str, float],
-) -> str:
+def report(pretrained: RunResult, sweeps: dict[str, SweepResult], seconds: dict[str, float]) -> str:
     """Tables of accuracies, of the gain, and of the time that each step took."""
     lines = [
         f"Pre-training: {pretrained.steps} steps, top-1 on the test images of its 8 classes "
         f"{pretrained.metrics['eval/top1']:.2%}.",
         "",
-        *header(
-            "target | start | by | tried (dev top-1) | chosen | test top-1 by seed "
-            "| mean +- deviation"
-        ),
+        *header("start | tried (dev top-1) | chosen | test top-1 by seed | mean +- deviation"),
     ]
-    for (target, start), result in sweeps.items():
+    for start, result in sweeps.items():
         tried = ", ".join(
             f"{point_text(row.point).partition('=')[2]} ({_percent(row.top1)})"
             for row in result.rows
         )
         seeds = ", ".join(map(_percent, result.test_top1))
         mean = f"{_percent(result.mean)} +- {_percent(result.deviation)}"
-        chosen = point_text(result.best)
-        begun = " | ".join(STARTS[start])
-        lines.append(f"| {target} | {begun} | {tried} | {chosen} | {seeds} | {mean} |")
-    targets = sorted({target for target, _ in sweeps})
-    lines += ["", *(_gain(one, sweeps, *pair) for one in targets for pair in GAINS)]
-    few_shot_columns = "few-shot top-1 of the pre-trained features | linear | nearest neighbours"
-    lines += ["", *header(few_shot_columns)]
-    lines += [
-        f"| {target}, {row.shots} of a class | {_spread(row.linear)} | {_spread(row.neighbors)} |"
-        for target, rows in few_shot.items()
-        for row in rows
-    ]
-    lines += ["", *header("step | s")]
+        lines.append(f"| {start} | {tried} | {point_text(result.best)} | {seeds} | {mean} |")
+    tuned, scratch = sweeps.values()
+    told = "every fine-tuned seed is above every seed from scratch"
+    if min(tuned.test_top1) <= max(scratch.test_top1):
+        told = "the seeds of the two overlap"
+    lines += ["", f"Gain: {100 * (tuned.mean - scratch.mean):+.2f} points; {told}.", ""]
+    lines += header("step | s")
     lines += [f"| {step} | {value:.0f} |" for step, value in seconds.items()]
     lines += [f"| all | {sum(seconds.values()):.0f} |"]
     return "\n".join(lines) + "\n"
 
 
-def _gain(target: str, sweeps: dict[tuple[str, str], SweepResult], tuned: str, begun: str) -> str:
-    ours, scratch = sweeps[target, tuned], sweeps[target, begun]
-    worst, best = min(ours.test_top1), max(scratch.test_top1)
-    told = "every fine-tuned seed is above every seed from scratch"
-    if worst <= best:
-        told = "the seeds of the two overlap"
-    gain = 100 * (ours.mean - scratch.mean)
-    by = f"fine-tuned by {STARTS[tuned][1]}, from scratch by {STARTS[begun][1]}"
-    return f"Gain on {target}, {by}: {gain:+.2f} points; {told}.\n"
-
-
 def _percent(value: float | None) -> str:
     return "failed" if value is None else f"{value:.2%}"
-
-
-def _spread(values: list[float]) -> str:
-    mean = _percent(statistics.fmean(values))
-    return f"{mean} +- {_percent(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def _heading() -> str:

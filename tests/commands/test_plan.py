@@ -226,8 +226,7 @@ def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Pat
     assert "for all tasks of a host" not in text  # of one row group
 
 
-# Of a data set without a remainder. Counted from the order for ImageNet-like shards:
-# benchmarks/results/data_window_large_batches_2026-11-27.md.
+# Of a data set without a remainder. Counted from the order for ImageNet-like shards.
 @pytest.mark.parametrize(
     ("weights", "batch", "window", "servers", "times"),
     [

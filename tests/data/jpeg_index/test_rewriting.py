@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from benchmarks.jpeg_rewriting import crafted_jpeg, difference
+from tests.data.jpeg_index.made_up import crafted_jpeg, difference
 from tests.data.jpeg_index.test_restart_index import by_opencv
 from tests.data.pictures import encoded, picture
 from vit_ray.data.images import jpeg
@@ -387,7 +387,6 @@ def test_no_file_that_is_taken_for_plain_is_too_large_to_be_looked_through() -> 
 
 
 def test_no_made_up_file_changes_its_picture(writer: Libjpeg) -> None:
-    """`benchmarks/jpeg_rewriting.py` does this with many more."""
     found = [difference(crafted_jpeg(seed), writer) for seed in range(NUM_CRAFTED)]
     assert [(seed, what) for seed, what in enumerate(found) if what] == []
     assert found.count("") > 0.4 * NUM_CRAFTED

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.jpeg_rewriting import crafted_jpeg
 from tests.data.converting import config_of
+from tests.data.jpeg_index.made_up import crafted_jpeg
 from tests.data.pictures import encoded, picture
 from tests.data.prepare.test_damage import DAMAGES
 from vit_ray.data.images.crops import BadImageError, decode

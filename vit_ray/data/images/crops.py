@@ -51,7 +51,7 @@ up to the second, averaged areas above; the Gaussian takes a third of the time o
 
 PSNR against Pillow's antialiased bilinear resize, mean over training crops of ImageNet photographs:
 47.9 dB for sides that shrink by 1 to 1.25, 42.7 to 1.6, 46.0 to 2, 41.5 to 4 and 36.9 above
-(benchmarks/data_decode.py; bilinear without any of this: 47.9, 39.0, 36.3, 32.5 and 29.4). Over all
+(bilinear without any of this: 47.9, 39.0, 36.3, 32.5 and 29.4). Over all
 training crops of 200 photographs: mean 47.2 dB and worst 30.7 at 224 pixels, 35.6 and 21.0 at 64;
 the lowest values are for crops that a coarse decode rounds to its whole pixels. Evaluation crops
 are exact (`Augmentation.is_exact`): mean 45.3 dB and worst 32.3 for 224 of 256 pixels, where a cut

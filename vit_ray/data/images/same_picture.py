@@ -35,8 +35,7 @@ _LEFT_OUT: Final = 0.1
 _LEAST_EXPLAINED: Final = 0.95
 _MOST_LEVELS: Final = 5.0
 """Share of the variance, and root mean square in grey levels. None of 250 distinct 8 x 8 digits was
-taken for one of 400 others; at 6 levels 2 were, and with 15 % left out 3 at 5 levels. Recall is in
-benchmarks/results/data_deduplicate_*."""
+taken for one of 400 others; at 6 levels 2 were, and with 15 % left out 3 at 5 levels."""
 _BORDER: Final = 2
 _GREY_BELOW: Final = 3.0
 _STOP: Final = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 1e-4)

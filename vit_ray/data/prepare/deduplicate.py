@@ -63,8 +63,7 @@ _LIST_SCHEMA: Final = pa.schema(
 )
 
 MAX_DISTANCE: Final = 30
-"""Bits of 128 by which the hashes of images may differ for their pixels to be compared; measured
-with benchmarks/data_deduplicate.py."""
+"""Bits of 128 by which the hashes of images may differ for their pixels to be compared."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ _MOST_ROWS: Final = 2048
 """Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
 _LARGE_ROWS: Final = 16_384
 """Of a window that many tasks make: images of a row group then share batches hardly more often than
-by chance (benchmarks/data_shuffle.py)."""
+by chance."""
 _LARGE_MIB: Final = 1200
 """Of the pixels of such a window by default, all of which may wait on one host before a batch of it
 is whole: a quarter of the object store that Ray gives a host of 16 GiB."""

@@ -1,41 +1,30 @@
-"""Whether any JPEG file changes its picture when a conversion gives it restart markers.
+"""Made-up JPEG files, and whether one changes its picture when it gets restart markers.
 
-    python benchmarks/jpeg_rewriting.py [--files 100000] [--seed 0] [--state FILE.json]
-        [--out FILE.md]
-
-Each file is made up: an encoder of this script writes random coefficients under random headers
-(colour spaces by JFIF, Adobe or component numbers, samplings, quantization of 8 and 16 bits, 1 to 8
-tables of codes in any places, optimal, flat, skewed or standard ones, with and without a code for
-the end of a block, blocks that end in odd ways, restart intervals, scans for each component,
-progressive scans, complete or not), or Pillow writes a picture with random options; in a third of
-them bytes of the header, or of anything, are changed. What a conversion rewrites must then decode
-as the original does: by Pillow, and by OpenCV at all scales and from its restart index. With
-`--state` a run that was ended continues where it was.
+An encoder here writes random coefficients under random headers (colour spaces by JFIF, Adobe or
+component numbers, samplings, quantization of 8 and 16 bits, 1 to 8 tables of codes in any places,
+optimal, flat, skewed or standard ones, with and without a code for the end of a block, blocks that
+end in odd ways, restart intervals, scans for each component, progressive scans, complete or not),
+or Pillow writes a picture with random options; in a third of them bytes of the header, or of
+anything, are changed. What a conversion rewrites must then decode as the original does: by Pillow,
+and by OpenCV at all scales and from its restart index.
 """
 
-import argparse
 import heapq
 import io
-import json
 import math
 import random
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, features
+from PIL import Image
 
-from benchmarks.result import finish, header, machine
 from vit_ray.data.images.jpeg import decode_jpeg
 from vit_ray.data.jpeg_index.restart_index import crop_file
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
+from vit_ray.data.jpeg_index.rewriting import Libjpeg, with_restart_markers
 
 KEPT = ("icc_profile", "exif", "comment")
 """What Pillow finds beside the pixels; JFIF's own fields may be new."""
-STATE_EVERY = 500
-"""Files between two notes of how far a run has come."""
 Codes = dict[int, tuple[int, int]]
 """Code and its length of each symbol."""
 
@@ -293,7 +282,7 @@ def _of_pillow(choice: random.Random) -> bytes:
 
 def crafted_jpeg(seed: int) -> bytes:
     """A made-up file; equal seeds give equal files."""
-    choice = random.Random(seed)  # noqa: S311  # no secret
+    choice = random.Random(seed)  # no secret
     image = bytearray(_of_pillow(choice) if choice.random() < 0.25 else _File(choice).content())
     if choice.random() < 0.35:
         end = image.find(b"\xff\xda") + 12 if choice.random() < 0.7 else len(image) - 2
@@ -331,42 +320,3 @@ def _by_pillow(image: bytes) -> tuple[str, Any]:
 
 def _are_equal(one: Any, other: Any) -> bool:
     return (one is None) == (other is None) and (one is None or np.array_equal(one, other))
-
-
-def main() -> None:
-    """Make, rewrite and compare, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state", type=Path)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    writer = restart_writer()
-    assert writer is not None
-    begun_s, found = time.perf_counter(), Counter[str]()
-    first, before_s = args.seed, 0.0
-    if args.state and args.state.exists():
-        first, before_s, counts = json.loads(args.state.read_text())
-        found.update(counts)
-    for seed in range(first, args.seed + args.files):
-        what = difference(crafted_jpeg(seed), writer)
-        kind = "stays as it came" if what is None else what or "rewritten, and equal"
-        found[kind] += 1
-        if what:
-            print(f"seed {seed}: {what}", flush=True)
-        if args.state and seed % STATE_EVERY == STATE_EVERY - 1:
-            spent_s = before_s + time.perf_counter() - begun_s
-            args.state.write_text(json.dumps([seed + 1, spent_s, found]))
-    spent_s = before_s + time.perf_counter() - begun_s
-    lines = [
-        f"# jpeg_rewriting: {machine()}\n",
-        f"`python benchmarks/jpeg_rewriting.py --files {args.files} --seed {args.seed}`: "
-        f"{writer.name} (libjpeg-turbo {features.version('libjpeg_turbo')}), {spent_s:.0f} s.\n",
-        *header("a file | files"),
-        *(f"| {kind} | {count:,} |" for kind, count in found.most_common()),
-    ]
-    finish("\n".join(lines), args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -120,7 +120,7 @@ def trained_run(folder: Path) -> tuple[Any, Path]:
             "progress": Progress(7, worker_seconds=7200.0, metrics={"eval/top1": 0.85}),
             "recipe": recipe.recorded(),
             "data_fingerprint": train.fingerprint,
-            "data_terms": [{"license": "CC0", "source_url": "https://me:pw@x.org/a"}, {}],
+            "data_terms": {"license": "CC0", "source_url": "https://me:pw@x.org/a"},
             "samples_seen": 1000,
             "tracking_run_id": "0123abc",
         },

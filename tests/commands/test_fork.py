@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.end_to_end.runs import same_weights
-from tests.launch.inputs.test_seen_batch import CASES, MIXTURE, recipe_on, sets
-from tests.launch.inputs.test_shuffle_window import write_data_set
+from tests.launch.inputs.test_seen_batch import CASES, recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress
@@ -227,15 +226,13 @@ def test_a_fork_says_where_crops_of_another_size_begin(
 
 
 @pytest.mark.slow(after=6)
-@pytest.mark.parametrize("case", ["plain", "half", "weighted", "window", "mixture"])
+@pytest.mark.parametrize("case", ["plain", "half", "weighted", "window"])
 @pytest.mark.parametrize("batch", [8, 28])
 def test_with_another_batch_each_image_is_read_once_in_each_epoch(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     data: dict[str, Any] = {**CASES[case], "shuffle_window": 112 if case == "window" else 0}
-    if "train" in data:
-        data["train"] = [{**one, "path": str(sets / one["path"])} for one in MIXTURE]
     recipe = recipe_on(
         sets, data=data, output=str(tmp_path / "runs"), optim={"steps": None, "images": 336}
     )
@@ -288,53 +285,18 @@ def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
 
 
 @pytest.mark.parametrize(
-    ("order_version", "num_batches", "expected"),
-    [
-        (1, 2, "another batch size or version of the code deals out differently"),
-        (2, 7, "the order of samples in a shuffle window was version 2 and is version 3"),
-        (3, 2, "nothing else changes the training"),
-    ],
-)
-def test_a_fork_in_the_new_order_begins_between_two_shuffle_windows(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    order_version: int, num_batches: int, expected: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    paths = [write_data_set(tmp_path / str(size), size, group_bytes=64) for size in (20, 30)]
-    train = [{"path": path, "weight": 1.0} for path in paths]
-    recipe = recipe_on(
-        sets, data={"train": train, "shuffle_window": num_batches * 1040},
-        train={"global_batch_size": 1040}, output=str(tmp_path / "runs"),
-    )  # fmt: skip
-    resolved = resolve_run(recipe)
-    facts = {
-        "recipe": resolved.recipe.recorded(), "data_fingerprint": resolved.manifest.fingerprint,
-        "global_batch_size": 1040, "samples_seen": STEP * 1040, "order_version": order_version,
-    }  # fmt: skip
-    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
-    code, text = said(parent, "step=7", "name=fork")
-    assert expected in text
-    assert code == (2 if "differently" in expected else 0)
-    if code == 0:
-        assert find_run("fork.yaml").recipe.data.shuffle_window == num_batches * 1040
-
-
-@pytest.mark.parametrize(
     "data",
     [
         {},
         {"fraction": 0.5},
         {"sample_weights": "labels"},
-        {"train": MIXTURE},
         {"shuffle_window": 32},
     ],
-    ids=["plain", "half", "weighted", "mixture", "window"],
+    ids=["plain", "half", "weighted", "window"],
 )
 def test_excluded_samples_are_never_drawn_and_all_others_keep_their_pixels(
     sets: Path, data: dict[str, Any]
 ) -> None:
-    if "train" in data:
-        data = {"train": [{**one, "path": str(sets / one["path"])} for one in MIXTURE]}
     recipe = recipe_on(sets, data=data)
     excluded = sorted({0, 5, 17, 33, 69})
     without = recipe.with_changes(data={"exclude": excluded})

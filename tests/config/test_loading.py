@@ -90,7 +90,6 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ("workers.num_workers=two", "workers.num_workers='two': Input should be a valid integer"),
         ("workers.num_workers=[1]", "workers.num_workers.1 is required but not given"),
         ("data.train=5", "data.train=5: Input should be a valid string"),
-        ("data.train=[data/a]", "data.train.0='data/a': data.train.0 is a section of keys; did "),
         ("data.eval={a: x, b: 5}", "data.eval.b=5: Input should be a valid string"),
         ("optim.betas=0.9", "optim.betas=0.9: a list is needed, such as [0.9, 0.999]"),
         ("workers.label_selector=H100", "workers.label_selector='H100': a mapping is needed, "),
@@ -180,7 +179,6 @@ LISTS = {
     "convert.columns": ["caption", "caption"],
     "deduplicate.evaluation_sets": ["data/a", "data/a"],
     "deduplicate.evaluation_features": ["features/a", "features/a"],
-    "data.train": [{"path": "data/a"}, {"path": "data/b"}, {"path": "data/a", "weight": 2.0}],
     "data.exclude": [5, 6, 5],
     "optim.frozen": ["head", "head"],
     "optim.decay_at": [0.3, 0.3],
@@ -335,13 +333,6 @@ def test_changes_are_checked_too(path: Path) -> None:
     assert recipe.with_changes(train={"zero_stage": 3}).train.zero_stage == 3
     with pytest.raises(ValueError, match=r"train\.zero_stage=9"):
         recipe.with_changes(train={"zero_stage": 9})
-
-
-def test_a_mixture_has_several_paths_to_train_on(path: Path) -> None:
-    mixture = [{"path": where, "weight": 1} for where in ("a", "s3://bucket/b")]
-    recipe = load_recipe(path)
-    for train, paths in ((mixture, ["a", "s3://bucket/b"]), ("a", ["a"]), (None, [])):
-        assert recipe.with_changes(data={"train": train}).data.train_paths == paths
 
 
 def test_several_evaluation_sets_are_given_by_name(path: Path) -> None:

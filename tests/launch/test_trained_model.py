@@ -27,7 +27,6 @@ from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.commands.trained.export import export
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.schema import MANIFEST_FILE, VERSIONS_FOLDER
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.order.partition import Partition
@@ -222,19 +221,13 @@ def test_overrides_change_the_recipe_of_a_run(tmp_path: Path) -> None:
     assert (found.train.loss, found.evaluate.batch_size) == ("sigmoid", BATCH)
 
 
-@pytest.mark.parametrize("is_mixed", [False, True])
 def test_classes_of_another_data_set_are_not_believed(
-    is_mixed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_images(tmp_path / "data")
-    data: Any = open_dataset(str(tmp_path / "data"))
-    recorded: Any = data.path
-    if is_mixed:
-        data, recorded = join([data, data], [1, 2]), [
-            {"path": data.path, "weight": 1.0}, {"path": data.path, "weight": 2.0}
-        ]  # fmt: skip
+    data = open_dataset(str(tmp_path / "data"))
     for fingerprint, names in ((data.fingerprint, tuple(CLASSES)), ("other", ())):
-        recipe = {"data": {"train": recorded}}
+        recipe = {"data": {"train": data.path}}
         facts = {"recipe": recipe, "data_fingerprint": fingerprint}
         run = write_run(tmp_path / fingerprint, small_model("ViT"), facts=facts)
         position = open_weights(run).position

@@ -22,7 +22,7 @@ def test_what_users_have_is_what_was_kept(tmp_path: Path) -> None:
     assert compare(KEPT, tmp_path, KEPT_PARTS) == 0
 
 
-def test_the_order_of_48_worlds_is_the_kept_one() -> None:
+def test_the_order_of_24_worlds_is_the_kept_one() -> None:
     kept = json.loads((KEPT / "order.json").read_text())
     assert list(differences(kept, order.record(), "order")) == []
 

@@ -16,7 +16,7 @@ from vit_ray.report.runs import Archive
 from vit_ray.tracking.mlflow_client import page_hint
 
 MODELS = {"ViT-Ti/16": 1.3, "ViT-S/16": 4.6, "R50x1": 4.1, "R50x1+ViT-B/32": 8.5}
-TRAINED_ON = ["data/digits", '[{"path": "data/faces", "weight": 2.0}]']
+TRAINED_ON = ["data/digits", "data/faces"]
 EVIL = '<script>alert("x")</script> & co'
 
 

@@ -130,13 +130,11 @@ def test_the_test_set_of_a_cells_own_transfer_is_that_of_its_fine_tunings():
     ("recorded", "name"),
     [
         ("s3://bucket/i21k/train", "i21k"),
-        ('[{"path": "data/faces", "weight": 2.0}]', "faces"),
-        ('[{"path": "data/faces/train", "weight": 2.0}, {"path": "s3://b/digits"}]',
-         "faces + digits"),
+        ("data/faces", "faces"),
         ("", "unknown data"),
     ],
 )  # fmt: skip
-def test_data_is_called_by_the_names_of_its_sets(recorded, name):
+def test_data_is_called_by_the_name_of_its_set(recorded, name):
     assert run("one", **{"data.train": recorded}).training_name == name
 
 

@@ -33,7 +33,7 @@ from vit_ray.worker.saving import (
 
 def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
     terms = {"license": "CC-BY-4.0"}
-    job, engine = replace(make_job(tmp_path), data_terms=(terms,)), FakeEngine(weight=3.0)
+    job, engine = replace(make_job(tmp_path), data_terms=terms), FakeEngine(weight=3.0)
     progress = Progress(step=4, metrics={"train/loss": 1.0})
     position = make_position(job, engine, progress)
     progress.step, progress.metrics["train/loss"] = 5, 9.0
@@ -41,7 +41,7 @@ def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
     assert (position.applied_steps, position.samples_seen) == (3, 4 * BATCH)
     assert position.data_fingerprint == "print"
     assert position.recipe["name"] == "run"
-    assert Position.from_json(position.to_json()).data_terms == [terms]
+    assert Position.from_json(position.to_json()).data_terms == terms
     assert set(position.versions) == {"ray", "torch"}
 
 

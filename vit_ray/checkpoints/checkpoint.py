@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     """Kind, parameter, start in it, and values (n,) to be filled."""
 
 WEIGHT, AVERAGE = "weight", "average"
-
-ORDER_VERSION: Final = 3
-"""Of the order of samples: 3 deals several data sets slot by slot, as 2 those of large batches."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +114,8 @@ class Position:
     data_fingerprint: str
     tracking_run_id: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    data_terms: list[dict[str, str]] = field(default_factory=list)
-    """`license` and `source_url` of each training set, where its maker gave them."""
-    order_version: int = 1
-    """`ORDER_VERSION` of the code that wrote it; older checkpoints have none."""
+    data_terms: dict[str, str] = field(default_factory=dict)
+    """`license` and `source_url` of the training set, where its maker gave them."""
 
     @property
     def step(self) -> int:

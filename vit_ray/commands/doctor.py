@@ -48,7 +48,7 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
         "Ray": _ray,
         "MLflow": _mlflow,
         "output": _output,
-        "data.train": lambda one: _data_sets(one.data.train_paths),
+        "data.train": lambda one: _data_sets(filter(None, [one.data.train])),
         "data.eval": lambda one: _data_sets(one.data.eval_sets.values()),
     }
     for what, check in checks.items():

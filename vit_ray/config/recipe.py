@@ -43,7 +43,6 @@ from vit_ray.config.training_sections import (
     OptimConfig,
     TrackingConfig,
     TrainConfig,
-    TrainingSet,
     WorkersConfig,
 )
 from vit_ray.config.validation import NAME, is_list, validated, value_text
@@ -307,8 +306,6 @@ def _lists(schema: type[Section]) -> frozenset[str]:
 
 def _identity(value: Any) -> Any:
     match value:
-        case TrainingSet():
-            return value.path.rstrip("/")
         case StudyTask() | VtabTask():
             return value.name
         case BenchmarkedModel():
@@ -337,8 +334,6 @@ _MAPPINGS: Final = ("data.eval", "tracking.tags")
 def _absolute(place: Any) -> Any:
     if isinstance(place, dict):  # of evaluation sets
         return {name: _absolute(path) for name, path in place.items()}
-    if isinstance(place, list):  # of training sets
-        return [{**one, "path": _absolute(one["path"])} for one in place]
     return place if place is None or "://" in place else str(with_home(place).absolute())
 
 

@@ -237,26 +237,12 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """Name of an evaluation set, used in its metrics."""
 
 
-class TrainingSet(Section):
-    """One of several training sets that are mixed."""
-
-    path: str
-    """Converted set: a folder or `s3://` prefix."""
-    weight: PositiveFloat = 1.0
-    """Samples are drawn from the sets in proportion to their weights, so a small set with a large
-    weight is read more than once an epoch."""
-
-
 class DataConfig(Section):
     """Which data sets, and how they are streamed."""
 
-    train: Annotated[
-        str | Annotated[tuple[TrainingSet, ...], Field(min_length=1)] | None, OnResume.FREE
-    ] = None
-    """Converted training set: a folder or `s3://` prefix; or a list of `{path, weight}` with the
-    same classes. `fraction` and `held_out_fraction` then apply to each set, and an epoch has as
-    many images as all sets together. A run resumes only with the same data, which may have
-    moved."""
+    train: Annotated[str | None, OnResume.FREE] = None
+    """Converted training set: a folder or `s3://` prefix. A run resumes only with the same data,
+    which may have moved."""
     fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
     exclude: Annotated[
@@ -289,7 +275,7 @@ class DataConfig(Section):
     = row groups one after another. `auto` = up to 2,048 within task_memory_mib and half of
     object_store_mib; for batches above 1,024 up to 16,384 within a third of object_store_mib
     (unset: 1,200 MiB of pixels), and 0 with sample_weights or a batch of which a task cannot make a
-    part (one batch of several sets); a resumed run keeps the window it began with."""
+    part; a resumed run keeps the window it began with."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""
     eval_augment: EvalAugmentConfig = EvalAugmentConfig()
@@ -327,13 +313,6 @@ class DataConfig(Section):
         if isinstance(self.eval, dict):
             return dict(self.eval)
         return {"": self.eval} if self.eval is not None else {}
-
-    @property
-    def train_paths(self) -> list[str]:
-        """Path of each training set; of several for a mixture, none if it is not set."""
-        if isinstance(self.train, tuple):
-            return [one.path for one in self.train]
-        return [self.train] if self.train else []
 
     @property
     def test_set(self) -> str | None:

@@ -26,7 +26,7 @@ from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_cha
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.record.run_time import marks_of
-from vit_ray.launch.resuming import CROP_SIZES, require_order, size_change
+from vit_ray.launch.resuming import CROP_SIZES, size_change
 from vit_ray.measure.goodput import Work
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
@@ -191,7 +191,6 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             f"run {recipe.name!r} was trained with another recipe: {'; '.join(map(str, shown))}; "
             f"give the run's folder, {recipe.run_folder}, without changes, or another name"
         )
-    require_order(recipe.name, position, resolved.streams["train"])
     return NamedRun(resolved, newest)
 
 

@@ -26,7 +26,6 @@ from vit_ray.launch.resuming import (
     accepted_changes,
     find_resume_point,
     refuse_resume,
-    require_order,
 )
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
@@ -153,8 +152,6 @@ def prepared_training(
                 num_images=resolved.num_images,
                 total_steps=resolved.total_steps,
             )
-            if not prepared.is_over:
-                require_order(recipe.name, resume_from.position, resolved.streams["train"])
         if not (is_new or prepared.is_over):
             starts = resolved.recipe
             check_cluster(starts if resume_from is None else starts.with_changes(init_from=None))

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from vit_ray.checkpoints.checkpoint import ORDER_VERSION, Checkpoint, Position
+from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
     NoUsableCheckpointError,
     newest_checkpoint,
@@ -23,15 +23,11 @@ from vit_ray.config.resume_compatibility import (
 )
 from vit_ray.config.section import OnResume
 from vit_ray.config.validation import validated
-from vit_ray.data.format.joined_datasets import JoinedManifest
-from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import READS_OLDER, locate
 from vit_ray.train.optim.schedule import lr_at
 
 CROP_SIZES: Final = "data.augment.sizes"
-_LAST_COMMITS: Final = {1: "edec8ea", 2: "8fb353b"}
-"""Of the earlier versions of `ORDER_VERSION`."""
 
 logger = logging.getLogger(__name__)
 
@@ -153,27 +149,6 @@ def accepted_changes(
             f"have been {rates[0]:.3g}"
         )
     return notes
-
-
-def require_order(name: str, position: Position, stream: StreamSpec) -> None:
-    """Refuse a training stream whose order is not the one in which the run began.
-
-    Raises:
-        ValueError: an earlier version of the code mixed its data sets otherwise.
-    """
-    if has_earlier_order(position, stream):
-        raise ValueError(
-            f"run {name!r} was started by an earlier version of the code, which mixes a list of "
-            f"data sets in another order; resume it with commit "
-            f"{_LAST_COMMITS[position.order_version]}, or choose another name (`vit-ray fork` "
-            "continues in the new order, init_from loads the weights)"
-        )
-
-
-def has_earlier_order(position: Position, stream: StreamSpec) -> bool:
-    """Whether the version that wrote the checkpoint reads the stream in another order."""
-    is_mixed = isinstance(stream.manifest, JoinedManifest)
-    return is_mixed and position.order_version < ORDER_VERSION
 
 
 def size_change(

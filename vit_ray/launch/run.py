@@ -245,7 +245,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         classes=tuple(resolved.manifest.classes),
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
-        data_terms=tuple(map(redacted, resolved.manifest.terms)),
+        data_terms=redacted(resolved.manifest.about),
         run_folder=recipe.run_folder,
         new_head=prepared.new_head,
         few_shot_classes=few_shot.manifest.num_classes if few_shot else 0,

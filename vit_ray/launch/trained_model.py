@@ -27,7 +27,6 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
-from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import VERSIONS_FOLDER
 from vit_ray.data.images.augmentations import augmentation_of
@@ -275,7 +274,7 @@ def class_names(
     return names
 
 
-def _training_set(train: Any, fingerprint: str) -> Manifest | None:
+def _training_set(train: str | None, fingerprint: str) -> Manifest | None:
     """The data of `data.train`, from a recipe or as a checkpoint records it.
 
     Args:
@@ -286,14 +285,11 @@ def _training_set(train: Any, fingerprint: str) -> Manifest | None:
     """
     if not train:
         return None
-    if isinstance(train, str):
-        data = open_dataset(train)
-        if fingerprint not in ("", data.fingerprint):
-            before = locate(train).child(VERSIONS_FOLDER).child(fingerprint)
-            return open_dataset(before.uri) if before.exists() else data
-        return data
-    sets = [one if isinstance(one, dict) else one.model_dump() for one in train]
-    return join([open_dataset(one["path"]) for one in sets], [one["weight"] for one in sets])
+    data = open_dataset(train)
+    if fingerprint not in ("", data.fingerprint):
+        before = locate(train).child(VERSIONS_FOLDER).child(fingerprint)
+        return open_dataset(before.uri) if before.exists() else data
+    return data
 
 
 def _several(images: Images) -> Iterable[AnImage]:

@@ -131,7 +131,7 @@ def write_report(
         sections += [*time, papers, *ablations]
     missing = what_is_missing(archive, runs, left_out)
     is_live = any(run.status == "RUNNING" for run in archive.runs)
-    paths = {path for run in runs for path in run.training_sets}
+    paths = {run.training_set for run in runs if run.training_set}
     # The end of a local path is how a reader knows the data.
     short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
     whose = f", run {archive.parent.run_id} and the runs below it" if archive.parent else ""

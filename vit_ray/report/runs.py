@@ -201,14 +201,14 @@ class RecordedRun:
         return not self.is_trial and not self.is_on_dev(key)
 
     @property
-    def training_sets(self) -> list[str]:
-        """Paths of the data it was trained on: one, those of a mixture, or none if unknown."""
-        return paths_of(self.params.get("data.train", ""))
+    def training_set(self) -> str:
+        """Path of the data it was trained on; empty if unknown."""
+        return self.params.get("data.train", "")
 
     @property
     def training_name(self) -> str:
-        """Name of the data that it was trained on; for a mixture the names of all."""
-        return " + ".join(map(set_name, self.training_sets)) or "unknown data"
+        """Name of the data that it was trained on."""
+        return set_name(self.training_set)
 
     @property
     def test_sets(self) -> list[tuple[int, int]]:
@@ -286,7 +286,7 @@ class RecordedRun:
                 fingerprints = [known[:_DIGEST]]
             values[key] = " ".join(fingerprints) or path
             if path != "None":
-                names[values[key]] = " + ".join(map(set_name, paths_of(path)))
+                names[values[key]] = set_name(path)
         images = self.recorded.get(IMAGES_KEY)
         values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
         if all(flat.get(key, "None") == "None" for key in LENGTH):
@@ -491,14 +491,6 @@ class Archive:
             )
         link = runs_page(address, self._experiment_id, has_view=self._has_view)
         return f"Recipe, events and files of each run are in MLflow: {before}{link}"
-
-
-def paths_of(recorded: str) -> list[str]:
-    """Data sets of `data.train` as recorded: one, those of a mixture, or none."""
-    parts = _json(recorded)  # for a mixture: [{"path": ..., "weight": ...}]
-    if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
-        return [str(part.get("path", "?")) for part in parts]
-    return [recorded] if recorded else []
 
 
 def set_name(path: str) -> str:

@@ -62,8 +62,8 @@ class TrainJob:
     """Of an evaluation: the correct answers for its images."""
     classes: tuple[str, ...] = ()
     """Names of the data set's classes, for display."""
-    data_terms: tuple[dict[str, str], ...] = ()
-    """Licence and source address of each training set, if its maker gave them."""
+    data_terms: Mapping[str, str] = field(default_factory=dict)
+    """Licence and source address of the training set, if its maker gave them."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
 

@@ -11,7 +11,6 @@ from typing import Final
 import torch
 
 from vit_ray.checkpoints.checkpoint import (
-    ORDER_VERSION,
     Checkpoint,
     Position,
     Progress,
@@ -213,9 +212,8 @@ def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Po
         shapes=state.shapes,
         recipe=job.recipe.recorded(),
         data_fingerprint=job.data_fingerprint,
-        data_terms=list(job.data_terms),
+        data_terms=dict(job.data_terms),
         versions={"ray": version("ray"), "torch": torch.__version__},
-        order_version=ORDER_VERSION,
     )
 
 

@@ -13,7 +13,6 @@ from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.mixture import MixedOrder
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.sample_weights import WeightedRows, row_weights
 from vit_ray.data.order.selection import RowSelection, split_rows
@@ -77,16 +76,6 @@ def test_global_batches_are_the_same_at_every_world_size(world_size: int) -> Non
 def test_equal_weights_have_every_row_once() -> None:
     order = order_of([[7] * 5, [7] * 3], 0)
     assert sorted(order.samples_at(0, 8).tolist()) == list(range(8))
-
-
-def test_rows_of_a_set_that_is_mixed_with_another_have_their_shares() -> None:
-    weights = [np.array([1, 3, 0, 4], np.uint32) << 20, np.array([1, 1], np.uint32) << 20]
-    rows = [np.array([2, 2]), np.array([2])]
-    order = MixedOrder(rows, (3, 1), 5, ShuffleWindow(8, 2), weights)
-    places = order.places(np.arange(32_000))
-    firsts = np.array([0, 2, 4])
-    counts = np.bincount(firsts[places.groups] + places.rows, minlength=6)
-    np.testing.assert_allclose(counts, [3000, 9000, 0, 12000, 4000, 4000], atol=30)
 
 
 def test_no_order_is_summed_past_64_bits() -> None:

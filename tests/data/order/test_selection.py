@@ -1,16 +1,12 @@
-import pickle
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns
-from vit_ray.data.order.keyed_random import keys_of
-from vit_ray.data.order.selection import KeyedPermutation, RowSelection, select, split_rows
+from vit_ray.data.order.selection import KeyedPermutation, RowSelection, split_rows
 
 HEADER: dict[str, Any] = {"path": "set", "root": "set", "classes": ["a"], "files": []}
 GOLDEN = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
@@ -111,44 +107,6 @@ def test_a_selection_never_changes_between_versions() -> None:
     manifest = manifest_of(40, group=4)
     part = RowSelection.all(manifest, seed=2).take(0.25)
     assert np.flatnonzero(part.mask(manifest, np.arange(40))).tolist() == GOLDEN
-
-
-def test_the_rows_of_data_sets_read_together_are_those_of_each() -> None:
-    sets = [manifest_of(total) for total in (75, 100, 42)]
-    joined = join(sets, [1, 1, 1])
-    rows, held_out = select(joined, seed=3, held_out_fraction=0.25, fraction=0.5)
-    assert held_out is not None
-    first = 0
-    for one in sets:
-        alone, apart = select(one, seed=3, held_out_fraction=0.25, fraction=0.5)
-        assert apart is not None
-        for group in range(one.num_row_groups):
-            for of_all, of_one in ((rows, alone), (held_out, apart)):
-                found = of_all.rows_of_group(joined, first + group)
-                assert found.tolist() == of_one.rows_of_group(one, group).tolist()
-                assert of_all.rows_per_group(joined)[first + group] == len(found)
-        first += one.num_row_groups
-    assert rows.count == 28 + 38 + 16
-
-
-def test_row_groups_of_any_number_of_data_sets_are_put_in_order_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sorts = Mock(side_effect=keys_of)
-    monkeypatch.setattr("vit_ray.data.order.selection.keys_of", sorts)
-    joined = join([manifest_of(32) for _ in range(40)], [1] * 40)
-    rows, _ = select(joined, seed=3, held_out_fraction=0.25, fraction=0.5)
-    for group in [*range(joined.num_row_groups)] * 2:
-        rows.rows_of_group(joined, group)
-    assert sorts.call_count == 40
-    assert "parts" not in vars(pickle.loads(pickle.dumps(joined)))
-
-
-def test_weights_in_the_same_proportions_are_one_data_set() -> None:
-    sets = [manifest_of(8), manifest_of(16)]
-    one, same, other = (join(sets, weights) for weights in ([0.5, 1], [2, 4], [1, 1]))
-    assert one.weights == same.weights == (1, 2)
-    assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
 def manifest_of(total: int, group: int = 8) -> Manifest:

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.data.converting import convert
 from tests.data.pictures import encoded, picture
 from tests.data.prepare.archives import rejections, write_hub_file
 from vit_ray.data import open_dataset
-from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.labels import first_labels, keys
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
@@ -89,7 +87,7 @@ def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(
     assert [len(some) for some in keys(manifest)] == [13, 10]
 
 
-def test_it_is_read_verified_cut_and_joined_as_any_data_set(
+def test_it_is_read_verified_and_cut_as_any_data_set(
     serial: None, source: Path, tmp_path: Path
 ) -> None:
     manifest = in_place(source, tmp_path / "set")
@@ -101,9 +99,6 @@ def test_it_is_read_verified_cut_and_joined_as_any_data_set(
     assert stored(part).items() <= stored(manifest).items()
     assert len(stored(part)) == 9
     assert part.largest_pixels == manifest.largest_pixels == 53 * 40
-    both = join([manifest, replace(part, largest_pixels=7)], [1, 1])
-    assert both.largest_pixels == 53 * 40
-    assert stored(both.parts[1]) == stored(part)
     for file in (0, 1):
         report = check_file(file, manifest, 1.0)
         assert (report.problems, report.images) == ([], (13, 10)[file])

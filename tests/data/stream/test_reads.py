@@ -11,14 +11,11 @@ import pytest
 from tests.data.stream.reads import (
     IMAGE_BYTES,
     blocks_of,
-    manifest_of,
     queued_of,
     readers_of,
     reads_of,
     spec_of,
 )
-from vit_ray.data.format.joined_datasets import join
-from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.partition import largest_piece, pieces_of
 from vit_ray.data.order.samples import Plan
 from vit_ray.data.stream.blocks import as_one_row, cut
@@ -87,57 +84,6 @@ def test_row_groups_of_a_large_batch_are_read_about_once(
     assert found.first_step < 1.2 * num_rows / spec.manifest.rows.mean() + 2 * world_size
 
 
-def mixture(*weights: int) -> Manifest:
-    """As many data sets, of shards of 256 MiB."""
-    sets = [shards(64, 2426 + number, 18) for number in range(len(weights))]
-    return join([manifest_of(rows, IMAGE_BYTES) for rows in sets], weights)
-
-
-@pytest.mark.parametrize(
-    ("weights", "batch", "window", "world_size", "servers", "memory_mib", "most"),
-    [
-        ((1, 1), 4096, 8192, 1, 1, 256, 1.15),
-        ((1, 1), 4096, 8192, 8, 1, 256, 1.15),
-        ((1, 1), 4096, 8192, 64, 8, 256, 1.3),
-        ((9, 1), 4096, 8192, 8, 1, 256, 1.15),
-        ((9, 1), 4096, 8192, 8, 1, 100, 1.4),
-        ((70, 25, 5), 4096, 8192, 8, 1, 256, 1.25),
-        ((70, 25, 5), 4096, 8192, 64, 8, 256, 1.4),
-        ((1,) * 8, 4096, 8192, 8, 1, 256, 1.55),
-        ((1,), 4096, 8192, 8, 1, 256, 1.1),  # a list of one
-        ((1, 1), 2062, 0, 2, 1, 256, 1.15),  # one batch: it has no parts of equal size
-        ((1, 1), 8192, 0, 8, 1, 256, 1.15),  # one batch: two are too many pixels
-        ((1, 1), 256, 1024, 1, 1, 256, 1.15),
-        ((1, 1), 256, 1024, 2, 2, 256, 1.4),
-        ((9, 1), 1024, 0, 8, 8, 256, 2.1),  # 128 images of a window: 64 and 13 in five row groups
-        pytest.param((1, 1), 4096, 8192, 512, 1, 256, 1.55, marks=pytest.mark.slow),
-        pytest.param((1, 1), 4096, 8192, 512, 64, 256, 2.1, marks=pytest.mark.slow),
-    ],
-)
-def test_row_groups_of_several_data_sets_are_read_about_once(
-    weights: tuple[int, ...],
-    batch: int,
-    window: int,
-    world_size: int,
-    servers: int,
-    memory_mib: int,
-    most: float,
-) -> None:
-    """A task's part of a window cuts a row group of each set at either end."""
-    spec = spec_of(mixture(*weights), batch, "auto", memory_mib)
-    window = max(window, batch)
-    assert spec.window is not None
-    assert spec.window.num_rows == window
-    steps = range(35, 99) if world_size == 512 or batch == 256 else range(3, 15)
-    start = (spec.num_images // window * 2 + 1) * window
-    found = reads_of(spec, batch, world_size, servers, start, steps)
-    assert found.rows > 0.4 * len(steps) * batch
-    assert found.most_rows <= 2048
-    assert found.most_bytes <= memory_mib << 20
-    read = found.per_group @ spec.manifest.bytes / IMAGE_BYTES
-    assert 0.95 * found.rows <= read < most * found.rows
-
-
 @pytest.mark.parametrize(
     ("batch", "world_size", "servers", "size"),
     [
@@ -162,16 +108,13 @@ def test_a_server_queues_at_most_a_window_before_its_first_batch_is_whole(
         assert max(queued) <= (num_rows - batch) / servers + 2 * 256
 
 
-@pytest.mark.parametrize(("weights", "windows"), [((1,), 16), ((1, 1), 13), ((1, 1, 1), 8)])
-def test_a_block_has_no_more_windows_than_a_task_holds_row_groups(
-    weights: tuple[int, ...], windows: int
-) -> None:
-    """One of each set, for the next rank's block; 256 images at most."""
-    spec = spec_of(mixture(*weights), 4096, "auto")
+def test_a_block_has_no_more_windows_than_a_task_holds_row_groups() -> None:
+    """One is for the next rank's block; 256 images at most."""
+    spec = spec_of(shards(64, 2426, 18), 4096, "auto")
     readers = next(readers_of(spec, 512, 64, 8))
     _, tasks = planned(spec, readers, 8, 0, 100 * 8192)
     sizes = [last - first for task in tasks for _, first, last in task.blocks()]
-    assert max(sizes) == windows * 2 * 8
+    assert max(sizes) == 16 * 2 * 8
 
 
 def taken(reader: Reader, rank: int) -> Iterator[Any]:
@@ -184,7 +127,6 @@ def taken(reader: Reader, rank: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("start", [0, 3, 8])
-@pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "servers", "memory_mib", "pieces"),
     [
@@ -197,13 +139,11 @@ def taken(reader: Reader, rank: int) -> Iterator[Any]:
     ],
 )
 def test_any_world_gets_the_global_batches_of_the_order(
-    world_size: int, servers: int, memory_mib: int, pieces: int, start: int, is_mixed: bool
+    world_size: int, servers: int, memory_mib: int, pieces: int, start: int
 ) -> None:
     """Through the queues of the server and the joints of the worker, and from anywhere."""
     batch = 2048
-    rows = mixture(9, 1) if is_mixed else [64] * 300
-    memory_mib += 9 * is_mixed  # for the row group that is cut in addition
-    spec = spec_of(rows, batch, 4 * batch, memory_mib)
+    spec = spec_of([64] * 300, batch, 4 * batch, memory_mib)
     share, steps = batch // world_size, 6
     parts: list[list[np.ndarray]] = []
     for readers in readers_of(spec, world_size, servers, share):

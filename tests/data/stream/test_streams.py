@@ -17,14 +17,10 @@ from tests.data.stream.reading import (
     start_stream_server,
     streams_of,
 )
-from vit_ray.data import open_dataset
-from vit_ray.data.format.joined_datasets import JoinedManifest, join
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
-from vit_ray.data.prepare.subset import subset
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.shared_blocks import StreamLostError
@@ -115,40 +111,6 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(
 ) -> None:
     rest = global_batches(spec, 4, stopped_after * BATCH, 15 * BATCH)
     assert_equal(rest, alone[stopped_after:])
-
-
-@pytest.fixture
-def mixed(spec: StreamSpec, tmp_path: Path) -> StreamSpec:
-    """Two thirds of the samples from all 300 images, one third from 40 of them."""
-    few = subset(spec.manifest.path, str(tmp_path / "few"), count=40, seed=2)
-    return dataclasses.replace(spec, manifest=join([spec.manifest, few], [2, 1]))
-
-
-def test_several_data_sets_give_the_same_global_batches_to_any_ranks_from_anywhere(
-    mixed: StreamSpec,
-) -> None:
-    whole = global_batches(mixed, 1, 0, 15 * BATCH)
-    assert_equal(global_batches(mixed, 4, 0, 15 * BATCH), whole)
-    assert_equal(global_batches(mixed, 2, 7 * BATCH, 15 * BATCH), whole[7:])
-    samples = np.concatenate([batch["sample"] for batch in whole])
-    assert [np.count_nonzero(batch["sample"] >= 300) for batch in whole] == [8] * 15
-    assert sorted(samples[samples >= 300].tolist()) == sorted([*range(300, 340)] * 3)
-
-
-def test_samples_of_several_data_sets_have_their_own_labels(mixed: StreamSpec) -> None:
-    """As the reader of each set by itself has them."""
-    assert isinstance(mixed.manifest, JoinedManifest)
-    labels = np.concatenate(
-        [
-            reader.first_labels(group)
-            for path in mixed.manifest.paths
-            for manifest in [open_dataset(path)]
-            for reader in [RowGroupReader(manifest)]
-            for group in range(manifest.num_row_groups)
-        ]
-    )
-    for batch in global_batches(mixed, 2, 0, 4 * BATCH):
-        np.testing.assert_array_equal(batch["labels"][:, 0], labels[batch["sample"]])
 
 
 def test_delayed_tasks_change_nothing(spec: StreamSpec, alone: Batches) -> None:

@@ -64,28 +64,21 @@ def batches_of(recipe: Recipe) -> SeenBatches:
     return SeenBatches(resolve_run(recipe))
 
 
-MIXTURE = [{"path": "large", "weight": 2.0}, {"path": "small", "weight": 1.0}]
 CASES = {
     "plain": {},
     "window": {"shuffle_window": 64},
     "half": {"fraction": 0.5},
     "held out": {"held_out_fraction": 0.2, "shuffle_window": 32},
     "weighted": {"sample_weights": "labels"},
-    "mixture": {"train": MIXTURE},
-    "mixture in windows": {"train": MIXTURE, "shuffle_window": 32},
     "repeated": {"repeats": 3},
     "repeated in windows": {"repeats": 3, "shuffle_window": 64},
-    "repeated mixture": {"repeats": 2, "train": MIXTURE},
 }
 
 
 @pytest.mark.slow(after=4)
 @pytest.mark.parametrize("case", [*CASES][::-1])
 def test_the_steps_of_a_sample_are_those_whose_batches_hold_it(sets: Path, case: str) -> None:
-    data = dict(CASES[case])
-    if "train" in data:
-        data["train"] = [{**one, "path": str(sets / one["path"])} for one in MIXTURE]
-    recipe = recipe_on(sets, data=data)
+    recipe = recipe_on(sets, data=CASES[case])
     batches, trained = batches_of(recipe), list(training_batches(recipe))
     total = resolve_run(recipe).manifest.num_images
     held = {sample: list[tuple[int, int]]() for sample in range(total)}
@@ -232,7 +225,6 @@ def test_each_step_of_one_batch_again_and_again_is_shown_with_the_first(sets: Pa
 
 
 def test_each_row_group_is_read_once(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixture = [{**one, "path": str(sets / one["path"])} for one in MIXTURE]
     read, reads = list[int](), RowGroupReader.read
 
     def counted(self: RowGroupReader, group: int) -> Any:
@@ -240,7 +232,7 @@ def test_each_row_group_is_read_once(sets: Path, monkeypatch: pytest.MonkeyPatch
         return reads(self, group)
 
     monkeypatch.setattr(RowGroupReader, "read", counted)
-    batches = batches_of(recipe_on(sets, data={"train": mixture}))
+    batches = batches_of(recipe_on(sets))
     groups, size = batches.cost(4)
     batches.read(4)
     assert len(read) == len(set(read)) == groups

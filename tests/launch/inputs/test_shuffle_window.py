@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from tests.checkpoints.written import snapshot_of, write_snapshot
-from vit_ray.checkpoints.checkpoint import ORDER_VERSION, Position, Progress, folder_name
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
 from vit_ray.data.format.shard_files import ShardFile
-from vit_ray.data.order.samples import Plan
 from vit_ray.launch import prepared_run
 from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.named_run import find_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.record.run_metadata import data_inputs
 from vit_ray.storage import locate
@@ -61,17 +59,13 @@ def save_checkpoint(
     recipe: Recipe,
     window: int = 0,
     fingerprint: str | None = None,
-    order_version: int = ORDER_VERSION,
 ) -> None:
     """A checkpoint of a run that has read its data with a window."""
     tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
     if fingerprint is None:
         fingerprint = open_dataset(str(recipe.data.train)).fingerprint
     batch = recipe.train.global_batch_size
-    where = Position(
-        Progress(10), 10, 10 * batch, batch, {"w": [2]}, tree, fingerprint,
-        order_version=order_version,
-    )  # fmt: skip
+    where = Position(Progress(10), 10, 10 * batch, batch, {"w": [2]}, tree, fingerprint)
     folder = locate(recipe.run_folder).child(folder_name(10))
     write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
 
@@ -152,64 +146,6 @@ def test_a_large_batch_has_a_window_that_many_tasks_make(
     resolved = resolve_run(recipe.with_changes(data=more, train=train))
     assert resolved.recipe.data.shuffle_window == window
     assert resolved.streams["train"].held_rows == held
-
-
-@pytest.mark.parametrize(
-    ("batch", "data", "window", "held"),
-    [
-        (2048, {}, 8192, 1885),  # of 2,013 images two row groups may be cut
-        (4096, {"task_memory_mib": 82}, 8192, 516),
-        (2062, {}, 0, None),
-        (4096, {"object_store_mib": 3000}, 0, None),
-        (4096, {"task_memory_mib": 74}, 0, None),
-        (2048, {"shuffle_window": 0}, 0, None),
-        (512, {"task_memory_mib": 512}, 2048, None),  # a task makes it whole
-    ],
-)
-def test_the_window_of_several_data_sets_follows_memory_and_batch(
-    mixed: Recipe, batch: int, data: dict[str, Any], window: int, held: int | None
-) -> None:
-    """If there is no room for a window of two batches, in one of a single batch."""
-    train = {"global_batch_size": batch, "micro_batch_size": 1}
-    resolved = resolve_run(mixed.with_changes(train=train, data=data))
-    spec = resolved.streams["train"]
-    assert (resolved.recipe.data.shuffle_window, spec.held_rows) == (window, held)
-    assert spec.window is not None
-    assert spec.window.num_rows == max(batch, window)
-
-
-def test_copies_of_images_of_several_data_sets_are_dealt_slot_by_slot(mixed: Recipe) -> None:
-    """A batch of 683 images, three times each, is as large as its crops."""
-    train = {"global_batch_size": 2048, "micro_batch_size": 64}
-    changed = mixed.with_changes(train=train, data={"repeats": 3, "held_out_fraction": 0.1})
-    spec = resolve_run(changed).streams["train"]
-    plan = Plan(spec.manifest, spec.seed, spec.rows, window=spec.window, repeats=spec.repeats)
-    of_slots = plan.rows_at(np.arange(0, 64)).groups
-    assert len(np.unique(of_slots)) < 10
-
-
-@pytest.mark.parametrize(("order_version", "commit"), [(1, "edec8ea"), (2, "8fb353b")])
-def test_a_mixture_that_began_in_an_earlier_order_is_not_continued(
-    mixed: Recipe, order_version: int, commit: str
-) -> None:
-    train = {"global_batch_size": 2048, "micro_batch_size": 64}
-    changed = mixed.with_changes(train=train, optim={"epochs": 20})
-    fingerprint = resolve_run(changed).manifest.fingerprint
-    earlier = f"mixes a list of data sets in another order; resume it with commit {commit}"
-    save_checkpoint(changed, 4096, fingerprint, order_version=order_version)
-    with pytest.raises(ValueError, match=earlier):
-        prepared(changed)
-    with pytest.raises(ValueError, match=earlier):
-        find_run(changed.run_folder)
-    changed = changed.with_changes(name="later")
-    save_checkpoint(changed, 4096, fingerprint)
-    assert prepared(changed)[0].data.shuffle_window == 4096
-    assert find_run(changed.run_folder).recipe.data.shuffle_window == 4096
-
-
-def test_a_run_on_one_data_set_continues_whatever_wrote_it(recipe: Recipe) -> None:
-    save_checkpoint(recipe, 256, order_version=1)
-    assert prepared(recipe)[0].data.shuffle_window == 256
 
 
 def test_a_run_on_large_batches_keeps_the_window_that_it_began_with(recipe: Recipe) -> None:
@@ -328,27 +264,6 @@ def test_no_window_can_be_asked_for(recipe: Recipe, window: int) -> None:
     assert resolved.streams["train"].window is None
 
 
-@pytest.fixture
-def mixed(recipe: Recipe, tmp_path: Path) -> Recipe:
-    """The run over the 6,400 images, and over 640 others from which each fourth sample comes."""
-    sets = [
-        {"path": recipe.data.train, "weight": 3},
-        {"path": write_data_set(tmp_path / "few", 10), "weight": 1},
-    ]
-    return recipe.with_changes(data={"train": sets}, optim={"steps": None, "epochs": 2})
-
-
-def test_several_data_sets_are_planned_as_one(mixed: Recipe) -> None:
-    _, resolved = prepared(mixed)
-    spec = resolved.streams["train"]
-    assert (resolved.num_images, resolved.manifest.num_row_groups) == (7040, 110)
-    assert resolved.total_steps == 2 * 7040 // 64
-    few = Path(str(mixed.data.train[1].path))  # type: ignore[union-attr, index]
-    assert resolved.manifest.shard_location(105).path == str(few / "part")
-    assert spec.window is not None
-    assert spec.rows is None
-
-
 def test_several_evaluation_sets_are_streams_of_their_own(recipe: Recipe, tmp_path: Path) -> None:
     paths = {name: write_data_set(tmp_path / name, i + 1) for i, name in enumerate(("val", "v2"))}
     _, resolved = prepared(recipe.with_changes(data={"eval": paths}))
@@ -364,83 +279,7 @@ def test_several_evaluation_sets_are_streams_of_their_own(recipe: Recipe, tmp_pa
         resolve_run(recipe.with_changes(data={"eval": paths}))
 
 
-def test_a_share_of_several_data_sets_is_that_share_of_each(mixed: Recipe) -> None:
-    recipe = mixed.with_changes(data={"fraction": 0.5, "held_out_fraction": 0.1})
-    _, resolved = prepared(recipe)
-    per_group = [
-        resolved.streams[name].rows.rows_per_group(resolved.manifest)  # type: ignore[union-attr]
-        for name in ("train", "eval")
-    ]
-    assert [(rows[:100].sum(), rows[100:].sum()) for rows in per_group] == [(2880, 288), (640, 64)]
-    assert (np.minimum(*per_group) + np.maximum(*per_group) <= 64).all()
-    assert resolved.num_images == 2880 + 288
-
-
-@pytest.mark.parametrize(
-    "change", [{"weight": 2}, {"path": "few"}], ids=["another weight", "another set"]
-)
-def test_a_run_on_several_data_sets_goes_on_with_these_only(
-    mixed: Recipe, tmp_path: Path, change: dict[str, Any]
-) -> None:
-    _, resolved = prepared(mixed)
-    save_checkpoint(mixed, fingerprint=resolved.manifest.fingerprint)
-    assert prepared(mixed)[1].manifest.fingerprint == resolved.manifest.fingerprint
-    sets = [one.model_dump() for one in mixed.data.train]  # type: ignore[union-attr]
-    if "path" in change:
-        change = {"path": write_data_set(tmp_path / "other", 11)}
-    sets[1] |= change
-    with pytest.raises(ValueError, match="the data set's fingerprint was"):
-        prepared(mixed.with_changes(data={"train": sets}))
-
-
-def test_data_sets_of_other_classes_are_not_mixed(mixed: Recipe, tmp_path: Path) -> None:
-    path = write_data_set(tmp_path / "emus", 10, "cat", "emu")
-    sets = [mixed.data.train[0].model_dump(), {"path": path}]  # type: ignore[union-attr, index]
-    with pytest.raises(
-        ValueError, match=r"data.train: .*not the same \(class 1 is 'dog' and 'emu'"
-    ):
-        prepared(mixed.with_changes(data={"train": sets}))
-
-
 def test_the_streams_of_a_run_have_the_cache_that_it_asks_for(recipe: Recipe) -> None:
     asked = recipe.with_changes(data={"cache_dir": "/ssd/cache", "cache_gib": 0.5})
     assert resolve_run(asked).streams["train"].cache == LocalCache("/ssd/cache", 1 << 29)
     assert resolve_run(recipe).streams["train"].cache is None
-
-
-def test_a_list_of_no_data_sets_is_refused(recipe: Recipe) -> None:
-    with pytest.raises(ValueError, match=r"data\.train"):
-        recipe.with_changes(data={"train": []})
-
-
-def test_a_window_leaves_room_for_the_cut_row_groups_of_each_data_set(mixed: Recipe) -> None:
-    """1,116 images fit: 1,024 and a row group of one set, but not one of each of two."""
-    windows = [
-        resolve_run(recipe.with_changes(data={"task_memory_mib": 142})).recipe.data.shuffle_window
-        for recipe in (mixed.with_changes(data={"train": mixed.data.train[0].path}), mixed)  # type: ignore[union-attr, index]
-    ]
-    assert windows == [1024, 512]
-
-
-def test_a_window_is_as_large_as_images_at_their_shares(recipe: Recipe, tmp_path: Path) -> None:
-    """A small set of large images that gives nine of ten of them fills a task's memory."""
-    large = write_data_set(tmp_path / "large", 1, group_bytes=64_000_000)
-    sets = [{"path": recipe.data.train, "weight": 1}, {"path": large, "weight": 9}]
-    memory = {"task_memory_mib": 512}
-    plain = recipe.with_changes(data=memory)
-    mixed = recipe.with_changes(data={"train": sets, **memory})
-    assert resolve_run(plain).recipe.data.shuffle_window == 2048
-    assert resolve_run(mixed).recipe.data.shuffle_window == 256
-
-
-@pytest.mark.parametrize("window", [0, 24, 48])
-def test_every_global_batch_has_the_proportions_of_its_data_sets(
-    mixed: Recipe, window: int
-) -> None:
-    train = {"global_batch_size": 24, "micro_batch_size": 24}
-    spec = resolve_run(mixed.with_changes(train=train, data={"shuffle_window": window})).streams[
-        "train"
-    ]
-    order = Plan(spec.manifest, spec.seed, spec.rows, window=spec.window)
-    groups = order.rows_at(np.arange(24 * 50)).groups.reshape(50, 24)
-    assert (groups >= NUM_GROUPS).sum(axis=1).tolist() == [6] * 50

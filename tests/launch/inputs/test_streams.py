@@ -192,6 +192,6 @@ def test_a_set_for_evaluation_only_is_not_trained_on(
         convert(digits.images / "test", marked, evaluation_only=True)
     assert resolve_run(recipe.with_changes(data={"eval": marked})).streams["eval"].num_images == 300
     part = subset(marked, str(tmp_path / "part"), count=200).path
-    for path in (marked, part, [{"path": marked, "weight": 1.0}]):
+    for path in (marked, part):
         with pytest.raises(ValueError, match=r"is for evaluation only .*train on another set"):
             resolve_run(recipe.with_changes(data={"train": path}))

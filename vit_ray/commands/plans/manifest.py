@@ -205,7 +205,7 @@ def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
     places = [
         ("output", recipe.output),
         ("init_from", recipe.init_from),
-        *(("data.train", path) for path in recipe.data.train_paths),
+        ("data.train", recipe.data.train),
         *(("data.eval", path) for path in recipe.data.eval_sets.values()),
         ("evaluate.few_shot_train", recipe.evaluate.few_shot_train),
         ("evaluate.few_shot_test", recipe.evaluate.few_shot_test),

@@ -97,13 +97,13 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     """
     check_model(recipe)
     train, convert = recipe.data.train, recipe.convert
-    paths = recipe.data.train_paths or [PLACEHOLDER]
-    if all(not is_placeholder(path) and locate(path).exists() for path in paths):
+    path = train or PLACEHOLDER
+    if not is_placeholder(path) and locate(path).exists():
         plan = resolve_run(recipe)
-        of_set, where = plan.manifest, ", ".join(paths)
+        of_set = plan.manifest
         groups, window = of_set.num_row_groups, plan.recipe.data.shuffle_window
         assert window != "auto"
-        facts = _facts(recipe, plan.num_images, of_set.num_classes, where, groups)
+        facts = _facts(recipe, plan.num_images, of_set.num_classes, path, groups)
         return replace(
             facts,
             largest_pixels=of_set.largest_pixels,
@@ -300,18 +300,16 @@ def _network_text(network: Network, num_gpus: int) -> str:
 
 def times_read(recipe: Recipe, facts: TrainingFacts, servers: int) -> float:
     """How often each row group is read, about, by tasks that hold all that they have read."""
-    train, batch = recipe.data.train, recipe.train.global_batch_size
-    weights = [one.weight for one in train] if isinstance(train, tuple) else [1.0]
+    batch = recipe.train.global_batch_size
     window = facts.window
     if window is None and recipe.data.shuffle_window == 0:
         window = 0
     elif window is None:
         window = most_rows(recipe.data, batch, recipe.model.sides)
     # A server's images of a window lie side by side in the order, and a task has some of them: the
-    # row groups at its ends are read for others, too. Few tasks have any of a tiny set.
+    # row groups at its ends are read for others, too.
     num_images = min(TASK_IMAGES, max(batch, window) / servers)
-    cut = sum(min(1.0, weight / sum(weights) * num_images) for weight in weights)
-    return 1 + cut * (facts.group_images - 1) / num_images
+    return 1 + (facts.group_images - 1) / num_images
 
 
 def _reading_text(recipe: Recipe, facts: TrainingFacts, servers: int) -> str:

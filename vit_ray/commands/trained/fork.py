@@ -17,7 +17,6 @@ import yaml
 from pyarrow.fs import FileType
 
 from vit_ray.checkpoints.checkpoint import (
-    ORDER_VERSION,
     Position,
     copy_checkpoint,
     folder_name,
@@ -44,7 +43,7 @@ from vit_ray.data.order.partition import divisors
 from vit_ray.launch.inputs.shuffle_window import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
-from vit_ray.launch.resuming import CROP_SIZES, has_earlier_order, size_change
+from vit_ray.launch.resuming import CROP_SIZES, size_change
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.measure.best_evaluation import without_best
@@ -56,7 +55,6 @@ _OF_TENSORS: Final = (
 )  # fmt: skip
 _WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
 """Keys of the model that no tensor depends on."""
-_ORDER: Final = "the order of samples in a shuffle window"
 
 
 def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
@@ -197,10 +195,6 @@ def _checked_changes(
             "out images that the parent has trained on; evaluate on a separate set (data.eval, "
             "data.held_out_fraction=0)"
         )
-    if has_earlier_order(position, resolved.streams["train"]):
-        found.append(
-            Change(_ORDER, *(f"version {one}" for one in (position.order_version, ORDER_VERSION)))
-        )
     return found
 
 
@@ -219,17 +213,15 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
     """The step at which the fork's batches have covered what the parent has read.
 
     Raises:
-        ValueError: with another batch size or order there is no such step, and images would be read
-            twice or skipped.
+        ValueError: with another batch size there is no such step, and images would be read twice or
+            skipped.
     """
     times, repeats = before.data.repeats, resolved.recipe.data.repeats
     then, size = position.global_batch_size, resolved.recipe.train.global_batch_size
     is_same_size = size == then and times == repeats
-    is_same_set = resolved.manifest.fingerprint == position.data_fingerprint
-    is_dealt_anew = is_same_set and has_earlier_order(position, resolved.streams["train"])
-    if is_same_size and not is_dealt_anew:
+    if is_same_size:
         return position.step
-    if not is_same_size and (times, repeats) != (1, 1):
+    if (times, repeats) != (1, 1):
         raise ValueError(
             f"data.repeats={repeats}, train.global_batch_size={size}: the parent has {times} and "
             f"{then}, and neither can change while images are repeated; keep the parent's values"
@@ -244,7 +236,7 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
         )
     assert before.data.shuffle_window != "auto"
     windows = (
-        shuffle_window(before.data.shuffle_window, then, resolved.manifest),
+        shuffle_window(before.data.shuffle_window, then),
         resolved.streams["train"].window,
     )
     period = math.lcm(*(window.num_rows for window in windows if window))
@@ -252,8 +244,7 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
         steps = math.lcm(period, then, size) // then
         raise ValueError(
             f"{key}: step {position.step} is inside a shuffle window, which another batch size "
-            "or version of the code deals out differently; fork at a step that is a multiple of "
-            f"{steps}"
+            f"deals out differently; fork at a step that is a multiple of {steps}"
         )
     return seen // size
 
@@ -311,7 +302,6 @@ def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
         global_batch_size=recipe.train.global_batch_size,
         recipe=recipe.recorded(),
         data_fingerprint=resolved.manifest.fingerprint,
-        data_terms=list(resolved.manifest.terms),
+        data_terms=resolved.manifest.about,
         tracking_run_id=None,
-        order_version=ORDER_VERSION,
     )

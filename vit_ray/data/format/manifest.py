@@ -138,18 +138,8 @@ class Manifest(RowGroupColumns):
         return {name: self.origin[name] for name in ABOUT if name in self.origin}
 
     @property
-    def terms(self) -> list[dict[str, Any]]:
-        """`about` of each data set that is read together, of those that say anything."""
-        return [self.about] if self.about else []
-
-    @property
     def num_classes(self) -> int:
         return len(self.classes)
-
-    @property
-    def num_sets(self) -> int:
-        """Data sets that are read together."""
-        return 1
 
     @property
     def num_row_groups(self) -> int:
@@ -163,16 +153,14 @@ class Manifest(RowGroupColumns):
     @cached_property
     def shards_digest(self) -> str:
         """16 hex digits of the shards where they lie, equal for a data set and all its parts."""
-        root = locate(self.root).uri if self.root else ""
         files = [(file.path, file.bytes, file.footer_crc32) for file in self.files]
-        return hashlib.sha256(repr((root, files)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((locate(self.root).uri, files)).encode()).hexdigest()[:16]
 
     def shard_location(self, group: int) -> Location:
         return self.file_location(int(self.file_index[group]))
 
     def file_location(self, index: int) -> Location:
-        path = self.files[index].path
-        return locate(self.root).child(path) if self.root else locate(path)
+        return locate(self.root).child(self.files[index].path)
 
     def stored_rows(self, group: int) -> NDArray[np.int64]:
         """Where in the stored row group the rows of this manifest's row group lie."""

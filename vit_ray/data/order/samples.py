@@ -7,9 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config.sample_numbers import COPY
-from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.mixture import MixedOrder
 from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.selection import Selection
@@ -66,14 +64,7 @@ class Plan:
         self._selection = rows if weights is None else None
         if counts is None or weights is not None:
             counts = rows_per_group(manifest, self._selection)
-        self._order: Order | MixedOrder
-        if isinstance(manifest, JoinedManifest) and is_shuffled:
-            per_set = np.split(counts, manifest.bounds[1:-1])
-            ends = manifest.first_samples[list(manifest.bounds[1:-1])]
-            of_sets = None if weights is None else np.split(weights, ends)
-            self._order = MixedOrder(per_set, manifest.weights, seed, window, of_sets)
-        else:
-            self._order = Order(counts, seed, is_shuffled, window, weights)
+        self._order = Order(counts, seed, is_shuffled, window, weights)
         if rows is not None:
             self._selected_rows = lru_cache(maxsize=4096)(partial(rows.rows_of_group, manifest))
 
@@ -81,11 +72,6 @@ class Plan:
     def num_images(self) -> int:
         """Images of one epoch."""
         return self._order.num_images
-
-    @property
-    def shortest_epoch(self) -> int:
-        """Images of one epoch of the smallest data set."""
-        return self._order.shortest_epoch
 
     def rows_at(self, positions: Int64Array) -> Rows:
         """What stands at some positions."""
@@ -103,7 +89,7 @@ class Plan:
         return Rows(places.epochs, places.groups, rows, samples)
 
     def span_of(self, sample: int, epoch: int) -> range:
-        """Positions among which a sample stands in an epoch (of its set), none or a few thousand.
+        """Positions among which a sample stands in an epoch, none or a few thousand.
 
         `rows_at` says which of them it is.
         """

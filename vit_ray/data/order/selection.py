@@ -5,7 +5,6 @@ lies in a range. Rows were shuffled at conversion, so ranks go through whole row
 that is keyed, and a small share reads a small part of the bytes.
 """
 
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,7 +13,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.keyed_random import key_of, keys_of
 from vit_ray.data.order.shared_arrays import shared_array
@@ -126,40 +124,10 @@ class RowSelection:
 
 
 @dataclass(frozen=True)
-class JoinedSelection:
-    """The selected rows of several data sets that are read as one: of each its own share."""
-
-    parts: tuple[RowSelection, ...]
-
-    @property
-    def count(self) -> int:
-        """Number of selected rows."""
-        return sum(part.count for part in self.parts)
-
-    @property
-    def is_all(self) -> bool:
-        """Whether no row is left out."""
-        return all(part.is_all for part in self.parts)
-
-    def rows_of_group(self, manifest: Manifest, group: int) -> Int64Array:
-        """The rows of a row group that are selected, ascending."""
-        assert isinstance(manifest, JoinedManifest)
-        index = manifest.part_of(group)
-        in_part = group - manifest.bounds[index]
-        return self.parts[index].rows_of_group(manifest.parts[index], in_part)
-
-    def rows_per_group(self, manifest: Manifest) -> Int64Array:
-        """How many rows of each row group are selected: int64 (row groups,)."""
-        assert isinstance(manifest, JoinedManifest)
-        pairs = zip(self.parts, manifest.parts, strict=True)
-        return np.concatenate([part.rows_per_group(its) for part, its in pairs])
-
-
-@dataclass(frozen=True)
 class SelectionWithout:
     """A selection without some samples, which keep their numbers."""
 
-    rows: "RowSelection | JoinedSelection"
+    rows: RowSelection
     excluded: tuple[int, ...]
     """Numbers of samples of the selection, each once."""
 
@@ -185,12 +153,10 @@ class SelectionWithout:
         return self.rows.rows_per_group(manifest) - fewer
 
 
-Selection = RowSelection | JoinedSelection | SelectionWithout
+Selection = RowSelection | SelectionWithout
 
 
-def without_samples(
-    rows: RowSelection | JoinedSelection, manifest: Manifest, excluded: Collection[int]
-) -> Selection:
+def without_samples(rows: RowSelection, manifest: Manifest, excluded: Collection[int]) -> Selection:
     """The selection without some samples; those that it does not hold change nothing.
 
     Raises:
@@ -212,27 +178,21 @@ def without_samples(
         if sample - first in rows.rows_of_group(manifest, group)
     ]
     found = SelectionWithout(rows, tuple(held))
-    bounds = manifest.bounds if isinstance(manifest, JoinedManifest) else (0, len(manifest.rows))
-    counts = found.rows_per_group(manifest)
-    if any(not counts[a:b].any() for a, b in itertools.pairwise(bounds)):
-        raise ValueError("data.exclude leaves no image of a data set to train on; exclude fewer")
+    if not found.count:
+        raise ValueError("data.exclude leaves no image to train on; exclude fewer")
     return found if held else rows
 
 
 def select(
     manifest: Manifest, *, seed: int, held_out_fraction: float, fraction: float
-) -> tuple[RowSelection | JoinedSelection, RowSelection | JoinedSelection | None]:
-    """Rows to train on, and those held out if there are any; of several sets, the same of each.
+) -> tuple[RowSelection, RowSelection | None]:
+    """Rows to train on, and those held out if there are any.
 
     Raises:
         ValueError: as `split_rows` and `RowSelection.take`.
     """
-    if isinstance(manifest, JoinedManifest):
-        shares = {"held_out_fraction": held_out_fraction, "fraction": fraction}
-        pairs = [select(part, seed=seed, **shares) for part in manifest.parts]
-        kept, held_out = (tuple(rows) for rows in zip(*pairs, strict=True))
-        return JoinedSelection(kept), JoinedSelection(held_out) if held_out_fraction else None
-    rows, rest = RowSelection.all(manifest, seed), None
+    rows: RowSelection = RowSelection.all(manifest, seed)
+    rest: RowSelection | None = None
     if held_out_fraction > 0:
         rows, rest = split_rows(manifest, held_out_fraction, seed)
     return (rows.take(fraction) if fraction < 1 else rows), rest

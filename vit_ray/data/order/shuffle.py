@@ -115,11 +115,6 @@ class Order:
         """Number of the first row of each row group, and the total at the end."""
         return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
 
-    @property
-    def shortest_epoch(self) -> int:
-        """Images of an epoch."""
-        return self.num_images
-
     def samples_at(self, start: int, stop: int) -> Int64Array:
         """Global row numbers at positions [start, stop), in order: int64 (stop - start,)."""
         places = self.places(np.arange(start, stop, dtype=np.int64))

@@ -139,8 +139,7 @@ class StreamJob:
         spec, held_rows = self.spec, self.spec.held_rows if self.window else None
         blocks = 1 if self.in_pieces else self.block_factor * spec.block_rows
         if held_rows is not None:  # the next rank's block has rows of the same row groups
-            cut_rows = spec.manifest.num_sets * int(spec.manifest.rows.max())
-            windows = max(1, held_rows // cut_rows)
+            windows = max(1, held_rows // int(spec.manifest.rows.max()))
             blocks = min(blocks, windows * passes * self.partition.batch_size_per_rank)
         # A task of a large window has more rows than usual already.
         tasks = spec.task_rows if held_rows is not None else self.block_factor * spec.task_rows

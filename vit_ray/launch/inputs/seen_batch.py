@@ -88,7 +88,7 @@ class SeenBatches:
         self._num_positions = resolved.total_steps * self._size
 
     def samples_of_key(self, key: str) -> list[int]:
-        """The numbers of the images with a key: one, or several of a mixture; reads all keys."""
+        """The numbers of the images with a key; reads all keys."""
         numbered = enumerate(one for some in keys(self._spec.manifest) for one in some)
         return [number for number, one in numbered if one == key]
 
@@ -149,7 +149,7 @@ class SeenBatches:
         total = self._spec.manifest.num_images
         if not 0 <= sample < total:
             raise ValueError(f"sample={sample}: the data set has samples 0 to {total - 1}")
-        for epoch in range(self._num_positions // self._reader.plan.shortest_epoch + 1):
+        for epoch in range(self._num_positions // self._reader.plan.num_images + 1):
             span = self._reader.plan.span_of(sample, epoch)
             if span and span.start >= self._num_positions:
                 return

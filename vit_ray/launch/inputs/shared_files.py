@@ -131,7 +131,7 @@ def needed_files(
         readers = _with_resources(cluster, data.label_selector, {"CPU": data.cpus_per_task})
         sets = [("data.eval", path) for path in data.eval_sets.values()]
         if trains or (not sets and data.held_out_fraction):
-            sets = [*(("data.train", path) for path in data.train_paths), *sets]
+            sets = [("data.train", path) for path in filter(None, [data.train])] + sets
         if evaluate.few_shot_train is not None and evaluate.few_shot_test is not None:
             sets.append(("evaluate.few_shot_train", evaluate.few_shot_train))
             sets.append(("evaluate.few_shot_test", evaluate.few_shot_test))

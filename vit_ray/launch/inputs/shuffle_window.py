@@ -3,10 +3,7 @@
 import math
 from typing import Final
 
-import numpy as np
-
 from vit_ray.config.training_sections import DataConfig
-from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.partition import largest_piece
 from vit_ray.data.order.shuffle import ShuffleWindow
@@ -71,13 +68,9 @@ def window_rows(
     )
 
 
-def shuffle_window(rows: int, batch: int, manifest: Manifest) -> ShuffleWindow | None:
-    """The window of so many images, if it is more than a batch.
-
-    Several data sets have one of a single batch at least, so that each batch has their proportions.
-    """
-    has_window = rows > batch or manifest.num_sets > 1
-    return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
+def shuffle_window(rows: int, batch: int) -> ShuffleWindow | None:
+    """The window of so many images, if it is more than a batch."""
+    return ShuffleWindow(batch, rows // batch) if rows > batch else None
 
 
 def rows_per_task(
@@ -169,7 +162,7 @@ def _doubled(batch: int, most: int) -> int:
 
 def _mib_of(rows: int, manifest: Manifest) -> float:
     """Encoded images of so many rows, and of the row groups that are cut at their ends."""
-    return (rows + _cut_rows(manifest)) * _image_bytes(manifest) / 2**20
+    return (rows + int(manifest.rows.max())) * _image_bytes(manifest) / 2**20
 
 
 def _rows_held(memory_mib: int, manifest: Manifest) -> int:
@@ -179,16 +172,10 @@ def _rows_held(memory_mib: int, manifest: Manifest) -> int:
 
 def _rows_that_fit(memory_mib: float, manifest: Manifest) -> int:
     """Rows of a window for which a task can keep all row groups."""
-    return int(memory_mib * 2**20 / max(_image_bytes(manifest), 1.0)) - _cut_rows(manifest)
-
-
-def _cut_rows(manifest: Manifest) -> int:
-    """Rows that are read in addition: the ends of a window cut two row groups of each set."""
-    return manifest.num_sets * int(manifest.rows.max())
+    fits = int(memory_mib * 2**20 / max(_image_bytes(manifest), 1.0))
+    return fits - int(manifest.rows.max())  # the ends of a window cut two row groups
 
 
 def _image_bytes(manifest: Manifest) -> float:
-    """Of an image that a run reads, on average: each data set has the share that it is given."""
-    if isinstance(manifest, JoinedManifest):
-        return float(np.average(list(map(_image_bytes, manifest.parts)), weights=manifest.weights))
+    """Of an image, on average."""
     return float(manifest.bytes.sum()) / manifest.num_images

@@ -15,7 +15,6 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import AugmentConfig, DataConfig, ModelConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.joined_datasets import JoinedManifest, join
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
@@ -24,7 +23,6 @@ from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.sample_weights import Weights, row_weights
 from vit_ray.data.order.selection import (
-    JoinedSelection,
     RowSelection,
     Selection,
     select,
@@ -77,16 +75,11 @@ def resolve_run(
     """
     check_model(recipe)
     data, evaluate = recipe.data, recipe.evaluate
-    if isinstance(data.train, tuple):
-        sets = data.train
-        manifest: Manifest = join(
-            [_to_train_on(one.path) for one in sets], [one.weight for one in sets]
-        )
-    else:
-        path = data.train if needs_train or data.train else data.test_set
-        key = "data.train" if needs_train else "data.eval"
-        path = require(path, key, "the folder of a converted data set")
-        manifest = _to_train_on(path) if needs_train else open_dataset(path)
+    path = data.train if needs_train or data.train else data.test_set
+    key = "data.train" if needs_train else "data.eval"
+    manifest = open_dataset(require(path, key, "the folder of a converted data set"))
+    if needs_train:
+        require_trainable(manifest)
     check_own_parts(recipe, manifest.num_classes)
     batch = recipe.train.global_batch_size
     window_size = window_rows(data, batch, recipe.model.sides, manifest, begun)
@@ -166,26 +159,20 @@ def training_stream(
     augmentation: Augmentation,
     batch: int,
     manifest: Manifest,
-    rows: RowSelection | JoinedSelection,
+    rows: RowSelection,
 ) -> StreamSpec:
     """The stream that trains on some rows, in global batches; `data.shuffle_window` is a number."""
     trained = without_samples(rows, manifest, data.exclude)
     spec = stream_of(data, seed, augmentation, manifest, None if trained.is_all else trained)
     assert data.shuffle_window != "auto"
-    window = shuffle_window(data.shuffle_window, batch, manifest)
-    if window is not None and window.num_batches > 1:
+    window = shuffle_window(data.shuffle_window, batch)
+    if window is not None:
         task_rows, held = rows_per_task(data, manifest, window, spec.task_rows)
         spec = replace(spec, task_rows=task_rows, held_rows=held)
     weights: Weights | None = None
-    if data.sample_weights is not None:  # of several sets, of each by itself
-        parts: list[tuple[Manifest, RowSelection]] = []
-        if isinstance(rows, JoinedSelection):
-            assert isinstance(manifest, JoinedManifest)
-            parts += zip(map(open_dataset, manifest.paths), rows.parts, strict=True)
-        else:
-            parts.append((manifest, rows))
-        by = data.sample_weights
-        weights = np.concatenate([row_weights(m.path, m.fingerprint, by, r) for m, r in parts])
+    if data.sample_weights is not None:
+        of = manifest.path, manifest.fingerprint, data.sample_weights, rows
+        weights = row_weights(*of).copy()
         weights[list(data.exclude)] = 0
         if not weights.any():
             raise ValueError("data.exclude leaves no image with a weight; exclude fewer")
@@ -224,12 +211,6 @@ def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
             f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
             f"{other.num_classes}, and they are not the same; convert both with one list of classes"
         )
-
-
-def _to_train_on(path: str) -> Manifest:
-    manifest = open_dataset(path)
-    require_trainable(manifest)
-    return manifest
 
 
 def require_trainable(manifest: Manifest) -> None:

@@ -147,21 +147,18 @@ def _training_facts(
     recipe: Recipe, config: ExportConfig, num_classes: int, position: Position | None
 ) -> dict[str, str]:
     def terms_of(name: str) -> str:
-        sets = position.data_terms if position else []
-        found = [terms[name] for terms in sets if name in terms]
-        return ", ".join(dict.fromkeys(found)) or "not given"
+        return (position.data_terms if position else {}).get(name, "not given")
 
     licence = config.data_license or terms_of("license")
     if position is None:
         return {"weights": _place(str(recipe.init_from)), "licence of the data": licence}
-    paths = recipe.data.train_paths or [_UNKNOWN]
     progress, compute = position.progress, _UNKNOWN
     with contextlib.suppress(ValueError):  # a model whose code must not be run
         steps = recipe.optim.steps or position.step
         exaflops = run_exaflops(recipe, num_classes, position.samples_seen, steps)
         compute = f"{exaflops:.4g} exaFLOPs"
     return {
-        "data": ", ".join(_place(path) for path in paths),
+        "data": _place(recipe.data.train or _UNKNOWN),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
         "licence of the data": licence,
         "source of the data": redact(terms_of("source_url")),
@@ -183,14 +180,13 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
     if key is None:
         return None
     path = data.test_set if key == EVAL_TOP1 else None
-    train = data.train if isinstance(data.train, str) else _UNKNOWN
-    name = _place(path or train)
+    name = _place(path or data.train or _UNKNOWN)
     name = name if path else f"{name} (held out)"
     try:
         if path:
             return name, metrics[key], open_dataset(path).num_images
         share = data.held_out_fraction
-        return name, metrics[key], round(open_dataset(train).num_images * share)
+        return name, metrics[key], round(open_dataset(data.train or "").num_images * share)
     except (ValueError, OSError):
         return name, metrics[key], None
 

@@ -226,7 +226,7 @@ def test_a_fork_says_where_crops_of_another_size_begin(
 
 
 @pytest.mark.slow(after=6)
-@pytest.mark.parametrize("case", ["plain", "half", "weighted", "window"])
+@pytest.mark.parametrize("case", ["plain", "half", "window"])
 @pytest.mark.parametrize("batch", [8, 28])
 def test_with_another_batch_each_image_is_read_once_in_each_epoch(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
@@ -289,10 +289,9 @@ def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
     [
         {},
         {"fraction": 0.5},
-        {"sample_weights": "labels"},
         {"shuffle_window": 32},
     ],
-    ids=["plain", "half", "weighted", "window"],
+    ids=["plain", "half", "window"],
 )
 def test_excluded_samples_are_never_drawn_and_all_others_keep_their_pixels(
     sets: Path, data: dict[str, Any]

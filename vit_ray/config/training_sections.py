@@ -251,11 +251,6 @@ class DataConfig(Section):
     """Numbers of training samples to leave out, as `vit-ray batch` lists them, up to 500. All
     others keep their numbers and crops, and an epoch is shorter. Fork a run to leave samples out
     from a later step on; for more than 500 make a data set with `vit-ray subset`."""
-    sample_weights: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FIXED] = None
-    """Draw training images by weight: `labels` = classes are equally frequent (by first labels), or
-    a column of convert.columns with a number from 0 on for each image. Labels, or the column, are
-    read before the start, and weights take 4 bytes an image. A row group is read once for each
-    epoch of its heaviest image. Unset = each image once an epoch."""
     eval: Annotated[
         str | Annotated[dict[SetName, str], Field(min_length=1)] | None, OnResume.EVALUATED
     ] = None
@@ -274,7 +269,7 @@ class DataConfig(Section):
     part of the window of a large batch; images that do not fit in task_memory_mib are read again. 0
     = row groups one after another. `auto` = up to 2,048 within task_memory_mib and half of
     object_store_mib; for batches above 1,024 up to 16,384 within a third of object_store_mib
-    (unset: 1,200 MiB of pixels), and 0 with sample_weights or a batch of which a task cannot make a
+    (unset: 1,200 MiB of pixels), and 0 with a batch of which a task cannot make a
     part; a resumed run keeps the window it began with."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""

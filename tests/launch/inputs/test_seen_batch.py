@@ -69,7 +69,6 @@ CASES = {
     "window": {"shuffle_window": 64},
     "half": {"fraction": 0.5},
     "held out": {"held_out_fraction": 0.2, "shuffle_window": 32},
-    "weighted": {"sample_weights": "labels"},
     "repeated": {"repeats": 3},
     "repeated in windows": {"repeats": 3, "shuffle_window": 64},
 }

@@ -15,7 +15,6 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
 from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.launch import prepared_run
-from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.record.run_metadata import data_inputs
@@ -128,19 +127,16 @@ def test_the_window_follows_memory_and_batch(
         (5000, {"object_store_mib": 8000}, 10000, 1949),
         (8192, {"object_store_mib": 8000}, 16384, 1949),
         (8193, {"object_store_mib": 8000}, 0, None),
-        (4096, {"sample_weights": "labels"}, 0, None),
     ],
 )
 def test_a_large_batch_has_a_window_that_many_tasks_make(
     recipe: Recipe,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     batch: int,
     data: dict[str, Any],
     window: int,
     held: int | None,
 ) -> None:
-    monkeypatch.setattr(streams, "row_weights", lambda *_: np.ones(200))  # there are no labels
     train = {"global_batch_size": batch, "micro_batch_size": 1}
     more = {"train": write_data_set(tmp_path / "more", 200), **data}
     resolved = resolve_run(recipe.with_changes(data=more, train=train))
@@ -243,19 +239,6 @@ def test_a_window_that_is_refused_names_the_memory_that_would_do(
     data = {"shuffle_window": window, "task_memory_mib": memory_mib}
     with pytest.raises(ValueError, match=message):
         resolve_run(recipe.with_changes(train=train, data=data))
-
-
-def test_where_tasks_cannot_make_parts_of_a_window_four_reads_are_the_most(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "row_weights", lambda *_: np.ones(200))  # there are no labels
-    train = {"global_batch_size": 2048, "micro_batch_size": 64}
-    data = {"sample_weights": "labels", "shuffle_window": 8192}
-    changed = recipe.with_changes(train=train, data=data)
-    spec = resolve_run(changed).streams["train"]
-    assert (spec.task_rows, spec.held_rows) == (2048, None)
-    with pytest.raises(ValueError, match=r"lower the one to 0, or raise the other"):
-        resolve_run(changed.with_changes(data={"shuffle_window": 16384}))
 
 
 @pytest.mark.parametrize("window", [0, 64])

@@ -32,13 +32,8 @@ def all_first_labels(path: str) -> NDArray[np.int32]:
 
 def keys(manifest: Manifest) -> Iterator[list[str]]:
     """Key of every image, in the order of the rows, a file at a time; errors as `first_labels`."""
-    return texts(manifest, "key")
-
-
-def texts(manifest: Manifest, name: str) -> Iterator[list[Any]]:
-    """A column of text of every image, as `keys` gives theirs."""
-    for groups in _by_file(manifest, lambda reader, group: reader.texts(group, name)):
-        yield [text for group in groups for text in group]
+    for groups in _by_file(manifest, lambda reader, group: reader.texts(group, "key")):
+        yield [key for group in groups for key in group]
 
 
 def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:

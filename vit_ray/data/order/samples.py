@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.repeats import Repeats
-from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 
@@ -42,8 +41,6 @@ class Plan:
         is_shuffled: False keeps the order of the manifest, for evaluation.
         counts: `rows_per_group` of the same, where it is known already.
         window: in which rows are dealt out to batches; None for none.
-        weights: by which the manifest's rows are drawn, 0 for those that take no part; None for
-            each that takes part once in an epoch.
         repeats: of images in a batch; None for each once.
     """
 
@@ -55,16 +52,15 @@ class Plan:
         is_shuffled: bool = True,
         counts: NDArray[np.integer] | None = None,
         window: ShuffleWindow | None = None,
-        weights: Weights | None = None,
         repeats: Repeats | None = None,
     ) -> None:
-        self._manifest, self._weights, self._repeats = manifest, weights, repeats
+        self._manifest, self._repeats = manifest, repeats
         if repeats is not None and window is not None:
             window = replace(window, batch_size=repeats.draws)
-        self._selection = rows if weights is None else None
-        if counts is None or weights is not None:
-            counts = rows_per_group(manifest, self._selection)
-        self._order = Order(counts, seed, is_shuffled, window, weights)
+        self._selection = rows
+        if counts is None:
+            counts = rows_per_group(manifest, rows)
+        self._order = Order(counts, seed, is_shuffled, window)
         if rows is not None:
             self._selected_rows = lru_cache(maxsize=4096)(partial(rows.rows_of_group, manifest))
 
@@ -105,9 +101,6 @@ class Plan:
 
     def rows_of_group(self, group: int) -> Int64Array:
         """Rows of a row group that take part, ascending."""
-        if self._weights is not None:
-            its_weights = self._weights[slice(*self._manifest.first_samples[group : group + 2])]
-            return np.flatnonzero(its_weights).astype(np.int64)
         if self._selection is None:
             return np.arange(self._manifest.rows[group], dtype=np.int64)
         return self._selected_rows(group)

@@ -5,8 +5,7 @@ Positions count from 0 over all epochs joined end to end, so position `p` lies i
 The rows of a window of some global batches are then dealt out to these in turn, so that a row
 group meets another batch with each of its rows, and a reader of a whole window still reads each row
 group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
-length, which the processes of a host share (`shared_arrays`). Rows may be drawn by weight
-(`sample_weights`); epochs are then shorter.
+length, which the processes of a host share (`shared_arrays`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.order.keyed_random import key_of, keys_of
-from vit_ray.data.order.sample_weights import WeightedRows, Weights
 from vit_ray.data.order.shared_arrays import shared_array
 
 Int64Array = NDArray[np.int64]
@@ -82,7 +80,6 @@ class Order:
         seed: another seed is another order.
         is_shuffled: False keeps the order of the manifest, for evaluation.
         window: None keeps the row groups one after the other.
-        weights: of each row; None for each once in an epoch.
 
     Raises:
         ValueError: if there are no rows.
@@ -94,7 +91,6 @@ class Order:
         seed: int,
         is_shuffled: bool = True,
         window: ShuffleWindow | None = None,
-        weights: Weights | None = None,
     ) -> None:
         self.rows = manifest_rows
         self.num_images = int(manifest_rows.sum(dtype=np.int64))
@@ -103,10 +99,6 @@ class Order:
         self.window = window
         if self.num_images == 0:
             raise ValueError("order: the selection holds 0 rows; choose a data set with images")
-        self._weighted: WeightedRows | None = None
-        if weights is not None:
-            self._weighted = WeightedRows(weights, self.first_samples, seed)
-            self.num_images = self._weighted.num_rows
         self._groups_of = lru_cache(maxsize=2)(self._draw_groups)
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
@@ -141,20 +133,14 @@ class Order:
         return Places(epochs, groups, rows)
 
     def span_of(self, epoch: int, group: int, row: int) -> range:
-        """Positions among which a row stands in an epoch: one, or those of its shuffle window.
-
-        Empty where an epoch of rows that are drawn by weight is without it.
-        """
+        """Positions among which a row stands in an epoch: one, or those of its shuffle window."""
         order, starts = self._groups_of(epoch)
         (turn,) = np.flatnonzero(order == group)
         rows = np.arange(self.rows[group])
         if self.is_shuffled:
             rows = self._rows_of(epoch, group)
-        found = np.flatnonzero(rows == row)
-        if not len(found):
-            return range(0)
         first = epoch * self.num_images
-        at = first + int(starts[turn]) + int(found[0])
+        at = first + int(starts[turn]) + int(np.flatnonzero(rows == row)[0])
         if self.window is None:
             return range(at, at + 1)
         start = at // self.window.num_rows * self.window.num_rows
@@ -162,25 +148,21 @@ class Order:
         return range(max(start, first), stop)
 
     def _permute_rows(self, epoch: int, group: int) -> Int64Array:
-        if self._weighted is not None:
-            rows = self._weighted.rows_of(epoch, group)
-        else:
-            rows = np.arange(self.rows[group], dtype=np.int64)
+        rows = np.arange(self.rows[group], dtype=np.int64)
         keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
         return rows[np.argsort(keys, kind="stable")]
 
     def _draw_groups(self, epoch: int) -> tuple[Int64Array, Int64Array]:
         """Row groups of an epoch in their order, and where each begins."""
-        counts = self.rows if self._weighted is None else self._weighted.counts(epoch)
 
         def draw() -> Int64Array:
-            groups = np.arange(len(counts), dtype=np.int64)
+            groups = np.arange(len(self.rows), dtype=np.int64)
             if self.is_shuffled:
                 keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
                 groups = np.argsort(keys, kind="stable").astype(np.int64)
-            sizes = counts[groups]
+            sizes = self.rows[groups]
             return np.stack([groups, np.cumsum(sizes, dtype=np.int64) - sizes])
 
         key = (_GROUPS, self.seed, epoch, self.is_shuffled)
-        groups, starts = shared_array(key, counts, (2, len(counts)), draw)
+        groups, starts = shared_array(key, self.rows, (2, len(self.rows)), draw)
         return groups, starts

@@ -25,7 +25,6 @@ from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw
 from vit_ray.data.images.crops import augmented, cut_crop
 from vit_ray.data.order.partition import BlockShape, Partition, pieces_of
 from vit_ray.data.order.repeats import Repeats
-from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import ShuffleWindow
@@ -50,7 +49,6 @@ class StreamSpec:
         seed: of the order and of the augmentation.
         rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
-        weights: by which training rows are drawn, as in `samples.Plan`; None = each row once.
         repeats: copies of training images in a global batch; None = each image once.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
@@ -74,7 +72,6 @@ class StreamSpec:
     seed: int = 0
     rows: Selection | None = None
     window: ShuffleWindow | None = None
-    weights: Weights | None = field(default=None, repr=False, compare=False)
     repeats: Repeats | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
@@ -159,7 +156,7 @@ class BatchReader:
         self._job = job
         self.plan = Plan(
             spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window,
-            *((spec.weights, spec.repeats) if job.is_training else ()),
+            spec.repeats if job.is_training else None,
         )  # fmt: skip
         self.read_group = _RowGroupCache(
             RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20

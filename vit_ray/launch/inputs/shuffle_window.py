@@ -55,7 +55,7 @@ def window_rows(
     if rows <= max(_MOST_READS * batch, fits):
         return rows
     mib = _mib_of(rows, manifest)
-    if rows <= _LARGE_ROWS and _can_be_parted(data, batch, rows // batch, manifest):
+    if rows <= _LARGE_ROWS and _can_be_parted(batch, rows // batch):
         least = max(_parted_rows(batch, rows // batch), _LEAST_RUN * int(manifest.rows.max()))
         if least <= _rows_held(memory_mib, manifest):
             return rows
@@ -82,7 +82,7 @@ def rows_per_task(
     made by many tasks, each of which has a part of every batch.
     """
     batch, num_batches = window.batch_size, window.num_batches
-    if _can_be_parted(data, batch, num_batches, manifest):
+    if _can_be_parted(batch, num_batches):
         held = min(_MOST_ROWS, _rows_held(data.task_memory_mib, manifest))
         if _parted_rows(batch, num_batches) <= held:
             return _MOST_ROWS, held
@@ -97,7 +97,7 @@ def most_rows(data: DataConfig, batch: int, sides: tuple[int, int]) -> int:
         return max(batch, data.shuffle_window)
     most = _MOST_ROWS
     if is_large(batch):
-        most = 0 if data.sample_weights else _LARGE_ROWS
+        most = _LARGE_ROWS
     return max(batch, _doubled(batch, min(most, _rows_stored(data, batch, sides))))
 
 
@@ -106,14 +106,12 @@ def is_large(batch: int) -> bool:
     return 2 * batch > _MOST_ROWS
 
 
-def _can_be_parted(data: DataConfig, batch: int, num_batches: int, manifest: Manifest) -> bool:
+def _can_be_parted(batch: int, num_batches: int) -> bool:
     """Whether tasks can each make a part of every batch of a window, and read little twice.
 
-    Not with weights, since rows that are drawn lie in many row groups: each task would read all row
-    groups of the window. Nor where a share of the batch has no parts small enough for a task.
+    Not where a share of the batch has no parts small enough for a task.
     """
-    has_parts = is_large(batch) and _parted_rows(batch, num_batches) <= _MOST_ROWS
-    return has_parts and not data.sample_weights
+    return is_large(batch) and _parted_rows(batch, num_batches) <= _MOST_ROWS
 
 
 def _parted_rows(batch: int, num_batches: int) -> int:
@@ -130,8 +128,7 @@ def _best_window(data: DataConfig, batch: int, sides: tuple[int, int], manifest:
         return 0
     num_batches = _doubled(batch, min(_LARGE_ROWS, stored)) // batch
     while num_batches > 1 and not (
-        _can_be_parted(data, batch, num_batches, manifest)
-        and _parted_rows(batch, num_batches) <= held
+        _can_be_parted(batch, num_batches) and _parted_rows(batch, num_batches) <= held
     ):
         num_batches //= 2
     return num_batches * batch if num_batches > 1 else 0

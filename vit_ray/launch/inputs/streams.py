@@ -21,7 +21,6 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.repeats import Repeats
-from vit_ray.data.order.sample_weights import Weights, row_weights
 from vit_ray.data.order.selection import (
     RowSelection,
     Selection,
@@ -97,7 +96,7 @@ def resolve_run(
         return stream_of(data, recipe.seed, cut, manifest, rows)
 
     if not needs_train:
-        data = data.model_copy(update={"sample_weights": None, "exclude": ()})
+        data = data.model_copy(update={"exclude": ()})
     cut = augmentation_of(recipe.model, data.augment)
     streams = {"train": training_stream(data, recipe.seed, cut, batch, manifest, rows)}
     if data.test_set is not None:
@@ -169,15 +168,8 @@ def training_stream(
     if window is not None:
         task_rows, held = rows_per_task(data, manifest, window, spec.task_rows)
         spec = replace(spec, task_rows=task_rows, held_rows=held)
-    weights: Weights | None = None
-    if data.sample_weights is not None:
-        of = manifest.path, manifest.fingerprint, data.sample_weights, rows
-        weights = row_weights(*of).copy()
-        weights[list(data.exclude)] = 0
-        if not weights.any():
-            raise ValueError("data.exclude leaves no image with a weight; exclude fewer")
     repeats = Repeats(batch, data.repeats) if data.repeats > 1 else None
-    return replace(spec, window=window, weights=weights, repeats=repeats)
+    return replace(spec, window=window, repeats=repeats)
 
 
 def stream_of(

@@ -262,14 +262,14 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
     [
         (
             OnResume.FIXED,
-            "seed data.fraction data.exclude data.repeats "
+            "seed data.fraction data.exclude "
             "data.held_out_fraction data.shuffle_window "
             "optim.name optim.frozen "
             "train.loss train.masked_target train.global_batch_size train.overfit_one_batch",
         ),
         (
             OnResume.FREE,
-            "output resume data.train data.train.path data.train.weight data.max_bad_fraction "
+            "output resume data.train data.max_bad_fraction "
             "data.cpus_per_task data.max_tasks data.task_memory_mib data.object_store_mib "
             "data.label_selector data.cache_dir data.cache_gib data.eval_augment.crop "
             "train.micro_batch_size train.zero_stage train.offload "

@@ -196,7 +196,6 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
         or _repeated(recipe)
         or _wrong_model(recipe)
         or _wrong_sizes(recipe)
-        or _wrong_repeats(recipe)
     ):
         raise ValueError(f"{where}: {problem}")
     return recipe
@@ -264,17 +263,6 @@ def _wrong_sizes(recipe: Recipe) -> str | None:
         ),
     }
     return next((f"{given} {text}" for text, is_so in problems.items() if is_so), None)
-
-
-def _wrong_repeats(recipe: Recipe) -> str | None:
-    """Why images cannot be repeated this often in a batch, or None."""
-    repeats, batch = recipe.data.repeats, recipe.train.global_batch_size
-    if repeats == 1 or 2 * repeats <= batch:
-        return None
-    return (
-        f"data.repeats={repeats}: train.global_batch_size={batch} would have fewer than two "
-        f"different images; use at most {max(1, batch // 2)}, or a larger batch"
-    )
 
 
 def _repeated(section: Section, prefix: str = "") -> str | None:

@@ -259,10 +259,6 @@ class DataConfig(Section):
     held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0
     """Share of `train` that is held out (keyed by `seed`), and evaluated on if `eval` is unset."""
-    repeats: Annotated[Annotated[int, Field(ge=1, le=64)], OnResume.FIXED] = 1
-    """Copies of each image in a global batch, each with its own crop ("repeated augmentation",
-    arXiv:1901.09335; DeiT has 3). Steps and epochs count crops, so an epoch of N images has N /
-    repeats of them. Copies that do not fit into the batch are left out."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
     """Images in the shuffle buffer, a multiple of the global batch: their row groups are dealt out
     over its batches, differently in each epoch. A reading task holds one window in memory, or its

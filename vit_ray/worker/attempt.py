@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.evaluate.examples import NUM_TRAINING, training_files
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
@@ -167,7 +166,7 @@ class Attempt:
             as_tensor(first[key][:NUM_TRAINING]).cpu().numpy()
             for key in ("image", "sample", "labels")
         )
-        files = training_files(pixels, (samples % COPY).tolist(), labels, self.job.classes)
+        files = training_files(pixels, samples.tolist(), labels, self.job.classes)
         self.link.show_files(files, "images")
         yield first
         yield from batches

@@ -13,7 +13,6 @@ import torch
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
@@ -82,7 +81,7 @@ class NonfinitePolicy:
 
 def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
     """Samples of the global batch, and sizes of activations and weights by layer."""
-    numbers = np.asarray(batch["sample"], np.int64) % COPY
+    numbers = np.asarray(batch["sample"], np.int64)
     samples = np.unique(all_rows(numbers, engine.device)).tolist()
     shown = ", ".join(map(str, samples[:MOST_SAMPLES]))
     if len(samples) > MOST_SAMPLES:

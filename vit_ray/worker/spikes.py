@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.outcomes import EventKind
 from vit_ray.train.engine.collectives import all_rows
 from vit_ray.train.image_losses import ImageLosses
@@ -82,15 +81,13 @@ class SpikePolicy:
 
 
 def _as_parquet(kept: dict[int, NDArray[np.float64]]) -> bytes:
-    """Columns `step`, `sample`, `copy` and `loss`, a row for each image of a batch in its order."""
+    """Columns `step`, `sample` and `loss`, a row for each image of a batch in its order."""
     rows = np.concatenate(list(kept.values()))
     steps = np.repeat(list(kept), [len(one) for one in kept.values()])
-    copies, samples = np.divmod(rows[:, 0].astype(np.int64), COPY)
     table = pa.table(
         {
             "step": steps,
-            "sample": samples,
-            "copy": copies,
+            "sample": rows[:, 0].astype(np.int64),
             "loss": rows[:, 1].astype(np.float32),
         }
     )

@@ -17,12 +17,9 @@ from tests.conftest import Digits
 from tests.data.stream.reading import read_training
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.launch.inputs.dataset import open_dataset
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.models.counter_random import sample_keys
-from vit_ray.train.mixing import draw_mixing
 
 
 @pytest.fixture
@@ -46,45 +43,6 @@ def test_each_world_size_has_the_same_global_batches_and_an_epoch_has_each_image
     num_images = resolve_run(recipe).num_images
     seen = np.concatenate([batch["sample"] for batch in alone])
     assert sorted(seen[:num_images].tolist()) == list(range(num_images))
-
-
-@pytest.fixture
-def repeated(recipe: Recipe) -> Recipe:
-    data = {"repeats": 3, "shuffle_window": 256, "augment": {"flip": False, "min_area": 0.5}}
-    return recipe.with_changes(data=data, optim={"steps": 16})
-
-
-def test_images_that_are_repeated_are_those_of_a_smaller_batch_and_each_copy_is_cut_anew(
-    repeated: Recipe,
-) -> None:
-    """64 = 22 + 22 + 20: those of a batch of 22 images, in windows of as many batches."""
-    smaller = repeated.with_changes(
-        data={**repeated.data.model_dump(mode="json"), "repeats": 1, "shuffle_window": 88},
-        train={"global_batch_size": 22, "micro_batch_size": 11},
-    )
-    for step, (batch, images) in enumerate(
-        zip(training_batches(repeated), training_batches(smaller), strict=True)
-    ):
-        copies, samples = np.divmod(batch["sample"], COPY)
-        assert np.bincount(copies).tolist() == [22, 22, 20]
-        np.testing.assert_array_equal(batch["image"][:22], images["image"])
-        of_image = dict(zip(images["sample"].tolist(), images["labels"], strict=True))
-        assert set(samples[:22].tolist()) == set(samples[22:44].tolist()) == of_image.keys()
-        for sample, labels in zip(samples.tolist(), batch["labels"], strict=True):
-            np.testing.assert_array_equal(labels, of_image[sample])
-        assert len(np.unique(batch["image"], axis=0)) > 60, step
-        # Who is mixed with whom changes from one round of copies to the next.
-        pairs = [frozenset(pair) for pair in samples.reshape(-1, 2).tolist()]
-        assert len(set(pairs)) > 22  # of 32; in blocks of 16 all differ, and 22 is 16 and 6
-        assert all(len(pair) == 2 for pair in pairs)
-
-
-def test_what_is_drawn_by_sample_differs_between_the_copies_of_an_image(repeated: Recipe) -> None:
-    (batch,) = training_batches(repeated)[:1]
-    samples = torch.from_numpy(batch["sample"])
-    train = repeated.with_changes(train={"mixup": 0.8}).train
-    assert len(sample_keys(samples, 5, 0).unique()) == 64
-    assert len(draw_mixing(samples, (16, 16), train, 5, 0).own_share.unique()) == 32
 
 
 CROPS: dict[str, Any] = {"flip": False, "min_area": 0.5}

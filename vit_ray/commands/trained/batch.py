@@ -248,7 +248,7 @@ def _section(
     )  # fmt: skip
     whole = "{:,.0f}".format
     columns = [
-        Column("place", whole), Column("sample", whole), Column("copy", whole),
+        Column("place", whole), Column("sample", whole),
         Column("epoch", whole), Column("key"), Column("classes"), Column("stored"),
         Column("box (top, left, height, width)"), Column("mirrored"), Column("operations"),
         Column("mixed with", whole), Column("own share", "{:.2f}".format),
@@ -256,7 +256,7 @@ def _section(
     ]  # fmt: skip
     cells = [
         (
-            one.place, one.sample, one.copy or None, one.epoch, one.key, _names(one, classes),
+            one.place, one.sample, one.epoch, one.key, _names(one, classes),
             f"{one.size[1]} x {one.size[0]}",
             ", ".join(f"{v:g}" for v in (one.box.top, one.box.left, one.box.height, one.box.width)),
             "yes" if one.box.is_flipped else "", "; ".join(one.operations), one.partner,

@@ -18,7 +18,6 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.batch import new_folder
 from vit_ray.commands.trained.replay_steps import replay_steps
 from vit_ray.config import Recipe
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.evaluate.contact_sheet import sheet
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
 from vit_ray.launch.named_run import NamedRun, find_run
@@ -120,9 +119,9 @@ def explain_step(source: str, words: Sequence[str], out: str | None, replays: bo
     kept = _kept_losses(run, step)
     of_step = found[step]
     of_images = (columns[step][2].tolist(), of_step.shares.tolist(), of_step.losses.tolist())
-    titles = ("place", "sample", "copy", "share", "loss", "loss_when_it_happened")
+    titles = ("place", "sample", "share", "loss", "loss_when_it_happened")
     lines = [
-        (place, sample % COPY, sample // COPY, share, loss, kept.get(sample, ""))
+        (place, sample, share, loss, kept.get(sample, ""))
         for place, (sample, share, loss) in enumerate(zip(*of_images, strict=True))
     ]
     table = Table(title, list(map(Column, titles)), lines)
@@ -250,10 +249,8 @@ def _kept_losses(run: NamedRun, step: int) -> dict[int, float]:
         return {}
     table = pq.read_table(file)
     of_step = np.asarray(table["step"]) == step
-    names = {"sample", "copy", "loss"} & {*table.column_names}
-    found = {name: np.asarray(table[name])[of_step] for name in names}
-    samples = found["sample"] + COPY * found.get("copy", np.int64(0))
-    return dict(zip(samples.tolist(), found["loss"].tolist(), strict=True))
+    samples, losses = (np.asarray(table[name])[of_step].tolist() for name in ("sample", "loss"))
+    return dict(zip(samples, losses, strict=True))
 
 
 def likeness(losses: Sequence[float], samples: Sequence[int], kept: Mapping[int, float]) -> str:

@@ -216,16 +216,9 @@ def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:
         ValueError: with another batch size there is no such step, and images would be read twice or
             skipped.
     """
-    times, repeats = before.data.repeats, resolved.recipe.data.repeats
     then, size = position.global_batch_size, resolved.recipe.train.global_batch_size
-    is_same_size = size == then and times == repeats
-    if is_same_size:
+    if size == then:
         return position.step
-    if (times, repeats) != (1, 1):
-        raise ValueError(
-            f"data.repeats={repeats}, train.global_batch_size={size}: the parent has {times} and "
-            f"{then}, and neither can change while images are repeated; keep the parent's values"
-        )
     seen, key = position.samples_seen, f"train.global_batch_size={size}"
     if seen % size:
         sizes = divisors(seen)

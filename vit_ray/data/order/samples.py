@@ -1,14 +1,12 @@
 """The rows at given positions of a run: an order applied to a selection of a data set."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 
@@ -17,10 +15,7 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a run, one entry per position, in order.
-
-    `samples` are numbers in the data set, with `sample_numbers.COPY` added for each copy before.
-    """
+    """Rows of a run, one entry per position, in order; `samples` are numbers in the data set."""
 
     epochs: Int64Array
     groups: Int64Array
@@ -41,7 +36,6 @@ class Plan:
         is_shuffled: False keeps the order of the manifest, for evaluation.
         counts: `rows_per_group` of the same, where it is known already.
         window: in which rows are dealt out to batches; None for none.
-        repeats: of images in a batch; None for each once.
     """
 
     def __init__(
@@ -52,12 +46,8 @@ class Plan:
         is_shuffled: bool = True,
         counts: NDArray[np.integer] | None = None,
         window: ShuffleWindow | None = None,
-        repeats: Repeats | None = None,
     ) -> None:
-        self._manifest, self._repeats = manifest, repeats
-        if repeats is not None and window is not None:
-            window = replace(window, batch_size=repeats.draws)
-        self._selection = rows
+        self._manifest, self._selection = manifest, rows
         if counts is None:
             counts = rows_per_group(manifest, rows)
         self._order = Order(counts, seed, is_shuffled, window)
@@ -71,9 +61,6 @@ class Plan:
 
     def rows_at(self, positions: Int64Array) -> Rows:
         """What stands at some positions."""
-        copies = np.zeros_like(positions)
-        if self._repeats is not None:
-            positions, copies = self._repeats.drawn(positions)
         places = self._order.places(positions)
         rows = places.rows
         if self._selection is not None:
@@ -81,7 +68,7 @@ class Plan:
                 [self._selected_rows(int(g))[r] for g, r in zip(places.groups, rows, strict=True)],
                 np.int64,
             )
-        samples = self._manifest.first_samples[places.groups] + rows + COPY * copies
+        samples = self._manifest.first_samples[places.groups] + rows
         return Rows(places.epochs, places.groups, rows, samples)
 
     def span_of(self, sample: int, epoch: int) -> range:
@@ -96,8 +83,7 @@ class Plan:
             if not len(found):
                 return range(0)
             row = int(found[0])
-        span = self._order.span_of(epoch, group, row)
-        return span if self._repeats is None else self._repeats.crops_of(span)
+        return self._order.span_of(epoch, group, row)
 
     def rows_of_group(self, group: int) -> Int64Array:
         """Rows of a row group that take part, ascending."""

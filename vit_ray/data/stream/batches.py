@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
@@ -24,7 +23,6 @@ from vit_ray.data.format.schema import NO_LABEL
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import augmented, cut_crop
 from vit_ray.data.order.partition import BlockShape, Partition, pieces_of
-from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import ShuffleWindow
@@ -49,7 +47,6 @@ class StreamSpec:
         seed: of the order and of the augmentation.
         rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
-        repeats: copies of training images in a global batch; None = each image once.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
@@ -72,7 +69,6 @@ class StreamSpec:
     seed: int = 0
     rows: Selection | None = None
     window: ShuffleWindow | None = None
-    repeats: Repeats | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
     concurrency: int | None = None
@@ -156,7 +152,6 @@ class BatchReader:
         self._job = job
         self.plan = Plan(
             spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window,
-            spec.repeats if job.is_training else None,
         )  # fmt: skip
         self.read_group = _RowGroupCache(
             RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
@@ -204,7 +199,7 @@ class BatchReader:
     ) -> None:
         """Write the next decodable row of the row group in place of a bad sample."""
         spec, manifest = self._job.spec, self._job.spec.manifest
-        first_sample = bad // COPY * COPY + int(manifest.first_samples[group])
+        first_sample = int(manifest.first_samples[group])
         others = self.plan.rows_of_group(group)
         after = int(np.searchsorted(others, bad - first_sample)) + 1
         for other in np.roll(others, -after)[:-1].tolist():
@@ -292,7 +287,7 @@ class _Batch:
         try:
             self._images.set(i, DrawnCrop(encoded.stored(stored), box, rng_key, name))
         except ValueError as error:
-            self.bad[sample % COPY] = f"{name()}: {error}"
+            self.bad[sample] = f"{name()}: {error}"
             return False
         labels = encoded.labels_of(stored)
         self._labels[i, : len(labels)] = labels

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.data.format.labels import keys
 from vit_ray.data.images.crop_boxes import CropBox, draw_box
 from vit_ray.data.images.crops import UInt8Array, operations
@@ -34,8 +33,6 @@ class SeenImage:
     """In the global batch."""
     sample: int
     """Number of the image in the data set."""
-    copy: int
-    """How many copies of it the batch has before this one."""
     epoch: int
     key: str
     labels: tuple[int, ...]
@@ -63,7 +60,7 @@ class SeenImage:
         names = {"top": self.box.top, "left": self.box.left}
         sides = {"crop_height": self.box.height, "crop_width": self.box.width}
         return {
-            "step": self.step, "place": self.place, "sample": self.sample, "copy": self.copy,
+            "step": self.step, "place": self.place, "sample": self.sample,
             "epoch": self.epoch, "key": self.key, "labels": list(self.labels),
             "classes": [classes[label] for label in self.labels],
             "height": self.size[0], "width": self.size[1],
@@ -131,9 +128,9 @@ class SeenBatches:
             sample, epoch = int(found[i]), int(planned.epochs[i])
             one = self._located(sample, epoch, step, first + i)
             if sample != planned.samples[i]:
-                one = replace(one, instead_of=int(planned.samples[i]) % COPY)
+                one = replace(one, instead_of=int(planned.samples[i]))
             if shares is not None:
-                partner = int(found[i ^ 1]) % COPY
+                partner = int(found[i ^ 1])
                 one = replace(one, partner=partner, own_share=float(shares[i]))
             facts.append(one)
         return pixels[places.start - first : places.stop - first], facts
@@ -155,7 +152,7 @@ class SeenBatches:
                 return
             positions = np.arange(span.start, min(span.stop, self._num_positions), dtype=np.int64)
             rows = self._reader.plan.rows_at(positions)
-            is_it = (rows.samples % COPY == sample) & (rows.epochs == epoch)
+            is_it = (rows.samples == sample) & (rows.epochs == epoch)
             for at in np.flatnonzero(is_it).tolist():
                 step, place = divmod(int(positions[at]), self._size)
                 yield step, epoch, place
@@ -167,14 +164,13 @@ class SeenBatches:
     def _located(self, sample: int, epoch: int, step: int, place: int) -> SeenImage:
         """A sample of the data set, and the box that is cut out of it in an epoch."""
         manifest, rng_key = self._spec.manifest, (self._spec.seed, epoch, sample)
-        copy, sample = divmod(sample, COPY)
         group = int(np.searchsorted(manifest.first_samples, sample, side="right")) - 1
         row = manifest.stored_row(group, sample - int(manifest.first_samples[group]))
         rows = self._reader.read_group(group)
         augmentation = self._spec.augmentation_at(int(self._positions(step)[0]))
         drawn = tuple(map(str, operations(augmentation, rng_key)))
         return SeenImage(
-            step, place, sample, copy, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
+            step, place, sample, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
             manifest.files[int(manifest.file_index[group])].path,
             int(manifest.row_group[group]), row, rows.size(row),
             draw_box(rows.size(row), augmentation, rng_key), drawn,

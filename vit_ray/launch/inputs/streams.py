@@ -20,7 +20,6 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import Augmentation
-from vit_ray.data.order.repeats import Repeats
 from vit_ray.data.order.selection import (
     RowSelection,
     Selection,
@@ -168,8 +167,7 @@ def training_stream(
     if window is not None:
         task_rows, held = rows_per_task(data, manifest, window, spec.task_rows)
         spec = replace(spec, task_rows=task_rows, held_rows=held)
-    repeats = Repeats(batch, data.repeats) if data.repeats > 1 else None
-    return replace(spec, window=window, repeats=repeats)
+    return replace(spec, window=window)
 
 
 def stream_of(

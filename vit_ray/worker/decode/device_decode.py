@@ -24,7 +24,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from vit_ray.config.sample_numbers import COPY
 from vit_ray.train.engine.replicated import cut_by_size
 from vit_ray.worker.decode.batched_resize import resize_regions
 from vit_ray.worker.prefetch import Prefetched, SideStream
@@ -195,7 +194,7 @@ class DeviceDecoder:
         if not bad:
             return batch
         samples = batch["sample"]
-        self._note_bad({int(samples[i]) % COPY: table["where"][i].as_py() for i in bad})
+        self._note_bad({int(samples[i]): table["where"][i].as_py() for i in bad})
         # The next good row replaces a bad one, labels included.
         rows = np.arange(len(samples))
         good = np.setdiff1d(rows, bad)

@@ -229,7 +229,7 @@ def start_ray() -> None:
     print(json.dumps({"up": time.perf_counter()}), flush=True)
 
 
-def rank_streams(data: Path, folder: str, decode: str) -> tuple[Any, int]:
+def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
     """The streams of one trainer, and after how many images they end: more than are read."""
     import ray
 
@@ -241,7 +241,7 @@ def rank_streams(data: Path, folder: str, decode: str) -> tuple[Any, int]:
 
     start_ray()
     augmentation = Augmentation("inception_crop", SIZE)
-    spec = StreamSpec(open_dataset(str(data / folder)), augmentation, decode=decode)  # type: ignore[arg-type]
+    spec = StreamSpec(open_dataset(str(data / folder)), augmentation)
     stop = spec.num_images * 1000 // BATCH * BATCH
     specs = ray.put({"train": spec})
     server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
@@ -252,19 +252,8 @@ def rank_streams(data: Path, folder: str, decode: str) -> tuple[Any, int]:
 
 def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
     """This project's training stream for one trainer; batches come from all shards at once."""
-    streams, stop = rank_streams(data, folder, "host")
+    streams, stop = rank_streams(data, folder)
     yield from (batch["image"] for batch in streams.training_batches(BATCH, 0, stop))
-
-
-def vit_ray_encoded(data: Path, folder: str) -> Iterator[Any]:
-    """The same with `data.decode=device`: what the host does; the files are counted and left."""
-    import pyarrow as pa
-
-    streams, stop = rank_streams(data, folder, "device")
-    for block in streams.training_blocks(BATCH, 0, stop):
-        for packed in block["packed"]:
-            files = pa.ipc.open_stream(packed.as_buffer()).read_all()["encoded"]
-            yield np.empty((len(files), SIZE, SIZE, 3), np.uint8)
 
 
 def spdl_loader(data: Path, decoder: str) -> Iterator[Any]:
@@ -387,7 +376,6 @@ def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
 CONTENDERS: dict[str, tuple[Callable[[Path, str], Iterator[Any]], str]] = {
     "vit_ray stream": (vit_ray_stream, "set"),
     "vit_ray stream, no restart index": (vit_ray_stream, "set_plain"),
-    "vit_ray stream, data.decode=device": (vit_ray_encoded, "set"),
     "limit: bare loop, this decoder": (bare_loop, "vit_ray"),
     "torch DataLoader + Pillow": (torch_loader, "pillow"),
     "torch DataLoader + OpenCV": (torch_loader, "opencv"),
@@ -563,24 +551,6 @@ def convert_set(data: Path) -> None:
         convert(ConvertConfig(**places, shard_mib=shard_mib, index_jpeg=index_jpeg))
 
 
-def encoded_bytes(data: Path) -> dict[str, float]:
-    """Mean bytes an image of what travels where the device decodes, with and without an index."""
-    from vit_ray.data import open_dataset
-    from vit_ray.data.images.crop_boxes import Augmentation
-    from vit_ray.data.order.partition import Partition
-    from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
-
-    found = {}
-    for name in ("set", "set_plain"):
-        manifest = open_dataset(str(data / name))
-        spec = StreamSpec(manifest, Augmentation("inception_crop", SIZE), decode="device")
-        job = StreamJob(spec, Partition(1, BATCH), 0, is_training=True, counts=manifest.rows)
-        count = manifest.num_images // BATCH * BATCH
-        batch, _ = BatchReader(job).batch(0, 0, count)
-        found[name] = sum(map(len, batch["encoded"])) / count
-    return found
-
-
 def median(rows: list[dict[str, Any]], name: str) -> float:
     return statistics.median(row[name] for row in rows)
 
@@ -652,7 +622,6 @@ def main() -> None:
 
 def report_of(args: argparse.Namespace, data: Path, results: dict[str, Any]) -> str:
     images = [file.stat().st_size for file in image_files(data)]
-    travelling = encoded_bytes(data)
     return (
         f"# Encoded JPEG to 224 px training crops: the stream, its peers, the limit\n\n"
         f"{machine()}, last-level cache "
@@ -661,9 +630,7 @@ def report_of(args: argparse.Namespace, data: Path, results: dict[str, Any]) -> 
         f"--rounds {args.rounds} --seconds {args.seconds:g}\n\n"
         f"{len(images):,} distinct images, {sum(images) >> 20} MiB; {args.rounds} rounds in turn, "
         f"medians; `ours / it` above 1: ours is faster.\n\n{table(results)}\n\n"
-        f"CPU ms an image by kind of process:\n\n{kinds_table(results)}\n\n"
-        f"With `data.decode=device`, bytes an image through the object store: "
-        f"{travelling['set']:,.0f} with a restart index, {travelling['set_plain']:,.0f} without.\n"
+        f"CPU ms an image by kind of process:\n\n{kinds_table(results)}\n"
     )
 
 

@@ -3,16 +3,15 @@
     python benchmarks/gpu.py [--out FILE.md] [--batch 16 32 64 128 256 512 1024]
         [--models ViT-B/16 ViT-L/16 ViT-H/14] [--trainer-model ViT-L/16] [--trainer-batch 128]
         [--rounds 3]
-        [--parts model switches activations decode trainer memory] [--total-s 570]
+        [--parts model switches activations trainer memory] [--total-s 570]
 
 Needs torch and this checkout, and no installation, internet or data. It drives, each in processes
 of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm,
 each at the fastest micro-batch of those of `--batch` that were tried compiled: the three next to
 the one that is fastest eager), `step_switches.py` (what torch has to make the step of the last
 model faster, compiled, against the step as it is), `activation_memory.py` (predicted against
-measured memory), `device_decode.py` (JPEG files to crops on the device, against the host and other
-decoders), and `train_step.py` (the whole step of a job, compiled, against a bare torch loop; the
-engine under ZeRO 1 to 3, eager; then its memory).
+measured memory), and `train_step.py` (the whole step of a job, compiled, against a bare torch loop;
+the engine under ZeRO 1 to 3, eager; then its memory).
 Each script says what it holds in bf16; it is the same for all rows of a ratio with a bar. What
 needs a library that is not there is a row that names it, and what fails is one that says why. The
 bars beside the figures are for one H200. What matters most comes first. All sections together have
@@ -20,7 +19,7 @@ bars beside the figures are for one H200. What matters most comes first. All sec
 that is cut off or fails the last table that it printed counts. The report is written after every
 section, so that one cut short is worth keeping.
 Without a GPU it shows that the scripts run, and says so: use `--models ViT-Ti/16
---trainer-model ViT-Ti/16 --batch 1 2 --trainer-batch 1 --decode-images 8 --rounds 1` then.
+--trainer-model ViT-Ti/16 --batch 1 2 --trainer-batch 1 --rounds 1` then.
 """
 
 import argparse
@@ -41,13 +40,11 @@ from typing import IO, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 PEER, ENGINE, JOB = "its rows beside our model", "all rows with DeepSpeed", "the whole job"
-DECODE = "decoding on the device"
 LIBRARIES = {  # distribution -> what its absence leaves out
     "timm": PEER,
     "transformers": PEER,
     **dict.fromkeys(["deepspeed", "numpy", "pydantic", "pyarrow", "fsspec", "safetensors"], ENGINE),
     **dict.fromkeys(["ray", "mlflow", "opencv-python-headless"], JOB),
-    **dict.fromkeys(["pillow", "nvidia-nvimgcodec-cu12"], DECODE),
     "torchvision": "its row beside that",
     "triton": "all that is compiled",
 }
@@ -69,10 +66,10 @@ NO_GPU = (
 # Seconds of one section of each part, at least and at most. All that are certain fit `--total-s`.
 # A model's: 15 to start, a minute of compiling and trying, 20 of rounds.
 LEAST_S = {
-    "model": 95, "switches": 70, "activations": 25, "decode": 30, "trainer": 50, "memory": 20,
+    "model": 95, "switches": 70, "activations": 25, "trainer": 50, "memory": 20,
 }  # fmt: skip
 MOST_S = {
-    "model": 150, "switches": 150, "activations": 60, "decode": 60, "trainer": 170, "memory": 75,
+    "model": 150, "switches": 150, "activations": 60, "trainer": 170, "memory": 75,
 }  # fmt: skip
 
 
@@ -99,8 +96,6 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
     most = str(min(256, max(args.batch)))
     command = ["activation_memory.py", "--models", *args.models, "--batch", most]
     yield Section("activations", "Memory of forward and backward pass, eager", command)
-    command = ["device_decode.py", "--images", str(args.decode_images), *rounds]
-    yield Section("decode", "JPEG files to crops on the device", command)
     # One round: a row is a median already, and half a minute of it is the start of its process.
     trainer = ["--batch", str(args.trainer_batch), "--precision", "bf16", "--rounds", "1"]
     trainer += ["--row-s", "75"]  # of a section with more time, not all for one that hangs
@@ -252,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, nargs="+", default=sizes, help="for the model alone")
     made.add_argument("--trainer-model", default="ViT-L/16")
     made.add_argument("--trainer-batch", type=int, default=128, help="at most, for the trainer")
-    made.add_argument("--decode-images", type=int, default=512, help="of a batch")
+
     made.add_argument("--rounds", type=int, default=3)
     parts = list(LEAST_S)
     made.add_argument("--parts", nargs="+", choices=parts, default=parts)

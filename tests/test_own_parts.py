@@ -104,8 +104,6 @@ def test_what_is_not_as_its_contract_says_is_refused_by_name(
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"augment": {"own": "a.grey"}, "decode": "device"}}, r"augment.own=a.grey with "
-         "decode=device.* set decode=host"),
         ({"evaluate": {"metrics": ["a.top1"]}}, "two metrics are named eval/top1; rename one"),
         ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "two metrics are named eval/f1; rename one"),
         ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing to 0"),

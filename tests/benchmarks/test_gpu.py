@@ -144,13 +144,12 @@ def test_the_most_valuable_sections_come_first() -> None:
     args = gpu.parser().parse_args([])
     parts = [section.part for section in gpu.sections(args)]
     assert list(dict.fromkeys(parts)) == [
-        "model", "switches", "activations", "decode", "trainer", "memory",
+        "model", "switches", "activations", "trainer", "memory",
     ]  # fmt: skip
     assert parts[:3] == ["model"] * 3
     scripts = {section.command[0] for section in gpu.sections(args)}
     assert scripts == {
-        "model_step.py", "step_switches.py", "activation_memory.py", "device_decode.py",
-        "train_step.py",
+        "model_step.py", "step_switches.py", "activation_memory.py", "train_step.py",
     }  # fmt: skip
     assert all((Path(gpu.__file__).parent / script).is_file() for script in scripts)
     assert set(parts) == set(gpu.LEAST_S) == set(gpu.MOST_S)
@@ -252,7 +251,6 @@ PathFinder.find_spec = find_spec
             "train_step.py --model ViT-Ti/16 --batch 1 --steps 1 --rounds 1 --rows bare zero1",
             ["| bare torch loop | 1 | [0-9.]+ | ", "| loop .*1.* | not run: `.*No module named 'n"],
         ),
-        ("device_decode.py --images 2 --rounds 1", ["| data.decode=.* | not run: `Module", "No m"]),
     ],
 )
 def test_on_a_machine_with_torch_alone_each_part_measures_or_names_what_it_lacks(

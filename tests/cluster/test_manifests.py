@@ -326,10 +326,9 @@ def test_one_ray_version_everywhere(shipped_rayjob):
     assert images == set(re.findall(r"REGISTRY/vit-ray:\S+", dockerfile)) - {"."}
 
 
-def test_the_image_has_a_compiler_the_decoder_and_pinned_cuda_libraries():
+def test_the_image_has_a_compiler_and_pinned_cuda_libraries():
     dockerfile = (CLUSTER / "Dockerfile").read_text()
     assert re.search(r"apt-get install .*\bgcc\b", dockerfile)
-    assert "device-decode" in dockerfile
     assert "--constraint constraints-gpu.txt" in dockerfile
     names = ("constraints.txt", "constraints-gpu.txt")
     plain, gpu = (
@@ -598,10 +597,6 @@ def test_nodes_that_read_are_as_many_as_the_gpus_need():
     # 12 workers' worth of CPUs less: 64 - 8 * 7.5 = 4 of each node are free, and 227 are needed.
     found = sizes("cluster.gpus=64", "workers.cpus_per_worker=7.5")
     assert (found.free_cpus, found.data_nodes) == (32, 7)  # of 32 CPUs each
-    assert (
-        sizes("cluster.gpus=64", "workers.cpus_per_worker=7.5", "data.decode=device").data_nodes
-        == 1
-    )
     # Half of the rate: over TCP the gradients of 64 GPUs take longer than computing.
     slow = cluster_sizes(
         load_recipe(RECIPE, [*PLACES, "cluster.gpus=64", "plan.network_gb_per_s=1"])

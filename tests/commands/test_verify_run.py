@@ -110,12 +110,6 @@ def test_much_is_decoded_only_where_it_is_asked_for(
     assert (code, "decodes the images of steps 4 to 6, 48 images" in text) == (0, True), text
 
 
-def test_images_that_a_device_decoded_are_not_decoded_here(damaged: Recipe) -> None:
-    digest = received(damaged, 4, 7)
-    code, text = said(begin(damaged.with_changes(data={"decode": "device"}), digest))
-    assert (code, "Images are not decoded to see why" in text) == (1, True), text
-
-
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_shards_that_cannot_be_read_are_a_checkpoints_problem(
     damaged: Recipe, bad: int, tmp_path: Path, is_missing: bool

@@ -602,11 +602,3 @@ def test_an_image_without_a_dependency_is_told_before_anything_starts(
             check_packages(COMMANDS[name], digits)
     for name in ("convert", "plan", "manifest"):  # which need neither worker nor GPU
         check_packages(COMMANDS[name], digits)
-    without |= {"nvidia.nvimgcodec"}
-    without -= {"deepspeed", "cv2"}
-    on_gpu = load_recipe("digits", ["data.decode=device", "workers.use_gpu=true"])
-    with pytest.raises(
-        ValueError, match=r"cannot import nvidia.nvimgcodec \(data.decode=device\); use"
-    ):
-        check_packages(COMMANDS["pretrain"], on_gpu)
-    check_packages(COMMANDS["pretrain"], load_recipe("digits", ["data.decode=device"]))

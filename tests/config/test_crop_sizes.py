@@ -89,8 +89,3 @@ def test_a_resize_of_one_size_is_refused() -> None:
 def test_equal_sides_are_a_square() -> None:
     model = {**TINY, "image_size": (32, 32)}
     assert recipe_with("r", model=model, data={"augment": {"sizes": [[0, 24]]}})
-
-
-def test_a_device_cuts_crops_of_one_size() -> None:
-    with pytest.raises(ValueError, match=r"augment.sizes=.* set decode=host"):
-        recipe_with("r", data={"decode": "device", "augment": {"sizes": [[0, 16]]}})

@@ -3,7 +3,6 @@
 One process and one GPU; the CPU, plain torch and Pillow are the oracles.
 """
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.checkpoints.written import write_snapshot
-from tests.data.pictures import jpeg
 from tests.models.small import small_model
 from tests.recipes import recipe_with
 from tests.train.engine_runs import OPTIM, batch, loss_of, position
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.data.images.crop_boxes import draw_box
-from vit_ray.data.images.crops import Augmentation
 from vit_ray.measure.devices import find_device
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.dropout import keyed_dropout
@@ -32,7 +27,6 @@ from vit_ray.train.loop import Batch
 from vit_ray.train.memory.largest_batch import try_micro_batches
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.optim.optimizers import build_optimizer
-from vit_ray.worker.decode.device_decode import NvImageCodec
 from vit_ray.worker.prefetch import device_batches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -172,26 +166,6 @@ def test_batches_arrive_whole_and_in_order() -> None:
         assert image.device == GPU
         found.append((int(image.min()), int(image.max()), int(got["sample"][0])))
     assert found == [(i, i, i) for i in range(40)]
-
-
-@pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
-def test_regions_are_decoded_as_by_pillow(kind: Any) -> None:
-    pytest.importorskip("nvidia.nvimgcodec")
-    augmentation = Augmentation(kind, size=64, resize=72)
-    sizes = [(200 + i, 260 - i) for i in range(20)]
-    files = [jpeg(i, *size) for i, size in enumerate(sizes)]
-    boxes = [draw_box(size, augmentation, (7, 0, i)).bounds(size) for i, size in enumerate(sizes)]
-    decode = NvImageCodec(GPU)
-    found = decode([np.frombuffer(file, np.uint8) for file in files], boxes)
-    for file, (top, left, bottom, right), pixels in zip(files, boxes, found, strict=True):
-        assert pixels is not None
-        assert pixels.device == GPU
-        with Image.open(io.BytesIO(file)) as opened:
-            expected = np.asarray(opened.crop((left, top, right, bottom)), np.float64)
-        difference = np.abs(pixels.cpu().numpy() - expected)
-        assert difference.mean() < 1.0
-        assert difference.max() <= 8
-    assert decode([np.frombuffer(b"no image", np.uint8)], [(0, 0, 2, 2)]) == [None]
 
 
 def test_the_largest_batch_is_found_where_memory_ends() -> None:

@@ -28,12 +28,9 @@ from vit_ray.commands.plans.dry_run import describe_training
 from vit_ray.commands.plans.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.crop_sizes import crop_sizes
-from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.augmentations import augmentation_of
-from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import training_crop
 from vit_ray.data.images.randaugment import RandAugment
-from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
 from vit_ray.storage import locate
 from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.image_losses import ImageLosses
@@ -142,21 +139,12 @@ def crops(recipe: Recipe, samples: Any, epoch: int, step: int) -> Any:
 
 
 def training_batches(recipe: Recipe, start: int, share: slice) -> Iterator[Any]:
-    """As the stream gives them: pixels, or blocks of encoded images; every label is 0."""
+    """As the stream gives them; every label is 0."""
     for step in range(start, STEPS):
         samples = rows(recipe, step * BATCH, share)
         labels = np.zeros((len(samples), 1), np.int32)
-        if recipe.data.decode == "host":
-            images = crops(recipe, samples, step * BATCH // IMAGES, step)
-            yield {"image": images, "labels": labels, "sample": samples}
-            continue
-        augment = augmentation_of(recipe.model, recipe.data.augment)
-        columns = EncodedColumns(augment, len(samples))
-        for i, sample in enumerate(samples):
-            stored, key = StoredImage(encoded(PIXELS[sample]), (12, 12)), (recipe.seed, 0, i)
-            box = draw_box((12, 12), augment, key)
-            columns.set(i, DrawnCrop(stored, box, key, f"{sample}".__str__))
-        yield packed({**columns.columns(), "labels": labels, "sample": samples})
+        images = crops(recipe, samples, step * BATCH // IMAGES, step)
+        yield {"image": images, "labels": labels, "sample": samples}
 
 
 def evaluation_batches(*_: Any) -> Iterator[Any]:

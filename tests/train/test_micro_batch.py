@@ -103,7 +103,6 @@ def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
         {"optim": {"frozen": ["embedding"]}},
         {"train": {"mixup": 0.8}},
         {"train": {"cutmix": 1.0}},
-        {"data": {"decode": "device"}},
     ],
 )
 def test_a_limit_is_of_what_decides_memory(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -239,25 +239,11 @@ def test_two_batches_are_read_ahead(tmp_path: Path) -> None:
                 enough.set()
             yield {"image": torch.zeros(1), "n": n}
 
-    prefetched = open_batches(make_job(tmp_path), batches(), 4, torch.device("cpu"))
+    prefetched = open_batches(batches(), torch.device("cpu"))
     assert next(prefetched)["n"] == 0
     assert enough.wait(30)
     assert len(read) <= 5
     assert [batch["n"] for batch in prefetched] == list(range(1, 20))
-
-
-def test_a_refusal_of_the_device_decoder_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise ValueError("nvImageCodec is needed")
-
-    monkeypatch.setattr(setup, "DeviceDecoder", refuse)
-    job = make_job(tmp_path, data={"decode": "device"})
-    read = open_batches(job, iter([]), 4, torch.device("cpu"))
-    with pytest.raises(UnrecoverableError, match="nvImageCodec") as caught:
-        next(read)
-    assert not caught.value.is_agreed
 
 
 @pytest.mark.parametrize("is_agreed", [True, False])

@@ -31,7 +31,7 @@ _IMPORTED = (
     "torch",
 )  # fmt: skip
 """Packages of drivers, workers and reading tasks, which share one image."""
-_DEVICE_DECODER = "nvidia.nvimgcodec"
+
 _BUCKETS = ("s3://", "gs://", "gcs://")
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"manifest_sha256": "'
@@ -55,14 +55,6 @@ def check_packages(command: Command, recipe: Recipe) -> None:
     if "workers" not in command.reads or command.name in _STARTS_NOTHING:
         return
     missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
-    # Without a GPU a worker decodes with Pillow.
-    is_decoded_by_gpu = recipe.data.decode == "device" and recipe.workers.use_gpu is True
-    if (
-        is_decoded_by_gpu
-        and "optim" in command.reads
-        and not (importlib.util.find_spec("nvidia") and importlib.util.find_spec(_DEVICE_DECODER))
-    ):
-        missing.append(f"{_DEVICE_DECODER} (data.decode=device)")
     if missing:
         raise ValueError(
             f"{sys.executable} on {platform.node()} cannot import {', '.join(missing)}; use an "

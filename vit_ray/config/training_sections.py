@@ -162,7 +162,7 @@ class AugmentConfig(Section):
         "inception_crop", "resize_crop", "simple_random_crop", "resize", "center_crop"
     ] = "inception_crop"
     """Inception crop, BiT's resize and random crop, DeiT III's simple random crop (shorter side to
-    the crop size, 4 pixels reflected around it; needs `data.decode=host`), plain resize, or resize
+    the crop size, 4 pixels reflected around it), plain resize, or resize
     and centre crop."""
     min_area: Fraction = 0.05
     """Smallest share of the image's area that an inception crop takes."""
@@ -171,12 +171,12 @@ class AugmentConfig(Section):
     resize: Positive | None = None
     """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How crops are resized, with antialiasing; `bicubic` needs `data.decode=host`."""
+    """How crops are resized, with antialiasing."""
     flip: bool = True
     """Mirror half of the images."""
     randaugment: Literal["tensorflow", "timm"] | None = None
     """Random operations on the finished crop: those of the paper's code and AugReg, or timm's
-    `inc1` of DeiT; unset = none. Needs `data.decode=host`."""
+    `inc1` of DeiT; unset = none."""
     randaugment_layers: Annotated[Positive, UsedIf("randaugment")] = 2
     """Operations per image."""
     randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0), UsedIf("randaugment")] = 10.0
@@ -184,22 +184,20 @@ class AugmentConfig(Section):
     randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
     """Standard deviation of normal noise on the strength of each operation (DeiT: 0.5)."""
     three_augment: bool = False
-    """One of greyscale, solarize and blur for each image: 3-Augment of DeiT III. Needs
-    `data.decode=host`."""
+    """One of greyscale, solarize and blur for each image: 3-Augment of DeiT III."""
     color_jitter: Fraction = 0.0
     """Brightness, contrast and saturation are multiplied by numbers from 1 - this to 1 + this (DeiT
-    III: 0.3); 0 = off. Needs `data.decode=host`."""
+    III: 0.3); 0 = off."""
     erasing: Fraction = 0.0
     """Share of the images with noise in a random rectangle of 2 to 33 % of the crop: timm's random
-    erasing by pixel, after everything else (DeiT: 0.25). Needs `data.decode=host`."""
+    erasing by pixel, after everything else (DeiT: 0.25)."""
     sizes: tuple[tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Positive], ...] = ()
     """Pixels of a side by progress: [[0, 128], [0.5, 176], [0.8, 224]] has crops of 128 at first,
     and of 224, which is at most `model.image_size`, from 80 % of the steps on. Positions are
     resampled in the forward pass; evaluation uses `model.image_size`. Unset = `model.image_size`
     throughout."""
     own: OwnPart | None = None
-    """A function of your own that changes the finished crop, such as `myparts.grey`. Needs
-    `data.decode=host`."""
+    """A function of your own that changes the finished crop, such as `myparts.grey`."""
 
     def problems(self) -> dict[str, object]:
         shares = [share for share, _ in self.sizes]
@@ -281,11 +279,6 @@ class DataConfig(Section):
     label_selector: Annotated[LabelSelector, OnResume.FREE] = {}
     """Labels of the nodes on which images are read and decoded, as `workers.label_selector`; unset
     = all nodes, training nodes first."""
-    decode: Literal["host", "device"] = "host"
-    """Where training images are decoded: in reading tasks, or on the worker's GPU by nvImageCodec
-    where the CPUs cannot keep up. The crops are the same; pixels differ slightly (`device` decodes
-    at full scale and resizes with antialiasing). The CPU part of `device` uses
-    `workers.cpus_per_worker` threads."""
     task_memory_mib: Annotated[Positive, OnResume.FREE] = 256
     """Encoded images that one task holds, in MiB; at least one row group."""
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
@@ -311,21 +304,7 @@ class DataConfig(Section):
         return next(iter(self.eval_sets.values()), None)
 
     def problems(self) -> dict[str, object]:
-        is_on_device = self.decode == "device"
-        done = ("randaugment", "three_augment", "color_jitter", "erasing", "own", "sizes")
         return {
-            **{
-                f"augment.{key}={value} with decode=device: only the reading tasks on the host do "
-                f"it; set decode=host, or leave {key} out": is_on_device
-                for key in done
-                if (value := getattr(self.augment, key))
-            },
-            **{
-                f"augment.{key}={value} with decode=device: only the reading tasks on the host do "
-                f"it; set decode=host, or another {key}": is_on_device
-                and getattr(self.augment, key) == value
-                for key, value in (("interpolation", "bicubic"), ("kind", "simple_random_crop"))
-            },
             f"cache_dir={self.cache_dir!r} is not a local folder; give a path on each node's disk, "
             "such as /local_ssd/vit_ray": "://" in (self.cache_dir or ""),
         }

@@ -16,7 +16,6 @@ from vit_ray.config.branch_origin import NOTE, TAG
 from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
-from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared
@@ -235,8 +234,6 @@ def run_prepared(
 def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
     few_shot = resolved.streams.get("few_shot_train")
-    # Images that travel encoded and cannot be decoded in a training worker.
-    bad_images = BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
     return TrainJob(
         recipe=recipe,
         kind="train" if prepared.trains else "evaluate",
@@ -253,7 +250,6 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         record=run.record,
         control=run.control,
         lock_number=prepared.lock_number,
-        note_bad_images=bad_images.note,
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
         extraction=prepared.extraction,

@@ -50,8 +50,6 @@ class TrainJob:
     control: ControlsRun
     lock_number: int | None
     """Number of the driver's lock of the run's folder; None if nothing is written there."""
-    note_bad_images: Callable[[dict[int, str]], None]
-    """Counts images that this worker cannot decode: sample number to description; may raise."""
     num_evaluated: Mapping[str, int] = field(default_factory=dict)
     """Images of each stream, by its name."""
     few_shot_labels: Callable[[], NDArray[np.int32]] | None = None

@@ -18,11 +18,8 @@ REASSIGNED_S: Final = 10.0
 class Streams(Protocol):
     """One rank's streams; `batches` in `data/` describes the batches."""
 
-    def training_blocks(self, share: int, start: int, stop: int) -> Iterator[Any]:
-        """Positions [start, stop) of the run as they are sent, `share` rows of a global batch."""
-
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Any]:
-        """The same in batches of `share` rows."""
+        """Positions [start, stop) of the run in batches of `share` rows of a global batch."""
 
     def evaluation_batches(self, name: str, batch_size: int, start: int = 0) -> Iterator[Any]:
         """An evaluation stream without its first `start` images."""

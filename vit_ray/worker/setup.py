@@ -28,7 +28,6 @@ from vit_ray.train.memory.micro_batch import (
     trial_key,
 )
 from vit_ray.train.objective import NotesLosses, build_objective, make_loss
-from vit_ray.worker.decode.device_decode import DeviceDecoder
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,
@@ -150,29 +149,11 @@ def build_engine(
     return engine, report
 
 
-def open_batches(
-    job: TrainJob, read: Iterator[Any], batch_size_per_rank: int, device: torch.device
-) -> Iterator[Batch]:
+def open_batches(read: Iterator[Any], device: torch.device) -> Iterator[Batch]:
     """The training batches on their way to the device; the first is read during the rest of the
     set-up.
-
-    Args:
-        read: batches of pixels, or blocks of encoded images if the device decodes.
     """
-    if job.recipe.data.decode == "device":
-        return _decoded(job, read, batch_size_per_rank, device)  # it reads ahead by itself
     return device_batches(read, device, BATCHES_AHEAD)
-
-
-def _decoded(
-    job: TrainJob, blocks: Iterator[Any], batch_size: int, device: torch.device
-) -> Iterator[Batch]:
-    """Batches of images that arrive encoded."""
-    try:
-        decoder = DeviceDecoder(device, job.recipe.model.sides, batch_size, job.note_bad_images)
-        yield from decoder.batches(blocks)
-    except ValueError as error:
-        raise UnrecoverableError(str(error), is_agreed=False) from None
 
 
 def work_per_image(job: TrainJob) -> Compute:

@@ -285,11 +285,9 @@ def _training_batches(
     if job.kind != "train" or samples_seen >= job.last_step * batch:
         return iter(())  # nothing of the run is left, or only its last evaluation
     share = batch // world_size
-    is_encoded = job.recipe.data.decode == "device"
-    read = streams.training_blocks if is_encoded else streams.training_batches
     repeats = job.recipe.train.overfit_one_batch
     start, stop = (0, batch) if repeats else (samples_seen, job.last_step * batch)
-    batches = open_batches(job, _refusing(read(share, start, stop)), share, device)
+    batches = open_batches(_refusing(streams.training_batches(share, start, stop)), device)
     return itertools.cycle(batches) if repeats else batches
 
 

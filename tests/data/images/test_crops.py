@@ -518,8 +518,3 @@ def test_a_recipe_decides_how_crops_are_resized() -> None:
         for name, expected in ((key, "bicubic"), (other, "bilinear")):
             section = getattr(recipe.data, name)
             assert augmentation_of(recipe.model, section).interpolation == expected
-    for key, value in (("interpolation", "bicubic"), ("kind", "simple_random_crop")):
-        told = rf"data: augment\.{key}={value} with decode=device"
-        with pytest.raises(ValueError, match=told):
-            recipe_with(data={"augment": {key: value}, "decode": "device"})
-    recipe_with(data={"eval_augment": {"interpolation": "bicubic"}, "decode": "device"})

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from scipy import stats
 
 from tests.data.pictures import encoded, picture
@@ -74,8 +73,3 @@ def test_a_sample_keeps_its_rectangle_and_noise_after_all_other_changes() -> Non
         assert tuple(changed.min(axis=0)) == (top, left)
         assert tuple(changed.max(axis=0)) == (top + height - 1, left + width - 1)
     assert len({str(operations(augment, key)) for key in keys}) == 4
-
-
-def test_a_device_does_not_do_it() -> None:
-    with pytest.raises(ValueError, match=r"data: augment\.erasing=0.25 with decode=device"):
-        recipe_with(data={"augment": {"erasing": 0.25}, "decode": "device"})

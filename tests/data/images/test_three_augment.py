@@ -5,7 +5,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from scipy import stats
@@ -96,8 +95,6 @@ def test_a_recipe_decides_it_and_a_sample_keeps_what_it_draws() -> None:
     recipe = recipe_with(data={"augment": CHANGED})
     found = augmentation_of(recipe.model, recipe.data.augment)
     assert (found.three_augment, found.color_jitter) == (ThreeAugment(), ColorJitter(0.3))
-    evaluated = augmentation_of(recipe.model, recipe.data.eval_augment)
-    assert evaluated.only_cuts
     image = encoded(picture(1, 61, 83))
     augment = Augmentation(size=24, three_augment=ThreeAugment(), color_jitter=ColorJitter(0.3))
     keys = [(5, 0, 0), (5, 0, 1), (5, 1, 0), (6, 0, 0)]
@@ -112,10 +109,3 @@ def test_a_recipe_decides_it_and_a_sample_keeps_what_it_draws() -> None:
         np.testing.assert_array_equal(crop, np.asarray(changed))
     drawn = {tuple(map(str, operations(augment, key))) for key in keys}
     assert len(drawn) == 4
-
-
-@pytest.mark.parametrize("key", list(CHANGED))
-def test_a_device_does_not_do_it(key: str) -> None:
-    message = rf"data: augment\.{key}={CHANGED[key]} with decode=device.* set decode=host"
-    with pytest.raises(ValueError, match=message):
-        recipe_with(data={"augment": {key: CHANGED[key]}, "decode": "device"})

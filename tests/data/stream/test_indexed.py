@@ -156,15 +156,6 @@ def test_a_part_of_a_set_is_checked_with_and_without_indices(
         assert bool(found.rewritten) == (columns == 8)
 
 
-def test_an_index_halves_what_travels_to_the_device(sets: tuple[Manifest, Manifest]) -> None:
-    """Inception crops have 0.52 of an image's area on average; segments are larger."""
-    augmentation = Augmentation(size=64)
-    indexed, plain = (
-        sum(map(len, batch_of(m, augmentation, decode="device")["encoded"])) for m in sets
-    )
-    assert indexed < 0.7 * plain
-
-
 def test_a_check_finds_a_wrong_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     manifest = with_wrong_indices(monkeypatch, tmp_path, tables_at=lambda at: at + 1)
     found = check_file(0, manifest, decode_fraction=1.0).problems

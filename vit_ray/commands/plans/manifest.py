@@ -21,8 +21,8 @@ from vit_ray.config.command_sections import ClusterConfig
 from vit_ray.data.order.partition import divisors
 from vit_ray.measure.memory import READER_MIB
 
-CPU_MS_PER_IMAGE: Final = {"host": 0.88, "device": 0.17}
-"""CPU ms per image by `data.decode`: data_stream_decode_cpu_2026-11-22.md, as in the table of
+CPU_MS_PER_IMAGE: Final = 0.88
+"""CPU ms per image: data_stream_decode_cpu_2026-11-22.md, as in the table of
 `data_cores.py`."""
 NETWORK_GB_PER_S: Final = {"tcp": 12.5, "efa": 400.0, "rdma": 400.0}
 """GB/s that a node sends, by its data sheet: one adapter of 100 Gbit/s, or eight of 400."""
@@ -88,7 +88,7 @@ def cluster_sizes(recipe: Recipe) -> ClusterSizes:
             "train.zero_stage, cluster.gpus or train.activation_checkpointing"
         )
     images_per_s = gpus // size * batch / stage.time.least_s
-    reading = images_per_s * CPU_MS_PER_IMAGE[recipe.data.decode] / 1000
+    reading = images_per_s * CPU_MS_PER_IMAGE / 1000
     gpu_nodes = math.ceil(gpus / each)
     data_nodes = cluster.data_nodes
     if data_nodes is None:
@@ -122,7 +122,7 @@ def _size_lines(recipe: Recipe, sizes: ClusterSizes) -> list[str]:
         f"training             {sizes.images_per_s:,.0f} images/s on {recipe.plan.device} at "
         f"{recipe.plan.mfu * 100:g} % MFU",
         f"reading              {sizes.reading_cpus:,.1f} CPUs at "
-        f"{CPU_MS_PER_IMAGE[recipe.data.decode]} ms an image; {sizes.free_cpus:g} are free on the "
+        f"{CPU_MS_PER_IMAGE} ms an image; {sizes.free_cpus:g} are free on the "
         "nodes that train",
     ]
     if sizes.reading_cpus > sizes.free_cpus + sizes.data_nodes * cluster.cpus_per_data_node:

@@ -188,7 +188,7 @@ def _point(recipe: Recipe, facts: TrainingFacts, num_gpus: int) -> ScalePoint:
     into_all = min(servers * into_server, (plan.storage_gb_per_s or math.inf) * 1e9)
     again = times_read(recipe, facts, servers)
     image_bytes *= again
-    cpu_ms = CPU_MS_PER_IMAGE[recipe.data.decode] + SERVER_MS_PER_IMAGE
+    cpu_ms = CPU_MS_PER_IMAGE + SERVER_MS_PER_IMAGE
     gpus_here = min(num_gpus, network.gpus_per_server)
     # A server with only some of its GPUs in the run is assumed to have CPUs in proportion.
     cpus = plan.cpus_per_server * gpus_here / network.gpus_per_server
@@ -327,7 +327,7 @@ def assumptions(recipe: Recipe, facts: TrainingFacts) -> list[str]:
     image = f"{facts.image_bytes:,.0f} bytes an image (the data set)"
     if not facts.image_bytes:
         image = f"{IMAGE_BYTES:,} bytes an image (ImageNet photographs; assumed)"
-    reading_ms = CPU_MS_PER_IMAGE[recipe.data.decode]
+    reading_ms = CPU_MS_PER_IMAGE
     return [
         f"assumed   {plan.mfu * 100:g} % MFU at any micro-batch; 5 us for each kernel; no "
         "communication hidden; no evaluation; a run starts as it restarts",

@@ -91,12 +91,6 @@ class _Samples:
         steps = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
         if self._planned.has_been_fed(progress):
             return f"samples of {steps} in the planned order"
-        if position.recipe["data"].get("decode") == "device":
-            raise ValueError(
-                f"the samples of {steps} differ from the planned order. Images are not decoded to "
-                "see why: workers with data.decode=device replace undecodable images by another "
-                "rule. Unless the run's history names such images, this is a defect"
-            )
         numbers = range(progress.digest_from, progress.step)
         size = sum(map(self._bytes_of, numbers))
         cost = f"{len(numbers) * self._size:,} images, up to {size / 2**30:,.2f} GiB"

@@ -95,12 +95,6 @@ class Augmentation:
     def shape(self) -> tuple[int, int, int]:
         return (self.height, self.width, 3)
 
-    @property
-    def only_cuts(self) -> bool:
-        """Whether nothing is applied to the finished crop."""
-        colors = (self.randaugment, self.three_augment, self.color_jitter)
-        return all(change is None for change in (*colors, self.erasing, self.own))
-
 
 @dataclass(frozen=True)
 class CropBox:

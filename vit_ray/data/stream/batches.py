@@ -3,15 +3,14 @@
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
 "sample": int64 (b,)}, samples as in `order.samples.Rows`. Evaluation batches also have "weight":
 float32 (b,), 0.0 for padding; and if the stream gives keys, "key": uint8 (b, w), UTF-8 padded with
-zeros to the longest. If the device decodes, training batches have the columns of `encoded` instead
-of "image".
+zeros to the longest.
 """
 
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,6 @@ from vit_ray.data.order.partition import BlockShape, Partition, pieces_of
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import ShuffleWindow
-from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns
 
 Batch = dict[str, NDArray[Any]]
 
@@ -57,8 +55,6 @@ class StreamSpec:
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
         cache: on each node's disk, for later epochs; None for none.
-        decode: where training images are decoded: `host`, in the reading tasks, or `device`, in the
-            training workers. Evaluation images are always decoded by reading tasks.
         label_selector: labels of the nodes that read; empty for all.
         gives_keys: whether evaluation batches have the images' keys.
     """
@@ -78,7 +74,6 @@ class StreamSpec:
     cache_mib: int = 256
     object_store_mib: int | None = None
     cache: LocalCache | None = None
-    decode: Literal["host", "device"] = "host"
     label_selector: Mapping[str, str] = field(default_factory=dict)
     gives_keys: bool = False
 
@@ -137,11 +132,6 @@ class StreamJob:
         # A task of a large window has more rows than usual already.
         tasks = spec.task_rows if held_rows is not None else self.block_factor * spec.task_rows
         return BlockShape(blocks, tasks, passes, self.start // rows_per_pass, held_rows)
-
-    @property
-    def is_encoded(self) -> bool:
-        """Whether images are sent encoded."""
-        return self.is_training and self.spec.decode == "device"
 
 
 class BatchReader:
@@ -233,21 +223,6 @@ class _RowGroupCache:
         return self._cached[group]
 
 
-class _PixelColumns:
-    """Images cropped by the host, written directly into the batch."""
-
-    def __init__(self, augmentation: Augmentation, size: int) -> None:
-        self._augmentation = augmentation
-        self._images = np.zeros((size, *augmentation.shape), np.uint8)
-
-    def set(self, i: int, crop: DrawnCrop) -> None:
-        pixels = cut_crop(crop.image, crop.box, self._augmentation, self._images[i])
-        augmented(pixels, self._augmentation, crop.rng_key)
-
-    def columns(self) -> Batch:
-        return {"image": self._images}
-
-
 class _Batch:
     """A batch that is being filled; places that are not written are padding.
 
@@ -259,8 +234,7 @@ class _Batch:
     def __init__(self, job: StreamJob, size: int, augmentation: Augmentation) -> None:
         self._job, self._spec, self.augmentation = job, job.spec, augmentation
         self.bad: dict[int, str] = {}
-        columns = EncodedColumns if job.is_encoded else _PixelColumns
-        self._images = columns(augmentation, size)
+        self._images = np.zeros((size, *augmentation.shape), np.uint8)
         self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
         self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
         self._keys = [b""] * size
@@ -276,18 +250,17 @@ class _Batch:
         box: CropBox,
     ) -> bool:
         """Write a stored row to a place, unless it is bad."""
-
-        def name() -> str:
+        try:
+            image = encoded.stored(stored)
+            pixels = cut_crop(image, box, self.augmentation, self._images[i])
+            augmented(pixels, self.augmentation, (self._spec.seed, epoch, sample))
+        except ValueError as error:
             manifest = self._spec.manifest
             shard = manifest.files[int(manifest.file_index[group])].path
-            number = int(manifest.row_group[group])
-            return f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group {number}"
-
-        rng_key = (self._spec.seed, epoch, sample)
-        try:
-            self._images.set(i, DrawnCrop(encoded.stored(stored), box, rng_key, name))
-        except ValueError as error:
-            self.bad[sample] = f"{name()}: {error}"
+            self.bad[sample] = (
+                f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group "
+                f"{int(manifest.row_group[group])}: {error}"
+            )
             return False
         labels = encoded.labels_of(stored)
         self._labels[i, : len(labels)] = labels
@@ -298,7 +271,7 @@ class _Batch:
 
     def columns(self) -> Batch:
         """The batch in its present state."""
-        batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
+        batch: Batch = {"image": self._images, "labels": self._labels, "sample": self._samples}
         if not self._job.is_training:
             batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
             if self._spec.gives_keys:  # each in a row as long as the longest

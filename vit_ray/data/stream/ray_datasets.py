@@ -29,7 +29,6 @@ from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.stream.blocks import as_one_row
-from vit_ray.data.stream.encoded import packed
 from vit_ray.ray_internals import ExecutionCallback
 
 _WARM_WORKERS: Final = 64
@@ -189,11 +188,9 @@ def reading_tasks(spec: StreamSpec, share: float = 1.0) -> int:
 
 
 def _block_bytes(job: StreamJob) -> int:
-    """Bytes of a full block; of encoded images, on average."""
+    """Bytes of a full block."""
     spec = job.spec
     rows = job.shape.full_passes(job.partition) * job.partition.batch_size_per_rank
-    if job.is_encoded:
-        return int(rows * spec.manifest.bytes.sum() / spec.manifest.num_images)
     return rows * math.prod(spec.augmentation.shape)
 
 
@@ -294,4 +291,4 @@ class _Blocks:
         for rank, first, last in self.task.blocks():
             batch, bad = reader.batch(rank, first, last)
             limit.note(bad)
-            yield packed(batch) if "encoded" in batch else as_one_row(batch)
+            yield as_one_row(batch)

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final, overload
 
 import cv2
@@ -65,7 +64,6 @@ class RankBatches(Sequence[Batch]):
                 f"train.global_batch_size={global_batch_size} is not divisible by "
                 f"world_size={world_size}; use a divisor of {global_batch_size}"
             )
-        spec = replace(spec, decode="host")
         counts = rows_per_group(spec.manifest, spec.rows)
         self._rank, self._share = rank, global_batch_size // world_size
         self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training, counts)

@@ -77,7 +77,7 @@ class SeenBatches:
 
     def __init__(self, resolved: ResolvedRun) -> None:
         self._recipe = resolved.recipe
-        spec = replace(resolved.streams["train"], decode="host")
+        spec = resolved.streams["train"]
         counts = rows_per_group(spec.manifest, spec.rows)
         self._spec, self._size = spec, self._recipe.train.global_batch_size
         job = StreamJob(spec, Partition(1, self._size), 0, True, counts)

@@ -51,7 +51,7 @@ def stream_cost(resolved: ResolvedRun, step: int) -> dict[str, float]:
         ValueError: the shards are not as the manifest says.
     """
     spec, size = resolved.streams["train"], resolved.recipe.train.global_batch_size
-    spec = replace(spec, decode="host", cache=None)
+    spec = replace(spec, cache=None)
     counts = rows_per_group(spec.manifest, spec.rows)
     plan = BatchReader(StreamJob(spec, Partition(1, size), 0, True, counts)).plan
     start = 0 if resolved.recipe.train.overfit_one_batch else step * size

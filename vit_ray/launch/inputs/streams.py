@@ -188,7 +188,6 @@ def stream_of(
         num_cpus=data.cpus_per_task,
         concurrency=data.max_tasks,
         cache_mib=data.task_memory_mib,
-        decode=data.decode,
         label_selector=data.label_selector,
         object_store_mib=data.object_store_mib,
         cache=cache or None,

@@ -17,7 +17,6 @@ LIMIT_FILE = "micro_batch_limit.json"
 _DECIDES_MEMORY: Final = (
     ("optim", "name"),
     ("optim", "frozen"),
-    ("data", "decode"),
     *(("train", key) for key in (
         "precision", "zero_stage", "offload", "activation_checkpointing", "compile", "averaging",
         "loss", "masked_target", "mixup", "cutmix",

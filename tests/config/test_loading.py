@@ -141,8 +141,6 @@ def test_only_the_kind_of_value_that_was_meant_is_told_of(
         ("workers.num_workers=[4, 1]", "minimum above its maximum"),
         ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
         ("train={label_smoothing: 0.1, loss: sigmoid}", "label_smoothing=0.1 with loss=sigmoid"),
-        ("train={mixed_labels: ones, mixup: 0.8}", "mixed_labels=ones needs loss=sigmoid, and"),
-        ("train={mixed_labels: ones, loss: sigmoid}", "mixed_labels=ones needs loss=sigmoid, and"),
         ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
         ("train={offload: true, zero_stage: 0}", "offload=true with zero_stage=0"),
         ("train.averaging=1.0", "averaging=1.0 would keep the initial"),

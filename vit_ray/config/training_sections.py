@@ -158,12 +158,8 @@ class ModelConfig(Section):
 class AugmentConfig(Section):
     """How an encoded image becomes a training crop; random numbers are keyed by sample."""
 
-    kind: Literal[
-        "inception_crop", "resize_crop", "simple_random_crop", "resize", "center_crop"
-    ] = "inception_crop"
-    """Inception crop, BiT's resize and random crop, DeiT III's simple random crop (shorter side to
-    the crop size, 4 pixels reflected around it), plain resize, or resize
-    and centre crop."""
+    kind: Literal["inception_crop", "resize_crop", "resize", "center_crop"] = "inception_crop"
+    """Inception crop, BiT's resize and random crop, plain resize, or resize and centre crop."""
     min_area: Fraction = 0.05
     """Smallest share of the image's area that an inception crop takes."""
     max_area: Fraction = 1.0
@@ -183,14 +179,6 @@ class AugmentConfig(Section):
     """Strength of the operations; 10 is full strength and the maximum of `timm`."""
     randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
     """Standard deviation of normal noise on the strength of each operation (DeiT: 0.5)."""
-    three_augment: bool = False
-    """One of greyscale, solarize and blur for each image: 3-Augment of DeiT III."""
-    color_jitter: Fraction = 0.0
-    """Brightness, contrast and saturation are multiplied by numbers from 1 - this to 1 + this (DeiT
-    III: 0.3); 0 = off."""
-    erasing: Fraction = 0.0
-    """Share of the images with noise in a random rectangle of 2 to 33 % of the crop: timm's random
-    erasing by pixel, after everything else (DeiT: 0.25)."""
     sizes: tuple[tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Positive], ...] = ()
     """Pixels of a side by progress: [[0, 128], [0.5, 176], [0.8, 224]] has crops of 128 at first,
     and of 224, which is at most `model.image_size`, from 80 % of the steps on. Positions are
@@ -410,9 +398,6 @@ class TrainConfig(Section):
     the micro-batch must be even."""
     cutmix: NotNegativeFloat = 0.0
     """Alpha of CutMix; 0 = off. With MixUp, each applies to half of the pairs."""
-    mixed_labels: Annotated[Literal["shares", "ones"], UsedIf("loss", ("sigmoid",))] = "shares"
-    """Target of a mixed image: the `shares` of its two labels, or `ones` for both (DeiT III, after
-    arXiv:2110.00476)."""
     masked_target: Annotated[
         Literal["mean_color", "downsized", "full_patch"],
         OnResume.FIXED,
@@ -492,10 +477,6 @@ class TrainConfig(Section):
             "mixup or cutmix with loss=masked_patch: they mix labels, and masked_patch has none; "
             "set both to 0": (self.mixes and self.loss == "masked_patch"),
             **odd,
-            "mixed_labels=ones needs loss=sigmoid, and mixup or cutmix; set them, or leave "
-            "mixed_labels at shares": (
-                self.mixed_labels == "ones" and not (self.loss == "sigmoid" and self.mixes)
-            ),
             f"label_smoothing={self.label_smoothing} with loss={self.loss}: it needs loss=softmax; "
             "set label_smoothing to 0 or the loss to softmax": (
                 self.label_smoothing and self.loss != "softmax"

@@ -111,13 +111,8 @@ def make_image_losses(recipe: Recipe) -> LossFunction:
         else:
             seen = normalize(images, dtype)
         logits = module(seen, *keys)
-        if train.mixes and train.mixed_labels == "ones":
-            # Label lists (2 P, L) and those of the partners, without labels with no share: 2 L.
-            share = mixing.own_share[:, None]
-            own, other = labels.where(share > 0.0, -1), partners(labels).where(share < 1.0, -1)
-            labels = torch.cat([own, other], dim=1)
         losses = classification_loss(logits, labels, train)
-        if train.mixes and train.mixed_labels == "shares":
+        if train.mixes:
             # Both losses are linear in the target, so this is the loss of mixed targets.
             others = classification_loss(logits, partners(labels), train)
             losses = torch.lerp(others, losses, mixing.own_share)

@@ -140,9 +140,7 @@ def test_a_jpeg_cut_anywhere_in_its_headers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", list(ODD_IMAGES))
-@pytest.mark.parametrize(
-    "kind", ["inception_crop", "resize_crop", "simple_random_crop", "center_crop", "resize"]
-)
+@pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
 def test_every_crop_of_every_odd_image_has_the_asked_shape(name: str, kind: Any) -> None:
     augmentation = Augmentation(kind, size=(24, 16), resize=32)
     crop = training_crop(ODD_IMAGES[name], augmentation, (1, 2, 3))
@@ -275,37 +273,6 @@ def test_a_bicubic_training_crop_is_cut_before_it_is_resized() -> None:
         expected = Image.fromarray(pixels).crop(cut).resize((48, 48), Image.Resampling.BICUBIC)
         made = training_crop(encoded(pixels, "PNG"), augment, (0, 0, key))
         np.testing.assert_array_equal(made, np.asarray(expected))
-
-
-@pytest.mark.parametrize(("height", "width"), [(90, 121), (64, 48), (32, 32), (20, 45)])
-def test_a_simple_random_crop_is_of_the_resized_and_reflected_image(
-    height: int, width: int
-) -> None:
-    """As torchvision's Resize and RandomCrop(padding=4, padding_mode="reflect"), by Pillow."""
-    pixels, side = picture(3, height, width), 32
-    recipe = recipe_with(
-        model={"image_size": side},
-        data={"augment": {"kind": "simple_random_crop", "interpolation": "bicubic"}},
-    )
-    augment = augmentation_of(recipe.model, recipe.data.augment)
-    scale = side / min(height, width)
-    size = int(width * scale), int(height * scale)
-    resized = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
-    padded = np.pad(np.asarray(resized), ((4, 4), (4, 4), (0, 0)), "reflect")
-    views = np.lib.stride_tricks.sliding_window_view(padded, (side, side, 3))[:, :, 0]
-    rows, columns = views.shape[:2]
-    assert rows * columns == (size[1] - side + 9) * (size[0] - side + 9)
-    seen = set()
-    for sample in range(60):
-        crop = training_crop(encoded(pixels, "PNG"), augment, (0, 0, sample))
-        far = [np.abs(views - one.astype(int)).max(axis=(2, 3, 4)) for one in (crop, crop[:, ::-1])]
-        nearest = min((one.min(), one.argmin(), is_flipped) for is_flipped, one in enumerate(far))
-        assert nearest[0] <= 1  # a corner that is no whole number is off by its last bit
-        seen.add((int(nearest[1]) // columns, int(nearest[1]) % columns, nearest[2]))
-    assert len(seen) > 40
-    assert min(row for row, _, _ in seen) <= 1
-    assert max(row for row, _, _ in seen) >= rows - 2
-    assert {is_flipped for _, _, is_flipped in seen} == {0, 1}
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 900), (3, 2), (17, 5), (4000, 60)])

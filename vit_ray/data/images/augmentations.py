@@ -4,9 +4,7 @@ from dataclasses import replace
 
 from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 from vit_ray.data.images.crop_boxes import Augmentation
-from vit_ray.data.images.erasing import RandomErasing
 from vit_ray.data.images.randaugment import RandAugment
-from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.own_parts import Augments, own_part
 
 
@@ -34,13 +32,8 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
     return replace(
         cut,
         flip=augment.flip,
-        # It is nearly the whole image, as its authors resize it.
-        is_exact=augment.kind == "simple_random_crop",
         min_area=augment.min_area,
         max_area=augment.max_area,
         randaugment=operations,
-        three_augment=ThreeAugment() if augment.three_augment else None,
-        color_jitter=ColorJitter(augment.color_jitter) if augment.color_jitter else None,
-        erasing=RandomErasing(augment.erasing) if augment.erasing else None,
         own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
     )

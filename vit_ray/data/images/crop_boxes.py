@@ -12,9 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.images.erasing import RandomErasing
 from vit_ray.data.images.randaugment import RandAugment
-from vit_ray.data.images.three_augment import ColorJitter, ThreeAugment
 from vit_ray.data.jpeg_index.restart_index import Box
 from vit_ray.data.order.keyed_random import KeyedUniforms
 from vit_ray.own_parts import Augments
@@ -23,8 +21,6 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 _ATTEMPTS: Final = 10
-_PADDING: Final = 4  # pixels around DeiT III's resized image
-_ROUNDING: Final = 1e-6  # a side in pixels that is a whole number up to rounding
 _CROP: Final = 3
 """Separates the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
@@ -35,9 +31,8 @@ class Augmentation:
 
     Attributes:
         kind: `inception_crop` (random area and aspect), `resize_crop` (resize both sides to
-            `resize`, random crop of `size`), `simple_random_crop` (DeiT III: shorter side to
-            `size`, 4 pixels reflected around it, random crop of `size`), `center_crop` (shorter
-            side to `resize`, central `size`), `resize` (both sides to `size`, aspect ignored).
+            `resize`, random crop of `size`), `center_crop` (shorter side to `resize`, central
+            `size`), `resize` (both sides to `size`, aspect ignored).
         size: output side in pixels, or (height, width).
         flip: mirror left to right with probability 1/2.
         resize: see `kind`; in pixels.
@@ -47,14 +42,11 @@ class Augmentation:
         is_exact: the crop is cut between pixels, and resized more precisely, for evaluation;
             otherwise at the whole pixels around it.
         interpolation: `bilinear`, by OpenCV and close to Pillow's, or `bicubic`, Pillow's own.
-        randaugment, three_augment, color_jitter, erasing: applied to the finished crop, in this
-            order; None = not applied.
+        randaugment: applied to the finished crop; None = not applied.
         own: a user's own function that is applied last; None = none.
     """
 
-    kind: Literal[
-        "inception_crop", "resize_crop", "simple_random_crop", "center_crop", "resize"
-    ] = "inception_crop"
+    kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
     size: int | tuple[int, int] = 224
     flip: bool = True
     resize: int = 256
@@ -65,9 +57,6 @@ class Augmentation:
     border: int = 0
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     randaugment: RandAugment | None = None
-    three_augment: ThreeAugment | None = None
-    color_jitter: ColorJitter | None = None
-    erasing: RandomErasing | None = None
     own: Augments | None = None
     is_exact: bool = False
 
@@ -98,22 +87,13 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class CropBox:
-    """A rectangle of the source in pixels (fractions allowed), to be resized to the output.
-
-    Attributes:
-        above, before, below, behind: lines of the output at its top, left, bottom and right that
-            the rectangle does not cover: they are filled with its reflection.
-    """
+    """A rectangle of the source in pixels (fractions allowed), to be resized to the output."""
 
     top: float
     left: float
     height: float
     width: float
     is_flipped: bool
-    above: int = 0
-    before: int = 0
-    below: int = 0
-    behind: int = 0
 
     def bounds(self, size: tuple[int, int], scale: int = 1) -> Box:
         """Whole pixels that hold the rectangle, of the image at 1/`scale`.
@@ -160,7 +140,7 @@ def draw_box(
 
 
 _Boxes = tuple[NDArray[Any], ...]
-"""The first attributes of `CropBox`, or all, with one entry per image."""
+"""The attributes of `CropBox`, with one entry per image."""
 
 
 def _inception_crop(
@@ -207,25 +187,6 @@ def _resize_crop(
     return top, left, augmentation.height * per_row, augmentation.width * per_column, flips
 
 
-def _simple_random_crop(
-    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
-) -> _Boxes:
-    # torchvision's Resize, whose longer side is truncated to whole pixels, and RandomCrop.
-    shrink = np.minimum(height / augmentation.height, width / augmentation.width)
-    starts, lengths, before, behind = [], [], [], []
-    for number, (side, size) in enumerate(
-        ((height, augmentation.height), (width, augmentation.width)), start=1
-    ):
-        resized = np.maximum(size, (side / shrink + _ROUNDING).astype(np.int64))
-        first = _below(resized + 2 * _PADDING - size + 1, random.draw(number)) - _PADDING
-        outside = np.maximum(-first, 0), np.maximum(first + size - resized, 0)
-        before.append(outside[0])
-        behind.append(outside[1])
-        starts.append((first + outside[0]) * side / resized)
-        lengths.append((size - outside[0] - outside[1]) * side / resized)
-    return (*starts, *lengths, _flips(augmentation, random, 3), *before, *behind)
-
-
 def _center_crop(
     height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
 ) -> _Boxes:
@@ -264,7 +225,6 @@ def _rounded(values: NDArray[Any]) -> IntArray:
 _BOXES: Final[dict[str, Callable[[IntArray, IntArray, Augmentation, KeyedUniforms], _Boxes]]] = {
     "inception_crop": _inception_crop,
     "resize_crop": _resize_crop,
-    "simple_random_crop": _simple_random_crop,
     "center_crop": _center_crop,
     "resize": _resize,
 }

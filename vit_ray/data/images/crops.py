@@ -31,7 +31,7 @@ __all__ = ["Augmentation", "UInt8Array"]
 
 UInt8Array = NDArray[np.uint8]
 
-_CHANGES: Final = {"randaugment": 4, "three_augment": 7, "color_jitter": 8, "erasing": 9, "own": 6}
+_CHANGES: Final = {"randaugment": 4, "own": 6}
 """Operations on a finished crop, in this order, with what separates their random numbers from those
 of the crop."""
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -176,12 +176,10 @@ def augmented(
 
 def operations(augmentation: Augmentation, rng_key: tuple[int, int, int]) -> list[Operation]:
     """The operations that `augmented` applies to a crop, except a user's own."""
-    return [
-        operation
-        for name, word in _CHANGES.items()
-        if (change := getattr(augmentation, name)) is not None and name != "own"
-        for operation in change.draw(augmentation.shape, KeyedUniform(*rng_key, word))
-    ]
+    change = augmentation.randaugment
+    if change is None:
+        return []
+    return change.draw(augmentation.shape, KeyedUniform(*rng_key, _CHANGES["randaugment"]))
 
 
 def jpeg_region(
@@ -294,14 +292,6 @@ def resized(
 ) -> UInt8Array:
     """All of some pixels; for an exact crop, the rectangle `box` of them."""
     height, width = out.shape[:2]
-    if any((box.above, box.before, box.below, box.behind)):
-        inner = height - box.above - box.below, width - box.before - box.behind, 3
-        plain = replace(box, is_flipped=False, above=0, before=0, below=0, behind=0)
-        part = resized(crop, plain, augmentation, np.empty(inner, np.uint8))
-        sides = box.above, box.below, box.before, box.behind
-        padded = cv2.copyMakeBorder(part, *sides, cv2.BORDER_REFLECT_101)
-        out[:] = padded[:, :: -1 if box.is_flipped else 1]
-        return out
     if augmentation.interpolation == "bicubic":
         edges = None
         if augmentation.is_exact:

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 
 from vit_ray.data.order.keyed_random import KeyedUniform
 
@@ -147,8 +147,6 @@ _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "solarize": ImageOps.solarize,
     "solarize_add": _solarize_add,
     "cutout": _cutout,
-    "grey": lambda image: image.convert("L").convert("RGB"),
-    "blur": lambda image, radius: image.filter(ImageFilter.GaussianBlur(radius)),
     # Blending with a duller image; a factor of 1 changes nothing.
     "color": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
     "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),

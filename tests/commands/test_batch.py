@@ -104,7 +104,7 @@ def test_the_operations_of_randaugment_are_in_the_tables_and_on_the_page(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     file, out = tmp_path / "changed.yaml", tmp_path / "out"
-    changed = recipe.with_changes(data={"augment": {"randaugment": "timm"}})
+    changed = recipe.with_changes(data={"augment": {"randaugment": "tensorflow"}})
     file.write_text(yaml.safe_dump(changed.recorded()))
     assert said(str(file), "step=1", "--out", str(out))[0] == 0
     expected = [list(one.operations) for one in SeenBatches(resolve_run(changed)).read(1)[1]]

@@ -93,7 +93,7 @@ def test_augreg_is_as_its_published_run_is_named() -> None:
     assert (train.mixup, train.cutmix, train.loss, train.label_smoothing) == (0.8, 0, "sigmoid", 0)
     assert model.head_bias == -6.9
     augment = augmentation_of(recipe.model, recipe.data.augment)
-    assert augment.randaugment == RandAugment("tensorflow", 2, 20.0)
+    assert augment.randaugment == RandAugment(2, 20.0)
     assert augment.min_area == 0.05
 
 

@@ -170,15 +170,13 @@ class AugmentConfig(Section):
     """How crops are resized, with antialiasing."""
     flip: bool = True
     """Mirror half of the images."""
-    randaugment: Literal["tensorflow", "timm"] | None = None
-    """Random operations on the finished crop: those of the paper's code and AugReg, or timm's
-    `inc1` of DeiT; unset = none."""
+    randaugment: Literal["tensorflow"] | None = None
+    """Random operations on the finished crop, those of the paper's code and AugReg; unset =
+    none."""
     randaugment_layers: Annotated[Positive, UsedIf("randaugment")] = 2
     """Operations per image."""
     randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0), UsedIf("randaugment")] = 10.0
-    """Strength of the operations; 10 is full strength and the maximum of `timm`."""
-    randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
-    """Standard deviation of normal noise on the strength of each operation (DeiT: 0.5)."""
+    """Strength of the operations; 10 is full strength."""
     sizes: tuple[tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Positive], ...] = ()
     """Pixels of a side by progress: [[0, 128], [0.5, 176], [0.8, 224]] has crops of 128 at first,
     and of 224, which is at most `model.image_size`, from 80 % of the steps on. Positions are
@@ -196,10 +194,6 @@ class AugmentConfig(Section):
             ),
             f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range from "
             "small to large": self.min_area > self.max_area,
-            f"randaugment_magnitude={self.randaugment_magnitude} is above 10, the maximum of "
-            "timm's operations; use at most 10, or randaugment=tensorflow": (
-                self.randaugment == "timm" and self.randaugment_magnitude > 10.0
-            ),
         }
 
 

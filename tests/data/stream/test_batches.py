@@ -101,7 +101,7 @@ def test_beside_the_server_no_more_processes_import_than_half_of_the_cores(
 def test_each_crop_is_augmented_by_the_key_of_its_sample(digits: Digits) -> None:
     manifest = open_dataset(digits.train)
     plain = StreamSpec(manifest, Augmentation(size=16), seed=3, window=ShuffleWindow(64, 8))
-    changed = replace(plain.augmentation, randaugment=RandAugment("tensorflow"))
+    changed = replace(plain.augmentation, randaugment=RandAugment())
     batches = []
     for spec in (plain, replace(plain, augmentation=changed)):
         job = StreamJob(spec, Partition(1, 64), 1497, is_training=True, counts=manifest.rows)

@@ -23,17 +23,14 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
     )
     if isinstance(augment, EvalAugmentConfig):
         return replace(cut, border=augment.border, is_exact=augment.crop == "exact")
-    operations = augment.randaugment and RandAugment(
-        augment.randaugment,
-        augment.randaugment_layers,
-        augment.randaugment_magnitude,
-        augment.randaugment_magnitude_std,
-    )
+    randaugment = None
+    if augment.randaugment:
+        randaugment = RandAugment(augment.randaugment_layers, augment.randaugment_magnitude)
     return replace(
         cut,
         flip=augment.flip,
         min_area=augment.min_area,
         max_area=augment.max_area,
-        randaugment=operations,
+        randaugment=randaugment,
         own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
     )

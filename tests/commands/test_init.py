@@ -47,7 +47,7 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) 
     recipe = load_recipe(here / "my-set.yaml")
     assert recipe.convert is not None
     assert (recipe.convert.source, recipe.convert.split) == ("my set", "train")
-    assert (recipe.data.train, recipe.data.test_set) == ("data/my-set/train", "data/my-set/test")
+    assert (recipe.data.train, recipe.data.eval) == ("data/my-set/train", "data/my-set/test")
     assert recipe.data.held_out_fraction == 0
     # Sides of 40 pixels are ten patches of four.
     assert (recipe.model.image_size, recipe.model.patch_size) == (40, 4)
@@ -83,9 +83,9 @@ def test_the_printed_conversions_work_where_the_images_lie_under_data(
         assert done.exit_code == 0, done.stderr
     recipe = load_recipe("mine.yaml")
     # The test split may have no labels.
-    assert (recipe.data.train, recipe.data.test_set) == (f"{folder}/train", f"{folder}/validation")
+    assert (recipe.data.train, recipe.data.eval) == (f"{folder}/train", f"{folder}/validation")
     assert open_dataset(recipe.data.train or "").num_images == 12
-    assert open_dataset(recipe.data.test_set or "").num_images == 6
+    assert open_dataset(recipe.data.eval or "").num_images == 6
 
 
 @pytest.mark.parametrize("name", ["2024", "on", "null", "1e5"])

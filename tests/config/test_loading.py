@@ -90,7 +90,6 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ("workers.num_workers=two", "workers.num_workers='two': Input should be a valid integer"),
         ("workers.num_workers=[1]", "workers.num_workers.1 is required but not given"),
         ("data.train=5", "data.train=5: Input should be a valid string"),
-        ("data.eval={a: x, b: 5}", "data.eval.b=5: Input should be a valid string"),
         ("optim.betas=0.9", "optim.betas=0.9: a list is needed, such as [0.9, 0.999]"),
         ("workers.label_selector=H100", "workers.label_selector='H100': a mapping is needed, "),
         ("study.models=[a]", "study.models.0='a': .*; did you mean study.models.0.label=a?"),
@@ -253,15 +252,6 @@ def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
         recipe_from_dict(tree, "here")
 
 
-def test_a_recipe_with_several_evaluation_sets_is_a_key() -> None:
-    """Estimates of memory are kept by recipe."""
-    one, same, other = (
-        recipe_from_dict({"name": "run", "data": {"eval": {"a": path}}}, "here")
-        for path in ("data/a", "data/a", "data/b")
-    )
-    assert len({one, same, other}) == 2
-
-
 def test_every_list_of_the_schema_is_told_above() -> None:
     found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
     keys = ("data_fractions", "epochs", "steps", "images", "seeds")
@@ -331,23 +321,6 @@ def test_changes_are_checked_too(path: Path) -> None:
     assert recipe.with_changes(train={"zero_stage": 3}).train.zero_stage == 3
     with pytest.raises(ValueError, match=r"train\.zero_stage=9"):
         recipe.with_changes(train={"zero_stage": 9})
-
-
-def test_several_evaluation_sets_are_given_by_name(path: Path) -> None:
-    recipe = load_recipe(path, ["data.eval={val: some/set, v2: s3://bucket/v2}"])
-    assert recipe.data.eval_sets == {"val": "some/set", "v2": "s3://bucket/v2"}
-    assert recipe.data.test_set == "some/set"
-    kept = recipe_from_dict(recipe.recorded(), where="kept")
-    assert kept == recipe
-    assert kept.with_absolute_paths().data.test_set == str(Path("some/set").absolute())
-    lone = recipe.with_changes(data={"eval": "some/set"})
-    assert (lone.data.eval_sets, lone.data.test_set) == ({"": "some/set"}, "some/set")
-    assert recipe.with_changes(data={"eval": None}).data.eval_sets == {}
-    named = load_recipe(path, ["data.eval={on: one, yes: two, 010: three, 8: four}"])
-    assert list(named.data.eval_sets) == ["on", "yes", "010", "8"]
-    for wrong in ("{}", "{a/b: some/set}", "{val: 3}"):
-        with pytest.raises(ValueError, match=r"data\.eval"):
-            load_recipe(path, [f"data.eval={wrong}"])
 
 
 def test_paths_become_absolute_and_addresses_stay(path: Path) -> None:

@@ -20,8 +20,6 @@ from vit_ray import trust_modules
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
 from vit_ray.evaluate.ground_truth import Answers
-from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import best_key
 from vit_ray.train.loop import EvaluationCutError
 from vit_ray.worker import evaluation
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
@@ -256,24 +254,6 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
         worker = Worker(job, SaysClass0(), FakeRun(), lambda name, start: streams[name])
         metrics = worker.hooks.evaluate(4)
         assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
-
-
-def test_each_of_several_sets_has_its_own_figures_and_the_first_the_plain_ones_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_others(monkeypatch)
-    first, (one, *_) = share(0, 1), share(0, 1)
-    other = {**one, "weight": np.array([1, 1, 0, 0], np.float32)}
-    streams = {"eval": first, "eval:sketch": [other]}
-    job = make_job(tmp_path, "train", data={"eval": {"val": "somewhere", "sketch": "else"}})
-    worker = Worker(job, SaysClass0(), FakeRun(), lambda name, start: streams[name])
-    metrics = worker.hooks.evaluate(4)
-    assert {key: value for key, value in metrics.items() if key.endswith("top1")} == pytest.approx(
-        {"eval/top1": 4 / 19, "eval/val/top1": 4 / 19, "eval/sketch/top1": 1 / 2}
-    )
-    best = {best_key(key): value for key, value in metrics.items()}
-    assert best["eval/sketch/best_top1"] == 1 / 2
-    assert with_best(best) == {**best, **metrics}
 
 
 KEPT = {"per_class.csv", "confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}

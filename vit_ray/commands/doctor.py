@@ -49,7 +49,7 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
         "MLflow": _mlflow,
         "output": _output,
         "data.train": lambda one: _data_sets(filter(None, [one.data.train])),
-        "data.eval": lambda one: _data_sets(one.data.eval_sets.values()),
+        "data.eval": lambda one: _data_sets(filter(None, [one.data.eval])),
     }
     for what, check in checks.items():
         try:

@@ -96,7 +96,7 @@ class Recipe(Section):
     paper: PaperConfig = PaperConfig()
 
     def __hash__(self) -> int:
-        return hash((self.name, self.seed, self.model))  # a mapping of evaluation sets has none
+        return hash((self.name, self.seed, self.model))  # mappings have none
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """From another process of the same command, whose user gave it."""
@@ -315,13 +315,11 @@ _PLACES_OF_COMMANDS: Final = (
     "inspect.path",
 )  # fmt: skip
 """Further keys whose values are paths, which commands make absolute where they need it."""
-_MAPPINGS: Final = ("data.eval", "tracking.tags")
+_MAPPINGS: Final = ("tracking.tags",)
 """Keys whose value may be a mapping that is not a section."""
 
 
 def _absolute(place: Any) -> Any:
-    if isinstance(place, dict):  # of evaluation sets
-        return {name: _absolute(path) for name, path in place.items()}
     return place if place is None or "://" in place else str(with_home(place).absolute())
 
 

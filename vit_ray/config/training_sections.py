@@ -213,10 +213,6 @@ class EvalAugmentConfig(Section):
     it, as in training and in older versions, to compare with their figures."""
 
 
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""Name of an evaluation set, used in its metrics."""
-
-
 class DataConfig(Section):
     """Which data sets, and how they are streamed."""
 
@@ -231,12 +227,8 @@ class DataConfig(Section):
     """Numbers of training samples to leave out, as `vit-ray batch` lists them, up to 500. All
     others keep their numbers and crops, and an epoch is shorter. Fork a run to leave samples out
     from a later step on; for more than 500 make a data set with `vit-ray subset`."""
-    eval: Annotated[
-        str | Annotated[dict[SetName, str], Field(min_length=1)] | None, OnResume.EVALUATED
-    ] = None
-    """Converted set on which accuracy is measured; or several as `{NAME: PATH}`, with metrics
-    `eval/NAME/top1`: the first is also `eval/top1`, which tables and selection use. Unset = the
-    held-out part of `train`, if any."""
+    eval: Annotated[str | None, OnResume.EVALUATED] = None
+    """Converted set on which accuracy is measured; unset = the held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0
     """Share of `train` that is held out (keyed by `seed`), and evaluated on if `eval` is unset."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
@@ -272,18 +264,6 @@ class DataConfig(Section):
     cache_gib: Annotated[PositiveFloat, OnResume.FREE] = 100.0
     """Most GiB that `cache_dir` takes on a node. A full cache keeps this data set and evicts others
     that were not used for an hour."""
-
-    @property
-    def eval_sets(self) -> dict[str, str]:
-        """Path of each evaluation set by its name; a single set has an empty name."""
-        if isinstance(self.eval, dict):
-            return dict(self.eval)
-        return {"": self.eval} if self.eval is not None else {}
-
-    @property
-    def test_set(self) -> str | None:
-        """Path of the first set, on which `eval/top1` is measured."""
-        return next(iter(self.eval_sets.values()), None)
 
     def problems(self) -> dict[str, object]:
         return {

@@ -24,15 +24,15 @@ PAPER_FILE: Final = "paper/row.csv"
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | None:
     """The result of an evaluation and the paper's; None if it has no accuracy."""
     top1 = metrics.get(EVAL_TOP1)
-    if top1 is None or recipe.data.test_set is None:
+    if top1 is None or recipe.data.eval is None:
         return None
-    return _table(recipe, recipe.data.test_set, [top1], recipe.benchmark.kind)
+    return _table(recipe, recipe.data.eval, [top1], recipe.benchmark.kind)
 
 
 def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Table:
     """The selected point's test accuracy over a sweep's runs, and the paper's."""
-    assert recipe.data.test_set is not None
-    return _table(recipe, recipe.data.test_set, test_top1, "own_labels")
+    assert recipe.data.eval is not None
+    return _table(recipe, recipe.data.eval, test_top1, "own_labels")
 
 
 def _table(recipe: Recipe, test_set: str, top1: Sequence[float], labels: str) -> Table:

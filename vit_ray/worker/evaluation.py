@@ -130,17 +130,8 @@ class Evaluator:
         recipe, engine = self._job.recipe, self._engine
         metrics: dict[str, float] = {}
         if has_accuracy(recipe):
-            first, *others = recipe.data.eval_sets or [""]
             accuracy = self._measure_accuracy(prefix)
             metrics |= {f"{EVAL_GROUP}{prefix}{name}": value for name, value in accuracy.items()}
-            of_sets = {first: accuracy} if first else {}
-            for name in others:
-                batches = self._watched(f"eval:{name}")
-                of_sets[name] = measure_accuracy(engine, batches, recipe, self._job.answers)
-            for name, found in of_sets.items():
-                metrics |= {
-                    f"{EVAL_GROUP}{name}/{prefix}{key}": value for key, value in found.items()
-                }
         if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
             on_dev = measure_accuracy(engine, self._watched("dev"), recipe)
             metrics |= {f"{DEV_GROUP}{prefix}{name}": value for name, value in on_dev.items()}

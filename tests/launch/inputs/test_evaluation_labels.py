@@ -91,13 +91,6 @@ def test_labels_of_another_number_of_images_are_refused_before_the_set_is_read(
         answers_of(recipe, validation, validation)
 
 
-def test_labels_of_one_set_are_not_taken_for_those_of_several(validation: Manifest) -> None:
-    recipe = benchmark_recipe(kind="imagenet_real", label_file="real.json")
-    several = recipe.with_changes(data={"eval": {"val": "one", "v2": "other"}})
-    with pytest.raises(ValueError, match=r"data\.eval names val, v2; evaluate them one by one"):
-        answers_of(several, validation, validation)
-
-
 def test_keys_are_read_in_the_order_of_the_rows_without_those_left_out(
     validation: Manifest, tmp_path: Path
 ) -> None:

@@ -247,19 +247,16 @@ def test_no_window_can_be_asked_for(recipe: Recipe, window: int) -> None:
     assert resolved.streams["train"].window is None
 
 
-def test_several_evaluation_sets_are_streams_of_their_own(recipe: Recipe, tmp_path: Path) -> None:
-    paths = {name: write_data_set(tmp_path / name, i + 1) for i, name in enumerate(("val", "v2"))}
-    _, resolved = prepared(recipe.with_changes(data={"eval": paths}))
+def test_the_evaluation_set_is_a_stream_of_its_own(recipe: Recipe, tmp_path: Path) -> None:
+    path = write_data_set(tmp_path / "val", 1)
+    _, resolved = prepared(recipe.with_changes(data={"eval": path}))
     streams = {name: spec.manifest.path for name, spec in resolved.streams.items()}
-    assert streams == {
-        "train": recipe.data.train, "eval": paths["val"], "eval:v2": paths["v2"],
-    }  # fmt: skip
-    contexts = [one["context"] for one in data_inputs(resolved)]
-    assert contexts == ["training", "evaluation", "evaluation (v2)"]
+    assert streams == {"train": recipe.data.train, "eval": path}
+    assert [one["context"] for one in data_inputs(resolved)] == ["training", "evaluation"]
     assert {one["profile"]["license"] for one in data_inputs(resolved)} == {"CC0"}
-    paths["birds"] = write_data_set(tmp_path / "birds", 1, "emu", "owl")
+    birds = write_data_set(tmp_path / "birds", 1, "emu", "owl")
     with pytest.raises(ValueError, match=r"data\.eval: .*birds has 2 classes.*not the same"):
-        resolve_run(recipe.with_changes(data={"eval": paths}))
+        resolve_run(recipe.with_changes(data={"eval": birds}))
 
 
 def test_the_streams_of_a_run_have_the_cache_that_it_asks_for(recipe: Recipe) -> None:

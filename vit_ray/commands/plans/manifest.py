@@ -206,7 +206,7 @@ def _check_places(recipe: Recipe, cluster: ClusterConfig) -> None:
         ("output", recipe.output),
         ("init_from", recipe.init_from),
         ("data.train", recipe.data.train),
-        *(("data.eval", path) for path in recipe.data.eval_sets.values()),
+        ("data.eval", recipe.data.eval),
         ("evaluate.few_shot_train", recipe.evaluate.few_shot_train),
         ("evaluate.few_shot_test", recipe.evaluate.few_shot_test),
         ("vtab.data", recipe.vtab and recipe.vtab.data),

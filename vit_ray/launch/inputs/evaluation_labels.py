@@ -41,11 +41,6 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
     classes = _model_classes(config.model_classes, model_set.classes, recipe.init_from)
     match config.kind:
         case "imagenet_real":
-            if len(recipe.data.eval_sets) > 1:
-                raise ValueError(
-                    "benchmark.kind=imagenet_real has the labels of one set, and data.eval names "
-                    f"{', '.join(recipe.data.eval_sets)}; evaluate them one by one"
-                )
             file = locate(require(config.label_file, _LABEL_FILE, REAL_FILE))
             try:
                 published = json.loads(_text(file, REAL_FILE, _LABEL_FILE))

@@ -129,7 +129,7 @@ def needed_files(
     for recipe in recipes:
         data, evaluate = recipe.data, recipe.evaluate
         readers = _with_resources(cluster, data.label_selector, {"CPU": data.cpus_per_task})
-        sets = [("data.eval", path) for path in data.eval_sets.values()]
+        sets = [("data.eval", path) for path in filter(None, [data.eval])]
         if trains or (not sets and data.held_out_fraction):
             sets = [("data.train", path) for path in filter(None, [data.train])] + sets
         if evaluate.few_shot_train is not None and evaluate.few_shot_test is not None:

@@ -46,8 +46,7 @@ class ResolvedRun:
     """With the order of the data made definite."""
     manifest: Manifest
     streams: dict[str, StreamSpec]
-    """`train`, and of `eval`, `eval:NAME` of each further set, `dev`, `few_shot_train` and
-    `few_shot_test` what the recipe has."""
+    """`train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe has."""
     total_steps: int
 
     @property
@@ -73,7 +72,7 @@ def resolve_run(
     """
     check_model(recipe)
     data, evaluate = recipe.data, recipe.evaluate
-    path = data.train if needs_train or data.train else data.test_set
+    path = data.train if needs_train or data.train else data.eval
     key = "data.train" if needs_train else "data.eval"
     manifest = open_dataset(require(path, key, "the folder of a converted data set"))
     if needs_train:
@@ -98,9 +97,8 @@ def resolve_run(
         data = data.model_copy(update={"exclude": ()})
     cut = augmentation_of(recipe.model, data.augment)
     streams = {"train": training_stream(data, recipe.seed, cut, batch, manifest, rows)}
-    if data.test_set is not None:
-        for place, (name, path) in enumerate(data.eval_sets.items()):
-            streams[f"eval:{name}" if place else "eval"] = evaluated(open_dataset(path))
+    if data.eval is not None:
+        streams["eval"] = evaluated(open_dataset(data.eval))
         if held_out is not None and recipe.chooses_on_dev and needs_train:
             streams["dev"] = evaluated(manifest, held_out)
     elif held_out is not None:
@@ -111,10 +109,9 @@ def resolve_run(
         _check_classes("evaluate.few_shot_test", test, pool)
         _check_shots(pool.path, pool.fingerprint, evaluate.shots)
     total_steps = 0
-    tests = [spec.manifest for name, spec in streams.items() if name.startswith("eval")]
-    for test in tests:
-        _check_classes("data.eval", test, manifest if needs_train else tests[0])
     if needs_train:
+        if "eval" in streams:
+            _check_classes("data.eval", streams["eval"].manifest, manifest)
         num_images = streams["train"].num_images
         check_batch(recipe, num_images)
         total_steps = recipe.optim.total_steps(num_images, batch)

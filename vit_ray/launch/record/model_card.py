@@ -179,7 +179,7 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
     key = next((key for key in (EVAL_TOP1, DEV_TOP1) if key in metrics), None)
     if key is None:
         return None
-    path = data.test_set if key == EVAL_TOP1 else None
+    path = data.eval if key == EVAL_TOP1 else None
     name = _place(path or data.train or _UNKNOWN)
     name = name if path else f"{name} (held out)"
     try:

@@ -141,7 +141,7 @@ def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
                 "name": PurePosixPath(path).name,
                 "digest": spec.manifest.fingerprint[:32],
                 "source": path,
-                "context": _CONTEXTS.get(name) or f"evaluation ({name.partition(':')[2]})",
+                "context": _CONTEXTS[name],
                 "profile": profile,
             }
         )

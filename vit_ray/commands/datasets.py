@@ -105,7 +105,7 @@ def run_deduplicate(recipe: Recipe) -> int:
         read = [("deduplicate.source", config.source)]
         read += [("deduplicate.evaluation_sets", path) for path in sets]
         check_shared_by_tasks(connect(recipe), read)
-        report = deduplicate(config.source, sets, config.destination, flips=config.flips)
+        report = deduplicate(config.source, sets, config.destination)
     print(
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "
         f"of {report.num_images} images left out; duplicates.parquet lists them"

@@ -147,8 +147,6 @@ class DeduplicateConfig(Section):
     """Converted sets; their images, and near duplicates of them, are left out."""
     destination: str
     """Folder of the new manifest and of `duplicates.parquet`, the list of images left out."""
-    flips: bool = False
-    """Also leave out mirrored copies; takes about twice as long."""
     features: str | None = None
     """Folder of features of `source` (`vit-ray extract_features`); images are then compared by the
     cosine of their features, not by bytes and pixels. Unset = compare bytes and pixels."""

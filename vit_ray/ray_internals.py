@@ -204,11 +204,6 @@ INTERNALS: Final = (
         {"": ()},
     ),
     Internal(
-        "ray.autoscaler.v2.utils", "is_autoscaler_v2",
-        "Nodes may come on demand, although it is not known what the autoscaler may start.", "",
-        {"": ("fetch_from_server", "gcs_client")},
-    ),
-    Internal(
         "ray.data._internal.stats", "_StatsManager",
         "It keeps numbers for a dashboard in a separate process; a Ray without a dashboard does "
         "not show them.", "",
@@ -403,14 +398,6 @@ def token_problem(address: str, timeout_s: float) -> str | None:
             is_refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
             return str(error.details()) if is_refused else None
     return None
-
-
-def has_second_autoscaler() -> bool:
-    """Whether the connected cluster was started with version 2 of the autoscaler, as by KubeRay."""
-    if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
-        return False  # a client by ray:// cannot ask
-    module = importlib.import_module(_MODULES["is_autoscaler_v2"])
-    return bool(module.is_autoscaler_v2(fetch_from_server=True))
 
 
 def reload_ray_config() -> None:

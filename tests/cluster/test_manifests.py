@@ -29,8 +29,7 @@ from vit_ray.commands.plans.plan import plan_stage
 from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import PlanConfig
 from vit_ray.config.shipped_recipes import recipe_names
-from vit_ray.launch.cluster.autoscaling import growth_of
-from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.cluster_checks import check_room
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.measure.network import ASSUMED, Network
 
@@ -726,6 +725,18 @@ def test_the_script_for_slurm_gets_sizes_partition_and_recipe(tmp_path):
     assert load_recipe(file).workers.num_workers == 64
 
 
+def grown(config):
+    """The cluster of a launcher file with all nodes that it may start."""
+    nodes = tuple(
+        {"Labels": one.get("labels") or {}, "Resources": one["resources"]}
+        for name, one in config["available_node_types"].items()
+        if name != config["head_node_type"]
+        for _ in range(one["max_workers"])
+    )
+    cpus, gpus = (sum(n["Resources"].get(key, 0) for n in nodes) for key in ("CPU", "GPU"))
+    return ClusterShape(len(nodes), cpus, gpus, 0.0, nodes=nodes)
+
+
 @pytest.mark.parametrize("count", [8, 64, 512])
 def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
     text = written(
@@ -736,9 +747,8 @@ def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
     recipe = load_recipe(
         RECIPE, [*SMALL, f"workers.num_workers={count}", "workers.cpus_per_worker=7.5"]
     )
-    growth = growth_of(config)
-    assert growth.total("GPU") == count
-    assert check_cluster(recipe, ClusterShape(1, 0, 0, 0.0, growth=growth)) is True
+    assert grown(config).num_gpus == count
+    assert check_room(recipe, grown(config)) is True
     profiles = {
         name: one["node_config"]["IamInstanceProfile"]["Name"]
         for name, one in config["available_node_types"].items()
@@ -754,10 +764,10 @@ def test_the_launcher_file_starts_nodes_for_the_recipes_labels():
     recipe = load_recipe(RECIPE, list(overrides))
     config = yaml.safe_load(text)
     validate_config(fillout_defaults(config))
-    assert check_cluster(recipe, ClusterShape(1, 0, 0, 0.0, growth=growth_of(config))) is True
-    shipped = growth_of(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
-    with pytest.raises(ValueError, match="by `labels` in the definition of the node type"):
-        check_cluster(recipe, ClusterShape(1, 0, 0, 0.0, growth=shipped))
+    assert check_room(recipe, grown(config)) is True
+    shipped = grown(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
+    with pytest.raises(ValueError, match="no node with CPUs has these labels"):
+        check_room(recipe, shipped)
 
 
 def test_the_launcher_file_says_with_which_overrides_to_submit():

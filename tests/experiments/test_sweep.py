@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +32,6 @@ from vit_ray.experiments.sweep import (
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome
 from vit_ray.experiments.training import outcome_of as outcome_at
-from vit_ray.launch.cluster.autoscaling import Growth
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.record.run_metadata import NOTE
@@ -126,13 +124,13 @@ def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
 
 def test_a_point_that_the_cluster_cannot_hold_is_named() -> None:
     base = averaging_recipe(0.0).with_changes(workers={"num_workers": 2, "use_gpu": False})
-    cluster = ClusterShape(1, 8.0, 0.0, 0.0)
+    cluster = ClusterShape(1, 8.0, 0.0, 0.0, is_private=True)
     trials = [with_point(base, {"workers.num_workers": n}, name=f"s-{n}") for n in (4, 40)]
     _check_trainings(base, trials[:1], cluster)
     with pytest.raises(ValueError, match=r"^s-40: 40 workers with"):
         _check_trainings(base, trials, cluster)
     with pytest.raises(ValueError, match=r"^2 workers with"):
-        _check_trainings(base, [base], ClusterShape(1, 1.0, 0.0, 0.0))
+        _check_trainings(base, [base], replace(cluster, num_cpus=1.0))
 
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,17 +261,6 @@ def test_trials_run_side_by_side_as_the_cluster_holds_them(
     assert len(taken) == count
     assert cluster_room(max_runs=1).holds(taken[0], [])
     assert not cluster_room(max_runs=1).holds(taken[0], taken[:1])
-
-
-def test_where_nothing_is_known_of_an_autoscaler_the_recipes_limits_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """KubeRay's autoscaler keeps what it may start to itself."""
-    now = ClusterShape(1, 4.0, 1.0, 0.0, growth=Growth(None))
-    monkeypatch.setattr(runner, "shape", lambda _: now)
-    assert cluster_room() == Room(1.0, 4.0)
-    assert cluster_room(max_runs=8) == Room(1.0, 4.0, 8)
-    assert cluster_room(max_gpus=64) == Room(64, math.inf)
 
 
 def test_a_sweep_of_failed_trials_says_why() -> None:

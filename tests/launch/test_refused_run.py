@@ -18,7 +18,7 @@ SET = Path(__file__).parents[1] / "net" / "kept" / "set"
     ("address", "cluster", "message"),
     [
         ("foo", None, "RAY_ADDRESS=foo is not an address"),
-        (None, ClusterShape(2, 2, 0, 0.0), "leave 0 of 2 CPUs for reading data"),
+        (None, ClusterShape(1, 2, 0, 0.0, is_private=True), "leave 0 of 2 CPUs for reading data"),
     ],
 )
 def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(

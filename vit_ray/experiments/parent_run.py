@@ -71,7 +71,7 @@ class OpenParent:
         """What a flow under it returns; None if the run was asked to stop.
 
         Args:
-            max_runs, max_gpus: in parallel; None: as many as the cluster has or may grow to.
+            max_runs, max_gpus: in parallel; None: as many as the cluster has.
         """
         return run_flow(
             flow,

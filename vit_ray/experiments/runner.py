@@ -82,20 +82,13 @@ def room_of(recipe: Recipe, cluster: Room) -> Room:
 
 
 def cluster_room(max_runs: int | None = None, max_gpus: int | None = None) -> Room:
-    """What trainings may take together, of the cluster as it is now or may grow to.
-
-    If its growth is unknown: what is up, or as many GPUs as the recipe allows. A limit on the
-    number of trainings alone does not show that they will fit.
+    """What trainings may take together, of the cluster as it is now.
 
     Args:
         max_runs, max_gpus: the recipe's limits; None: no limit.
     """
     now = shape(time.time())
-    gpus, cpus = now.most_gpus, now.most_cpus
-    if max_gpus is None:
-        gpus = now.num_gpus if math.isinf(gpus) else gpus
-        cpus = now.num_cpus if math.isinf(cpus) else cpus
-    return Room(min(gpus, max_gpus or math.inf), cpus, max_runs or math.inf)
+    return Room(min(now.num_gpus, max_gpus or math.inf), now.num_cpus, max_runs or math.inf)
 
 
 @dataclass(eq=False)

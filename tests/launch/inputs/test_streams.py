@@ -18,9 +18,9 @@ from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
-from vit_ray.launch.run import evaluate, finetune, train
+from vit_ray.launch.run import evaluate, finetune
 
-LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0)
+LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0, is_private=True)
 
 
 @pytest.fixture
@@ -138,12 +138,10 @@ def test_the_batch_that_is_proposed_is_taken(recipe: Recipe) -> None:
     check_batch(asked.with_changes(train={"global_batch_size": 192}), 1000)
 
 
-def test_more_gpus_than_there_are_is_refused_at_once(ray_cluster: object, recipe: Recipe) -> None:
+def test_more_gpus_than_this_machine_has_are_refused_at_once(recipe: Recipe) -> None:
     greedy = recipe.with_changes(workers={"num_workers": 2, "use_gpu": True})
     with pytest.raises(ValueError, match=r"has 0 .*\); start nodes with GPUs, or set work"):
         check_cluster(greedy, LAPTOP)
-    with pytest.raises(ValueError, match=r"needs 2 GPUs; the cluster has 0"):
-        train(greedy)
 
 
 def test_workers_that_leave_no_cpu_for_data_are_refused(recipe: Recipe) -> None:

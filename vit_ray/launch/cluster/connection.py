@@ -25,7 +25,6 @@ from typing import Any, Final
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.autoscaling import Growth, find_growth
 from vit_ray.launch.cluster.ray_address import HOST_PORT, host_and_port
 from vit_ray.ray_internals import (
     VERSION,
@@ -51,8 +50,6 @@ training's tasks would have to start theirs again."""
 _NUM_ACTORS: Final = 12
 """Ray's own processes and ours, in addition to those of tasks."""
 
-_HEAD: Final = "node:__internal_head__"
-"""A resource that only the head has."""
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
@@ -71,8 +68,6 @@ class ClusterShape:
     """Unix time at which Ray was up."""
     is_private: bool = False
     """This driver has started the Ray, and ends it."""
-    growth: Growth | None = None
-    """What the autoscaler may start; None if the cluster cannot grow."""
     nodes: tuple[Mapping[str, Any], ...] = ()
     """The nodes that are up, as Ray lists them."""
 
@@ -81,33 +76,20 @@ class ClusterShape:
             return self
         nodes = matching_nodes(self.nodes, selector)
         held = [node["Resources"] for node in nodes]
-        has_head = any(_HEAD in one for one in held)
         return replace(
             self,
             num_nodes=len(nodes),
             num_cpus=sum(one.get("CPU", 0.0) for one in held),
             num_gpus=sum(one.get("GPU", 0.0) for one in held),
-            growth=self.growth and self.growth.matching(selector, has_head=has_head),
             nodes=nodes,
         )
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        growth = "" if self.growth is None else f"; {self.growth}"
         cpus = f"{self.num_cpus:g} CPUs"
         if self.is_private:  # Ray's count of this machine may be larger
             cpus = f"{os.cpu_count()} cores"
-        return f"{nodes}, {cpus}, {self.num_gpus:g} GPUs{growth}"
-
-    @property
-    def most_cpus(self) -> float:
-        """CPUs that it has or may grow to; infinite if unknown."""
-        return max(self.num_cpus, self.growth.total("CPU") if self.growth else 0.0)
-
-    @property
-    def most_gpus(self) -> float:
-        """As `most_cpus`."""
-        return max(self.num_gpus, self.growth.total("GPU") if self.growth else 0.0)
+        return f"{nodes}, {cpus}, {self.num_gpus:g} GPUs"
 
 
 def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
@@ -307,16 +289,12 @@ def shape(ready_s: float) -> ClusterShape:
     """The connected cluster in its present state."""
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
     nodes = live_nodes()
-    held = [n["Resources"] for n in nodes]
-    is_private = _address() in _STARTED
-    head: dict[str, float] = next((resources for resources in held if _HEAD in resources), {})
     return ClusterShape(
-        len(held),
+        len(nodes),
         total.get("CPU", 0),
         total.get("GPU", 0),
         ready_s,
-        is_private=is_private,
-        growth=None if is_private else find_growth(_address(), head),
+        is_private=_address() in _STARTED,
         nodes=nodes,
     )
 

@@ -167,7 +167,7 @@ def _files_of(path: str) -> Sizes:
 
 def _worker_nodes(cluster: ClusterShape, workers: WorkersConfig) -> set[str]:
     """Nodes on which a worker may be placed."""
-    has_gpus = cluster.matching(workers.label_selector).most_gpus > 0
+    has_gpus = cluster.matching(workers.label_selector).num_gpus > 0
     each = {"CPU": workers.cpus_per_worker}
     if workers.use_gpu is True or (workers.use_gpu == "auto" and has_gpus):
         each["GPU"] = 1.0

@@ -14,7 +14,7 @@ from typing import Final
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.cluster_checks import check_room
 from vit_ray.launch.cluster.connection import shape
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import draining_nodes
@@ -148,7 +148,7 @@ def lacking_now(recipe: Recipe, *, use_gpu: bool) -> str:
     if cluster.is_private:
         return ""
     try:
-        check_cluster(recipe.with_changes(workers={"use_gpu": use_gpu}), cluster)
+        check_room(recipe.with_changes(workers={"use_gpu": use_gpu}), cluster)
     except ValueError as error:
         return f"the cluster has become too small, start nodes: {error}"
     return ""

@@ -104,7 +104,7 @@ class PoolShape:
             recipe.data.cpus_per_task,
             recipe.data.cpus_per_task if is_elastic else 0.0,
             use_gpu,
-            cluster.most_gpus > 0 and not use_gpu,
+            cluster.num_gpus > 0 and not use_gpu,
             workers.collective_timeout_s,
             # A blocked NCCL call would have to be aborted, which has not been tried on GPUs.
             workers.replace_failed and not use_gpu,

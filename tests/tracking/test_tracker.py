@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -20,8 +21,10 @@ from unittest.mock import Mock
 
 import pytest
 import sqlalchemy
+from alembic.runtime.migration import HeadMaintainer
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST, PERMISSION_DENIED
+from mlflow.store.db import utils as db_utils
 from mlflow.tracking import MlflowClient
 
 from tests.commands.command_line import run_cli
@@ -296,16 +299,14 @@ def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_open
         return create(*args, **fields)
 
     monkeypatch.setattr(MlflowClient, "create_run", slow)
-    monkeypatch.setattr(sender, "NEVER_REACHED_S", 0.1)
     first = started(config, "rungs", log_path, wait_s=0.0)
     first.log.metrics(10, {"train/loss": 2.0})
     assert creates.wait(30)
-    assert not first.finish("KILLED")
+    assert not first.finish("KILLED", timeout_s=0.1)
     second = started(config, "rungs", log_path, wait_s=0.0)
     second.log.metrics(20, {"train/loss": 1.0})
     time.sleep(1.0)  # so that it could create another
     may_create.set()
-    monkeypatch.setattr(sender, "NEVER_REACHED_S", 30.0)
     assert second.finish()
     first._points.join(30)
     run = _only_run(config.uri)
@@ -650,6 +651,35 @@ def test_a_sqlite_file_that_another_process_keeps_locked_is_given_up(config, log
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError, match=r"mlflow.db.lock for 0.1 s; end the process that"):
             open_client(config.uri)
+
+
+def test_a_kill_at_any_migration_leaves_what_the_next_run_can_open(tmp_path, monkeypatch):
+    """A kill leaves the files as they are: they are copied at each of MLflow's migrations."""
+    original, migrate = tmp_path / "original", HeadMaintainer.update_to_step
+
+    def copy_and_migrate(self, step):
+        shutil.copytree(original, tmp_path / f"killed-{len(list(tmp_path.iterdir()))}")
+        migrate(self, step)
+
+    real = getattr(db_utils, "make_schema", db_utils._initialize_tables)
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadMaintainer, "update_to_step", copy_and_migrate)
+        patch.setattr(db_utils, "_initialize_tables", real)
+        open_client(f"sqlite:///{original}/mlflow.db")
+    killed = sorted(tmp_path.glob("killed-*"))
+    assert len(killed) > 40
+    for folder in [original, *killed]:
+        client = open_client(f"sqlite:///{folder}/mlflow.db")
+        client.create_run(experiment_id(client, f"sqlite:///{folder}/mlflow.db", "trials"))
+        assert {one.name for one in folder.iterdir()} <= {"mlflow.db", "mlflow.db.lock"}
+
+
+def test_a_run_that_ends_while_the_file_is_made_waits_for_it(config, log_path, monkeypatch):
+    monkeypatch.setattr(sender, "NEVER_REACHED_S", 0.0)
+    tracker = started(config, "short", log_path, wait_s=0.0)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    assert tracker.finish()
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
 
 
 def test_a_step_with_more_values_than_one_request_takes(config, log_path):

@@ -3,10 +3,14 @@
 import logging
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
+
+from filelock import FileLock, Timeout
 
 from vit_ray.addresses import (
     LOCAL_SERVER,
@@ -24,8 +28,7 @@ from vit_ray.metric_names import (
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
 )
-from vit_ray.mlflow_internals import VIEW, VIEW_TAG, runs_page, view_state
-from vit_ray.tracking.file_lock import lock_file
+from vit_ray.mlflow_internals import VIEW, VIEW_TAG, engine_of, runs_page, view_state
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 _TAGS = {
@@ -117,17 +120,33 @@ def open_client(uri: str) -> MlflowClient:
         return MlflowClient(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f"{path.name}.lock")
-    held = lock_file(lock, LOCK_S)
-    if held is None:
+    try:
+        with FileLock(lock, LOCK_S):
+            refuse_other_file(uri)
+            if not path.is_file():
+                _make_store(path)
+            client = MlflowClient(absolute_uri(uri))
+            client.search_experiments(max_results=1)  # upgrades an empty file
+    except Timeout:
         raise TimeoutError(
             f"another process has held {lock} for {LOCK_S:g} s; end the process that "
             f"`fuser {lock}` shows, or choose another tracking.uri"
-        )
-    with held:
-        refuse_other_file(uri)
-        client = MlflowClient(absolute_uri(uri))
-        client.search_experiments(max_results=1)  # the first query creates the schema
+        ) from None
     return client
+
+
+def _make_store(path: Path) -> None:
+    """Make the file beside, whole: nothing can open one whose process died between two of MLflow's
+    migrations.
+    """
+    beside = path.with_name(f"{path.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that died
+    beside.mkdir()
+    client = MlflowClient(f"sqlite:///{quote(str(beside.absolute() / path.name))}")
+    client.search_experiments(max_results=1)  # the first query creates the schema
+    engine_of(client).dispose()
+    (beside / path.name).replace(path)
+    beside.rmdir()
 
 
 def reached_client(uri: str) -> MlflowClient:

@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from vit_ray.addresses import absolute_uri
+from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.tracking.metrics_log import (
     FILES,
     SENT_KINDS,
@@ -185,7 +185,8 @@ class Tracker:
         Returns:
             Whether MLflow has everything.
         """
-        if self.run_id is None:  # MLflow was away from the beginning
+        is_making_file = sqlite_file(self._uri) is not None and not self._is_away
+        if self.run_id is None and not is_making_file:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
         for thread in (self._points, self._files):

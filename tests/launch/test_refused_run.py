@@ -7,7 +7,6 @@ import pytest
 import ray
 
 from tests.recipes import recipe_with
-from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.cluster.connection import ClusterShape
 
@@ -50,8 +49,8 @@ def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_
 ) -> None:
     asked: list[Any] = []
 
-    def refuse(cluster: ClusterShape, recipes: list[Recipe], written: Any, *, trains: bool) -> None:
-        asked.extend((cluster, recipes[0].name, written, trains))
+    def refuse(cluster: ClusterShape, read: Any, written: Any) -> None:
+        asked.extend((cluster, read, written))
         raise ValueError("not on this node")
 
     cluster = ClusterShape(2, 8, 0, 0.0)
@@ -65,5 +64,5 @@ def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_
         (tmp_path / "runs" / "refused").mkdir(parents=True)
     with pytest.raises(ValueError, match="not on this node"):
         run.train(recipe)
-    assert asked == [cluster, "refused", ("output", str(tmp_path / "runs")), True]
+    assert asked == [cluster, [("data.train", str(SET))], ("output", str(tmp_path / "runs"))]
     assert (tmp_path / "runs").exists() == begun

@@ -15,7 +15,7 @@ from vit_ray.data.prepare.progress import clock
 from vit_ray.data.prepare.sources.folders import class_of, empty_text
 from vit_ray.data.prepare.sources.source_index import units_of
 from vit_ray.launch.cluster.connection import connect
-from vit_ray.launch.inputs.shared_files import check_shared_by_tasks
+from vit_ray.launch.inputs.shared_files import check_shared
 
 
 def run_convert(recipe: Recipe) -> int:
@@ -25,11 +25,10 @@ def run_convert(recipe: Recipe) -> int:
         ValueError: the recipe has no `convert` section, or the source is wrong.
     """
     config = convert_of(recipe)
-    check_shared_by_tasks(
+    check_shared(
         connect(recipe),
         [("convert.source", config.source)],
         ("convert.destination", config.destination),
-        config.cpus_per_task,
     )
     report = convert(config, recipe.seed)
     for what, names in report.fields.items():

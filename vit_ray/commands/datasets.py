@@ -13,7 +13,7 @@ from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
 from vit_ray.evaluate.near_features import check_same_model, near_features
 from vit_ray.launch.cluster.connection import connect
-from vit_ray.launch.inputs.shared_files import check_shared_by_tasks
+from vit_ray.launch.inputs.shared_files import check_shared
 from vit_ray.storage import locate
 
 _SHOWN = 20
@@ -35,7 +35,7 @@ def run_verify(recipe: Recipe, *, is_large: bool = False) -> int:
     if list_checkpoints(locate(config.path)):
         return verify_run(config.path, is_large)
     open_dataset(config.path)  # an error before Ray starts
-    check_shared_by_tasks(connect(recipe), [("verify.path", config.path)])
+    check_shared(connect(recipe), [("verify.path", config.path)])
     report = verify(
         config.path,
         decode_fraction=config.decode_fraction,
@@ -70,7 +70,7 @@ def run_subset(recipe: Recipe) -> int:
     if config.where is not None or config.keys is not None:
         open_dataset(config.source)  # an error before Ray starts
         source = [("subset.source", config.source)]
-        check_shared_by_tasks(connect(recipe), source)
+        check_shared(connect(recipe), source)
     part = subset(**config.model_dump(), seed=recipe.seed)
     print(
         f"{config.destination}: {part.num_images} images of {config.source}, written as a manifest "
@@ -104,7 +104,7 @@ def run_deduplicate(recipe: Recipe) -> int:
     else:
         read = [("deduplicate.source", config.source)]
         read += [("deduplicate.evaluation_sets", path) for path in sets]
-        check_shared_by_tasks(connect(recipe), read)
+        check_shared(connect(recipe), read)
         report = deduplicate(config.source, sets, config.destination)
     print(
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "

@@ -14,7 +14,7 @@ from vit_ray.experiments.runner import Flow, cluster_room, run_flow
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect, refuse_client
-from vit_ray.launch.inputs.shared_files import check_shared
+from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool.pool_keeper import keeper, kept_pools
@@ -133,7 +133,8 @@ def open_parent(
     cluster = connect(recipe, *trainings)
     refuse_client()
     _check_trainings(recipe, trainings, cluster)
-    check_shared(cluster, trainings or (recipe,), ("output", recipe.output), trains=trains)
+    read = {path: None for one in trainings or (recipe,) for path in paths_of(one, trains=trains)}
+    check_shared(cluster, read, ("output", recipe.output))
     with (
         lock_run(locate(recipe.run_folder)),
         open_record(

@@ -18,7 +18,7 @@ from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
-from vit_ray.launch.inputs.shared_files import check_shared
+from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
@@ -142,7 +142,8 @@ def check_start(
     """Join the cluster, and check that a run can start there.
 
     Args:
-        written, trains: as for `check_shared`.
+        written: as for `check_shared`.
+        trains: as for `paths_of`.
         is_child: of a sweep or study, which has checked the files of all its trainings.
 
     Raises:
@@ -151,7 +152,7 @@ def check_start(
     cluster = connect(recipe)
     check_cluster(recipe, cluster)
     if not is_child:
-        check_shared(cluster, [recipe], written, trains=trains)
+        check_shared(cluster, paths_of(recipe, trains=trains), written)
 
 
 def run_prepared(

@@ -336,23 +336,6 @@ def test_another_recipe_or_data_set_than_the_runs_is_refused(
     assert (code, "is not the data set of the run 'seen'" in text) == (2, True), text
 
 
-def test_a_length_with_which_trained_steps_had_other_crops_is_refused(recipe: Recipe) -> None:
-    sized = recipe.with_changes(
-        optim={"steps": 10}, data={"augment": {"sizes": [[0, 8], [0.5, 16]]}}
-    )
-    folder = begin(sized)
-    out = str(Path(sized.output) / "out")
-    expected = (
-        "data.augment.sizes was 8 from step 0, 16 from step 5 and is 8 from step 0, 16 from step 10"
-    )
-    code, text = said(folder, "step=6", "optim.steps=20", "--out", out)
-    assert code == 2
-    assert expected in " ".join(text.split())
-    same = ("optim.steps=20", "data.augment.sizes=[[0, 8], [0.25, 16]]")
-    code, text = said(folder, "step=6", *same, "--out", out)
-    assert code == 0, text
-
-
 def test_a_step_before_a_fork_is_its_parents(recipe: Recipe) -> None:
     folder = begin(recipe)
     (Path(folder) / "branched_from.txt").write_text("parent at step 5")

@@ -12,7 +12,7 @@ import yaml
 from tests.commands.command_line import run_cli
 from tests.commands.test_plan import BILLION
 from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
-from vit_ray.commands.plans.plan import data_facts, describe_sharing
+from vit_ray.commands.plans.plan import describe_sharing
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.train.memory.memory_estimate import estimate_memory
@@ -103,15 +103,6 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial() -> None:
     assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text
     assert "500 of 512 images" in text
     assert "one stream for 0.001, 0.003, 0.01, 0.03" in text.replace("learning_rate=", "")
-
-
-def test_compute_is_that_of_the_sizes_of_the_crops() -> None:
-    def exaflops(image_size: int, **augment: Any) -> float:
-        model = {"name": "ViT-Ti/16", "image_size": image_size}
-        return data_facts(small(model=model, data={"augment": augment})).exaflops
-
-    sized = exaflops(64, sizes=[[0, 32], [0.25, 64]])
-    assert sized == pytest.approx(0.25 * exaflops(32) + 0.75 * exaflops(64))
 
 
 def test_a_real_data_set_is_counted_although_counts_are_told(digits: Any) -> None:

@@ -190,41 +190,6 @@ def write_parent(recipe: Recipe) -> Any:
     return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
 
 
-@pytest.mark.parametrize(
-    ("length", "words", "expected"),
-    [
-        # 0.7 of 20 and of 40 steps.
-        ({"steps": 20}, ["optim.steps=40"], "8 from step 0, 16 from step 28"),
-        ({"steps": 20}, ["optim.steps=40", "data.augment.sizes=[[0,8],[0.35,16]]"], ""),
-        ({"steps": 20}, ["data.augment.sizes=[[0,8],[0.5,16]]"], "8 from step 0, 16 from step 10"),
-        (
-            {"steps": 20}, ["train.global_batch_size=8", "optim.steps=30"],
-            "8 from step 0, 16 from step 21 (8 images each)",
-        ),
-        ({"steps": None, "images": 320}, ["train.global_batch_size=8"], ""),
-        # Of 70 images an epoch, and of 35: 0.7 of 18 and of 9 steps.
-        ({"steps": None, "epochs": 4}, ["data.exclude=[" + ",".join(map(str, range(35))) + "]"],
-         "8 from step 0, 16 from step 6"),
-    ],
-)  # fmt: skip
-def test_a_fork_says_where_crops_of_another_size_begin(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    length: dict[str, Any], words: list[str], expected: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    recipe = recipe_on(
-        sets, data={"augment": {"sizes": [[0, 8], [0.7, 16]]}}, output=str(tmp_path / "runs"),
-        optim=length,
-    )  # fmt: skip
-    parent = write_parent(recipe)
-    code, text = said(parent, f"step={STEP}", "name=fork", *words, "--dry-run")
-    assert code == 0, text
-    then = round(0.7 * resolve_run(recipe).total_steps)
-    batch = " (16 images each)" if "each" in expected else ""
-    change = f"data.augment.sizes was 8 from step 0, 16 from step {then}{batch} and is {expected}"
-    assert (f"{change}\n" in text) if expected else "augment.sizes" not in text, text
-
-
 @pytest.mark.slow(after=6)
 @pytest.mark.parametrize("case", ["plain", "half", "window"])
 @pytest.mark.parametrize("batch", [8, 28])

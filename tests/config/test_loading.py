@@ -192,11 +192,8 @@ LISTS = {
     "benchmark_models.image_sizes": [64, 64],
     "benchmark_models.modes": ["training", "training"],
 }
-OWN_NAMES = (
-    "vtab.tasks", "study.models", "study.transfer", "benchmark_models.models", "data.augment.sizes",
-)  # fmt: skip
-"""Sections in lists, whose names are compared; `models` of a study where its cells are; `sizes` by
-their shares (test_crop_sizes.py)."""
+OWN_NAMES = ("vtab.tasks", "study.models", "study.transfer", "benchmark_models.models")
+"""Sections in lists, whose names are compared; `models` of a study where its cells are."""
 
 
 @pytest.mark.parametrize("key", LISTS)

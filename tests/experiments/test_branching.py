@@ -52,14 +52,6 @@ def test_other_schedules_cannot_branch() -> None:
         study_cells(recipe)
 
 
-def test_crop_sizes_that_follow_a_cells_own_length_cannot_branch() -> None:
-    sized = tree()
-    sized["data"]["augment"]["sizes"] = [[0, 4], [0.5, 8]]
-    sized["model"] = {"name": "ViT", "image_size": 8, "patch_size": 4, "width": 8, "num_heads": 2}
-    with pytest.raises(ValueError, match=r"study.branch=true: cell .* has data.augment.sizes"):
-        study_cells(recipe_from_dict(sized, "test"))
-
-
 def test_only_the_cool_downs_of_the_others_are_paid_for() -> None:
     plan = plan_study(recipe_from_dict(tree(data_fractions=[1.0]), "test"))
     whole = plan.cells[1].training_hours

@@ -27,7 +27,6 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpo
 from vit_ray.commands.plans.dry_run import describe_training
 from vit_ray.commands.plans.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import training_crop
 from vit_ray.data.images.randaugment import RandAugment
@@ -125,12 +124,8 @@ def rows(recipe: Recipe, first: int, share: slice) -> Any:
     return np.arange(first, first + BATCH)[share] % IMAGES
 
 
-def crops(recipe: Recipe, samples: Any, epoch: int, step: int) -> Any:
-    sizes = crop_sizes(recipe.data.augment.sizes, recipe.model.image_size, STEPS)
-    size, _ = sizes.lengths(step + 1)[-1]
-    augment = augmentation_of(
-        recipe.model.model_copy(update={"image_size": size}), recipe.data.augment
-    )
+def crops(recipe: Recipe, samples: Any, epoch: int) -> Any:
+    augment = augmentation_of(recipe.model, recipe.data.augment)
     made = [
         training_crop(encoded(PIXELS[s], "PNG"), augment, (recipe.seed, epoch, int(s)))
         for s in samples
@@ -143,7 +138,7 @@ def training_batches(recipe: Recipe, start: int, share: slice) -> Iterator[Any]:
     for step in range(start, STEPS):
         samples = rows(recipe, step * BATCH, share)
         labels = np.zeros((len(samples), 1), np.int32)
-        images = crops(recipe, samples, step * BATCH // IMAGES, step)
+        images = crops(recipe, samples, step * BATCH // IMAGES)
         yield {"image": images, "labels": labels, "sample": samples}
 
 
@@ -264,7 +259,6 @@ def test_how_it_is_computed_changes_no_loss(outcomes: dict[str, Outcome], name: 
     "name",
     [
         "gap",
-        "crop_sizes",
         "axial",
         "recomputation",
         "field",

@@ -1,7 +1,5 @@
 """What of a recipe may change in the middle of a run: on checkpoints' positions, without a run."""
 
-import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,6 @@ from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.commands.help_pages import sections_below
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility
-from vit_ray.config.crop_sizes import CropSizes, crop_sizes
 from vit_ray.config.help import describe_sections, key_names
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
@@ -170,41 +167,6 @@ def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule() -> Non
     assert "optim.epochs was 2.0 and is 4.0, which makes 40 steps instead of 20" in event
     # Linear decay from 0.1 to 0: at its end after 20 of 20 steps, half way after 20 of 40.
     assert "the learning rate after step 20 is 0.05, and would have been 0" in event
-
-
-def sized_recipe(epochs: float, *sizes: list[float], **keys: Any) -> Recipe:
-    augment = {"sizes": list(sizes)}
-    return linear_recipe(data={"augment": augment}, optim={"epochs": epochs}, **keys)
-
-
-def test_a_longer_run_keeps_the_crops_that_its_steps_had() -> None:
-    """From step 14 of 20 on they have 224 pixels; they would have from step 21 of 30."""
-    before = sized_recipe(2.0, [0, 112], [0.7, 224])
-    for step in (7, 20):
-        refusal = (
-            r"data\.augment\.sizes was 112 from step 0, 224 from step 14 and is 112 from step 0, "
-            r"224 from step 21; restore the earlier value "
-            r"\(data\.augment\.sizes=(.*) has the sizes of before\), "
-            f"choose another name, or set resume=changed to continue it from step {step}"
-        )
-        with pytest.raises(ValueError, match=refusal) as refused:
-            accepted(sized_recipe(3.0, [0, 112], [0.7, 224]), position(step, before))
-        sizes = json.loads(re.search(refusal, str(refused.value))[1])  # type: ignore[index]
-        assert sizes == [[0.0, 112], [0.46666667, 224]]
-        (event,) = accepted(sized_recipe(3.0, *sizes), position(step, before))
-        assert "which makes 30 steps instead of 20" in event
-    moved = sized_recipe(3.0, [0, 112], [0.7, 224], resume="changed")
-    assert "224 from step 21" in accepted(moved, position(7, before))[0]
-    shorter = sized_recipe(1.0, [0, 112], [0.7, 224], resume="changed")
-    assert "224 from step 7" in accepted(shorter, position(7, before))[0]
-
-
-@pytest.mark.parametrize("total_steps", [1001, 4999, 3_333_333])
-def test_sizes_stay_at_each_step_of_a_longer_run(total_steps: int) -> None:
-    for step in range(1, 1000):
-        pieces = CropSizes(((0, 112), (step, 224)))
-        shares = tuple((share, side) for share, side in pieces.shares(total_steps))
-        assert crop_sizes(shares, 224, total_steps) == pieces  # type: ignore[arg-type]
 
 
 def test_a_length_may_be_said_in_another_way() -> None:

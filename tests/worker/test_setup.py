@@ -128,15 +128,6 @@ def test_mfu_and_hfu_are_of_the_work_that_torch_counts(
     assert (found.recomputed_macs > 0) is (every > 0)
 
 
-def test_the_work_of_an_image_follows_its_size(tmp_path: Path) -> None:
-    model = {**TINY, "depth": 2, "image_size": 16}
-    job = make_job(tmp_path, model=model, data={"augment": {"sizes": [[0, 8], [0.5, 16]]}})
-    found, change = work_per_image(job), job.total_steps // 2
-    assert found.at(0).model_macs == found.at(change - 1).model_macs
-    assert found.at(change - 1).model_macs == counted_macs({**model, "image_size": 8}, 0)
-    assert found.at(change).model_macs == counted_macs(model, 0)
-
-
 def counted_macs(options: dict[str, Any], every: int) -> int:
     """Of one image's forward and backward pass, on a model without memory."""
     options = dict(options)

@@ -46,7 +46,6 @@ from vit_ray.config.training_sections import (
     WorkersConfig,
 )
 from vit_ray.config.validation import NAME, is_list, validated, value_text
-from vit_ray.model_aliases import model_family
 from vit_ray.own_parts import trust_named
 
 
@@ -191,12 +190,7 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     if problem := credentials_problem(tree):
         raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
-    if (
-        problem := _empty_path(recipe)
-        or _repeated(recipe)
-        or _wrong_model(recipe)
-        or _wrong_sizes(recipe)
-    ):
+    if problem := _empty_path(recipe) or _repeated(recipe) or _wrong_model(recipe):
         raise ValueError(f"{where}: {problem}")
     return recipe
 
@@ -232,37 +226,6 @@ def _wrong_model(recipe: Recipe) -> str | None:
         if problem := own.geometry_problem():
             return f"{where}.{problem}"
     return None
-
-
-def _wrong_sizes(recipe: Recipe) -> str | None:
-    """Why crops of these sizes cannot train the recipe's model, or None."""
-    sizes, model, train = recipe.data.augment.sizes, recipe.model, recipe.train
-    if not sizes:
-        return None
-    given = f"data.augment.sizes={[list(one) for one in sizes]}"
-    for _, side in sizes:
-        if problem := model.model_copy(update={"image_size": side}).geometry_problem():
-            return f"{given}: with {side} for model.image_size, {problem}"
-    height, width = model.sides
-    problems = {
-        f"must be squares of at most model.image_size={value_text(model.image_size)}; use smaller "
-        "sizes, or a larger square for the model": height != width
-        or max(s for _, s in sizes) > height,
-        f"with model.name={model.name}: its axial attention needs one image size; use a ViT, a "
-        "hybrid or a ResNet": model_family(model.name) == "Axial",
-        "with data.augment.resize, which is one size; unset one of them": (
-            recipe.data.augment.resize is not None
-        ),
-        f"with positions={model.positions}, which cannot be resampled to other sizes; use "
-        "learned_1d, sincos_2d, rope_2d or none": model.positions in ("learned_2d", "relative"),
-        "with train.loss=masked_patch, which needs one image size; unset one of them": (
-            train.loss == "masked_patch"
-        ),
-        "with train.overfit_one_batch, which has one image size; unset one of them": (
-            train.overfit_one_batch
-        ),
-    }
-    return next((f"{given} {text}" for text, is_so in problems.items() if is_so), None)
 
 
 def _repeated(section: Section, prefix: str = "") -> str | None:

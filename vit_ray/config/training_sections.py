@@ -177,21 +177,11 @@ class AugmentConfig(Section):
     """Operations per image."""
     randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0), UsedIf("randaugment")] = 10.0
     """Strength of the operations; 10 is full strength."""
-    sizes: tuple[tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Positive], ...] = ()
-    """Pixels of a side by progress: [[0, 128], [0.5, 176], [0.8, 224]] has crops of 128 at first,
-    and of 224, which is at most `model.image_size`, from 80 % of the steps on. Positions are
-    resampled in the forward pass; evaluation uses `model.image_size`. Unset = `model.image_size`
-    throughout."""
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`."""
 
     def problems(self) -> dict[str, object]:
-        shares = [share for share, _ in self.sizes]
         return {
-            f"sizes={[list(one) for one in self.sizes]} must begin at 0 and go up in progress; "
-            "give pairs such as [[0, 128], [0.5, 224]]": (
-                bool(shares) and (shares[0] != 0 or sorted(set(shares)) != shares)
-            ),
             f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range from "
             "small to large": self.min_area > self.max_area,
         }

@@ -181,12 +181,6 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
                 "a shorter run does not equal the start of a longer one; set "
                 "optim.schedule=cooldown or rsqrt"
             )
-        if study.branch and cell.recipe.data.augment.sizes:
-            raise ValueError(
-                f"study.branch=true: cell {cell.name!r} has data.augment.sizes, which depend on "
-                "its length, so that a shorter run does not equal the start of a longer one; unset "
-                "one of the two"
-            )
         if study.branch and cell.recipe.keeps_best:
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} keeps its best evaluation, which may be "

@@ -26,7 +26,6 @@ from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_cha
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.record.run_time import marks_of
-from vit_ray.launch.resuming import CROP_SIZES, size_change
 from vit_ray.measure.goodput import Work
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
@@ -182,10 +181,7 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             f"{position.data_fingerprint[:12]}; give the run's own data set as data.train=PATH"
         )
     before = recipe_from_dict(position.recipe, where=f"the recipe of run {recipe.name!r}")
-    passed_over = (*EVALUATED_SETS, CROP_SIZES)
-    changes = incompatible_changes(before.flat(), given.flat(), without=passed_over)
-    sizes = size_change(before, given, resolved.num_images)
-    changes += [sizes] if sizes else []
+    changes = incompatible_changes(before.flat(), given.flat(), without=EVALUATED_SETS)
     if shown := [change for change in changes if change.key.startswith(_DECIDES_BATCHES)]:
         raise ValueError(
             f"run {recipe.name!r} was trained with another recipe: {'; '.join(map(str, shown))}; "

@@ -1,9 +1,8 @@
 """Whether a run of a name is continued, from where, and with which changes of its recipe."""
 
-import json
 import logging
 from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
@@ -12,7 +11,6 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_verified_checkpoint,
 )
 from vit_ray.config import Recipe
-from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.resume_compatibility import (
     DATA_SET,
     EVALUATED_SETS,
@@ -26,8 +24,6 @@ from vit_ray.config.validation import validated
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import READS_OLDER, locate
 from vit_ray.train.optim.schedule import lr_at
-
-CROP_SIZES: Final = "data.augment.sizes"
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +79,7 @@ def accepted_changes(
 ) -> list[str]:
     """The changes since the checkpoint was written, for the run's history.
 
-    Extending a run needs no confirmation, any other change needs `resume=changed`. With
-    `data.augment.sizes`, which are at shares of all steps, extending may change crops.
+    Extending a run needs no confirmation, any other change needs `resume=changed`.
 
     Args:
         recipe: with a definite window.
@@ -103,7 +98,7 @@ def accepted_changes(
     step = position.step
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: fingerprint, **recipe.flat()}
-    found = incompatible_changes(then, now, without=(*LENGTH, CROP_SIZES))
+    found = incompatible_changes(then, now, without=LENGTH)
     changes = [change for change in found if not change.is_move]
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
@@ -113,20 +108,14 @@ def accepted_changes(
         )
     steps_before = before.optim.total_steps(num_images, position.global_batch_size)
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
-    sizes = size_change(before, recipe, num_images)
-    changes += [sizes] if sizes else []
     if total_steps < steps_before:
         changes += length
     _refuse_too_late(recipe.name, position, changes, steps_before, total_steps)
     if changes and recipe.resume != "changed":
-        put_back = "restore the earlier value"
-        if sizes and before.data.augment.sizes and total_steps > steps_before:
-            trained = crop_sizes(before.data.augment.sizes, before.model.image_size, steps_before)
-            shares = json.dumps(trained.shares(total_steps), separators=(",", ":"))
-            put_back += f" ({CROP_SIZES}={shares} has the sizes of before)"
         raise ValueError(
-            f"run {recipe.name!r} was started with another recipe: {_listed(changes)}; {put_back}, "
-            f"choose another name, or set resume=changed to continue it from step {step}"
+            f"run {recipe.name!r} was started with another recipe: {_listed(changes)}; restore the "
+            f"earlier value, choose another name, or set resume=changed to continue it from step "
+            f"{step}"
         )
     notes = [f"{change}, assumed to have the same weights" for change in found if change.is_move]
     if changes:
@@ -149,37 +138,6 @@ def accepted_changes(
             f"have been {rates[0]:.3g}"
         )
     return notes
-
-
-def size_change(
-    before: Recipe, now: Recipe, num_images: int, images_before: int | None = None
-) -> Change | None:
-    """That some images are cut to another size, by the shares of all steps or their number.
-
-    Args:
-        num_images: of an epoch.
-        images_before: of an epoch before, where it may have been another number.
-    """
-    if not (before.data.augment.sizes or now.data.augment.sizes):
-        return None
-    whole, epochs = before.model.image_size, (images_before or num_images, num_images)
-    batches = [one.train.global_batch_size for one in (before, now)]
-    sizes = [
-        crop_sizes(one.data.augment.sizes, whole, one.optim.total_steps(epoch, batch))
-        for one, epoch, batch in zip((before, now), epochs, batches, strict=True)
-    ]
-    firsts = [
-        [(first * batch, size) for first, size in one.pieces]
-        for one, batch in zip(sizes, batches, strict=True)
-    ]
-    if firsts[0] == firsts[1]:
-        return None
-    texts = list(map(str, sizes))
-    if batches[0] != batches[1]:
-        texts = [
-            f"{text} ({batch} images each)" for text, batch in zip(texts, batches, strict=True)
-        ]
-    return Change(CROP_SIZES, *texts)
 
 
 def _refuse_too_late(

@@ -87,18 +87,11 @@ class Compute:
         recomputed_macs: multiply-adds of the forward pass that are done again (activation
             checkpointing).
         peak_flops: dense peak of one worker's device in FLOP/s; None where it is not known.
-        later: where the size of images follows the step, that of later 0-based steps, each with
-            the first of them.
     """
 
     model_macs: int
     recomputed_macs: int = 0
     peak_flops: float | None = None
-    later: tuple[tuple[int, "Compute"], ...] = ()
-
-    def at(self, step: int) -> "Compute":
-        """The compute of an image at a 0-based step."""
-        return next((one for first, one in reversed(self.later) if first <= step), self)
 
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
         """Model TFLOP/s per worker, and MFU and HFU where the peak is known; 2 FLOPs each."""

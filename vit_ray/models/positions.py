@@ -77,9 +77,8 @@ class SincosPositions2d(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape; also for a smaller square image."""
-        table = _resized_for(tokens_BND, self.table[None], self.grid)
-        return tokens_BND + table.to(tokens_BND.dtype)
+        """Tokens plus their positions, same shape."""
+        return tokens_BND + self.table.to(tokens_BND.dtype)
 
 
 def sincos_table(grid: Grid, width: int) -> Tensor:
@@ -102,8 +101,8 @@ class LearnedPositions1d(nn.Module):
         nn.init.normal_(self.table, std=POSITION_STD)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape; also for a smaller square image."""
-        return tokens_BND + _resized_for(tokens_BND, self.table, self.grid)
+        """Tokens plus their positions, same shape."""
+        return tokens_BND + self.table
 
 
 class LearnedPositions2d(nn.Module):
@@ -228,25 +227,6 @@ def resize_table(
     resized = F.interpolate(image, size=new_grid, mode=mode, align_corners=mode == "bilinear")
     raster = resized.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)
     return torch.cat([prefix, raster], dim=1)
-
-
-def _resized_for(tokens_BND: Tensor, table_1ND: Tensor, grid: Grid) -> Tensor:
-    """The table for this many tokens: resampled if they are those of another square image."""
-    if tokens_BND.shape[1] == table_1ND.shape[1]:
-        return table_1ND
-    num_prefix = table_1ND.shape[1] - grid[0] * grid[1]
-    return resize_table(table_1ND, grid, grid_of(tokens_BND.shape[1] - num_prefix, grid))
-
-
-def grid_of(num_patches: int, grid: Grid) -> Grid:
-    """The grid for this many patches of an image that `VisionTransformer.embed` accepts.
-
-    Args:
-        grid: of the size that the model was built for; another grid is a square.
-    """
-    found = grid if num_patches == grid[0] * grid[1] else square_grid(num_patches)
-    assert found is not None, "`VisionTransformer.embed` has accepted images that are not square"
-    return found
 
 
 def resize_line(table: Tensor, length: int) -> Tensor:

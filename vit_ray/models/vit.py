@@ -16,7 +16,6 @@ from vit_ray.models.positions import (
     Registers,
     RelativePositions,
     SincosPositions2d,
-    grid_of,
     rope_table,
 )
 from vit_ray.models.recompute import Chain, Recomputable, is_recomputed, run_block
@@ -64,8 +63,6 @@ class VisionTransformer(Recomputable):
 
     is_bound_to_grid = False
     """Without positions the encoder is a function of a set of any size."""
-    takes_sizes = False
-    """Whether square images of other sizes are also embedded, with resampled positions."""
 
     def __init__(
         self,
@@ -145,8 +142,7 @@ class VisionTransformer(Recomputable):
         """
         grid_BhwD = self.embedding(images)
         is_bound = self.is_bound_to_grid or self.options.positions != "none"
-        is_taken = self.takes_sizes and grid_BhwD.shape[1] == grid_BhwD.shape[2]
-        if grid_BhwD.shape[1:3] != self.grid and is_bound and not is_taken:
+        if grid_BhwD.shape[1:3] != self.grid and is_bound:
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
                 f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, but the model was built for "
@@ -154,20 +150,6 @@ class VisionTransformer(Recomputable):
                 f"{images.shape[-1]}) and load the weights into that"
             )
         return grid_BhwD.flatten(1, 2)
-
-    def let_in_other_sizes(self) -> None:
-        """Also embed square images of other sizes than the model was built for.
-
-        Raises:
-            ValueError: its positions cannot be resampled.
-        """
-        if self.is_bound_to_grid or self.options.positions in ("learned_2d", "relative"):
-            kind = "an axial model" if self.is_bound_to_grid else self.options.positions
-            raise ValueError(
-                f"the positions of {kind} are for one image size; use a ViT or hybrid with "
-                "positions 'learned_1d', 'sincos_2d', 'rope_2d' or 'none'"
-            )
-        self.takes_sizes = True
 
     def encode(
         self,
@@ -189,8 +171,8 @@ class VisionTransformer(Recomputable):
         """
         options, rope_2NK = self.options, None
         if options.positions == "rope_2d":
-            grid, num_before = grid_of(patches_BND.shape[1], self.grid), options.num_tokens((0, 0))
-            rope_2NK = rope_table(grid, num_before, self.size.head_width, patches_BND)
+            num_before = options.num_tokens((0, 0))
+            rope_2NK = rope_table(self.grid, num_before, self.size.head_width, patches_BND)
         x_BND = patches_BND if self.class_token is None else self.class_token(patches_BND)
         for index, block in enumerate(self.blocks):
             if len(self.positions) and (index == 0 or options.positions_at != "stem"):

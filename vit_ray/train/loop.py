@@ -330,7 +330,7 @@ class _Training:
             PERF_OWN_MS_MAX: max(own_s) * 1e3,
             PERF_SLOWEST_RANK: float(own_s.index(max(own_s))),
             PERF_MEMORY_GIB: max(memory_gib),
-            **self._compute.at(progress.step - 1).rates(images_per_s / context.world_size),
+            **self._compute.rates(images_per_s / context.world_size),
         }
         progress.metrics |= metrics
         self._hooks.log(progress.step, metrics)

@@ -16,7 +16,6 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.parameter_groups import chosen_parts, part_of
-from vit_ray.models.vit import VisionTransformer
 from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
@@ -39,8 +38,6 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     if recipe.train.loss == "masked_patch":
         model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
     freeze(model, recipe.optim.frozen)
-    if recipe.data.augment.sizes and isinstance(model, VisionTransformer):
-        model.let_in_other_sizes()
     every = recipe.train.activation_checkpointing
     if every and not hasattr(model, "set_activation_checkpointing"):
         raise ValueError(

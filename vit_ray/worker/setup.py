@@ -1,13 +1,11 @@
 """What a worker builds before its first step: micro-batch, batches, engine."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from vit_ray.checkpoints.init_weights import initialize_weights
-from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
@@ -17,7 +15,7 @@ from vit_ray.storage import Location, locate
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch
 from vit_ray.train.memory.largest_batch import largest_micro_batch, try_micro_batches
-from vit_ray.train.memory.memory_estimate import at_size, step_macs
+from vit_ray.train.memory.memory_estimate import step_macs
 from vit_ray.train.memory.micro_batch import (
     CPU_MOST,
     known_images,
@@ -163,10 +161,5 @@ def work_per_image(job: TrainJob) -> Compute:
     peak = None
     if has_gpu:
         peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
-    sizes = crop_sizes(recipe.data.augment.sizes, recipe.model.image_size, job.total_steps)
-
-    found = []
-    for first_step, size in sizes.pieces:
-        macs = step_macs(at_size(recipe, size), job.num_classes, has_gpu)
-        found.append((first_step, Compute(macs.model, macs.recomputed, peak)))
-    return replace(found[0][1], later=tuple(found[1:]))
+    macs = step_macs(recipe, job.num_classes, has_gpu)
+    return Compute(macs.model, macs.recomputed, peak)

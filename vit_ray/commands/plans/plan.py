@@ -12,7 +12,6 @@ from typing import Final
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.config.crop_sizes import crop_sizes
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.order.partition import divisors
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
@@ -36,7 +35,6 @@ from vit_ray.report.tables import first_of
 from vit_ray.storage import locate
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
-    at_size,
     count_parameters,
     count_tensors,
     estimate_memory,
@@ -143,7 +141,7 @@ def _facts(
     model, batch = recipe.model, recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
     macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
-    exaflops = run_exaflops(recipe, num_classes, steps * batch, steps)
+    exaflops = run_exaflops(recipe, num_classes, steps * batch)
     return TrainingFacts(
         num_images, num_classes, source, steps, macs, exaflops, num_row_groups=num_row_groups
     )
@@ -222,12 +220,7 @@ def plan_stage(
     micro = wanted if isinstance(wanted, int) else largest or 1
     passes = accumulation_steps(batch, micro, size)
     traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)
-    sizes = crop_sizes(recipe.data.augment.sizes, recipe.model.image_size, facts.total_steps)
-    of_all = [
-        step_macs(at_size(recipe, size), facts.num_classes).hardware * count
-        for size, count in sizes.lengths(facts.total_steps)
-    ]
-    macs = round(sum(of_all) / facts.total_steps)  # of the mean step
+    macs = step_macs(recipe, facts.num_classes).hardware
     launches = passes * LAUNCHES_PER_TENSOR * count_tensors(recipe, facts.num_classes)
     return StagePlan(
         stage,

@@ -43,7 +43,6 @@ from vit_ray.data.order.partition import divisors
 from vit_ray.launch.inputs.shuffle_window import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
-from vit_ray.launch.resuming import CROP_SIZES, size_change
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.measure.best_evaluation import without_best
@@ -165,10 +164,8 @@ def _checked_changes(
     recipe = resolved.recipe
     flat, now = before.flat(), recipe.flat()
     flat[DATA_SET], now[DATA_SET] = position.data_fingerprint, resolved.manifest.fingerprint
-    found = incompatible_changes(flat, now, without=(*LENGTH, CROP_SIZES))
+    found = incompatible_changes(flat, now, without=LENGTH)
     found += [Change(key, flat[key], now[key]) for key in LENGTH if flat[key] != now[key]]
-    sizes = _size_change(before, resolved)
-    found += [sizes] if sizes else []
     for change in found:
         of_model = change.key.startswith("model.") and change.key not in _WITHOUT_TENSORS
         if of_model or change.key in _OF_TENSORS:
@@ -196,17 +193,6 @@ def _checked_changes(
             "data.held_out_fraction=0)"
         )
     return found
-
-
-def _size_change(before: Recipe, resolved: ResolvedRun) -> Change | None:
-    """Where crops of another size begin, which the length and the batch decide, too."""
-    if not (before.data.augment.sizes or resolved.recipe.data.augment.sizes):
-        return None
-    try:
-        images_before = resolve_run(before).num_images
-    except (ValueError, OSError):  # the parent's sets need not be there any more
-        images_before = resolved.num_images
-    return size_change(before, resolved.recipe, resolved.num_images, images_before)
 
 
 def _own_step(before: Recipe, resolved: ResolvedRun, position: Position) -> int:

@@ -6,7 +6,6 @@ float32 (b,), 0.0 for padding; and if the stream gives keys, "key": uint8 (b, w)
 zeros to the longest.
 """
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,9 +38,7 @@ class StreamSpec:
     """What a stream reads and how; everything except its readers.
 
     Attributes:
-        augmentation: of all images; that with the largest crops if there are several.
-        augmentations: if crops change size by position: the first position of each, a multiple of
-            the global batch, and how images are cropped from there on.
+        augmentation: of all images.
         seed: of the order and of the augmentation.
         rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
@@ -61,7 +58,6 @@ class StreamSpec:
 
     manifest: Manifest
     augmentation: Augmentation = field(default_factory=Augmentation)
-    augmentations: tuple[tuple[int, Augmentation], ...] = ()
     seed: int = 0
     rows: Selection | None = None
     window: ShuffleWindow | None = None
@@ -82,21 +78,11 @@ class StreamSpec:
         """Images of one epoch."""
         return self.manifest.num_images if self.rows is None else self.rows.count
 
-    def augmentation_at(self, position: int) -> Augmentation:
-        """How the image at a position of the run is cropped."""
-        found = (cut for first, cut in reversed(self.augmentations) if first <= position)
-        return next(found, self.augmentation)
-
     def pieces(self, world_size: int, share: int) -> int:
         """Into how many pieces the training share of each of some ranks is cut for reading."""
         if self.held_rows is None or self.window is None:
             return 1
         return pieces_of(share, self.window.num_rows // (world_size * share), self.held_rows)
-
-    def stretches(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Positions [start, stop), cut where the crop size changes."""
-        firsts = [first for first, _ in self.augmentations if start < first < stop]
-        return list(itertools.pairwise([start, *firsts, stop]))
 
 
 @dataclass(frozen=True)
@@ -156,8 +142,7 @@ class BatchReader:
         if not self._job.is_training:
             positions = positions[positions < self.plan.num_images]
         rows, spec = self.plan.rows_at(positions), self._job.spec
-        augmentation = spec.augmentation_at(int(positions[0])) if len(positions) else None
-        batch = _Batch(self._job, last - first, augmentation or spec.augmentation)
+        batch = _Batch(self._job, last - first)
         # As many rows at a time as keep their row groups in memory together.
         groups = np.unique(rows.groups)
         turns = np.cumsum(spec.manifest.bytes[groups]) // max(1, spec.cache_mib << 20)
@@ -177,7 +162,7 @@ class BatchReader:
         read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]
         sizes = np.array([one.size(row) for one, row in zip(encoded, stored, strict=True)])
-        boxes = draw_boxes(sizes, batch.augmentation, spec.seed, epochs, samples)
+        boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
         columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
         for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
             if not batch.try_row(i, *row) and self._job.is_training:
@@ -195,7 +180,7 @@ class BatchReader:
         for other in np.roll(others, -after)[:-1].tolist():
             stored = manifest.stored_row(group, other)
             sample = first_sample + other
-            box = draw_box(encoded.size(stored), batch.augmentation, (spec.seed, epoch, sample))
+            box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
             if batch.try_row(i, encoded, epoch, group, stored, sample, box):
                 return
         raise ValueError(
@@ -227,14 +212,13 @@ class _Batch:
     """A batch that is being filled; places that are not written are padding.
 
     Attributes:
-        augmentation: of its images.
         bad: a description of each bad row, by its sample number.
     """
 
-    def __init__(self, job: StreamJob, size: int, augmentation: Augmentation) -> None:
-        self._job, self._spec, self.augmentation = job, job.spec, augmentation
+    def __init__(self, job: StreamJob, size: int) -> None:
+        self._job, self._spec = job, job.spec
         self.bad: dict[int, str] = {}
-        self._images = np.zeros((size, *augmentation.shape), np.uint8)
+        self._images = np.zeros((size, *job.spec.augmentation.shape), np.uint8)
         self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
         self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
         self._keys = [b""] * size
@@ -251,9 +235,9 @@ class _Batch:
     ) -> bool:
         """Write a stored row to a place, unless it is bad."""
         try:
-            image = encoded.stored(stored)
-            pixels = cut_crop(image, box, self.augmentation, self._images[i])
-            augmented(pixels, self.augmentation, (self._spec.seed, epoch, sample))
+            image, augmentation = encoded.stored(stored), self._spec.augmentation
+            pixels = cut_crop(image, box, augmentation, self._images[i])
+            augmented(pixels, augmentation, (self._spec.seed, epoch, sample))
         except ValueError as error:
             manifest = self._spec.manifest
             shard = manifest.files[int(manifest.file_index[group])].path

@@ -99,14 +99,10 @@ def planned(
     factor = 1 if share == 1 or stop is None else _LARGE_BLOCKS
     job = StreamJob(spec, partition, start, stop is not None, counts, factor, pieces > 1)
     ranks = range(readers.ranks.start * pieces, readers.ranks.stop * pieces)
-    whole = (
-        read_tasks(
-            partition, (first - start) // partition.world_size,
-            (last - start) // partition.world_size, job.shape, ranks,
-        )
-        for first, last in spec.stretches(start, start + passes * rows_per_pass)
-    )  # fmt: skip
-    return job, itertools.chain.from_iterable(whole)
+    tasks = read_tasks(
+        partition, 0, passes * rows_per_pass // partition.world_size, job.shape, ranks
+    )
+    return job, tasks
 
 
 def segments_of(

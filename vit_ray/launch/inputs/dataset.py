@@ -23,7 +23,7 @@ from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.order.selection import select
 from vit_ray.launch.inputs.rank_batches import RankBatches
 from vit_ray.launch.inputs.shuffle_window import window_rows
-from vit_ray.launch.inputs.streams import require_trainable, stream_of, training_stream, with_sizes
+from vit_ray.launch.inputs.streams import require_trainable, stream_of, training_stream
 from vit_ray.own_parts import trust_named
 
 if TYPE_CHECKING:
@@ -152,7 +152,6 @@ class Dataset(Sequence[Sample]):
             cut = augmentation_of(model, config.augment)
             spec = training_stream(config, seed, cut, batch, manifest, rows)
             total_steps = max(1, round(spec.num_images * epochs / batch))
-            spec = with_sizes(spec, config.augment, model, batch, total_steps)
             images = total_steps * batch
         steps = max(0, ceil((images - start) / batch))
         return RankBatches(spec, batch, steps, rank, world_size, start=start, is_training=training)

@@ -167,7 +167,7 @@ class SeenBatches:
         group = int(np.searchsorted(manifest.first_samples, sample, side="right")) - 1
         row = manifest.stored_row(group, sample - int(manifest.first_samples[group]))
         rows = self._reader.read_group(group)
-        augmentation = self._spec.augmentation_at(int(self._positions(step)[0]))
+        augmentation = self._spec.augmentation
         drawn = tuple(map(str, operations(augmentation, rng_key)))
         return SeenImage(
             step, place, sample, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),

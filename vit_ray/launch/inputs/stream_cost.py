@@ -68,7 +68,7 @@ def stream_cost(resolved: ResolvedRun, step: int) -> dict[str, float]:
             places = np.flatnonzero(np.isin(rows.groups, turn))
             part = Rows(*(a[places] for a in (rows.epochs, rows.groups, rows.rows, rows.samples)))
             read = _read(spec, turn.tolist(), of_groups)
-            _cut(spec, spec.augmentation_at(start), part, read, of_images)
+            _cut(spec, spec.augmentation, part, read, of_images)
     finally:
         cv2.setNumThreads(threads)
     shared = int(counts[groups].sum())

@@ -12,8 +12,7 @@ from typing import Final
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.crop_sizes import crop_sizes
-from vit_ray.config.training_sections import AugmentConfig, DataConfig, ModelConfig
+from vit_ray.config.training_sections import DataConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.local_cache import LocalCache
@@ -115,9 +114,6 @@ def resolve_run(
         num_images = streams["train"].num_images
         check_batch(recipe, num_images)
         total_steps = recipe.optim.total_steps(num_images, batch)
-        streams["train"] = with_sizes(
-            streams["train"], data.augment, recipe.model, batch, total_steps
-        )
     return ResolvedRun(recipe, manifest, streams, total_steps)
 
 
@@ -131,21 +127,6 @@ def reads_of(recipe: Recipe) -> str:
         mode="json", include={"num_workers", "cpus_per_worker", "label_selector"}
     )
     return json.dumps([data, recipe.seed, recipe.model.sides, how, length, workers])
-
-
-def with_sizes(
-    spec: StreamSpec, augment: AugmentConfig, model: ModelConfig, batch: int, total_steps: int
-) -> StreamSpec:
-    """The training stream with crops of the sizes that `augment` gives the steps of a run."""
-    sizes = crop_sizes(augment.sizes, model.image_size, total_steps).pieces
-    cuts = [
-        (
-            first * batch,
-            augmentation_of(model.model_copy(update={"image_size": size}), augment),
-        )
-        for first, size in sizes
-    ]
-    return replace(spec, augmentations=tuple(cuts) if augment.sizes else ())
 
 
 def training_stream(

@@ -154,8 +154,7 @@ def _training_facts(
         return {"weights": _place(str(recipe.init_from)), "licence of the data": licence}
     progress, compute = position.progress, _UNKNOWN
     with contextlib.suppress(ValueError):  # a model whose code must not be run
-        steps = recipe.optim.steps or position.step
-        exaflops = run_exaflops(recipe, num_classes, position.samples_seen, steps)
+        exaflops = run_exaflops(recipe, num_classes, position.samples_seen)
         compute = f"{exaflops:.4g} exaFLOPs"
     return {
         "data": _place(recipe.data.train or _UNKNOWN),

@@ -165,9 +165,7 @@ def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
     )
     images_seen = steps * batch
     return {
-        STUDY_EXAFLOPS: run_exaflops(
-            resolved.recipe, resolved.manifest.num_classes, images_seen, resolved.total_steps
-        ),
+        STUDY_EXAFLOPS: run_exaflops(resolved.recipe, resolved.manifest.num_classes, images_seen),
         STUDY_FORWARD_GMACS: macs / 1e9,
         STUDY_IMAGES_SEEN: float(images_seen),
         STUDY_TRAIN_IMAGES: float(resolved.num_images),

@@ -11,8 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_ray.config import Recipe
-from vit_ray.config.crop_sizes import crop_sizes
-from vit_ray.config.section import ImageSize
 from vit_ray.measure.activation_memory import (
     ActivationMemory,
     gpu_kernels,
@@ -54,28 +52,15 @@ def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
     )
 
 
-def at_size(recipe: Recipe, size: ImageSize) -> Recipe:
-    """The recipe with crops of one size, for counting."""
-    augment = recipe.data.augment.model_dump(mode="json") | {"sizes": []}
-    return recipe.with_changes(model={"image_size": size}, data={"augment": augment})
-
-
-def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float, total_steps: int) -> float:
-    """10^18 operations of training by the paper's count.
-
-    Args:
-        total_steps: of the whole run, during which the crop size may change.
-    """
-    model, batch = recipe.model, recipe.train.global_batch_size
-    sizes = crop_sizes(recipe.data.augment.sizes, model.image_size, total_steps)
-    return sum(
-        count_exaflops(forward_macs(model.name, num_classes, size, **model.options()), n * batch)
-        for size, n in sizes.lengths(images_seen / batch)
-    )
+def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float) -> float:
+    """10^18 operations of training by the paper's count."""
+    model = recipe.model
+    macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
+    return count_exaflops(macs, images_seen)
 
 
 def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
-    """Multiply-adds of one image of the model's size in a step, as the engine computes them.
+    """Multiply-adds of one image in a step, as the engine computes them.
 
     Args:
         has_gpu: decides whether blocks are compiled if the recipe does not.
@@ -134,8 +119,7 @@ def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Ac
     head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
     """
     counts = recipe.model, recipe.train, recipe.optim.frozen
-    has_sizes = bool(recipe.data.augment.sizes)
-    return _measured(_Measurable((*counts, has_sizes), recipe), num_classes, batch_size)
+    return _measured(_Measurable(counts, recipe), num_classes, batch_size)
 
 
 @dataclass(frozen=True)

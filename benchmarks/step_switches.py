@@ -46,11 +46,10 @@ def attention_by(backend: SDPBackend, name: str) -> nn.Module:
 
     class Chosen(Attention):  # a function for each of them would be compiled for each block
         def forward(
-            self, x_BND: Tensor, weights_to: Any = None, num_queries: int | None = None,
-            rope_2NK: Tensor | None = None,
-        ) -> Tensor:  # fmt: skip
+            self, x_BND: Tensor, weights_to: Any = None, num_queries: int | None = None
+        ) -> Tensor:
             with nullcontext() if num_queries else sdpa_kernel(backend):
-                return super().forward(x_BND, weights_to, num_queries, rope_2NK)
+                return super().forward(x_BND, weights_to, num_queries)
 
     for module in model.modules():
         if isinstance(module, Attention):

@@ -272,7 +272,7 @@ def test_a_report_that_cannot_be_written_is_printed_all_the_same(
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), "--total-s", "0"])
     gpu.main()
     printed = capsys.readouterr()
-    assert printed.out.count("Not run: no time was left.") == 11
+    assert printed.out.count("Not run: no time was left.") == 10
     assert "Not written: " in printed.err
 
 

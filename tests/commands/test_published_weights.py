@@ -179,7 +179,6 @@ AS_THEY_ARE = "they have no positions, and are used at"
         ("ViT", {"positions": "learned_2d"}, RESIZED),
         ("ViT", {"positions": "relative"}, RESIZED),
         ("ViT", {"positions": "sincos_2d"}, "their positions, which are fixed, are computed"),
-        ("ViT", {"positions": "rope_2d"}, "their positions, which are fixed, are computed"),
         ("ViT", {"positions": "none"}, AS_THEY_ARE),
         ("R+ViT", {}, RESIZED),
         ("Axial-ViT", {}, RESIZED),

@@ -11,10 +11,7 @@ from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_im
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES if family != "ViT"),
     ("ViT", {"representation": True, "dropout": 0.1, "stochastic_depth": 0.1}),
-    ("ViT", {"positions": "rope_2d", "registers": 2}),
     ("ViT", {}),
-    ("ViT", {"pool": "map", "registers": 2}),
-    ("ViT", {"layer_scale": 0.1, "pre_norm": True, "activation": "quick_gelu"}),
     ("ViT", {"pool": "gap", "positions": "sincos_2d"}),
     *(("ViT", {"positions": kind, "positions_at": where}) for kind, where in POSITION_VARIANTS),
 ]

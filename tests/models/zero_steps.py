@@ -11,7 +11,6 @@ CASES = [
     *((family, {}) for family in FAMILIES),
     ("ViT", {"positions": "relative", "pool": "gap", "representation": True}),
     ("ViT", {"positions": "learned_2d", "positions_at": "every_layer_shared", "dropout": 0.1}),
-    ("ViT", {"layer_scale": 0.1, "qk_norm": True, "pre_norm": True, "positions": "rope_2d"}),
 ]
 
 

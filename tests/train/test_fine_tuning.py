@@ -230,7 +230,6 @@ STAGES = {"stages": [1, 1], "width_factor": 1}
     ("name", "options"),
     [
         ("ViT", {**ENCODER, "patch_size": 4}),
-        ("ViT", {**ENCODER, "patch_size": 4, "pool": "map", "registers": 2, "pre_norm": True}),
         ("R+ViT", {**ENCODER, **STAGES, "pool": "gap"}),
         ("Axial-ViT", {**ENCODER, "patch_size": 4, "positions": "none", "representation": True}),
         ("ResNet", STAGES),

@@ -32,7 +32,6 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "softmax": ({"positions": "relative"}, {}),
     "sigmoid with dropout": ({"dropout": 0.1, "stochastic_depth": 0.2}, {"loss": "sigmoid"}),
     "masked patches": ({"dropout": 0.1}, {"loss": "masked_patch"}),
-    "pooling by attention": ({"pool": "map"}, {}),
     "mixed in pairs": ({}, {"mixup": 0.5, "cutmix": 1.0}),
 }
 
@@ -93,13 +92,11 @@ def test_a_batch_of_several_passes_has_the_shares_of_one() -> None:
         torch.testing.assert_close(found.by_name[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("positions", "qk_norm"), [("learned_1d", False), ("learned_1d", True), ("relative", False)]
-)
+@pytest.mark.parametrize("positions", ["learned_1d", "relative"])
 def test_the_largest_attention_logit_is_the_one_before_softmax(
-    positions: str, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
+    positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"depth": 1, "positions": positions, "qk_norm": qk_norm}
+    options = {"depth": 1, "positions": positions}
     recipe = recipe_of(options, {}, batch=4)
     model, columns = started(recipe), columns_of(4)
     attention = model.blocks[0].attention  # type: ignore[index,union-attr]
@@ -118,12 +115,6 @@ def test_the_largest_attention_logit_is_the_one_before_softmax(
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     make_loss(recipe)(model, *columns, 0)
     q, k, _ = attention.qkv(caught[0])
-    if qk_norm:  # PyTorch's formula, head by head
-        q, k = (
-            torch.nn.functional.layer_norm(x.unflatten(-1, (-1, 8)), (8,), n.weight, n.bias, 1e-6)
-            for x, n in ((q, attention.query_norm), (k, attention.key_norm))
-        )
-        q, k = q.flatten(2), k.flatten(2)
     mask = torch.zeros(1, 2, 1, k.shape[1]) if masks[0] is None else masks[0]
     by_hand = max(
         float((q[i, 0, 8 * h : 8 * h + 8] @ k[i, b, 8 * h : 8 * h + 8]).detach()) / 8**0.5
@@ -135,12 +126,6 @@ def test_the_largest_attention_logit_is_the_one_before_softmax(
     assert (masks[0] is None) == (positions == "learned_1d")
     assert found.largest_logit == pytest.approx(by_hand, rel=1e-4)
     assert found.logit_layer == "blocks.0.attention"
-
-
-def test_the_largest_logit_is_unknown_where_not_all_attention_is_watched() -> None:
-    recipe = recipe_of({"pool": "map"}, {}, batch=4)
-    found = step_gradient(started(recipe), make_image_losses(recipe), columns_of(4), 0)
-    assert (found.largest_logit, found.logit_layer) == (None, "")
 
 
 def test_rms_is_that_of_the_update_without_momentum() -> None:

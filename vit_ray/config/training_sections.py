@@ -57,32 +57,17 @@ class ModelConfig(Section):
     """Units of each stage (`R+ViT`, `ResNet`, `AxialResNet`)."""
     width_factor: Positive | None = None
     """Factor on the widths of a ResNet, 64 in its first stage (same three families)."""
-    positions: (
-        Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"] | None
-    ) = None
-    """Position embedding of the paper's Table 8, fixed sines and cosines, or DINOv3's rotation of
-    queries and keys (RoPE); unset = the model's default."""
+    positions: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"] | None = None
+    """Position embedding of the paper's Table 8, or fixed sines and cosines; unset = the model's
+    default."""
     positions_at: Literal["stem", "every_layer", "every_layer_shared"] | None = None
     """Where positions are added."""
-    pool: Literal["cls", "gap", "map"] | None = None
-    """Classifier input: the class token, the mean over patch tokens, or attention pooling (the MAP
-    head of "Scaling Vision Transformers")."""
-    registers: NotNegative | None = None
-    """Extra tokens that belong to no patch. Models with registers, `pre_norm`, a MAP head, fixed
-    positions or RoPE are exported only in the layout `vit_ray`."""
-    layer_scale: NotNegativeFloat | None = None
-    """LayerScale (CaiT): first value of a learned factor for each channel of what attention and MLP
-    add, such as 1e-4 (DeiT-III); 0 = none."""
-    qk_norm: bool | None = None
-    """Layer norm of the queries and keys of each head (ViT-22B), which bounds attention logits."""
-    pre_norm: bool | None = None
-    """Layer norm before the first block, as CLIP's towers have it."""
-    activation: Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"] | None = None
-    """Activation of the MLPs: GELU approximated by tanh (the paper's code), exact (DeiT, DINO,
-    MAE), the sigmoid of OpenAI's CLIP, or SwiGLU (DINOv3's S+, H+ and 7B), which has a third dense
-    layer."""
+    pool: Literal["cls", "gap"] | None = None
+    """Classifier input: the class token, or the mean over patch tokens."""
+    activation: Literal["gelu_tanh", "gelu"] | None = None
+    """Activation of the MLPs: GELU approximated by tanh (the paper's code), or exact (DeiT)."""
     norm_eps: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Epsilon of the layer norms: 1e-6 if unset; 1e-5 in CLIP's towers."""
+    """Epsilon of the layer norms; 1e-6 if unset."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None
@@ -279,9 +264,8 @@ class OptimConfig(Section):
     the rate; added to the gradient in SGD, as in BiT."""
     frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
     """Parts of the model that are not trained and have no gradient or optimizer state:
-    `embedding`, `class_token`, `positions`, `registers`, `pre_norm`, `blocks` or `blocks.0-5`,
-    `norm`, `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`,
-    `norm`, `head`."""
+    `embedding`, `class_token`, `positions`, `blocks` or `blocks.0-5`, `norm`, `representation`,
+    `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`, `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps", "cooldown", "rsqrt"] = "cosine"

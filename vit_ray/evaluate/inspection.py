@@ -61,9 +61,8 @@ def position_vectors(model: VisionTransformer) -> FloatArray | None:
     if not len(model.positions):
         return None
     weight = model.norm.weight
-    num_positions = model.num_tokens - model.options.registers
     with torch.no_grad():
-        added = model.positions[0](weight.new_zeros(1, num_positions, model.size.width))
+        added = model.positions[0](weight.new_zeros(1, model.num_tokens, model.size.width))
     num_patches = model.grid[0] * model.grid[1]
     return added[0, -num_patches:].reshape(*model.grid, -1).float().cpu().numpy()
 

@@ -223,7 +223,7 @@ def check_weights(prepared: PreparedRun) -> None:
     what = "they have no positions, and are used at"
     if report.resized:
         what = "their positions are resized to"
-    elif model.positions in ("sincos_2d", "rope_2d"):
+    elif model.positions == "sincos_2d":
         what = "their positions, which are fixed, are computed for"
     logger.warning(
         "init_from: the weights were trained at %d x %d pixels, and %s model.image_size=%s; set "

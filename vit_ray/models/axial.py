@@ -54,11 +54,9 @@ class AxialBlock(nn.Module):
         weights_to: WeightsSink | None = None,
         num_queries: int | None = None,
         keys: Tensor | None = None,
-        rope_2NK: Tensor | None = None,
     ) -> Tensor:
         """(B, h * w, D) to (B, h * w, D); arguments as in `Block.forward`, for all tokens."""
         assert num_queries is None
-        assert rope_2NK is None
         row_keys = line_keys(numbered_keys(keys, 0), self.grid[0])
         column_keys = line_keys(numbered_keys(keys, 1), self.grid[1])
         return along_both(

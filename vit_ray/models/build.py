@@ -24,8 +24,8 @@ def build_model(
         num_classes: K, width of the logits.
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
-            `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `registers`,
-            `layer_scale`, `qk_norm`, `pre_norm`, `activation`, `norm_eps`),
+            `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `activation`,
+            `norm_eps`),
             of `AxialVitOptions` or of `ResNetOptions`; and, for a family, its size in full: depth,
             width, mlp_dim, num_heads, patch_size; stages, width_factor. A user's own model defines
             its own options.

@@ -174,7 +174,7 @@ def _count(
     width, num_patches = encoder.width, grid[0] * grid[1]
     num_tokens = chosen.num_tokens(grid)
     seen = 1 if is_pruned and chosen.pool == "cls" else num_tokens
-    blocks, is_gated = [], chosen.activation == "swiglu"
+    blocks = []
     for index in range(encoder.depth):
         queries = seen if index == encoder.depth - 1 else num_tokens
         if spec.is_axial:
@@ -182,20 +182,14 @@ def _count(
             macs = rows * block_macs(encoder, columns) + columns * block_macs(encoder, rows)
         else:
             macs = block_macs(encoder, num_tokens, queries)
-        if is_gated:
-            macs += (2 * num_tokens if spec.is_axial else queries) * width * encoder.mlp_dim
         if chosen.positions == "relative":
             macs += queries * (2 * num_tokens - 1) * width
-        # The end of an MLP, after which only factors keep activations for the backward pass.
-        scales = chosen.dropout or chosen.layer_scale or chosen.depth_rate(index, encoder.depth)
-        tail = 0 if scales or compiles else queries * width * encoder.mlp_dim
+        # The end of an MLP, after which only masks keep activations for the backward pass.
+        drops = chosen.dropout or chosen.depth_rate(index, encoder.depth)
+        tail = 0 if drops or compiles else queries * width * encoder.mlp_dim
         blocks.append(_Unit(macs, tail))
     embedding = num_patches * pixels * width
     last = width * num_classes + (width**2 if chosen.representation else 0)
-    if chosen.pool == "map":
-        # A probe's query, keys and values of all tokens, attention of one query, and an MLP.
-        last += 2 * (num_tokens + 1) * width**2 + 2 * num_tokens * width
-        last += (2 + is_gated) * width * encoder.mlp_dim
     if masked_target is not None:  # predictions for half of the patches instead of the head
         last = num_corrupted(num_patches) * width * num_predictions(masked_target, side)
     if spec.resnet is None:

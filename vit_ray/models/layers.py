@@ -78,18 +78,6 @@ class QkvLinear(Linear):
         return q, k, v
 
 
-class LayerScale(nn.Module):
-    """A learned factor for each channel of a residual branch (Touvron et al., arXiv:2103.17239)."""
-
-    def __init__(self, width: int, initial: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((width,), initial))
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """(..., D), same shape."""
-        return branch * self.scale
-
-
 class Head(nn.Linear):
     """Zero kernel and constant bias; logits are float32 in every precision.
 

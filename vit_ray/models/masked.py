@@ -135,7 +135,7 @@ class MaskedPatchObjective(Recomputable):
         self.seed = seed
         self.mask = MaskToken(model.size.width)
         self.prediction = Head(model.size.width, num_predictions(target, side))
-        for unused in (model.head, model.representation, model.attention_pool):
+        for unused in (model.head, model.representation):
             if unused is not None:
                 unused.requires_grad_(False)
 

@@ -30,15 +30,10 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
     has = {
         "class_token": spec.options.pool == "cls",
         "positions": spec.options.positions.startswith("learned"),
-        "registers": spec.options.registers > 0,
-        "pre_norm": spec.options.pre_norm,
-        "attention_pool": spec.options.pool == "map",
         "representation": spec.options.representation,
     }
     blocks = (f"blocks.{i}" for i in range(spec.encoder.depth))
-    stem = ("embedding", "class_token", "positions", "registers", "pre_norm")
-    top = ("norm", "attention_pool", "representation", "head")
-    parts = (*stem, *blocks, *top)
+    parts = ("embedding", "class_token", "positions", *blocks, "norm", "representation", "head")
     return tuple(part for part in parts if has.get(part, True))
 
 

@@ -6,7 +6,6 @@ parameters only around that module's forward.
 
 # B images, N tokens (class token first), D width, H heads, K head width
 
-import math
 from typing import Literal
 
 import torch
@@ -19,7 +18,6 @@ ResizeMode = Literal["bilinear", "bicubic"]
 
 # "from BERT", as the paper's reference code says at this number.
 POSITION_STD = 0.02
-ROPE_BASE = 100.0  # of DINOv3
 
 
 class ClassToken(nn.Module):
@@ -33,26 +31,6 @@ class ClassToken(nn.Module):
         """(B, N, D) to (B, 1 + N, D)."""
         token = self.token.to(patches_BND.dtype).expand(patches_BND.shape[0], -1, -1)
         return torch.cat([token, patches_BND], dim=1)
-
-
-class Registers(nn.Module):
-    """Learned tokens that belong to no patch (Darcet et al., arXiv:2309.16588).
-
-    They come after the class token, if there is one, and have no positions. They start different
-    from each other, or they would stay equal.
-    """
-
-    def __init__(self, count: int, width: int, num_before: int) -> None:
-        super().__init__()
-        self.num_before = num_before
-        self.tokens = nn.Parameter(torch.empty(1, count, width))
-        nn.init.normal_(self.tokens, std=1e-6)  # as DINOv2
-
-    def forward(self, tokens_BND: Tensor) -> Tensor:
-        """(B, N, D) to (B, N + registers, D)."""
-        registers = self.tokens.to(tokens_BND.dtype).expand(tokens_BND.shape[0], -1, -1)
-        before, after = tokens_BND[:, : self.num_before], tokens_BND[:, self.num_before :]
-        return torch.cat([before, registers, after], dim=1)
 
 
 class SincosPositions2d(nn.Module):
@@ -168,35 +146,6 @@ class RelativePositions(nn.Module):
             flat = F.pad(flat, (0, missing))
         rows = flat[..., start : start + num_queries * row]
         return rows.reshape(*rows.shape[:-1], num_queries, row)[..., : start + 1]
-
-
-def rope_table(grid: Grid, num_before: int, head_width: int, tokens_BND: Tensor) -> Tensor:
-    """Cosines and sines (2, N, K / 2) for `turned`, with dtype and device of the tokens.
-
-    As in DINOv3 (Simeoni et al., arXiv:2508.10104): centres of patches, in [-1, 1] at any image
-    size, times K / 4 frequencies, of the row and then of the column. The random changes of the
-    centres in DINOv3's own training are left out.
-
-    Args:
-        grid: (rows, columns) of the patches.
-        num_before: tokens before the patches, which are not rotated.
-        head_width: K.
-        tokens_BND: of any width.
-    """
-    count, device = head_width // 4, tokens_BND.device
-    frequencies = 2 * math.pi * ROPE_BASE ** -(torch.arange(count, device=device) / count)
-    centres = ((torch.arange(side, device=device) * 2 + 1) / side - 1 for side in grid)
-    rows, columns = torch.meshgrid(*centres, indexing="ij")
-    angles = [place.reshape(-1, 1) * frequencies for place in (rows, columns)]
-    angles_NK = F.pad(torch.cat(angles, dim=1), (0, 0, num_before, 0))
-    return torch.stack([angles_NK.cos(), angles_NK.sin()]).to(tokens_BND.dtype)
-
-
-def turned(x_BHNK: Tensor, rope_2NK: Tensor) -> Tensor:
-    """Queries or keys of the first tokens, each pair (i, i + K / 2) rotated by its angle."""
-    first, second = x_BHNK.chunk(2, dim=-1)
-    cos, sin = rope_2NK[:, : x_BHNK.shape[-2]]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def resize_table(

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 Grid = tuple[int, int]
 """(rows, columns), or the height and width of an image."""
-Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"]
+Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"]
 PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
-Pool = Literal["cls", "gap", "map"]
-Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "swiglu"]
+Pool = Literal["cls", "gap"]
+Activation = Literal["gelu_tanh", "gelu"]
 
 # The reference code's; PyTorch's default is 1e-5.
 LAYER_NORM_EPS = 1e-6
@@ -50,13 +50,8 @@ class VitOptions:
     `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
     head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
     `stochastic_depth` is the share of images for which the last block's branches are dropped;
-    `registers` is the number of tokens that belong to no patch; `layer_scale` is the first value of
-    the factors on each block's branches, 0 for none; `qk_norm` normalises queries and keys;
-    The positions `sincos_2d` are fixed, and
-    `rope_2d` rotates queries and keys; the pool `map` is pooling by attention. Published towers
-    need `pre_norm`, a layer norm before the first block; the `activation` of their MLPs, where
-    `gelu_tanh` is the reference code's and `swiglu` adds a layer; and the epsilon of their layer
-    norms, `norm_eps`.
+    the `activation` is that of the MLPs, where `gelu_tanh` is the reference code's; `norm_eps` is
+    the epsilon of the layer norms. The positions `sincos_2d` are fixed.
     """
 
     positions: Positions = "learned_1d"
@@ -66,10 +61,6 @@ class VitOptions:
     head_bias: float = 0.0
     dropout: float = 0.0
     stochastic_depth: float = 0.0
-    registers: int = 0
-    layer_scale: float = 0.0
-    qk_norm: bool = False
-    pre_norm: bool = False
     activation: Activation = "gelu_tanh"
     norm_eps: float = LAYER_NORM_EPS
 
@@ -86,15 +77,7 @@ class VitOptions:
                     f"{name}={getattr(self, name)!r} is unknown; "
                     f"use one of {', '.join(get_args(choice))}"
                 )
-        if self.registers < 0:
-            raise ValueError(f"registers={self.registers} must be 0 or more")
-        if self.registers and (self.positions == "relative" or self.positions_at != "stem"):
-            raise ValueError(
-                f"registers={self.registers} have no position, but positions={self.positions!r} "
-                f"with positions_at={self.positions_at!r} needs one for every token; use positions "
-                "that are added at the stem"
-            )
-        fixed = ("none", "relative", "sincos_2d", "rope_2d")
+        fixed = ("none", "relative", "sincos_2d")
         if self.positions in fixed and self.positions_at != "stem":
             raise ValueError(
                 f"positions_at={self.positions_at!r} has no effect with "
@@ -104,8 +87,6 @@ class VitOptions:
         for name in ("dropout", "stochastic_depth"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if not 0.0 <= self.layer_scale < math.inf:
-            raise ValueError(f"layer_scale={self.layer_scale} must be 0 or a positive number")
         if not 0.0 < self.norm_eps < 1.0:
             raise ValueError(f"norm_eps={self.norm_eps} must be above 0 and below 1")
         if not math.isfinite(self.head_bias):
@@ -117,8 +98,8 @@ class VitOptions:
         return int(self.pool == "cls")
 
     def num_tokens(self, grid: Grid) -> int:
-        """Tokens of a block: class token, registers, patches."""
-        return grid[0] * grid[1] + self.num_class_tokens + self.registers
+        """Tokens of a block: class token, patches."""
+        return grid[0] * grid[1] + self.num_class_tokens
 
     def depth_rate(self, index: int, depth: int) -> float:
         """Stochastic depth of a block: from 0 at the first, linearly up to the last."""
@@ -135,13 +116,12 @@ class AxialVitOptions(VitOptions):
         super().__post_init__()
         refused = {
             "pool": (self.pool != "gap", "has no class token; use pool='gap'"),
-            "registers": (self.registers, "has no row or column for them; leave it at 0"),
             "stochastic_depth": (
                 self.stochastic_depth,
                 "has blocks whose batch is lines, not images; leave it at 0",
             ),
             "positions": (
-                self.positions in ("relative", "rope_2d"),
+                self.positions == "relative",
                 "never attends to the whole sequence; use 'learned_1d', 'learned_2d' or 'none'",
             ),
         }

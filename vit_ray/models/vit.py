@@ -7,16 +7,14 @@ from torch import Tensor, nn
 
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout
-from vit_ray.models.encoder import AttentionPool, Block, WeightsSink
+from vit_ray.models.encoder import Block, WeightsSink
 from vit_ray.models.layers import Head, Linear, PatchProjection, lecun_normal_
 from vit_ray.models.positions import (
     ClassToken,
     LearnedPositions1d,
     LearnedPositions2d,
-    Registers,
     RelativePositions,
     SincosPositions2d,
-    rope_table,
 )
 from vit_ray.models.recompute import Chain, Recomputable, is_recomputed, run_block
 from vit_ray.models.resnet import ResNetEmbedding
@@ -82,22 +80,9 @@ class VisionTransformer(Recomputable):
             _POSITIONS[options.positions](self.grid, size.width, options.pool == "cls")
             for _ in range(tables if options.positions in _POSITIONS else 0)
         )
-        if options.positions == "rope_2d" and size.head_width % 4:
-            raise ValueError(
-                "positions='rope_2d' needs a head width that is a multiple of 4 (half for rows and "
-                f"half for columns, in pairs), but num_heads={size.num_heads} of "
-                f"width={size.width} have {size.head_width} each; change num_heads or width"
-            )
         self.dropout = Dropout(options.dropout)
         self.blocks = Chain(self._block(index) for index in range(size.depth))
-        self.registers = (
-            Registers(options.registers, size.width, options.num_class_tokens)
-            if options.registers
-            else None
-        )
-        self.pre_norm = nn.LayerNorm(size.width, options.norm_eps) if options.pre_norm else None
         self.norm = nn.LayerNorm(size.width, options.norm_eps)
-        self.attention_pool = AttentionPool(size, options) if options.pool == "map" else None
         self.representation = (
             Linear(size.width, size.width, lecun_normal_) if options.representation else None
         )
@@ -160,7 +145,7 @@ class VisionTransformer(Recomputable):
     ) -> Tensor:
         """Patch embeddings to normalised encoder outputs.
 
-        Class token, registers, patches, as far as they exist.
+        Class token, if there is one, and patches.
 
         Args:
             patches_BND: from `embed`.
@@ -169,30 +154,20 @@ class VisionTransformer(Recomputable):
             num_outputs: how many tokens, from the first on, are needed; None for all.
             keys: as in `forward`.
         """
-        options, rope_2NK = self.options, None
-        if options.positions == "rope_2d":
-            num_before = options.num_tokens((0, 0))
-            rope_2NK = rope_table(self.grid, num_before, self.size.head_width, patches_BND)
+        options = self.options
         x_BND = patches_BND if self.class_token is None else self.class_token(patches_BND)
         for index, block in enumerate(self.blocks):
             if len(self.positions) and (index == 0 or options.positions_at != "stem"):
                 x_BND = self.positions[index % len(self.positions)](x_BND)
             if index == 0:
                 x_BND = self.dropout(x_BND, numbered_keys(keys, self.size.depth))
-                x_BND = x_BND if self.registers is None else self.registers(x_BND)
-                x_BND = x_BND if self.pre_norm is None else self.pre_norm(x_BND)
             recomputes = is_recomputed(index, self.blocks.recompute_every)
             wanted = num_outputs if index == self.size.depth - 1 else None
-            rest = (weights_to, wanted, numbered_keys(keys, index), rope_2NK)
+            rest = (weights_to, wanted, numbered_keys(keys, index))
             x_BND = run_block(block, x_BND, recomputes, *rest)
         return self.norm(x_BND)
 
     def pool(self, encoded_BND: Tensor) -> Tensor:
         """(B, N, D) to the head's input (B, D)."""
-        if self.attention_pool is not None:
-            pooled = self.attention_pool(encoded_BND)
-        elif self.class_token is not None:
-            pooled = encoded_BND[:, 0]
-        else:
-            pooled = encoded_BND[:, self.options.registers :].mean(dim=1)
+        pooled = encoded_BND.mean(dim=1) if self.class_token is None else encoded_BND[:, 0]
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))

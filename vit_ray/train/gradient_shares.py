@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit_ray.models.axial import LineAttention
-from vit_ray.models.encoder import Attention, AttentionPool
+from vit_ray.models.encoder import Attention
 from vit_ray.train.objective import LossFunction
 
 MOST_ROUNDS: Final = 8
@@ -99,7 +99,7 @@ def step_gradient(
         ]
     square = sum(float(grad.double().square().sum()) for grad in gradient.values())
     shares = torch.cat(products).double() / (size * square if square else 1.0)
-    if any(isinstance(module, LineAttention | AttentionPool) for module in model.modules()):
+    if any(isinstance(module, LineAttention) for module in model.modules()):
         logits.clear()  # these are not among them
     layer = max(logits, key=lambda name: logits[name], default="")
     return StepGradient(
@@ -114,7 +114,6 @@ def _noted_logits(model: nn.Module, logits: dict[str, float]) -> Iterator[None]:
     @torch.no_grad()
     def note(name: str, of: Attention, _: nn.Module, __: Any, output: Sequence[Tensor]) -> None:
         q, k = (x.view(*x.shape[:-1], of.num_heads, -1).transpose(1, 2) for x in output[:2])
-        q, k = of.query_norm(q), of.key_norm(k)
         found = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
         if of.relative is not None:
             found = found + of.relative(q)

@@ -582,64 +582,6 @@ def trained_alone(objective: MaskedPatchObjective) -> dict[str, Tensor]:
     return {name: t for name, t in objective.state_dict().items() if name in kept}
 
 
-def test_a_pool_that_masked_pre_training_leaves_out_is_fresh_in_fine_tuning() -> None:
-    objective = MaskedPatchObjective(small_model("ViT", pool="map"))
-    state = trained_alone(objective)
-    assert not any("attention_pool" in name for name in state)
-    model = other_model("ViT", pool="map", num_classes=9)
-    probe = model.attention_pool.probe.clone()
-    report = fit_state_dict(model, state, new_head=True)
-    fresh = {n for n in model.state_dict() if n.startswith(("attention_pool.", "head."))}
-    assert set(report.new) == fresh
-    assert torch.equal(model.attention_pool.probe, probe)
-    assert torch.equal(model.norm.weight, objective.model.norm.weight)
-    assert fit_state_dict(MaskedPatchObjective(model), state, new_head=True).loaded
-    with pytest.raises(ValueError, match=r"missing: attention_pool\.probe"):
-        fit_state_dict(model, state, new_head=False)
-
-
-@pytest.mark.parametrize("new_head", ["auto", True])
-@pytest.mark.parametrize("pools", [("cls", "map"), ("gap", "map"), ("map", "gap")])
-def test_another_way_of_pooling_keeps_the_encoder_and_not_the_head(
-    pools: tuple[str, str], new_head: Any, tmp_path: Path
-) -> None:
-    source, model = (
-        make("ViT", pool=p) for make, p in zip([small_model, other_model], pools, strict=True)
-    )
-    save_weights(source, tmp_path / "model.safetensors", "vit_ray")
-    report = load_weights(model, tmp_path / "model.safetensors", new_head=new_head)
-    assert {"head.weight", "head.bias"} <= set(report.new)
-    assert ("attention_pool.probe" in report.new) == (pools[1] == "map")
-    assert ("attention_pool.probe" in report.ignored) == (pools[0] == "map")
-    assert torch.equal(model.blocks[1].mlp.expand.weight, source.blocks[1].mlp.expand.weight)
-    with pytest.raises(ValueError, match=r"missing|unexpected"):
-        load_weights(model, tmp_path / "model.safetensors", new_head=False)
-
-
-def test_a_pool_of_both_is_loaded_and_half_a_pool_is_an_error() -> None:
-    source, model = small_model("ViT", pool="map"), other_model("ViT", pool="map")
-    assert fit_state_dict(model, source.state_dict(), new_head=True).new == [
-        "head.bias",
-        "head.weight",
-    ]
-    assert torch.equal(model.attention_pool.probe, source.attention_pool.probe)
-    state = source.state_dict()
-    del state["attention_pool.probe"]
-    with pytest.raises(ValueError, match=r"missing: attention_pool\.probe"):
-        fit_state_dict(model, state, new_head=True)
-
-
-def test_fine_tuning_may_add_registers(tmp_path: Path) -> None:
-    source, model = small_model("ViT"), other_model("ViT", registers=2)
-    save_weights(source, tmp_path / "model.safetensors", "vit_ray")
-    tokens = model.registers.tokens.clone()
-    report = load_weights(model, tmp_path / "model.safetensors", new_head=True)
-    assert report.new == ["head.bias", "head.weight", "registers.tokens"]
-    assert torch.equal(model.registers.tokens, tokens)
-    with pytest.raises(ValueError, match=r"missing: registers\.tokens"):
-        load_weights(model, tmp_path / "model.safetensors")
-
-
 @pytest.mark.parametrize(("target", "is_whole"), [("mean_color", True), ("full_patch", False)])
 def test_an_objective_starts_from_another_with_its_mask_and_its_prediction(
     target: Any, is_whole: bool

@@ -93,7 +93,6 @@ def test_settings_of_another_function_are_refused(
     [
         {"architecture": "vit_base_patch16_224", "model_args": {"act_layer": "quick_gelu"}},
         {"architecture": "vit_base_patch16_224", "model_args": {"norm_layer": "rmsnorm"}},
-        {"architecture": "vit_base_patch16_clip_quickgelu_224"},
     ],
 )
 def test_settings_of_timm_are_read_too(tmp_path: Path, config: dict[str, Any]) -> None:

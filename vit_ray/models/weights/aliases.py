@@ -25,48 +25,23 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         # `fc_norm` has no name here: it comes after the mean over tokens, our norm before it, and
         # is left out with the head (`WeightFile.load_into`).
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
-        (r"\.gamma_([12])$", r".ls\1.gamma"),  # of its class Eva, which has DINOv3
-        (r"\.mlp\.fc1_x\.", ".mlp.fc1."),
     ],
     "huggingface": [
-        (r"^(deit|dinov2|dinov2_with_registers|vision_model)\.", "vit."),
+        (r"^deit\.", "vit."),
         (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),
-        (r"^(head|pre_layrnorm|post_layernorm)\.", r"vit.\1."),
         (r"^(embedder|norm)\.", r"bit.\1."),
         (r"^vit\.encoder\.stages\.", "bit.encoder.stages."),
-        (r"^(model\.)?layer\.", "vit.encoder.layer."),  # DINOv3's
         # The names inside transformers 5, which its saved files do not use.
         (r"^vit\.(encoder\.)?layers\.", "vit.encoder.layer."),
-        (r"\.(self_attn|attention)\.q_proj\.", ".attention.attention.query."),
-        (r"\.(self_attn|attention)\.k_proj\.", ".attention.attention.key."),
-        (r"\.(self_attn|attention)\.v_proj\.", ".attention.attention.value."),
-        (r"\.(self_attn\.out|attention\.o)_proj\.", ".attention.output.dense."),
+        (r"\.attention\.q_proj\.", ".attention.attention.query."),
+        (r"\.attention\.k_proj\.", ".attention.attention.key."),
+        (r"\.attention\.v_proj\.", ".attention.attention.value."),
+        (r"\.attention\.o_proj\.", ".attention.output.dense."),
         (r"\.mlp\.fc1\.", ".intermediate.dense."),
         (r"\.mlp\.fc2\.", ".output.dense."),
-        # DINOv2's, and those of CLIP and SigLIP.
-        (r"^(vit\.encoder\.layer\.\d+)\.(layer_)?norm1\.", r"\1.layernorm_before."),
-        (r"^(vit\.encoder\.layer\.\d+)\.(layer_)?norm2\.", r"\1.layernorm_after."),
-        (r"^vit\.post_layernorm\.", "vit.layernorm."),
-        (r"\.class_embedding$", ".cls_token"),
-        (r"\.patch_embedding\.", ".patch_embeddings.projection."),
-        (r"\.patch_embeddings\.(weight|bias)$", r".patch_embeddings.projection.\1"),
-        (r"\.mlp\.up_proj\.", ".intermediate.dense."),
-        (r"\.mlp\.down_proj\.", ".output.dense."),
-        (r"\.position_embedding\.weight$", ".position_embeddings"),
     ],
     "vit_ray": [],
 }
-# Norms before the first block, and the patch embeddings before them, which have no bias.
-_UNBIASED = {
-    "norm_pre": "patch_embed.proj",
-    "vit.pre_layrnorm": "vit.embeddings.patch_embeddings.projection",
-}
-# Projections that some models have without a bias, which equals a bias of zeros.
-_MAY_LACK_BIAS = re.compile(r"\.(attn\.qkv|attention\.attention\.(query|key|value))\.weight$")
-_OTHER_PARTS = (
-    r"(text_model|decoder|text_projection|visual_projection)\.|logit_(scale|bias)$"
-    r"|(.*\.)?(mask_token|position_ids)$"
-)
 
 
 def canonical_names(
@@ -81,20 +56,11 @@ def canonical_names(
     # big_vision may keep all blocks in one tensor, with the block as its first axis.
     stacked, renamed = "Transformer/encoderblock/", dict[str, Tensor]()
     for whole_name, whole in tensors.items():
-        if not whole.numel():  # as transformers writes a DINOv3 without registers
-            continue
         for index, tensor in enumerate(whole if stacked in whole_name else [whole]):
             name = whole_name.replace(stacked, f"Transformer/encoderblock_{index}/")
             for pattern, replacement in _SPELLINGS[layout]:
                 name = re.sub(pattern, replacement, name)
-            renamed |= _taken_apart(name, tensor)
-    for norm, kernel in _UNBIASED.items():
-        if f"{norm}.weight" in renamed and f"{kernel}.weight" in renamed:
-            zeros = torch.zeros_like(renamed[f"{norm}.weight"])
-            renamed.setdefault(f"{kernel}.bias", zeros)
-    if "vit.embeddings.cls_token" in renamed:  # the last norm of DINOv3 has the same name as BiT's
-        renamed = {name.replace("bit.norm.", "vit.layernorm."): t for name, t in renamed.items()}
-    renamed = _with_qkv_biases(renamed)
+            renamed[name] = tensor
     table_name = JAX_POSITIONS if layout == "jax" else "pos_embed"
     lacks_class_row = False
     if layout == "jax" and "pos_embedding" in renamed:
@@ -114,61 +80,6 @@ def canonical_names(
         table = renamed[table_name]
         renamed[table_name] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
     return renamed
-
-
-def _with_qkv_biases(tensors: Tensors) -> Tensors:
-    """The tensors with a bias of q, k and v for all blocks, if no block has it in this form.
-
-    timm's Eva may have biases of q and v with separate names, and none of k.
-    """
-    found = dict(tensors)
-    for name in tensors:
-        other = f"{name.removesuffix('q_bias')}v_bias"
-        if name.endswith(".attn.q_bias") and other in tensors:
-            query, value = found.pop(name), found.pop(other)
-            qkv = torch.cat([query, torch.zeros_like(query), value])
-            found[name.replace("q_bias", "qkv.bias")] = qkv
-    given = " ".join(found)
-    for name, weight in tensors.items():
-        kind = _MAY_LACK_BIAS.search(name)
-        if kind and kind[0].replace("weight", "bias") not in given:
-            found[name.replace("weight", "bias")] = weight.new_zeros(len(weight))
-    return found
-
-
-def _taken_apart(name: str, tensor: Tensor) -> Tensors:
-    """Tensors of a ViT by its rules and shapes; towers keep several of them in one."""
-    stem, _, leaf = name.rpartition(".")
-    if stem == "attn_pool.kv":
-        parts = zip("kv", tensor.chunk(2), strict=True)
-        return {f"attn_pool.{part}.{leaf}": piece for part, piece in parts}
-    if leaf.startswith("in_proj_"):
-        kinds = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
-        leaf = leaf.removeprefix("in_proj_")
-        return {f"{stem}.{part}.{leaf}": piece for part, piece in kinds}
-    if leaf in ("cls_token", "position_embeddings") and tensor.dim() in (1, 2):
-        return {name: tensor.reshape(1, -1, tensor.shape[-1])}
-    return {name: tensor}
-
-
-def without_other_parts(tensors: Tensors, layout: str) -> tuple[Tensors, list[str]]:
-    """A tower's own tensors, and the other tensors in a file of transformers or timm.
-
-    Text towers, decoders, mask tokens; and a classifier on other features than those of the model's
-    head (in CLIP the mean before the last norm, in DINOv2 also the mean of patches), or pooling
-    that is not followed by a classifier (SigLIP).
-    """
-    if layout not in ("timm", "huggingface"):
-        return tensors, []
-    names, unused = " ".join(tensors), _OTHER_PARTS
-    if "pre_layrnorm." in names or "layer_scale1." in names:
-        unused += r"|classifier\."
-    elif "classifier." in names:
-        unused += r"|(vision_model\.)?head\."
-    if layout == "timm":
-        unused = "mask_token$"
-    kept = {name: tensor for name, tensor in tensors.items() if not re.match(unused, name)}
-    return kept, sorted(set(tensors) - set(kept))
 
 
 def without_wrappers(tensors: Tensors) -> Tensors:

@@ -106,8 +106,6 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
             "fc_norm": False,
             "act_layer": options.activation,
             **({} if has_positions else {"pos_embed": "none"}),
-            **({"init_values": options.layer_scale} if options.layer_scale else {}),
-            **({"qk_norm": True} if options.qk_norm else {}),
         },
         "pretrained_cfg": {
             "num_classes": num_classes,

@@ -17,7 +17,6 @@ from vit_ray.models.vit import VisionTransformer
 from vit_ray.models.weights.aliases import (
     canonical_names,
     detect_layout,
-    without_other_parts,
     without_training_state,
     without_wrappers,
 )
@@ -45,8 +44,7 @@ class WeightFile:
     """Tensors of a file in a published layout, under its names.
 
     Attributes:
-        beside: what the file holds of the training that made it, or of another part of a model; it
-            is ignored.
+        beside: what the file holds of the training that made it; it is ignored.
         inputs: the statistics by which its inputs were normalised.
         config: of the folder that it is in.
     """
@@ -137,9 +135,8 @@ def read_weights(
     if layout == "auto":
         layout = origin.layout or detect_layout(list(tensors))
     check_layout(layout)
-    tensors, others = without_other_parts(tensors, layout)
     inputs, config = statistics_beside(Path(path)) or OURS, config_beside(Path(path))
-    return WeightFile(source, layout, tensors, origin, (*beside, *others), inputs, config)
+    return WeightFile(source, layout, tensors, origin, tuple(beside), inputs, config)
 
 
 def load_weights(
@@ -216,7 +213,7 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     is_not_square = square_grid(rows * columns) not in (None, model.grid)
     is_hub = layout == "huggingface"
     lost = {
-        f"positions={options.positions!r}": options.positions in ("sincos_2d", "rope_2d"),
+        f"positions={options.positions!r}": options.positions == "sincos_2d",
         "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
         # Other files record it.
         f"positions of {rows} x {columns} patches, whose number is that of a square": layout
@@ -224,13 +221,7 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         and is_not_square
         and len(model.positions) > 0,
         "pool='gap'": is_hub and options.pool == "gap",
-        # These are read from files of towers, whose other tensors also differ.
-        "pool='map', registers or pre_norm": options.pool == "map"
-        or options.registers > 0
-        or options.pre_norm,
-        "layer_scale": is_hub and options.layer_scale > 0,
-        f"activation={options.activation!r}": options.activation == "swiglu"
-        or (layout == "jax" and options.activation != "gelu_tanh"),
+        f"activation={options.activation!r}": layout == "jax" and options.activation != "gelu_tanh",
         f"norm_eps={options.norm_eps:g}": not is_hub and options.norm_eps != LAYER_NORM_EPS,
         # Its tanh layer, the pooler, is left out by transformers' classifier.
         "representation=true (ViTForImageClassification would give other logits without an error; "
@@ -245,21 +236,21 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
 def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
     """Tensors under our names.
 
-    Head, representation layer, class token, pooling and registers may be missing here:
-    `fit_state_dict` decides whether they are needed.
+    Head, representation layer and class token may be missing here: `fit_state_dict` decides
+    whether they are needed.
 
     Raises:
         ValueError: listing published names without a use, and missing ones.
     """
     own: Tensors = {}
     missing: list[str] = []
-    unused, may_lack = set(tensors), (*SPARE_PREFIXES, "registers.")
+    unused = set(tensors)
     for rule in rules_for(model, layout):
         absent = [name for name in rule.published if name not in tensors]
         unused.difference_update(rule.published)
         if not absent:
             own[rule.own] = rule.to_own([tensors[name] for name in rule.published])
-        elif len(absent) < len(rule.published) or not rule.own.startswith(may_lack):
+        elif len(absent) < len(rule.published) or not rule.own.startswith(SPARE_PREFIXES):
             missing += absent
     check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
     return own

@@ -35,13 +35,9 @@ HEAD_BIASES = (
     "classifier.1.bias",
 )
 
-POOL_PREFIX = "attention_pool."
 # What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper 3.2),
-# and what another kind of pooling needs.
-SPARE_PREFIXES = (
-    "head.", "representation.", "class_token.",
-    POOL_PREFIX,
-)  # fmt: skip
+# and the class token.
+SPARE_PREFIXES = ("head.", "representation.", "class_token.")
 
 # Our part, its kind, and the part in the layouts of JAX, timm and Hugging Face; the first line is
 # what @ stands for: a block or unit, by its numbers (stage1 and unit1 count from 1). A part is a
@@ -51,28 +47,13 @@ _VIT = f"""
 embedding.projection conv embedding patch_embed.proj vit.embeddings.patch_embeddings.projection
 class_token.token tensor cls cls_token vit.embeddings.cls_token
 positions.0.table tensor {JAX_POSITIONS} pos_embed vit.embeddings.position_embeddings
-registers.tokens tensor - reg_token vit.embeddings.register_tokens
-pre_norm norm - norm_pre vit.pre_layrnorm
 blocks.{{block}}.attention_norm norm @LayerNorm_0 @norm1 @layernorm_before
 blocks.{{block}}.attention.qkv qkv @{_ATTENTION}/* @attn.qkv @attention.attention.*
 blocks.{{block}}.attention.out out @{_ATTENTION}/out @attn.proj @attention.output.dense
-blocks.{{block}}.attention.query_norm norm - @attn.q_norm -
-blocks.{{block}}.attention.key_norm norm - @attn.k_norm -
-blocks.{{block}}.attention_scale.scale tensor - @ls1.gamma @layer_scale1.lambda1
 blocks.{{block}}.mlp_norm norm @LayerNorm_2 @norm2 @layernorm_after
 blocks.{{block}}.mlp.expand linear @MlpBlock_3/Dense_0 @mlp.fc1 @intermediate.dense
-blocks.{{block}}.mlp.gate linear - @mlp.fc1_g @mlp.gate_proj
 blocks.{{block}}.mlp.contract linear @MlpBlock_3/Dense_1 @mlp.fc2 @output.dense
-blocks.{{block}}.mlp_scale.scale tensor - @ls2.gamma @layer_scale2.lambda1
 norm norm Transformer/encoder_norm norm vit.layernorm
-attention_pool.probe tensor - attn_pool.latent vit.head.probe
-attention_pool.query linear - attn_pool.q vit.head.attention.query
-attention_pool.key linear - attn_pool.k vit.head.attention.key
-attention_pool.value linear - attn_pool.v vit.head.attention.value
-attention_pool.out linear - attn_pool.proj vit.head.attention.out_proj
-attention_pool.norm norm - attn_pool.norm vit.head.layernorm
-attention_pool.mlp.expand linear - attn_pool.mlp.fc1 vit.head.intermediate.dense
-attention_pool.mlp.contract linear - attn_pool.mlp.fc2 vit.head.output.dense
 representation linear pre_logits pre_logits.fc vit.pooler.dense
 head linear head head classifier
 """

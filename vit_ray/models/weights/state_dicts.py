@@ -10,7 +10,7 @@ from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
 from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.files import Origin, origin_of
-from vit_ray.models.weights.name_maps import POOL_PREFIX, SPARE_PREFIXES, Tensors, describe
+from vit_ray.models.weights.name_maps import SPARE_PREFIXES, Tensors, describe
 
 NewHead = bool | Literal["auto"]
 
@@ -64,10 +64,9 @@ def fit_state_dict(
         state_dict: names and tensors of a model of the same encoder.
         new_head: True keeps the model's new head, as fine-tuning does; False requires the state
             dict's head, after the same layers; "auto" loads it if it fits and comes after the same
-            layers. The representation layer, the class token and the pooling by attention are
-            loaded if both have them: a model built without them drops them, and the first and the
-            last stay new in a model that adds them, unless the head after them is required. Added
-            registers stay new only under True: the encoder has to learn them.
+            layers. The representation layer and the class token are loaded if both have them: a
+            model built without them drops them, and the first stays new in a model that adds it,
+            unless the head after it is required.
         resize: how positions are resampled to another grid.
         origin: what is known about the model of the state dict.
         source: name of the state dict in the report and in errors.
@@ -168,13 +167,9 @@ def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]
     """Names of the head and the layers before it that keep the model's initial values."""
     if new_head is False:
         return set()
-    layers = ("representation.weight", "class_token.token", f"{POOL_PREFIX}probe")
+    layers = ("representation.weight", "class_token.token")
     has_same_layers = all((name in wanted) == (name in state) for name in layers)
     fresh = {n for n in wanted if n.startswith("representation.") and n not in state}
-    if not any(name.startswith(POOL_PREFIX) for name in state):
-        fresh |= {name for name in wanted if name.startswith(POOL_PREFIX)}
-    if new_head is True:
-        fresh |= {n for n in wanted if n.startswith("registers.") and n not in state}
     head = state.get("head.weight")
     fits = head is not None and head.shape == wanted["head.weight"].shape
     if new_head is True or not fits or not has_same_layers:

@@ -23,3 +23,19 @@ def learning_rates(optim: Any, total_steps: int) -> list[float]:
         "vit_ray.train.optim.schedule:lr_at",
     )
     return [lr_at(step, optim, total_steps) for step in range(total_steps)]
+
+
+def dev_split(source: str, destination: str, fraction: float, seed: int) -> tuple[str, str]:
+    """Write the two data sets of a sweep's dev split; returns their addresses."""
+    split = first_of("vit_ray.data.prepare.dev_split:dev_split")
+    rest, dev = split(source, destination, fraction, seed)
+    return rest, dev
+
+
+def randaugment(layers: int, magnitude: float) -> dict[str, Any]:
+    """Keys of `data.augment`."""
+    return {
+        "randaugment": "tensorflow",
+        "randaugment_layers": layers,
+        "randaugment_magnitude": magnitude,
+    }

@@ -74,7 +74,7 @@ def _python_of(folder: Path) -> str:
     constraints = (folder / "constraints.txt").read_text()
     if not stamp.is_file() or stamp.read_text() != constraints:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
-        pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "-qq"]
         wanted = ["--constraint", "constraints.txt", "--editable", ".[dev]"]
         subprocess.run([*pip, *wanted], cwd=folder, check=True)
         stamp.write_text(constraints)

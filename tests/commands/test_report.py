@@ -1,4 +1,4 @@
-"""The report job's choice of what to report on, and how often."""
+"""The report job's choice of what to report on."""
 
 import contextlib
 import shutil
@@ -19,9 +19,7 @@ from vit_ray.commands import report as command
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.report import report, report_page
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments import write_page as page_module
-from vit_ray.experiments.write_page import page_meanwhile, page_of, write_page
-from vit_ray.report.page import Written, reload_s
+from vit_ray.experiments.write_page import page_of
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 
@@ -78,7 +76,7 @@ def test_a_page_is_made_where_the_library_of_a_bucket_refuses_to_read_or_write(
     shown = capsys.readouterr().out
     assert "not kept with the run: s3://bucket/mlflow/" in shown
     assert "Unable to locate credentials" in shown
-    assert page_of_runs(recipe).exists()
+    assert next(Path(recipe.output).rglob("report.html")).exists()
 
 
 def test_a_child_run_is_reported_by_its_name_and_after_one_without_a_parent(recipe):
@@ -103,7 +101,7 @@ def test_a_report_on_a_copied_store_changes_no_file_of_the_original(recipe, tmp_
     before = {path: path.stat().st_mtime_ns for path in original.rglob("*")}
     of_copy = recipe.with_changes(tracking={"uri": f"sqlite:///{copy}/mlflow.db"})
     assert report_page(of_copy) == 0
-    page = page_of_runs(recipe)
+    page = next(Path(recipe.output).rglob("report.html"))
     assert (
         f"page written to {page}; not kept with the run: MLflow has its files at {original}/"
         in (capsys.readouterr().out)
@@ -250,107 +248,15 @@ def test_an_experiment_without_runs_is_a_page_that_says_so_and_an_exit_code(reci
     assert "holds no runs yet" in report(recipe).page.read_text()
 
 
-def test_a_watched_page_is_written_until_no_run_goes_on(recipe, monkeypatch, capsys):
-    run_id = _run(recipe, "mine")
-    client = open_client(recipe.tracking.uri)
-    pages, waits = [], []
-
-    def wait(seconds):
-        pages.append(page_of_runs(recipe).read_text())
-        waits.append(seconds)
-        kept = [item.path for item in client.list_artifacts(run_id)]
-        assert kept == []  # sent once, when it is whole
-        if len(waits) == 2:
-            client.set_terminated(run_id)
-
-    monkeypatch.setattr(command.time, "sleep", wait)
-    assert report_page(recipe.with_changes(report={"watch_s": 7})) == 0
-    assert waits == [7.0, 7.0]
-    assert all('<meta http-equiv="refresh" content="7.0">' in page for page in pages)
-    assert 'http-equiv="refresh"' not in page_of_runs(recipe).read_text()
-    assert "1 not finished" not in capsys.readouterr().out
-    assert {item.path for item in client.list_artifacts(run_id)} == {
-        "report.html",
-        "report.csv",
-        "report-figures",
-    }
-
-
-def test_a_job_that_renews_a_watched_page_keeps_it_watched_until_its_own_end(recipe, monkeypatch):
-    run_id, begun = _run(recipe, "mine"), threading.Semaphore(0)
-    watched = recipe.with_changes(report={"watch_s": 7})
-
-    def write(*arguments):
-        begun.release()
-        return write_page(*arguments)
-
-    def renewed(by):
-        with page_meanwhile(by, run_id) as renew:
-            renew()
-            assert begun.acquire(timeout=5)
-        return reload_s(page_of_runs(recipe))
-
-    monkeypatch.setattr(page_module, "write_page", write)
-    monkeypatch.setattr(page_module, "FIRST_PAGE_S", 0.0)
-    assert renewed(recipe) is None
-    assert renewed(watched) == 7.0
-    assert renewed(recipe) == 7.0
-    record = SimpleNamespace(flush=lambda _: True, artifact=lambda *_: None)
-    assert reload_s(page_of(watched, run_id, record)) is None
-
-
-def page_of_runs(recipe):
-    return next(Path(recipe.output).rglob("report.html"))
-
-
-def _watched(recipe, monkeypatch, answers):
-    """Watch pages of which each is written or fails as told."""
-    written = {is_live: Written(Path("page.html"), [], False, is_live) for is_live in (True, False)}
-    coming = iter(answers)
-
-    def write(*_, **__):
-        answer = next(coming)
-        if isinstance(answer, Exception):
-            raise answer
-        return written[answer]
-
-    monkeypatch.setattr(command, "report", write)
-    monkeypatch.setattr(command.time, "sleep", lambda _: None)
-    return report_page(recipe.with_changes(report={"watch_s": 7}))
-
-
-def test_a_watched_page_outlives_an_mlflow_that_is_away_for_a_while(recipe, monkeypatch, capsys):
-    away = RuntimeError("away")
-    assert _watched(recipe, monkeypatch, [True, *[away] * 9, True, *[away] * 9, False]) == 0
-    assert capsys.readouterr().out.count("the page is not updated: away") == 18
-
-
-def test_a_watch_ends_where_mlflow_stays_away(recipe, monkeypatch):
-    with pytest.raises(RuntimeError, match="away"):
-        _watched(recipe, monkeypatch, [True, *[RuntimeError("away")] * 10])
-
-
-@pytest.mark.parametrize("is_watched", [True, False])
-def test_an_mlflow_that_goes_away_amid_a_page_is_told(recipe, monkeypatch, capsys, is_watched):
+def test_an_mlflow_that_goes_away_amid_a_page_is_told(recipe, monkeypatch):
     open_client(recipe.tracking.uri)
-    live, last = (Written(Path("page.html"), [], False, is_live) for is_live in (True, False))
-    away = MlflowException("the database is away")
-    answers = iter([live, away, last] if is_watched else [away])
 
     def write_page(*_):
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        raise MlflowException("the database is away")
 
     monkeypatch.setattr(command, "write_page", write_page)
-    monkeypatch.setattr(command.time, "sleep", lambda _: None)
-    if is_watched:
-        assert report_page(recipe.with_changes(report={"watch_s": 7})) == 0
-        assert "cannot be used: the database is away" in capsys.readouterr().out
-    else:
-        with pytest.raises(RuntimeError, match="cannot be used: the database is away"):
-            report(recipe)
+    with pytest.raises(RuntimeError, match="cannot be used: the database is away"):
+        report(recipe)
 
 
 def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe, monkeypatch):
@@ -368,9 +274,9 @@ def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe,
     assert page.read_text() == before
 
 
-def test_a_page_that_could_never_be_written_is_an_error_although_it_is_watched(recipe):
+def test_a_page_of_a_store_that_is_not_there_is_an_error(recipe):
     with pytest.raises(ValueError, match="no such file"):
-        report_page(recipe.with_changes(report={"watch_s": 7}))
+        report_page(recipe)
 
 
 class _AsksForLogIn(BaseHTTPRequestHandler):
@@ -388,17 +294,13 @@ class _AsksForLogIn(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize("is_watched", [True, False])
-def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(
-    recipe, monkeypatch, status, is_watched
-):
+def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(recipe, monkeypatch, status):
     monkeypatch.setattr(_AsksForLogIn, "status", status)
     server = HTTPServer(("127.0.0.1", 0), _AsksForLogIn)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         uri = f"http://127.0.0.1:{server.server_port}"
-        report_keys = {"watch_s": 7 if is_watched else None}
-        asking = recipe.with_changes(tracking={"uri": uri}, report=report_keys)
+        asking = recipe.with_changes(tracking={"uri": uri})
         with pytest.raises(RuntimeError, match=r"requires a log-in.*MLFLOW_TRACKING_USERNAME"):
             report_page(asking)
     finally:

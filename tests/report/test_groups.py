@@ -1,17 +1,14 @@
 """Means are of seeds and of nothing else: stores with known answers, checked cell by cell."""
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from tests.report.made_runs import archived, made, texts, tuned
-from tests.tracking.stored_runs import store_run
 from vit_ray.config import Recipe
 from vit_ray.config.resume_compatibility import deciding_keys
 from vit_ray.report import sweeps
 from vit_ray.report.ablations import shapes
 from vit_ray.report.figures import chart_list as figures
 from vit_ray.report.headline import best_sentences
-from vit_ray.report.page import write_report
 from vit_ray.report.paper_tables import paper_tables, table_6
 from vit_ray.report.statistics.accuracies import cost_of
 from vit_ray.report.statistics.groups import differences
@@ -531,27 +528,6 @@ def test_what_differs_is_told_with_its_values():
         "model.dropout 0.1",
     ]
     assert [*differences(groups[:1]).values()] == [""]
-
-
-def test_runs_of_other_commits_count_as_alike_where_the_reader_says_so(tmp_path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    client = MlflowClient(uri)
-    parent = store_run(client, client.create_experiment("e"), "s", tags={"vit_ray.kind": "study"})
-    experiment = client.get_run(parent).info.experiment_id
-    for seed, (commit, top1) in enumerate((("c0ffee" * 7, 0.9), ("c0ffee" * 7 + "+", 0.94))):
-        tags = {"vit_ray.kind": "study_cell", "vit_ray.git_commit": commit,
-                "vit_ray.study_label": "A", "mlflow.parentRunId": parent}  # fmt: skip
-        params = {"seed": str(seed), "model.name": "ViT-B/32"}
-        store_run(client, experiment, f"a{seed}", tags=tags, params=params,
-                  metrics={"eval/top1": top1, "study/exaflops": 1.0})  # fmt: skip
-    page = {
-        joins: write_report(uri, parent, tmp_path / f"{joins}.html", joins_commits=joins).page
-        for joins in (False, True)
-    }
-    sentence = "git commits c0ffeec0ff and c0ffeec0ff+ are treated as equal"
-    for joins, path in page.items():
-        assert (sentence in path.read_text()) == joins
-        assert (", 2 seeds)" in path.read_text()) == joins
 
 
 def test_each_figure_of_means_has_the_seeds_that_they_are_of():

@@ -1,10 +1,8 @@
 """The report command: one page of a run, or of an experiment, from MLflow alone."""
 
 import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from vit_ray.addresses import are_own_files, local_folder
 from vit_ray.config import Recipe
@@ -14,9 +12,6 @@ from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.tracking.mlflow_client import asking, redact_uri
 from vit_ray.tracking.past_runs import runs_of_name
-
-MAX_FAILURES: Final = 10
-"""Failures in a row, of a store that does not answer, after which a watch ends."""
 
 
 def report(
@@ -63,12 +58,11 @@ def report(
                     f"name={recipe.name}: experiment {experiment!r} has no run of this name; give "
                     f"the name of one of its runs{whole}"
                 )
-        written = write_page(recipe, run_id, recipe.report.watch_s)
+        written = write_page(recipe, run_id)
         if not (whole_experiment or run_id or written.is_empty):
             line = f"no run {recipe.name!r}; this page is of the whole experiment"
             written = replace(written, missing=[line, *written.missing])
-        is_kept = recipe.report.watch_s is None or not written.is_live
-        if is_kept and (keeper := keep_with or run_id):
+        if keeper := keep_with or run_id:
             files = str(client.get_run(keeper).info.artifact_uri)
             if not are_own_files(recipe.tracking.uri, files):
                 print(
@@ -89,7 +83,7 @@ def report(
 
 
 def report_page(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
-    """Write the page; with `report.watch_s`, repeatedly while a run is unfinished.
+    """Write the page.
 
     Args:
         overrides: as typed; a typed name must be that of a run, or the experiment's.
@@ -101,17 +95,7 @@ def report_page(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
         ValueError: no run has the typed name.
     """
     is_typed = any(word.startswith("name=") for word in overrides)
-    written, failures = report(recipe, needs_run=is_typed), 0
-    while recipe.report.watch_s is not None and written.is_live:
-        print(f"report: {written.page}", flush=True)
-        time.sleep(recipe.report.watch_s)
-        try:
-            written, failures = report(recipe), 0
-        except RuntimeError as error:
-            failures += 1
-            if failures == MAX_FAILURES:
-                raise
-            print(f"the page is not updated: {error}", flush=True)
+    written = report(recipe, needs_run=is_typed)
     print(f"report: {written.page}\ntable:  {written.page.with_suffix('.csv')}")
     for line in written.missing:
         print(f"missing: {line}")

@@ -475,18 +475,6 @@ class InspectConfig(Section):
     """Averaged weights of a checkpoint; unset = if it has them."""
 
 
-class ReportConfig(Section):
-    """The page of tables and figures."""
-
-    watch_s: Annotated[float, Field(ge=1.0)] | None = None
-    """Seconds between rewrites of the page while its runs are training; an open page reloads
-    itself. Unset = write it once."""
-    joins_commits: bool = False
-    """Treat runs of different git commits as equal: means, lines and laws include all of them, and
-    the page says so. For code that is known to train the same, for example because losses are
-    equal."""
-
-
 class PlanConfig(Section):
     """The cluster and the data set that `plan` and `--dry-run` assume."""
 

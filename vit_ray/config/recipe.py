@@ -23,7 +23,6 @@ from vit_ray.config.command_sections import (
     InspectConfig,
     PaperConfig,
     PlanConfig,
-    ReportConfig,
     StudyConfig,
     StudyModel,
     StudyTask,
@@ -86,7 +85,6 @@ class Recipe(Section):
     vtab: VtabConfig | None = None
     plan: PlanConfig = PlanConfig()
     cluster: ClusterConfig | None = None
-    report: ReportConfig = ReportConfig()
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()

@@ -5,7 +5,7 @@ restarted study skips finished cells and continues interrupted ones. A failed ce
 its newest checkpoint, and if it fails again is a row like the others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
 from vit_ray.experiments.sweep_state import grace_steps
 from vit_ray.experiments.training import deciding_metric
 from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
-from vit_ray.experiments.write_page import page_meanwhile, page_of
+from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
@@ -82,11 +82,7 @@ def run_study(recipe: Recipe) -> StudyResult:
     with open_parent(
         recipe, "study", resolved, total_steps, parent_id, trainings=trainings, tags=tags
     ) as parent:
-        with page_meanwhile(recipe, parent.run_id) as renew_page:
-            cells_run = StudyRun(
-                study_of(recipe), cells, resolved_runs, finished, parent, renew_page
-            )
-            results = cells_run.run()
+        results = StudyRun(study_of(recipe), cells, resolved_runs, finished, parent).run()
         parent.run.record.results(len(results), _totals(results))
         page = page_of(recipe, parent.run_id, parent.run.record)
         hint = parent.run.record.hint()
@@ -160,7 +156,6 @@ class StudyRun:
     finished: dict[str, CellResult]
     """Cells finished by an earlier start, except for missing transfers."""
     parent: OpenParent
-    renew_page: Callable[[], None] = lambda: None
     """Called when a cell has ended and others have not."""
     ended: dict[str, CellResult] = field(default_factory=dict)
 
@@ -250,8 +245,6 @@ class StudyRun:
                 metrics |= values
             result = replace(result, metrics=metrics, error="; ".join(errors), missing=())
         self._note_end(result, resolved)
-        if len(self.ended) < len(self.cells):
-            self.renew_page()
 
     def _transfer(self, cell: Cell, task: StudyTask) -> Flow[tuple[dict[str, float], str]]:
         """Accuracies on a task, or why there are none."""

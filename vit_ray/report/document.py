@@ -117,7 +117,6 @@ def render(
     origin: str = "Made from MLflow",
     opening: str = "",
     files: str = "",
-    refresh_s: float | None = None,
 ) -> str:
     """A page as HTML.
 
@@ -128,7 +127,6 @@ def render(
         origin: the source of the page.
         opening: where a reader finds more; an address at its end becomes a link.
         files: folder of its figures and tables as files, relative to the page.
-        refresh_s: seconds after which an open page reloads itself.
     """
     style = _TEMPLATES.get_template("style.css").render(light=charts.LIGHT, dark=charts.DARK)
     # Our own code and that of libraries, without any text of a run.
@@ -144,7 +142,6 @@ def render(
         origin=origin,
         opening=_with_address(opening),
         files=files,
-        refresh_s=refresh_s,
         linked=partial(_linked, places=_places(sections)),
         still=lambda chart: Markup(charts.still(chart)),
         style=Markup(style),

@@ -5,7 +5,6 @@ mailed, kept with the run, and opened years later. A CSV of its trainings is nex
 figures and tables are files in a folder.
 """
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from vit_ray.report.sweeps import sweep_charts
 from vit_ray.report.time_spent import time_section
 from vit_ray.report.training import training_sections
 
-_RELOAD = re.compile(r'<meta http-equiv="refresh" content="([^"]+)">')
 _COMPUTE = (
     "exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10^18, the convention that "
     "reproduces the paper's Table 6, whose own figure can be opened to compare the shape of the "
@@ -60,8 +58,6 @@ class Written:
     """A sentence for each gap."""
     is_empty: bool
     """There are no runs yet."""
-    is_live: bool
-    """Some run has not ended: the page will have more to show."""
 
 
 def write_report(
@@ -69,8 +65,6 @@ def write_report(
     experiment_or_parent_run_id: str,
     output_path: str | Path,
     *,
-    watch_s: float | None = None,
-    joins_commits: bool = False,
     price_per_gpu_hour: float | None = None,
 ) -> Written:
     """Write the page, the table of trainings as CSV, and the figures and tables as files.
@@ -79,15 +73,12 @@ def write_report(
         uri: MLflow tracking server or SQLite address; it is only read.
         experiment_or_parent_run_id: name of an experiment, or id of a run whose children count.
         output_path: the `.html` file; its folder is created.
-        watch_s: seconds after which the page in a browser reloads itself, while a run has not
-            ended.
-        joins_commits: treat runs of different git commits as equal; the page says so.
         price_per_gpu_hour: in any currency, for the cost of the trainings' time.
 
     Raises:
         ValueError: there is no such store, experiment or run.
     """
-    archive = Archive(uri, experiment_or_parent_run_id, joins_commits=joins_commits)
+    archive = Archive(uri, experiment_or_parent_run_id)
     page = Path(output_path).resolve()
     counted, left_out = one_run_a_cell(archive.runs)
     runs = trainings(counted)
@@ -130,7 +121,6 @@ def write_report(
     else:
         sections += [*time, papers, *ablations]
     missing = what_is_missing(archive, runs, left_out)
-    is_live = any(run.status == "RUNNING" for run in archive.runs)
     paths = {run.training_set for run in runs if run.training_set}
     # The end of a local path is how a reader knows the data.
     short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
@@ -145,11 +135,6 @@ def write_report(
             f"These results are a proxy: trained on {', '.join(sorted(short)) or 'other data'}, "
             "and not on the paper's JFT-300M, which is private."
         )
-    if joins_commits and len(archive.commits) > 1:
-        lead.append(
-            f"Trainings of the git commits {' and '.join(archive.commits)} are treated as equal, "
-            "because report.joins_commits is set."
-        )
     document.write_page(
         page,
         archive.parent.name if archive.parent else archive.experiment,
@@ -158,18 +143,9 @@ def write_report(
         missing=missing,
         origin=f"Made from MLflow experiment {archive.experiment}{whose}",
         opening=archive.opening,
-        refresh_s=watch_s if is_live else None,
     )
     document.replace_file(page.with_suffix(".csv"), table.csv().encode())
-    return Written(page, missing, not archive.runs, is_live)
-
-
-def reload_s(page: Path) -> float | None:
-    """Seconds after which a written page reloads itself; None if it does not, or does not exist."""
-    if not page.is_file():
-        return None
-    found = _RELOAD.search(page.read_text(encoding="utf-8").partition("<title>")[0])
-    return float(found[1]) if found else None
+    return Written(page, missing, not archive.runs)
 
 
 def parts_of(page: Path) -> list[tuple[Path, str]]:

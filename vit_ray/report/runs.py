@@ -115,8 +115,6 @@ class RecordedRun:
     """The training whose weights it started from, if known."""
     tuned: tuple["RecordedRun", ...] = ()
     """Trainings that started from its weights."""
-    joined_commits: str = ""
-    """Commits that are treated as equal to its own; empty: only its own."""
     parent_name: str = ""
     """Name of the run that it is a child of; empty if there is none in its experiment."""
 
@@ -296,8 +294,8 @@ class RecordedRun:
             values["evaluate.every_steps"] = flat["evaluate.every_steps"]
         if self._is_measured_on_dev:
             values[MEASURED_ON] = DEV
-        values[COMMIT] = self.joined_commits or self.commit
-        names[values[COMMIT]] = self.joined_commits or self.short_commit
+        values[COMMIT] = self.commit
+        names[values[COMMIT]] = self.short_commit
         if self.origin is not None:
             values |= {PRETRAINING + key: text for key, text in self.origin.group.items}
             names |= self.origin.group.names
@@ -353,12 +351,11 @@ class RecordedRun:
 class Archive:
     """The runs that a report is about."""
 
-    def __init__(self, uri: str, selection: str, *, joins_commits: bool = False) -> None:
+    def __init__(self, uri: str, selection: str) -> None:
         """
         Args:
             uri: tracking server or SQLite address; nothing is written to it.
             selection: experiment name, or id of a run that is taken with its children.
-            joins_commits: treat runs of different git commits as equal.
 
         Raises:
             ValueError: there is no such experiment or run.
@@ -411,10 +408,6 @@ class Archive:
             chosen = [run for run in everything if run.run_id in kept]
         self.commits = sorted({run.short_commit for run in chosen if run.kind in TRAININGS})
         """Git commits of its trainings."""
-        if joins_commits and len(self.commits) > 1:
-            joined = " and ".join(self.commits)
-            chosen = [replace(run, joined_commits=joined) for run in chosen]
-            everything = [replace(run, joined_commits=joined) for run in everything]
         names = {run.run_id: run.name for run in everything}
         chosen = [replace(run, parent_name=names.get(run.parent_id or "", "")) for run in chosen]
         self.runs = with_origins(with_tasks(chosen), everything)

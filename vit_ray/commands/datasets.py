@@ -67,7 +67,7 @@ def run_subset(recipe: Recipe) -> int:
         "subset.source and subset.destination, such as "
         "subset='{source: data/, destination: part/, fraction: 0.1}'",
     )
-    if config.where is not None or config.keys is not None:
+    if config.keys is not None:
         open_dataset(config.source)  # an error before Ray starts
         source = [("subset.source", config.source)]
         check_shared(connect(recipe), source)

@@ -126,14 +126,9 @@ class SubsetConfig(Section):
     destination: str
     """Folder of the new manifest."""
     count: Positive | None = None
-    """Number of images to take, a random sample; give one of `count`, `fraction`, `where` and
-    `keys`."""
+    """Number of images to take, a random sample; give one of `count`, `fraction` and `keys`."""
     fraction: Share | None = None
     """Share of the images to take, a random sample."""
-    where: str | None = None
-    """Take the images that match an SQLite expression, such as `caption is not null and score >
-    0.3`. Its columns are those kept by `convert.columns`, and `key`, `label` (the name of the first
-    class), `width` and `height`. Text that is a number is compared as a number."""
     keys: str | None = None
     """Take the images of a list: a text file, local or `s3://`, with one key per line."""
 

@@ -1,9 +1,7 @@
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from tests.data.converting import convert
@@ -51,7 +49,7 @@ def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) 
 
 def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> None:
     target = str(tmp_path / "part")
-    with pytest.raises(ValueError, match="give one of the four"):
+    with pytest.raises(ValueError, match="give one of the three"):
         subset(dataset.path, target)
     with pytest.raises(ValueError, match="use from 1 to 300"):
         subset(dataset.path, target, count=301)
@@ -79,88 +77,21 @@ def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> Non
     assert sum(check.decoded for check in checks) == 7
 
 
-@pytest.fixture
-def captioned(serial: None, tmp_path: Path) -> Path:
-    """24 images; every third has no caption, and scores are i / 10."""
+def test_a_part_is_chosen_by_a_list_of_keys(serial: None, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "source", num_classes=2, per_class=12)
-    files = sorted((tmp_path / "source").rglob("*.*"))
-    with (tmp_path / "source" / "list.jsonl").open("w") as sink:
-        for i, file in enumerate(files):
-            caption = None if i % 3 == 0 else f'it\'s "{i}"'
-            row = {"path": str(file), "label": file.parent.name, "score": i / 10, "note": str(i)}
-            sink.write(json.dumps(row | {"caption": caption}) + "\n")
-    convert(
-        tmp_path / "source" / "list.jsonl", tmp_path / "set",
-        columns=["caption", "score", "note"], rows_per_row_group=5, license="CC-BY-4.0",
-    )  # fmt: skip
-    return tmp_path / "set"
-
-
-def scores_of(folder: Path) -> list[float]:
-    """Of the images of a data set or of a part, as pyarrow reads its shards."""
-    manifest = open_dataset(str(folder))
-    reader, found = RowGroupReader(manifest), []
-    for group in range(manifest.num_row_groups):
-        number, file = int(manifest.row_group[group]), manifest.shard_location(group).path
-        rows = pq.ParquetFile(file).read_row_group(number, columns=["key", "score"]).to_pylist()
-        keys = reader.texts(group, "key")
-        found += [float(row["score"]) for row in rows if row["key"] in keys]
-    return sorted(found)
-
-
-WHERE = {
-    "caption is not null and score > 0.3": lambda i: i % 3 != 0 and i > 3,
-    "score > 0.95": lambda i: i > 9,
-    "note > 9": lambda i: i > 9,
-    "note in (7, '12') or caption like '%\"2\"'": lambda i: i in (2, 7, 12),
-    "label = 'class_1' and width > 0": lambda i: i >= 12,
-    "note = '5' -- the fifth": lambda i: i == 5,
-}
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_a_part_is_chosen_by_what_is_passed_through(
-    captioned: Path, tmp_path: Path, where: str
-) -> None:
-    part = subset(str(captioned), str(tmp_path / "part"), where=where)
-    expected = [i / 10 for i in range(24) if WHERE[where](i)]
-    assert scores_of(tmp_path / "part") == expected
-    assert part.num_images == len(expected)
-    again = subset(str(tmp_path / "part"), str(tmp_path / "again"), where="score <= 1.2")
-    assert scores_of(tmp_path / "again") == [score for score in expected if score <= 1.2]
-    assert (part.origin["where"], again.origin["license"]) == (where, "CC-BY-4.0")
-
-
-@pytest.mark.parametrize(
-    ("where", "why"),
-    [
-        ("scor > 1", r"no such column: scor; .*columns key, label, width, height, caption, score"),
-        ("score >", "incomplete input|syntax error"),
-        ('"scor" > 1', "no such column: scor; .*text needs single quotes"),
-        ("score > (select avg(score) from images)", "it contains a query"),
-        ("0) union select 1 where (1", "it contains a query"),
-        ("score > 99", "no image of .* matches 'score > 99'"),
-    ],
-)
-def test_an_expression_that_chooses_nothing_is_refused(
-    captioned: Path, tmp_path: Path, where: str, why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        subset(str(captioned), str(tmp_path / "part"), where=where)
-    assert not (tmp_path / "part").exists()
-
-
-def test_a_part_is_chosen_by_a_list_of_keys(captioned: Path, tmp_path: Path) -> None:
-    keys = [
-        key
-        for group in range(2)
-        for key in RowGroupReader(open_dataset(str(captioned))).texts(group, "key")
-    ]
-    (tmp_path / "keys.txt").write_text("\n".join(keys) + "\n\n")
-    part = subset(str(captioned), str(tmp_path / "part"), keys=str(tmp_path / "keys.txt"))
+    whole = str(tmp_path / "set")
+    convert(tmp_path / "source", whole, rows_per_row_group=5, license="CC-BY-4.0")
+    keys = [key for group in range(2) for key in RowGroupReader(open_dataset(whole)).keys(group)]
+    listed = tmp_path / "keys.txt"
+    listed.write_text("\n".join(keys) + "\n\n")
+    part = subset(whole, str(tmp_path / "part"), keys=str(listed))
     assert part.num_images == len(keys) == 10
+    assert part.origin["license"] == "CC-BY-4.0"
     reader = RowGroupReader(part)
-    assert {k for g in range(part.num_row_groups) for k in reader.texts(g, "key")} == set(keys)
-    (tmp_path / "keys.txt").write_text("\n".join([*keys, "no image"]))
+    assert {key for group in range(part.num_row_groups) for key in reader.keys(group)} == set(keys)
+    listed.write_text("\n".join([*keys, "no image"]))
     with pytest.raises(ValueError, match=r"1 of 11 keys are not in .* such as \['no image'\]"):
-        subset(str(captioned), str(tmp_path / "other"), keys=str(tmp_path / "keys.txt"))
+        subset(whole, str(tmp_path / "other"), keys=str(listed))
+    listed.write_text("\n")
+    with pytest.raises(ValueError, match="lists no key; give one key per line"):
+        subset(whole, str(tmp_path / "other"), keys=str(listed))

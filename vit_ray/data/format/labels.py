@@ -32,7 +32,7 @@ def all_first_labels(path: str) -> NDArray[np.int32]:
 
 def keys(manifest: Manifest) -> Iterator[list[str]]:
     """Key of every image, in the order of the rows, a file at a time; errors as `first_labels`."""
-    for groups in _by_file(manifest, lambda reader, group: reader.texts(group, "key")):
+    for groups in _by_file(manifest, RowGroupReader.keys):
         yield [key for group in groups for key in group]
 
 

@@ -366,15 +366,15 @@ class RowGroupReader:
         first[has_any] = labels.values.to_numpy()[offsets[:-1][has_any]]
         return np.delete(first, self._manifest.dropped.get(group, []))
 
-    def texts(self, group: int, name: str) -> list[Any]:
-        """A column of text, or `key`, of the images of a row group that count; reads no other.
+    def keys(self, group: int) -> list[str]:
+        """The keys of the images of a row group that count; reads no other column.
 
         Raises:
             ValueError: as `read`.
         """
         dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
-        values = self.column(group, name).to_pylist()
-        return [value for row, value in enumerate(values) if row not in dropped]
+        keys = self.column(group, "key").to_pylist()
+        return [key for row, key in enumerate(keys) if row not in dropped]
 
     def original_crc32(self, group: int) -> NDArray[np.uint32] | None:
         """The checksum that each file of a stored row group had before it was rewritten.

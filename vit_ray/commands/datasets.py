@@ -36,18 +36,12 @@ def run_verify(recipe: Recipe, *, is_large: bool = False) -> int:
         return verify_run(config.path, is_large)
     open_dataset(config.path)  # an error before Ray starts
     check_shared(connect(recipe), [("verify.path", config.path)])
-    report = verify(
-        config.path,
-        decode_fraction=config.decode_fraction,
-        compares_source=config.compare_source,
-    )
+    report = verify(config.path, decode_fraction=config.decode_fraction)
     for problem in report.problems[:_SHOWN]:
         where = f"{problem.file} {problem.key}".strip()
         print(f"{where}: {problem.what}")
     if len(report.problems) > _SHOWN:
         print(f"... and {len(report.problems) - _SHOWN} more")
-    if report.source:
-        print(f"{config.path}: {report.source}")
     print(
         f"{config.path}: {report.num_images} images in {report.num_files} files checked, "
         f"{report.num_decoded} decoded, {len(report.problems)} problems; {report.advice()}"

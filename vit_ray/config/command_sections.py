@@ -111,11 +111,7 @@ class VerifyConfig(Section):
     path: str
     """Converted data set, or the folder of a run's checkpoints; also as `s3://` prefix."""
     decode_fraction: Fraction = 0.01
-    """Share of the images to decode, and to compare with the source if they were rewritten
-    (`convert.index_jpeg`). Checksums of all images are always checked."""
-    compare_source: bool = True
-    """Compare with the source if it still exists. This lists the source, and reads the headers of
-    tar shards and each parquet or TFRecord file that holds a sampled image."""
+    """Share of the images to decode. Checksums of all images are always checked."""
 
 
 class SubsetConfig(Section):

@@ -272,7 +272,7 @@ def test_what_has_changed_in_a_source_is_listed(serial: None, tmp_path: Path) ->
         convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL)
     with pytest.raises(ValueError, match=r"are others in the source, or are gone: \S*b.tar, \S*c"):
         convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL, extend=True)
-    assert verify(str(tmp_path / "set"), compares_source=False).problems == []
+    assert verify(str(tmp_path / "set")).problems == []
 
 
 def grow_tars(source: Path) -> dict[str, str]:
@@ -311,8 +311,8 @@ def test_what_is_new_in_a_source_becomes_a_new_part(
     kept = open_dataset(str(target / "versions" / first.fingerprint))
     assert kept.fingerprint == first.fingerprint
     assert pictures_of(target / "versions" / first.fingerprint) == before
-    assert verify(str(target), compares_source=False).problems == []
-    assert verify(kept.path, compares_source=False).problems == []
+    assert verify(str(target)).problems == []
+    assert verify(kept.path).problems == []
     assert convert(str(source), str(target), **SMALL).was_done
     assert not (target / "_staging").exists()
 
@@ -416,7 +416,7 @@ def test_an_extension_that_is_killed_is_finished_by_the_same_command(
     assert dict(sorted(pictures_of(tmp_path / "set").items())) == dict(
         sorted(pictures_of(tmp_path / "undisturbed").items())
     )
-    assert verify(str(tmp_path / "set"), compares_source=False).problems == []
+    assert verify(str(tmp_path / "set")).problems == []
     held = {file.path for file in open_dataset(str(tmp_path / "set")).files}
     assert {file.name for file in (tmp_path / "set").glob("part-*")} == held
     assert not (tmp_path / "set" / "_staging").exists()
@@ -448,11 +448,11 @@ def test_an_extension_that_is_refused_leaves_the_set_as_it_was_and_can_be_mended
     for _ in range(2):
         with pytest.raises(ValueError, match="1 of 4 files of the source are not usable"):
             convert(str(source), str(target), **SMALL, extend=True)
-        assert verify(str(target), compares_source=False).problems == []
+        assert verify(str(target)).problems == []
         assert pictures_of(target) == before
     broken.write_bytes(jpeg(12, 40, 50))
     convert(str(source), str(target), **SMALL, extend=True)
-    assert verify(str(target), compares_source=False).problems == []
+    assert verify(str(target)).problems == []
     assert len(pictures_of(target)) == 16
 
 
@@ -484,7 +484,7 @@ def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_chang
     with pytest.raises(ValueError, match="its source has changed since"):
         convert(source, target, **SMALL)
     assert not (target / "_staging").exists()
-    assert verify(str(target), compares_source=False).problems == []
+    assert verify(str(target)).problems == []
 
 
 def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(

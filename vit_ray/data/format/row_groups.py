@@ -25,7 +25,6 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.lone_row_group import FooterTemplate, OtherLayoutError
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import (
-    INDEX_SCHEMA,
     SHARD_SCHEMA,
     checksum,
     has_index,
@@ -375,18 +374,6 @@ class RowGroupReader:
         dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
         keys = self.column(group, "key").to_pylist()
         return [key for row, key in enumerate(keys) if row not in dropped]
-
-    def original_crc32(self, group: int) -> NDArray[np.uint32] | None:
-        """The checksum that each file of a stored row group had before it was rewritten.
-
-        Reads no other column; None where the shard has no restart indices.
-
-        Raises:
-            ValueError: as `read`.
-        """
-        if _INDEX not in self._retried(group, lambda: self._shard_of(group).names):
-            return None
-        return np.asarray(self.column(group, INDEX_SCHEMA.names[0]))
 
     def column(self, group: int, name: str) -> pa.Array:
         """A column of all stored rows of a row group; reads no other."""

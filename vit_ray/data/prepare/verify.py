@@ -1,7 +1,4 @@
-"""Checks every byte of a data set against its manifest, and decodes a sample of the images.
-
-If the source of the data set still exists, rewritten images in the sample are compared with it.
-"""
+"""Checks every byte of a data set against its manifest, and decodes a sample of the images."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,12 +11,6 @@ from vit_ray.data.format.sidecars import problems_of_sidecars
 from vit_ray.data.images.crops import BadImageError, decode
 from vit_ray.data.jpeg_index.restart_index import index_segments
 from vit_ray.data.order.keyed_random import KeyedUniform
-from vit_ray.data.prepare.convert.compare_source import (
-    OTHER_PIXELS,
-    Rewritten,
-    checksum_of_pixels,
-    compare_with_source,
-)
 from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.storage import locate
@@ -39,18 +30,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked and what is wrong; `problems` is empty if nothing is.
-
-    `source` says how many rewritten JPEG files were found equal to their originals, `num_compared`,
-    or why none was; it is empty if none had to be compared, or none was decoded.
-    """
+    """What was checked and what is wrong; `problems` is empty if nothing is."""
 
     num_files: int
     num_images: int
     num_decoded: int
     problems: list[Problem]
-    num_compared: int = 0
-    source: str = ""
 
     def advice(self) -> str:
         """What to do, in one sentence."""
@@ -63,18 +48,11 @@ class VerifyReport:
         )
 
 
-def verify(
-    path: str,
-    *,
-    decode_fraction: float = 0.01,
-    compares_source: bool = True,
-    num_cpus: float = 1.0,
-) -> VerifyReport:
+def verify(path: str, *, decode_fraction: float = 0.01, num_cpus: float = 1.0) -> VerifyReport:
     """Check every file and every checksum of a data set, and decode a sample of the images.
 
     Args:
         decode_fraction: share of the images to decode, from 0 to 1.
-        compares_source: compare those of the sample that were rewritten with their originals.
 
     Raises:
         ValueError: the manifest itself cannot be read.
@@ -85,28 +63,21 @@ def verify(
     checks = run_tasks(check_file, used, num_cpus, manifest, decode_fraction, shown=shown)
     problems = [problem for check in checks for problem in check.problems]
     problems += [Problem(*problem) for problem in problems_of_sidecars(locate(path)).items()]
-    rewritten = [one for check in checks for one in check.rewritten] if compares_source else []
-    comparison = compare_with_source(manifest, rewritten, num_cpus)
-    for one in comparison.differing:
-        problems.append(Problem(one.file, OTHER_PIXELS, one.key, one.row_group))
     return VerifyReport(
         num_files=len(used),
         num_images=sum(check.images for check in checks),
         num_decoded=sum(check.decoded for check in checks),
         problems=sorted(problems, key=lambda p: (p.file, p.row_group, p.key)),
-        num_compared=comparison.num_equal,
-        source=comparison.source,
     )
 
 
 @dataclass
 class FileCheck:
-    """The findings for one file; `rewritten` are the images of the sample that were rewritten."""
+    """The findings for one file."""
 
     images: int = 0
     decoded: int = 0
     problems: list[Problem] = field(default_factory=list)
-    rewritten: list[Rewritten] = field(default_factory=list)
 
 
 def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> FileCheck:
@@ -139,7 +110,6 @@ def _check_group(
     number = int(manifest.row_group[group])
     try:
         encoded = reader.read(group)
-        originals = reader.original_crc32(group)
     except ValueError as error:
         found.problems.append(Problem(name, str(error), row_group=number))
         return
@@ -150,7 +120,7 @@ def _check_group(
             image = encoded.stored(row)
             if is_sampled:
                 found.decoded += 1
-                pixels = checksum_of_pixels(decode(image.content))
+                decode(image.content)
                 if image.index is not None:
                     known, index = vars(image.index), index_segments(bytes(image.content))
                     if index is None or any(
@@ -158,9 +128,6 @@ def _check_group(
                         for name, value in vars(index).items()
                     ):  # a crop would be cut from the wrong region
                         raise ValueError("its restart index is not that of its bytes")
-                if originals is not None and image.index is not None:
-                    facts = (int(originals[row]), pixels, min(image.size))
-                    found.rewritten.append(Rewritten(name, number, encoded.key(row), *facts))
         except (BadImageError, ValueError) as error:
             found.problems.append(Problem(name, str(error), encoded.key(row), number))
     found.images += len(stored)

@@ -98,12 +98,6 @@ def index_unit(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         raise
 
 
-def key_prefix(unit: SourceUnit) -> str:
-    """Common prefix of the keys of all images of a unit; empty if they may be anything."""
-    stem = _RULES[unit.format].stem
-    return f"{stem(unit.name)}/" if stem else ""
-
-
 def class_names_in_file(unit: SourceUnit) -> list[str] | None:
     """Class names declared in a file, or next to it; None if there are none."""
     return _RULES[unit.format].declared(unit)

@@ -390,7 +390,7 @@ def test_only_new_images_of_known_classes_are_an_extension(
     assert not (tmp_path / "set" / "_staging").exists()
 
 
-STEPS = ["_index_growth", "make_shards", "commit", "_write_manifest", "write_checksums",
+STEPS = ["_index_growth", "make_shards", "commit", "_write_manifest",
          "_delete_abandoned", "_delete_staging"]  # fmt: skip
 
 

@@ -28,7 +28,6 @@ REJECTED_FILE: Final = "rejected.parquet"
 DAMAGED_FILE: Final = "damaged.parquet"
 """Images of the set in whose files libjpeg sees damage; columns as in `REJECTED_FILE`."""
 REPORT_FILE: Final = "report.json"
-CHECKSUMS_FILE: Final = "SHA256SUMS"
 SOURCE_FILE: Final = "source.json"
 """Settings of the conversion, and the versions of the parts of its source."""
 

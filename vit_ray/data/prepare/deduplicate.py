@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
-from vit_ray.data.format.schema import CHECKSUMS_FILE, MANIFEST_FILE, STAGING_FOLDER
-from vit_ray.data.format.sidecars import write_checksums
+from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.images.crops import Augmentation, BadImageError, training_crop
 from vit_ray.data.images.perceptual_hash import HASH_BITS, HashIndex, is_flat, perceptual_hash
 from vit_ray.data.prepare.progress import Shown, report_done
@@ -86,7 +85,7 @@ class DeduplicateReport:
 
 def refuse_taken(destination: str) -> None:
     """Raise a ValueError if the destination already holds a data set or a list of duplicates."""
-    refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE, CHECKSUMS_FILE)
+    refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE)
 
 
 Found = tuple[int, int, Duplicate]
@@ -172,9 +171,7 @@ def leave_out(
     sink = pa.BufferOutputStream()
     duplicates = [duplicate for *_, duplicate in found]
     pq.write_table(pa.Table.from_pylist(list(map(vars, duplicates)), schema=_LIST_SCHEMA), sink)
-    content = sink.getvalue().to_pybytes()
-    write_checksums(locate(destination), {DUPLICATES_FILE: content})
-    locate(destination).child(DUPLICATES_FILE).write(content)
+    locate(destination).child(DUPLICATES_FILE).write(sink.getvalue().to_pybytes())
     derive(whole, left_out, destination, {"deduplicated": whole.fingerprint, **origin})
     exact = sum(duplicate.is_exact for duplicate in duplicates)
     near = len(duplicates) - exact

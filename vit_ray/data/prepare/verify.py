@@ -7,13 +7,11 @@ import numpy as np
 
 from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.format.sidecars import problems_of_sidecars
 from vit_ray.data.images.crops import BadImageError, decode
 from vit_ray.data.jpeg_index.restart_index import index_segments
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.storage import locate
 
 _SAMPLE: Final = 6
 
@@ -62,7 +60,6 @@ def verify(path: str, *, decode_fraction: float = 0.01, num_cpus: float = 1.0) -
     shown = Shown(f"verifying {path}", manifest.num_images, "problems")
     checks = run_tasks(check_file, used, num_cpus, manifest, decode_fraction, shown=shown)
     problems = [problem for check in checks for problem in check.problems]
-    problems += [Problem(*problem) for problem in problems_of_sidecars(locate(path)).items()]
     return VerifyReport(
         num_files=len(used),
         num_images=sum(check.images for check in checks),

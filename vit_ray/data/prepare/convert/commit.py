@@ -28,7 +28,6 @@ from vit_ray.data.format.schema import (
     VERSIONS_FOLDER,
 )
 from vit_ray.data.format.shard_files import ImageFile, ShardFile
-from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
 from vit_ray.data.prepare.convert.destination import LISTS, OUTPUT
 from vit_ray.data.prepare.convert.make_shards import ShardResult
@@ -184,7 +183,6 @@ def commit(
     if len(report.jpeg_writers) > 1 or "none" in report.jpeg_writers:
         _LOG.warning(_UNLIKE_WRITERS, ", ".join(report.jpeg_writers))
     content = json.dumps(asdict(report), indent=1).encode()
-    write_checksums(folder, {n: folder.child(n).read() for n in LISTS} | {REPORT_FILE: content})
     folder.child(REPORT_FILE).write(content)
     record = read_record(staging)
     assert record is not None

@@ -8,7 +8,6 @@ from pyarrow import fs
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import (
-    CHECKSUMS_FILE,
     DAMAGED_FILE,
     MANIFEST_FILE,
     REJECTED_FILE,
@@ -24,8 +23,8 @@ from vit_ray.storage import HALF_WRITTEN, Location, locate
 
 PLAN: Final = "plan.json"
 LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
-_SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
-OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
+_OTHERS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, SOURCE_FILE)
+OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _OTHERS))
 """Names that a conversion gives to files."""
 STAGED: Final = re.compile(
     r"(settings|plan|source|rejected|damaged|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"

@@ -1,10 +1,8 @@
 """Row groups of a data set as encoded images, every byte of them checked against the manifest.
 
 A row group is read in one piece, from the end of the one before it to its own, and compared with
-its checksum; the footer likewise when a file is opened. Of a data set of many files most footers
-are never read: where the manifest lists all row groups of a file up to one, it says where that
-lies, and `lone_row_group` reads it. Where a row group differs, each image is compared with its own
-checksum, so that one damaged image costs no other.
+its checksum; the footer likewise when a file is opened. Where a row group differs, each image is
+compared with its own checksum, so that one damaged image costs no other.
 """
 
 import io
@@ -20,9 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray import s3
 from vit_ray.data.format.local_cache import LocalCache
-from vit_ray.data.format.lone_row_group import FooterTemplate, OtherLayoutError
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import (
     SHARD_SCHEMA,
@@ -318,8 +314,6 @@ class RowGroupReader:
 
         self._shard = lru_cache(_OPEN_FILES)(opened)
         self._images = lru_cache(_OPEN_FILES)(_ImagesInPlace)
-        self._template: tuple[FooterTemplate, list[str]] | None = None
-        self._reads_alone = len(manifest.files) > _OPEN_FILES
 
     def check_footer(self, group: int) -> None:
         """Open the shard of a row group.
@@ -391,29 +385,23 @@ class RowGroupReader:
         index = int(manifest.file_index[group])
         file = manifest.files[index]
         elsewhere = file.images
-        content, columns, name = None, None, ""
+        content, name = None, ""
         if self._cache is not None:
             name = f"{manifest.shards_digest}-{index}-{number}"
             content = self._cache.read(name, expected, file.bytes)
         is_kept, is_whole = content is not None, True
-        # Where images are elsewhere, the manifest's bytes are theirs, and not those of the shard.
-        if self._reads_alone and elsewhere is None:
-            if content is None:
-                content = self._content_alone(group)
-            columns = None if content is None else self._columns_alone(group, content)
-        if columns is None:
-            shard = self._shard(index)
-            if content is None:
+        shard = self._shard(index)
+        if content is None:
+            content = shard.content(number)
+            is_whole = checksum(content) == expected
+            if not is_whole:  # once more: it may have been changed on its way
                 content = shard.content(number)
                 is_whole = checksum(content) == expected
-                if not is_whole:  # once more: it may have been changed on its way
-                    content = shard.content(number)
-                    is_whole = checksum(content) == expected
-            if is_whole:
-                columns = shard.columns(number, shard.names, content)
-            else:
-                columns = shard.columns(number, shard.names[1:], content)
-                columns |= shard.columns(number, ["image"], content)
+        if is_whole:
+            columns = shard.columns(number, shard.names, content)
+        else:
+            columns = shard.columns(number, shard.names[1:], content)
+            columns |= shard.columns(number, ["image"], content)
         if is_whole and not is_kept and self._cache is not None:
             self._cache.write(name, content)
         if elsewhere is not None:
@@ -433,43 +421,6 @@ class RowGroupReader:
                     f"row group {number} differs from its checksum by more than the bytes of images"
                 )
         return rows
-
-    def _content_alone(self, group: int) -> pa.Buffer | None:
-        """The bytes of a row group without a footer; None where they are not found like this."""
-        manifest, number = self._manifest, int(self._manifest.row_group[group])
-        index, first = int(manifest.file_index[group]), group - number
-        if first < 0 or manifest.file_index[first] != index or manifest.row_group[first] != 0:
-            return None  # a subset, which lacks row groups before this one
-        # The first has the magic.
-        start = int(manifest.bytes[first:group].sum()) + len(_MAGIC) * (number > 0)
-        count = int(manifest.bytes[group]) + len(_MAGIC) * (number == 0)
-        location = manifest.file_location(index)
-        if location.is_local:
-            with location.filesystem.open_input_file(location.path) as source:
-                source.seek(start)
-                content = source.read_buffer(count)
-        else:  # by one request: pyarrow (25) asks for the size of each file that it opens
-            try:
-                content = pa.py_buffer(s3.read(location.path, start, count))
-            except OSError as error:
-                if is_transient(error):
-                    raise
-                return None  # opened as a file, it says what it is
-        return content if checksum(content) == manifest.crc32[group] else None
-
-    def _columns_alone(self, group: int, content: pa.Buffer) -> dict[str, pa.Array] | None:
-        """Columns of the bytes of a row group by the footer of another file, if it is alike."""
-        if self._template is None:
-            shard = self._shard_of(group)
-            self._template = FooterTemplate(shard.footer), shard.names
-        template, names = self._template
-        rows = self._manifest.rows[group] + len(self._manifest.dropped.get(group, ()))
-        try:
-            metadata = template.metadata_of(content, int(rows))
-        except OtherLayoutError:
-            self._reads_alone = False  # or each row group would be tried twice
-            return None
-        return _columns_of(pq.ParquetFile(pa.BufferReader(content), metadata=metadata), 0, names)
 
     def _check_count(self, group: int, found: int) -> None:
         expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))

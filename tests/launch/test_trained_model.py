@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import ViTForImageClassification, ViTImageProcessor
 
 import vit_ray
 from tests.data.pictures import jpeg
-from tests.data.small_sets import SHARD, write_encoded, write_set
+from tests.data.small_sets import SHARD, write_encoded
 from tests.models.small import TINY_VIT, small_model
 from tests.train.engine_runs import build_engine
 from tests.train.ranks import run_ranks
@@ -27,7 +26,6 @@ from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.commands.trained.export import export
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.schema import MANIFEST_FILE, VERSIONS_FOLDER
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.samples import rows_per_group
@@ -233,20 +231,6 @@ def test_classes_of_another_data_set_are_not_believed(
         position = open_weights(run).position
         assert class_names(run, position, None, 5) == names
     assert [record.getMessage().count("classes are numbers") for record in caplog.records] == [1]
-
-
-def test_classes_are_those_of_the_set_before_it_was_extended(tmp_path: Path) -> None:
-    write_images(tmp_path / "data")
-    before = open_dataset(str(tmp_path / "data"))
-    kept = tmp_path / "data" / VERSIONS_FOLDER / before.fingerprint
-    kept.mkdir(parents=True)
-    manifest = tmp_path / "data" / MANIFEST_FILE
-    manifest.rename(kept / MANIFEST_FILE)
-    write_set(tmp_path / "newer", [("a", [0]), ("b", [1])], list("abcde"))
-    shutil.copy(tmp_path / "newer" / MANIFEST_FILE, manifest)
-    facts = {"recipe": {"data": {"train": before.path}}, "data_fingerprint": before.fingerprint}
-    run = write_run(tmp_path / "run", small_model("ViT"), facts=facts)
-    assert class_names(run, open_weights(run).position, None, 5) == tuple(CLASSES)
 
 
 def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path: Path) -> None:

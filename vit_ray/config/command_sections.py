@@ -63,10 +63,6 @@ class ConvertConfig(Section):
     """Field of the source with the image: a column of parquet, a suffix of a tar's files, a feature
     of TFRecord, or the field of CSV or JSON with its path; unset = the only field with a usual name
     for images, such as `image` or `path`."""
-    extend: bool = False
-    """Add new images of the source to an existing data set, in new shards: existing images keep
-    their bytes and numbers, and the previous manifest stays in `versions/FINGERPRINT`, which can be
-    given as `data.train`. With `false`, a source that has changed is an error."""
     keep_damaged_archives: bool = False
     """Keep the images before the damage in a truncated or broken tar, instead of rejecting the
     tar."""
@@ -95,11 +91,10 @@ class ConvertConfig(Section):
     """CPUs that one conversion task reserves."""
 
     def problems(self) -> dict[str, object]:
-        wrong = [key for key in ("shrink_to", "apply_orientation", "extend") if getattr(self, key)]
+        wrong = [key for key in ("shrink_to", "apply_orientation") if getattr(self, key)]
         return {
             f"in_place=true with {' and '.join(wrong)}: images that are not copied cannot be "
-            f"changed, and their set cannot be extended; leave out {' and '.join(wrong)}, or "
-            "in_place": (self.in_place and wrong),
+            f"changed; leave out {' and '.join(wrong)}, or in_place": (self.in_place and wrong),
         }
 
 

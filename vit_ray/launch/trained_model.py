@@ -27,8 +27,6 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.schema import VERSIONS_FOLDER
 from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import (
     BadImageError,
@@ -255,7 +253,7 @@ def class_names(
     others = []
     for train in (recorded, given):
         try:
-            data = _training_set(train, position.data_fingerprint if position else "")
+            data = open_dataset(train) if train else None
         except (ValueError, OSError):
             continue
         if data is None:
@@ -272,24 +270,6 @@ def class_names(
             others[0],
         )
     return names
-
-
-def _training_set(train: str | None, fingerprint: str) -> Manifest | None:
-    """The data of `data.train`, from a recipe or as a checkpoint records it.
-
-    Args:
-        fingerprint: if the set was extended since, its version with this fingerprint is used.
-
-    Raises:
-        ValueError, OSError: it does not exist, or is incomplete.
-    """
-    if not train:
-        return None
-    data = open_dataset(train)
-    if fingerprint not in ("", data.fingerprint):
-        before = locate(train).child(VERSIONS_FOLDER).child(fingerprint)
-        return open_dataset(before.uri) if before.exists() else data
-    return data
 
 
 def _several(images: Images) -> Iterable[AnImage]:

@@ -1,9 +1,8 @@
-"""A conversion that is run again: done, interrupted, or of a source that has changed or grown."""
+"""A conversion that is run again: done, interrupted, or of a source that has changed."""
 
 import contextlib
 import csv
 import io
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,7 +225,7 @@ def test_what_is_done_is_not_done_again(
     assert not first.was_done
     made = {file: file.stat().st_mtime_ns for file in (tmp_path / "set").iterdir()}
     os.utime(tmp_path / "list.csv")  # touched, and not changed
-    again = convert("list.csv", "set", **SMALL, extend=True)
+    again = convert("list.csv", "set", **SMALL)
     assert again.was_done
     assert (again.fingerprint, again.num_images) == (first.fingerprint, 20)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "set").iterdir()} == made
@@ -265,161 +264,10 @@ def test_what_has_changed_in_a_source_is_listed(serial: None, tmp_path: Path) ->
     write_tar(tmp_path / "tars" / "d.tar", [1, 2])
     write_tar(tmp_path / "tars" / "b.tar", [5, 4, 3, 2, 1, 0])
     (tmp_path / "tars" / "c.tar").unlink()
-    why = (
-        r"source has changed since: \S*d.tar new, \S*b.tar changed, \S*c.tar gone; set convert.ext"
-    )
+    why = r"source has changed since: \S*d.tar new, \S*b.tar changed, \S*c.tar gone; choose another"
     with pytest.raises(ValueError, match=why):
         convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL)
-    with pytest.raises(ValueError, match=r"are others in the source, or are gone: \S*b.tar, \S*c"):
-        convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL, extend=True)
     assert verify(str(tmp_path / "set")).problems == []
-
-
-def grow_tars(source: Path) -> dict[str, str]:
-    return write_tar(source / "b.tar", list(range(20, 30)))
-
-
-def begin_tars(source: Path) -> None:
-    write_tar(source / "a.tar", list(range(20)))
-
-
-GROWTHS = {
-    "source": (begin_files, grow_files),
-    "list.csv": (begin_list, grow_list),
-    "tars": (begin_tars, grow_tars),
-}
-
-
-@pytest.mark.parametrize("name", GROWTHS)
-def test_what_is_new_in_a_source_becomes_a_new_part(
-    serial: None, tmp_path: Path, name: str
-) -> None:
-    source, target = tmp_path / name, tmp_path / "set"
-    begin, grow = GROWTHS[name]
-    begin(source)
-    first = convert(str(source), str(target), **SMALL)
-    before = pictures_of(target)
-    shards = {file.name: file.read_bytes() for file in target.glob("part-*")}
-    expected = labels_of(target) | grow(source)
-    second = convert(str(source), str(target), **SMALL, extend=True)
-    assert (second.num_images, second.num_shards) == (30, len(list(target.glob("part-*"))))
-    assert second.fingerprint == open_dataset(str(target)).fingerprint != first.fingerprint
-    assert second.label_histogram == {"cat": 15, "dog": 15}
-    assert labels_of(target) == expected
-    assert list(pictures_of(target).items())[:20] == list(before.items())
-    assert {name: (target / name).read_bytes() for name in shards} == shards
-    kept = open_dataset(str(target / "versions" / first.fingerprint))
-    assert kept.fingerprint == first.fingerprint
-    assert pictures_of(target / "versions" / first.fingerprint) == before
-    assert verify(str(target)).problems == []
-    assert verify(kept.path).problems == []
-    assert convert(str(source), str(target), **SMALL).was_done
-    assert not (target / "_staging").exists()
-
-
-def test_a_set_may_be_extended_again_and_lists_what_was_rejected(
-    serial: None, tmp_path: Path
-) -> None:
-    source, target = tmp_path / "source", tmp_path / "set"
-    options: dict[str, Any] = {**SMALL, "max_rejected_fraction": 0.2}
-    for count in (10, 20, 30):
-        write_files(source, range(count))
-        (source / "cat" / f"bad{count}.jpg").write_bytes(b"broken")
-        report = convert(str(source), str(target), **options, extend=True)
-    assert (report.num_images, report.num_rejected) == (30, 3)
-    bad = {f"cat/bad{count}.jpg" for count in (10, 20, 30)}
-    assert set(report.rejected) == bad
-    assert {row["key"] for row in pq.read_table(target / "rejected.parquet").to_pylist()} == bad
-    assert len(list((target / "versions").iterdir())) == 2
-    assert convert(str(source), str(target), **options).was_done
-
-
-def test_the_largest_image_is_that_of_all_parts(serial: None, tmp_path: Path) -> None:
-    source, target, found = tmp_path / "source", tmp_path / "set", []
-    for count, large in ((8, (60, 70)), (16, (50, 55)), (24, (90, 70))):
-        write_files(source, range(count))
-        for place in ("a", "z"):  # whatever the order, one of its kind is not the last of a shard
-            (source / "cat" / f"{place}{count}.jpg").write_bytes(jpeg(count, *large))
-        convert(source, target, rows_per_row_group=40, extend=True)
-        found.append(open_dataset(str(target)).largest_pixels)
-    assert found == [60 * 70, 60 * 70, 90 * 70]
-
-
-def test_a_list_that_grows_by_a_row_that_it_has_is_extended_without_that_row(
-    serial: None, tmp_path: Path
-) -> None:
-    """Rejected rows, too: a file that was missing, and a line that is no JSON."""
-    rows = [{"path": f"{key}", "label": label}
-            for key, label in write_files(tmp_path, range(12)).items()]  # fmt: skip
-    lines = [*map(json.dumps, rows), json.dumps({"path": "missing.jpg", "label": "cat"}), "no JSON"]
-    source, options = tmp_path / "list.jsonl", {**SMALL, "max_rejected_fraction": 0.9}
-    source.write_text("\n".join(lines))
-    convert(source, tmp_path / "set", **options)
-    assert convert(source, tmp_path / "set", **options).was_done
-    write_files(tmp_path, range(14))
-    new = {"path": "dog/013.jpg", "label": "dog"}
-    source.write_text("\n".join([*lines, lines[12], lines[3], json.dumps(new)]))
-    report = convert(source, tmp_path / "set", **options, extend=True)
-    assert (report.num_images, report.num_rejected) == (13, 4)
-    again = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()[2:]
-    assert [row["key"] for row in again] == ["missing.jpg", "dog/003.jpg"]
-    assert all("an earlier row of the source has the same key" in row["reason"] for row in again)
-    assert convert(source, tmp_path / "set", **options).was_done
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda rows: rows | {"cat/004.jpg": "dog"}, "are others in the source"),
-        (lambda rows: {k: v for k, v in rows.items() if k != "cat/004.jpg"}, "or are gone"),
-        (lambda rows: rows | {"new.jpg": "mouse"}, r"labels \['mouse'\] are none of the 2 classes"),
-    ],
-)
-def test_only_new_images_of_known_classes_are_an_extension(
-    serial: None, tmp_path: Path, change: Any, why: str
-) -> None:
-    rows = write_files(tmp_path, range(20))
-    write_list(tmp_path / "list.csv", rows)
-    first = convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **SMALL)
-    write_list(tmp_path / "list.csv", change(rows) | {"dog/021.jpg": "dog"})
-    with pytest.raises(ValueError, match=why):
-        convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **SMALL, extend=True)
-    assert open_dataset(str(tmp_path / "set")).fingerprint == first.fingerprint
-    write_list(tmp_path / "list.csv", rows)
-    assert convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **SMALL).was_done
-    assert not (tmp_path / "set" / "_staging").exists()
-
-
-STEPS = ["_index_growth", "make_shards", "commit", "_write_manifest",
-         "_delete_abandoned", "_delete_staging"]  # fmt: skip
-
-
-@pytest.mark.slow(after=11)
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_an_extension_that_is_killed_is_finished_by_the_same_command(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, is_changed: bool
-) -> None:
-    """Or by a later one, whose source has grown once more."""
-    source = tmp_path / "source"
-    for target in ("set", "undisturbed"):
-        begin_files(source)
-        convert(str(source), str(tmp_path / target), **SMALL)
-    write_files(source, range(28))
-    with stopped_at(monkeypatch, step):
-        convert(str(source), str(tmp_path / "set"), **SMALL, extend=True)
-    if is_changed:
-        grow_files(source)
-    for _ in range(2):  # the first may finish what had been committed
-        convert(str(source), str(tmp_path / "set"), **SMALL, extend=True)
-    convert(str(source), str(tmp_path / "undisturbed"), **SMALL, extend=True)
-    assert dict(sorted(pictures_of(tmp_path / "set").items())) == dict(
-        sorted(pictures_of(tmp_path / "undisturbed").items())
-    )
-    assert verify(str(tmp_path / "set")).problems == []
-    held = {file.path for file in open_dataset(str(tmp_path / "set")).files}
-    assert {file.name for file in (tmp_path / "set").glob("part-*")} == held
-    assert not (tmp_path / "set" / "_staging").exists()
 
 
 def test_a_record_of_another_set_is_refused(serial: None, tmp_path: Path) -> None:
@@ -433,44 +281,6 @@ def test_a_record_of_another_set_is_refused(serial: None, tmp_path: Path) -> Non
     record.unlink()
     with pytest.raises(ValueError, match=r"already holds a data set, without source.json"):
         convert(str(tmp_path / "one"), str(tmp_path / "set one"), **SMALL)
-
-
-def test_an_extension_that_is_refused_leaves_the_set_as_it_was_and_can_be_mended(
-    serial: None, tmp_path: Path
-) -> None:
-    source, target = tmp_path / "images", tmp_path / "set"
-    write_files(source, range(12))
-    convert(str(source), str(target), **SMALL)
-    before = pictures_of(target)
-    write_files(source, range(16))
-    broken = source / "cat" / "012.jpg"
-    broken.write_bytes(b"no image")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="1 of 4 files of the source are not usable"):
-            convert(str(source), str(target), **SMALL, extend=True)
-        assert verify(str(target)).problems == []
-        assert pictures_of(target) == before
-    broken.write_bytes(jpeg(12, 40, 50))
-    convert(str(source), str(target), **SMALL, extend=True)
-    assert verify(str(target)).problems == []
-    assert len(pictures_of(target)) == 16
-
-
-def test_an_extension_that_is_given_up_leaves_no_shards(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = tmp_path / "source", tmp_path / "set"
-    begin_files(source)
-    convert(source, target, **SMALL)
-    files = {file.name for file in target.iterdir()}
-    write_files(source, range(28))
-    with stopped_at(monkeypatch, "commit"):
-        convert(source, target, **SMALL, extend=True)
-    assert len(list(target.glob("part-*"))) > len([name for name in files if "part" in name])
-    for i in range(20, 28):
-        next(source.glob(f"*/{i:03d}.jpg")).unlink()
-    assert convert(source, target, **SMALL).was_done
-    assert {file.name for file in target.iterdir()} == files | {"versions"}
 
 
 def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_changed(

@@ -212,7 +212,7 @@ def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: P
         in_place(folder.parent, tmp_path / "set")
     with pytest.raises(ValueError, match=r"is in the folder of the files, .*choose another folder"):
         in_place(source, source / "set")
-    for key in ("shrink_to", "apply_orientation", "extend"):
+    for key in ("shrink_to", "apply_orientation"):
         with pytest.raises(ValueError, match=f"in_place=true with {key}: images that are"):
             in_place(source, tmp_path / "set", **{key: 64 if key == "shrink_to" else True})
     assert not (source / "set").exists()

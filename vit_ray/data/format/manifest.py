@@ -80,26 +80,6 @@ class RowGroupColumns:
         return self.chosen(kept, self.rows[kept], dropped)
 
 
-def one_after_another(
-    parts: Sequence[RowGroupColumns], num_files: Sequence[int]
-) -> RowGroupColumns:
-    """The row groups of all parts; each part has its own files."""
-    first_files = np.cumsum([0, *num_files]).tolist()
-    first_groups = np.cumsum([0, *(len(part.rows) for part in parts)]).tolist()
-    return RowGroupColumns(
-        np.concatenate([p.file_index + n for p, n in zip(parts, first_files, strict=False)]),
-        np.concatenate([part.row_group for part in parts]),
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.bytes for part in parts]),
-        {
-            first + group: rows
-            for first, part in zip(first_groups, parts, strict=False)
-            for group, rows in part.dropped.items()
-        },
-        np.concatenate([part.crc32 for part in parts]),
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Manifest(RowGroupColumns):
     """What a data set holds.
@@ -257,14 +237,6 @@ def _columns(table: pa.Table) -> RowGroupColumns:
         int(i): np.asarray(lists[int(i)].as_py(), np.int32) for i in np.flatnonzero(is_present)
     }
     return RowGroupColumns(**{n: c.to_numpy() for n, c in columns.items()}, dropped=dropped)
-
-
-def keep_manifest(folder: Location, destination: Location) -> None:
-    """Write the manifest of a folder to another one, of the same shards and fingerprint."""
-    file = pq.ParquetFile(pa.BufferReader(folder.child(MANIFEST_FILE).read()))
-    header = json.loads(file.metadata.metadata[_METADATA_KEY])
-    header["root"] = header["root"] or folder.uri
-    destination.child(MANIFEST_FILE).write(_encoded(header, _columns(file.read())))
 
 
 def write_manifest(

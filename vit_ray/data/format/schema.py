@@ -31,8 +31,6 @@ REPORT_FILE: Final = "report.json"
 SOURCE_FILE: Final = "source.json"
 """Settings of the conversion, and the versions of the parts of its source."""
 
-VERSIONS_FOLDER: Final = "versions"
-"""Holds a folder for each earlier manifest of a set that was extended, by its fingerprint."""
 
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""

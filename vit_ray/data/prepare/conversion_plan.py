@@ -14,15 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.manifest import Manifest, keep_manifest, open_dataset
-from vit_ray.data.format.schema import (
-    MANIFEST_FILE,
-    REPORT_FILE,
-    SOURCE_FILE,
-    STAGING_FOLDER,
-    VERSIONS_FOLDER,
-    shard_name,
-)
+from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER, shard_name
 from vit_ray.data.prepare.convert.destination import LISTS, PLAN
 from vit_ray.data.prepare.convert.shard_images import written_bytes
 from vit_ray.data.prepare.convert.shard_lists import ShardRows, shuffled_rows, write_shard_lists
@@ -30,7 +22,6 @@ from vit_ray.data.prepare.convert.source_record import (
     SourceRecord,
     changed_settings,
     changes_since,
-    index_of_growth,
     read_record,
     text_of_changes,
 )
@@ -51,7 +42,7 @@ RESULT: Final = "shard-{:06d}.json"
 STAGING_VERSION: Final = 6
 """Version of what the staging folder holds; raised when a restart could not read it."""
 _DO_NOT_DECIDE: Final = {
-    "destination", "extend", "keep_damaged_archives", "max_rejected_fraction", "cpus_per_task",
+    "destination", "keep_damaged_archives", "max_rejected_fraction", "cpus_per_task",
 }  # fmt: skip
 """Keys of `convert` that may change between a conversion and its restart."""
 
@@ -70,8 +61,6 @@ class Plan:
 
     Attributes:
         settings: from `settings_of`.
-        extends: fingerprint of the data set that the shards are added to; empty for none.
-        first_shard: number of the first file, after those of that set.
         fields: as `SourceIndex.fields`.
     """
 
@@ -81,13 +70,11 @@ class Plan:
     are_indices: bool
     num_images: int
     num_shards: int
-    extends: str = ""
-    first_shard: int = 0
     version: int = STAGING_VERSION
     fields: dict[str, list[str]] = field(default_factory=dict)
 
     def name_of(self, shard: int) -> str:
-        return shard_name(self.first_shard + shard, self.first_shard + self.num_shards)
+        return shard_name(shard, self.num_shards)
 
     @property
     def shards(self) -> ShardRows:
@@ -100,18 +87,14 @@ class Plan:
         return {name: label for label, name in enumerate(names)}
 
 
-def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan | None:
+def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan:
     """The plan of an interrupted conversion, or a new one.
-
-    Returns:
-        None if a source that has changed has no new image.
 
     Raises:
         ValueError: the interrupted conversion has other settings, for example from another
             conversion that took the folder over; or the source cannot be indexed.
     """
     staging, settings = folder.child(STAGING_FOLDER), settings_of(config, seed)
-    before = open_dataset(folder.uri) if folder.child(MANIFEST_FILE).exists() else None
     if staging.child(PLAN).exists():
         fields = read_facts(staging.child(PLAN))
         now = {**settings, "version": STAGING_VERSION}
@@ -123,7 +106,7 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
                 "it, or delete the folder"
             )
         plan = Plan(**fields)
-        if before is not None and before.fingerprint != plan.extends:
+        if folder.child(MANIFEST_FILE).exists():
             return plan  # committed, except for the files next to the manifest
         planned = read_record(staging)
         changes = planned and changes_since(planned, units_of(config), config.cpus_per_task)
@@ -136,19 +119,14 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
         for shard in range(plan.num_shards):
             staging.child(RESULT.format(shard)).delete()
             folder.child(plan.name_of(shard)).delete()
-        if before is None:  # otherwise they belong to the set that is there
-            for name in LISTS:  # of a refusal; without a plan they could be someone else's
-                folder.child(name).delete()
+        for name in LISTS:  # of a refusal; without a plan they could be someone else's
+            folder.child(name).delete()
         staging.child(PLAN).delete()
     with tempfile.TemporaryDirectory() as scratch:
         if config.in_place:
             index = index_in_place(config)
-        elif before is None:
-            index = build_index(config, staging, Path(scratch))
-        elif (found := _index_growth(config, before, folder, Path(scratch))) is not None:
-            index = found
         else:
-            return None
+            index = build_index(config, staging, Path(scratch))
         plan = Plan(
             settings,
             index.digest,
@@ -156,8 +134,6 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
             index.are_indices,
             index.num_images,
             len(index.rows) if config.in_place else _num_shards(config, seed, index),
-            "" if before is None else before.fingerprint,
-            0 if before is None else 1 + max(int(f.path.split("-")[1]) for f in before.files),
             fields=index.fields,
         )
         if not config.in_place:
@@ -168,20 +144,6 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
     SourceRecord("", settings, index.are_indices, index.units).write(staging)
     write_facts(staging.child(PLAN), asdict(plan))
     return plan
-
-
-def _index_growth(
-    config: ConvertConfig, before: Manifest, folder: Location, scratch: Path
-) -> SourceIndex | None:
-    """The images that a data set lacks; the set is kept unchanged in its own folder."""
-    record = read_record(folder)
-    assert record is not None
-    kept = folder.child(VERSIONS_FOLDER).child(before.fingerprint)
-    if not kept.child(MANIFEST_FILE).exists():
-        for name in (*LISTS, REPORT_FILE, SOURCE_FILE):
-            kept.child(name).write(folder.child(name).read())
-        keep_manifest(folder, kept)
-    return index_of_growth(record, before, config, folder.child(STAGING_FOLDER), scratch)
 
 
 def _num_shards(config: ConvertConfig, seed: int, index: SourceIndex) -> int:

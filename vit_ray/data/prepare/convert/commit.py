@@ -14,8 +14,6 @@ import pyarrow as pa
 from vit_ray.data.format.manifest import (
     ABOUT,
     RowGroupColumns,
-    one_after_another,
-    open_dataset,
     write_manifest,
 )
 from vit_ray.data.format.row_groups import problem_of_shard
@@ -25,17 +23,15 @@ from vit_ray.data.format.schema import (
     REJECTED_SCHEMA,
     REPORT_FILE,
     STAGING_FOLDER,
-    VERSIONS_FOLDER,
 )
 from vit_ray.data.format.shard_files import ImageFile, ShardFile
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
-from vit_ray.data.prepare.convert.destination import LISTS, OUTPUT
+from vit_ray.data.prepare.convert.destination import OUTPUT
 from vit_ray.data.prepare.convert.make_shards import ShardResult
 from vit_ray.data.prepare.convert.source_record import read_record
 from vit_ray.data.prepare.convert.staged_files import (
     parquet_output,
     read_many_facts,
-    read_row_groups,
 )
 from vit_ray.lock import check_lock
 from vit_ray.storage import HALF_WRITTEN, Location
@@ -83,18 +79,6 @@ class ConvertReport:
     fields: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def added_to(self, before: "ConvertReport") -> "ConvertReport":
-        """The report of a data set with what was added to it."""
-        sums = ("num_images", "num_shards", "num_rejected", "num_damaged", "num_indexed", "bytes")
-        histogram = {k: n + before.label_histogram[k] for k, n in self.label_histogram.items()}
-        return replace(
-            self,
-            **{name: getattr(before, name) + getattr(self, name) for name in sums},
-            label_histogram=histogram,
-            rejected=dict(list({**before.rejected, **self.rejected}.items())[:_REJECTED_SHOWN]),
-            jpeg_writers=sorted({*before.jpeg_writers, *self.jpeg_writers}),
-        )
-
 
 def report_of(folder: Location) -> ConvertReport:
     """The report of a data set that is there."""
@@ -112,21 +96,14 @@ def commit(
             has taken the folder over. The same call can be repeated.
     """
     staging = folder.child(STAGING_FOLDER)
-    base = folder.child(VERSIONS_FOLDER).child(plan.extends) if plan.extends else None
     shown: dict[str, str] = {}
     written: list[ShardResult] = []
     counts = np.zeros(len(plan.classes), np.int64)
     num_rejected = num_damaged = 0
-    # A set that is extended keeps its own lists until nothing can refuse the extension.
-    place = folder if base is None else staging
     with (
-        parquet_output(place.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as rejected,
-        parquet_output(place.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
+        parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as rejected,
+        parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
     ):
-        if base is not None:
-            for name, target in ((REJECTED_FILE, rejected), (DAMAGED_FILE, damaged)):
-                for table in read_row_groups(base.child(name)):
-                    target.write_table(table)
         files = (staging.child(RESULT.format(shard)) for shard in range(plan.num_shards))
         for facts in read_many_facts(files):
             result = ShardResult(**facts)
@@ -154,14 +131,11 @@ def commit(
         raise ValueError(
             f"{num_rejected} of {plan.num_images} files of the source are not usable images, above "
             f"convert.max_rejected_fraction={max_rejected_fraction}; the first is {key!r}: "
-            f"{reason}. {place.child(REJECTED_FILE).uri} lists all. Mend or remove them and run "
+            f"{reason}. {folder.child(REJECTED_FILE).uri} lists all. Mend or remove them and run "
             f"the command again{accepting}"
         )
     _check_shards(plan, folder, written)
     check_lock(staging, lock_number)
-    if base is not None:
-        for name in LISTS:
-            folder.child(name).write(staging.child(name).read())
     report = ConvertReport(
         num_images=plan.num_images - num_rejected,
         num_classes=len(plan.classes),
@@ -178,8 +152,6 @@ def commit(
         fields=plan.fields,
         notes=_costs_in_place(written, len(plan.classes)) if plan.settings.get("in_place") else [],
     )
-    if base is not None:
-        report = report.added_to(report_of(base))
     if len(report.jpeg_writers) > 1 or "none" in report.jpeg_writers:
         _LOG.warning(_UNLIKE_WRITERS, ", ".join(report.jpeg_writers))
     content = json.dumps(asdict(report), indent=1).encode()
@@ -240,13 +212,6 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
     pixels = max(r.largest_pixels for r in written)
     origin = {"seed": plan.settings["seed"], "source_digest": plan.source_digest}
     origin |= {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
-    if plan.extends:
-        before = open_dataset(folder.child(VERSIONS_FOLDER).child(plan.extends).uri)
-        columns = one_after_another([before, columns], [len(before.files), 0])
-        files = [*before.files, *files]
-        max_labels = max(before.max_labels, max_labels)
-        pixels = max(before.largest_pixels, pixels)
-        origin["extends"] = plan.extends
     return write_manifest(
         folder,
         columns,

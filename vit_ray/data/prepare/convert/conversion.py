@@ -81,9 +81,8 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
             if planned.is_committed:
                 planned.delete()
             report = _finished(config, seed, folder)
-            if report is not None:
-                planned.delete()
-            elif (plan := plan_conversion(config, seed, folder)) is not None:
+            if report is None:
+                plan = plan_conversion(config, seed, folder)
                 make_shards(plan, config)
                 report = commit(plan, folder, config.max_rejected_fraction, lock_number)
                 _Planned(folder).delete_unlisted()
@@ -93,7 +92,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
             staging.delete()
         raise
     _delete_staging(staging)
-    return report or report_of(folder)
+    return report
 
 
 class _Planned:
@@ -110,8 +109,7 @@ class _Planned:
         record = read_record(self._folder)
         if self._plan is None or record is None:
             return False
-        fingerprint = open_dataset(self._folder.uri).fingerprint
-        return record.fingerprint == fingerprint != self._plan.extends
+        return record.fingerprint == open_dataset(self._folder.uri).fingerprint
 
     def delete_unlisted(self) -> None:
         """Delete the plan's shards that the data set does not list."""
@@ -180,9 +178,9 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
             f"{what} of other settings: {other}; put these back, or choose another folder"
         )
     changes = changes_since(record, units_of(config), config.cpus_per_task)
-    if changes and not config.extend:
+    if changes:
         raise ValueError(
-            f"{what}, and its source has changed since: {text_of_changes(changes)}; set "
-            "convert.extend=true to add images that are new, or choose another folder"
+            f"{what}, and its source has changed since: {text_of_changes(changes)}; choose "
+            "another folder"
         )
-    return None if changes else report_of(folder)
+    return report_of(folder)

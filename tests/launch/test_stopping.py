@@ -1,8 +1,11 @@
 """What real signals do to a driver, as a process whose run is a fake one."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +50,12 @@ def line(driver: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+    ("number", "reason"),
+    [
+        (signal.SIGINT, "Ctrl-C"),
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGHUP, "the terminal was closed (SIGHUP)"),
+    ],
 )
 def test_the_first_signal_asks_for_a_checkpoint_and_is_told(
     number: signal.Signals, reason: str
@@ -88,3 +96,32 @@ def test_a_message_that_nobody_can_read_does_not_end_the_run(stderr: str) -> Non
     driver.stdin.flush()
     assert line(driver) == "checkpoint"
     assert driver.wait(60) == 3
+
+
+def test_a_closed_terminal_asks_for_a_checkpoint_however_often_it_is_told(tmp_path: Path) -> None:
+    """Nothing can be printed there any more, and the shell and the kernel send a SIGHUP each."""
+    landed = tmp_path / "landed"
+    code = DRIVER.replace('if input() == "land"', f"if time.sleep(1) or open({str(landed)!r}, 'w')")
+    ours, terminal = os.openpty()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    assert os.read(ours, 100).strip() == b"training"
+    os.close(ours)
+    for _ in range(3):
+        driver.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+    assert driver.wait(60) == 3
+    assert landed.exists()
+
+
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run() -> None:
+    driver = start("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
+    assert line(driver) == "training"
+    driver.send_signal(signal.SIGHUP)
+    driver.send_signal(signal.SIGTERM)
+    assert line(driver) == "asked to stop: SIGTERM"
+    driver.communicate("land\n", timeout=60)
+    assert driver.returncode == 3

@@ -143,6 +143,8 @@ def _sigterm_as_before() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             is_own = callable(before) or before is signal.SIG_IGN
             signal.signal(signal.SIGTERM, before if is_own else _exit_by_signal)
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # ends what was started, too
+                signal.signal(signal.SIGHUP, _exit_by_signal)
 
 
 def _exit_by_signal(number: int, _: object) -> None:

@@ -388,13 +388,19 @@ def has_auth_token() -> bool:
 
 
 def token_problem(address: str, timeout_s: float) -> str | None:
-    """Why the cluster at `HOST:PORT` refuses this process's token; None if it does not."""
+    """Why the cluster at `HOST:PORT` refuses this process's token; None if it does not.
+
+    Raises:
+        ConnectionError: what listens there is no Ray.
+    """
     grpc = importlib.import_module("grpc")
     connect = importlib.import_module(_MODULES["init_grpc_channel"]).init_grpc_channel
     with connect(address, [("grpc.enable_http_proxy", 0)]) as channel:  # as Ray itself joins
         try:
             channel.unary_unary(_A_QUESTION)(b"", timeout=timeout_s)
         except grpc.RpcError as error:
+            if error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                raise ConnectionError(error.code().name.lower()) from None
             is_refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
             return str(error.details()) if is_refused else None
     return None

@@ -1,8 +1,9 @@
 """The conversion command: from a recipe's `convert` section to a data set and a report."""
 
-import os
 import platform
 from contextlib import suppress
+
+from joblib import cpu_count
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
@@ -61,7 +62,7 @@ def describe_conversion(recipe: Recipe) -> str:
     shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
     reason = f"; the first: {plan.reason}" if plan.reason else ""
     empty = plan.empty_classes
-    cores, rate = len(os.sched_getaffinity(0)), plan.num_images / plan.seconds
+    cores, rate = cpu_count(), plan.num_images / plan.seconds
     return "\n".join(
         [
             f"images      {about}{plan.num_images:,} of {least}{plan.num_classes:,} classes "

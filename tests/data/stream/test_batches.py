@@ -93,8 +93,7 @@ def test_beside_the_server_no_more_processes_import_than_half_of_the_cores(
     monkeypatch.setattr(
         ray_datasets, "_import_what_tasks_need", SimpleNamespace(options=lambda num_cpus: task)
     )
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    ray_datasets.start_beside_server(tasks)
+    ray_datasets.start_beside_server(tasks, cores)
     assert started == ["coordinator", *["import"] * warmed]
 
 

@@ -23,6 +23,7 @@ from vit_ray.config import load_recipe
 from vit_ray.launch.cluster import connection
 from vit_ray.launch.cluster.connection import (
     ClusterShape,
+    check_address,
     check_reachable,
     connect,
     refuse_client,
@@ -263,3 +264,42 @@ def test_sigterm_does_what_it_did_once_ray_is_joined(
                 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         finally:
             signal.signal(signal.SIGTERM, earlier)
+
+
+def test_a_ray_for_one_command_has_the_cores_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a host's 64 a container may use those of its affinity."""
+    started: list[int] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **how: started.append(how["num_cpus"]))
+    monkeypatch.setattr(connection, "mark_private", lambda: None)
+    monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: None)
+    monkeypatch.setattr(connection, "shape", lambda at: ClusterShape(1, 9, 0, at, is_private=True))
+    assert "7 cores" in str(connect(load_recipe("digits")))
+    assert started == [7]
+
+
+def test_what_takes_connections_and_is_no_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REACH_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ValueError, match="something listens there, but no Ray answers"):
+            check_address(address)
+
+
+def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path: Path) -> None:
+    """By Ray itself, before it starts anything."""
+    code = "from vit_ray.launch.cluster.connection import _start; _start(1)"
+    folder = tmp_path / ("x" * 60)
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "ValueError: Ray could not be started in its folder" in done.stderr
+    assert "set RAY_TMPDIR to a folder of your own" in done.stderr

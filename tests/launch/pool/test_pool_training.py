@@ -153,7 +153,7 @@ def test_processes_of_reading_tasks_import_beside_the_server_where_ray_is_this_d
     monkeypatch.setattr(ray, "remote", lambda _: actor)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 5.0})
-    monkeypatch.setattr(pool, "start_beside_server", started.append)
+    monkeypatch.setattr(pool, "start_beside_server", lambda tasks, cores: started.append(tasks))
     monkeypatch.setattr(pool, "start_data_actors", lambda: started.append("data actors"))
     monkeypatch.setattr(pool.WorkerPool, "_run_workers", lambda *_: None)
     monkeypatch.setenv("VIT_RAY_DASHBOARD", dashboard)

@@ -2,13 +2,13 @@
 
 import getpass
 import json
-import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from joblib import cpu_count
 
 from tests.launch.record.resolved import resolved_run
 from vit_ray.config import load_recipe
@@ -124,7 +124,7 @@ def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
 
 def test_what_is_of_the_machine_is_a_file_and_its_cores_are_those_there_are():
     mine = ClusterShape(1, 4, 0, 0.0, is_private=True)
-    assert str(mine) == f"1 node, {os.cpu_count()} cores, 0 GPUs"
+    assert str(mine) == f"1 node, {cpu_count()} cores, 0 GPUs"
     assert str(ClusterShape(2, 8, 1, 0.0)) == "2 nodes, 8 CPUs, 1 GPUs"
     facts = json.loads(machine_facts(mine))
     assert (facts["driver"], facts["ray_cpus"]) == (platform.node(), 4)

@@ -9,7 +9,6 @@ batches; `stream_server` executes the sets and deals their blocks to the ranks.
 import importlib
 import itertools
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -216,7 +215,7 @@ def _import_what_tasks_need() -> None:
     importlib.import_module("vit_ray.data.stream.ray_datasets")
 
 
-def start_beside_server(num_tasks: int) -> None:
+def start_beside_server(num_tasks: int, cores: int) -> None:
     """Start what a stream needs while the process that will serve it starts.
 
     These are Ray Data's own actor, and the imports of some tasks' processes; they reserve no CPUs,
@@ -224,7 +223,6 @@ def start_beside_server(num_tasks: int) -> None:
     for other processes: the first batch needs one task, which more imports would delay.
     """
     ray_internals.get_or_create_autoscaling_coordinator()
-    cores = os.cpu_count() or 1
     for _ in range(min(num_tasks, max(1, cores // 2), _WARM_WORKERS)):
         _import_what_tasks_need.options(num_cpus=0).remote()
 

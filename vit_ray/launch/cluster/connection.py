@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import ray
+from joblib import cpu_count
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.ray_address import HOST_PORT, host_and_port
@@ -88,7 +89,7 @@ class ClusterShape:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         cpus = f"{self.num_cpus:g} CPUs"
         if self.is_private:  # Ray's count of this machine may be larger
-            cpus = f"{os.cpu_count()} cores"
+            cpus = f"{cpu_count()} cores"
         return f"{nodes}, {cpus}, {self.num_gpus:g} GPUs"
 
 
@@ -120,7 +121,7 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
             check_address(address)
             _join(address)
         else:
-            num_cpus = max(os.cpu_count() or 1, *map(local_cpus, (recipe, *others)))
+            num_cpus = max(cpu_count(), *map(local_cpus, (recipe, *others)))
             os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
             _start(num_cpus)
             mark_private()
@@ -167,6 +168,7 @@ def _start(num_cpus: int) -> None:
     """Start a Ray on this machine.
 
     Raises:
+        ValueError: Ray's folder cannot be written, or its path is too long for a socket.
         RuntimeError: the machine is too busy for it.
     """
     try:
@@ -181,6 +183,11 @@ def _start(num_cpus: int) -> None:
             )
         if not _shows_logs():
             atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
+    except OSError as error:
+        raise ValueError(
+            "Ray could not be started in its folder, `ray` in RAY_TMPDIR, TMPDIR or /tmp "
+            f"({error}); set RAY_TMPDIR to a folder of your own with a short path"
+        ) from error
     except Exception as error:
         if not is_startup_timeout(error):
             raise
@@ -221,7 +228,8 @@ def check_address(address: str) -> None:
     address `HOST:PORT` is asked whether it needs one.
 
     Raises:
-        ValueError: nothing listens there, or the cluster requires a token.
+        ValueError: nothing listens there, or something else than Ray, or the cluster requires a
+            token.
     """
     # Ray 2.60 turns on token authentication for local clusters, but not for an address. A cluster
     # that was started on a machine with a token requires it; a cluster without authentication
@@ -230,7 +238,17 @@ def check_address(address: str) -> None:
         os.environ[AUTH_MODE] = "token"
         reload_ray_config()
     check_reachable(address)
-    if re.fullmatch(HOST_PORT, address) and (problem := token_problem(address, REACH_S)):
+    if not re.fullmatch(HOST_PORT, address):
+        return
+    try:
+        problem = token_problem(address, REACH_S)
+    except ConnectionError as error:
+        raise ValueError(
+            f"RAY_ADDRESS={address}: something listens there, but no Ray answers ({error}); give "
+            "the address that `ray start --head` printed, not that of its dashboard, or unset "
+            "RAY_ADDRESS to use this machine alone"
+        ) from None
+    if problem:
         raise ValueError(
             f"RAY_ADDRESS={address}: the cluster requires its token ({problem}); copy "
             "~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN, and set "

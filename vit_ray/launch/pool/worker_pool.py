@@ -18,6 +18,7 @@ from typing import Any, Final
 import fsspec
 import ray
 import ray.train
+from joblib import cpu_count
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 
@@ -233,7 +234,7 @@ class WorkerPool:
         )
         if is_private:
             cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
-            start_beside_server(shape.reading_tasks(cpus))
+            start_beside_server(shape.reading_tasks(cpus), cpu_count())
         else:
             start_data_actors()
         self._thread = threading.Thread(

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import ray
 import yaml
+from joblib import cpu_count
 
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import RUN_FOLDER
@@ -115,7 +116,7 @@ def machine_facts(cluster: ClusterShape) -> str:
     """The driver's machine, and what Ray knows about the machines, as JSON."""
     facts = {
         "driver": platform.node(),
-        "cores_of_the_driver": os.cpu_count(),
+        "cores_of_the_driver": cpu_count(),
         "ray_nodes": cluster.num_nodes,
         "ray_cpus": cluster.num_cpus,
         "ray_gpus": cluster.num_gpus,

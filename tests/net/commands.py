@@ -23,8 +23,13 @@ class Result(NamedTuple):
     output: str
 
 
-def run_commands(folder: Path, commands: list[list[str]]) -> list[Result]:
-    """`vit-ray WORDS` for each list of words, in the folder; a Ray that they need is their own."""
+def run_commands(
+    folder: Path, commands: list[list[str]], own: dict[str, str] | None = None
+) -> list[Result]:
+    """`vit-ray WORDS` for each list of words, in the folder and with the environment `own`.
+
+    Without one, a Ray that they need is their own.
+    """
     kept = {key: value for key, value in HERE.environment().items() if not key.startswith("RAY_")}
     process = subprocess.run(
         [sys.executable, "-m", "tests.net.commands"],
@@ -32,16 +37,18 @@ def run_commands(folder: Path, commands: list[list[str]]) -> list[Result]:
         capture_output=True,
         text=True,
         cwd=folder,
-        env=kept,
+        env=own or kept,
     )
     if process.returncode != 0:
         raise RuntimeError(process.stderr[-4000:])
     return [Result(*found) for found in json.loads(process.stdout.splitlines()[-1])]
 
 
-def must_run(folder: Path, commands: list[list[str]]) -> list[str]:
+def must_run(
+    folder: Path, commands: list[list[str]], own: dict[str, str] | None = None
+) -> list[str]:
     """What the commands print; each must succeed."""
-    found = run_commands(folder, commands)
+    found = run_commands(folder, commands, own)
     for words, result in zip(commands, found, strict=True):
         if result.code != 0:
             raise RuntimeError(f"vit-ray {' '.join(words)}: {result.code}\n{result.output}")

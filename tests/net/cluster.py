@@ -24,6 +24,7 @@ from sklearn.datasets import load_digits
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
 Environment = dict[str, str]
+_commands: list[subprocess.Popen[Any]] = []
 
 
 def environment(**changes: str) -> Environment:
@@ -53,8 +54,11 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def ray_head(num_cpus: int = 4) -> Iterator[Environment]:
-    """The environment of commands on a Ray head, which ends with the block."""
+def ray_head(num_cpus: int = 4, **changes: str) -> Iterator[Environment]:
+    """The environment of commands on a Ray head, which ends with the block.
+
+    `changes`: of the head's environment, which its workers inherit.
+    """
     folder = Path(tempfile.mkdtemp(prefix="vn", dir="/tmp"))  # names of sockets must be short
     names = [
         "port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port",
@@ -64,7 +68,7 @@ def ray_head(num_cpus: int = 4) -> Iterator[Environment]:
     words = [f"--{name}={port}" for name, port in ports.items()]
     words += [f"--num-cpus={num_cpus}", "--num-gpus=0", "--object-store-memory=600000000"]
     words += [f"--temp-dir={folder}", "--disable-usage-stats"]
-    own = environment()
+    own = environment(**changes)
     with open(folder / "head.log", "w") as log:
         process = subprocess.Popen(
             [RAY, "start", "--head", "--block", *words],
@@ -72,9 +76,11 @@ def ray_head(num_cpus: int = 4) -> Iterator[Environment]:
         )  # fmt: skip
     try:
         for name in ("port", "dashboard-port"):
-            wait_until(lambda name=name: _is_open(ports[name]), process)  # type: ignore[misc]
+            wait_until(lambda name=name: is_open(ports[name]), process)  # type: ignore[misc]
         yield {**own, "RAY_ADDRESS": f"127.0.0.1:{ports['port']}"}
     finally:
+        for command in _commands:  # none is left, unless something failed
+            command.kill()
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=4)
@@ -84,7 +90,8 @@ def ray_head(num_cpus: int = 4) -> Iterator[Environment]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_open(port: int) -> bool:
+def is_open(port: int) -> bool:
+    """Whether something on this machine listens there."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -103,12 +110,15 @@ def wait_until(
 class Command:
     """`vit-ray WORDS` as a process of this tree."""
 
-    def __init__(self, own: Environment, *words: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, own: Environment, *words: str, prefix: tuple[str, ...] = (), cwd: Path = ROOT
+    ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "vit_ray", *words],
-            cwd=ROOT, env=own, stdout=self._log, stderr=subprocess.STDOUT,
+            cwd=cwd, env=own, stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        _commands.append(self.process)
 
     def wait(self, limit_s: float = 300) -> tuple[int, str]:
         """Exit code and output."""

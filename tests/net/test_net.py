@@ -1,15 +1,14 @@
 """What users have is what it was at the base revision, for what depends on no processor."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.net import formats, mutations
+from tests.net import mutations
 from tests.net.__main__ import KEPT, PARTS, compare, write_part
-from tests.net.compare import Intended, differences, unintended
+from tests.net.compare import Intended, unintended
 from tests.net.trees import HERE, ROOT
 
 KEPT_PARTS = sorted(set(PARTS) & {file.stem for file in KEPT.glob("*.json")})
@@ -20,11 +19,6 @@ def test_what_users_have_is_what_was_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.net", "record", str(tmp_path), *KEPT_PARTS]
     subprocess.run(command, cwd=ROOT, env=HERE.environment(), check=True)
     assert compare(KEPT, tmp_path, KEPT_PARTS) == 0
-
-
-def test_a_kept_checkpoint_and_a_kept_data_set_are_read_as_they_were() -> None:
-    kept = json.loads((KEPT / "formats.json").read_text())
-    assert list(differences(kept, formats.record(), "formats")) == []
 
 
 def test_each_mutation_has_one_place_and_a_test_file() -> None:

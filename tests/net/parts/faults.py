@@ -19,7 +19,7 @@ from tests.net.cluster import (
     wait_until,
     write_recipe,
 )
-from tests.net.parts.runs import holding
+from tests.net.parts.runs import holding, kill_driver
 from tests.net.store import curves, runs_of
 
 HOLD = {"train": {"callbacks": ["tests.net.hooks.hold"], "step_timeout_s": 8.0}}
@@ -45,7 +45,7 @@ def record(folder: Path) -> dict[str, Any]:
         stopped = struck("SIGTERM", lambda command, _: command.process.terminate(), **ALONE)
         note("same command after SIGTERM", stopped)
         note("same command after the end", stopped)
-        cut = struck("driver killed", lambda command, _: command.process.kill(), **ALONE)
+        cut = struck("driver killed", kill_driver, **ALONE)
         note("same command after the driver was killed", cut)
         struck("worker killed", lambda _, pid: os.kill(pid, signal.SIGKILL))
         struck("worker hangs", lambda _, pid: os.kill(pid, signal.SIGSTOP))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,7 @@ def record(folder: Path) -> dict[str, Any]:
         with holding(folder):
             command = Command(own, "pretrain", str(held))
             wait_until((folder / "held").exists, command.process)
-            command.process.kill()
-            command.wait()
+            kill_driver(command, int((folder / "held").read_text()))
         other = ["workers.num_workers=1", "train.zero_stage=1"]
         run(own, "pretrain", str(held), *other)
 
@@ -60,6 +60,15 @@ def holding(folder: Path) -> Iterator[None]:
         yield
     finally:
         (folder / "hold").unlink(missing_ok=True)
+
+
+def kill_driver(command: Command, worker: int) -> None:
+    """Kill a driver with -9, and wait until its worker that is held is gone, too."""
+    command.process.kill()
+    command.wait()
+    deadline_s = time.monotonic() + 60
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
 
 
 def _recorded(folder: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ events and by Ray: when the failure was noticed, when the processes of the new w
 they had restored the checkpoint, and when they had done a first step, all from the fault on.
 
 Faults that training goes on through: the loss of one batch is not finite and
-`train.nonfinite=rollback`; a checkpoint finds a file where its folder should be, as a full disk
+`train.nonfinite=skip`; a checkpoint finds a file where its folder should be, as a full disk
 would refuse it (all four tries fail); MLflow's server does not answer, all the time. What counts is
 the longest pause between two steps, beside the median, and beside a run that meets no fault.
 """
@@ -227,9 +227,9 @@ def away() -> str:
 
 PASSING: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
     "nothing, to compare": (go_on, {"train": {"log_every_steps": 1}}),
-    "loss of one batch not finite, rolled back": (
+    "loss of one batch not finite, skipped": (
         meet_a_bad_batch,
-        {"train": {"log_every_steps": 1, "nonfinite": "rollback"}},
+        {"train": {"log_every_steps": 1, "nonfinite": "skip"}},
     ),
     "checkpoint cannot be written": (
         refuse_a_checkpoint,

@@ -216,8 +216,6 @@ class Alone:
     def handle_nonfinite(self, progress: Any, batch: Any) -> None:
         raise RuntimeError("the loss is not finite")
 
-    def handle_spike(self, progress: Any, spike: Any) -> None: ...
-
     def save_is_wanted(self, step: int) -> bool:
         return False
 

@@ -34,8 +34,6 @@ class EventKind(StrEnum):
     RESIZING = "resizing"
     RESUMED = "resumed"
     RETRIED = "started again"
-    ROLLED_BACK = "rolled back"
-    SPIKE = "spike"
     STOPPED = "stopped"
     """On request, or early: such a run has not failed, although it lacks its last steps."""
     STORAGE_AWAY = "storage away"

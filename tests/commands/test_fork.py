@@ -164,7 +164,7 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     metrics = {"eval/top1": 0.9, "eval/best_loss": 0.1, RESULT_STEP: 5.0, "train/loss": 0.3}
     progress = Progress(
         STEP, best_eval_loss=0.1, evals_without_best=3, num_evals=4, eval_step=7,
-        ended="no better", metrics=metrics, spikes=2, samples_digest="12ab",
+        ended="no better", metrics=metrics, samples_digest="12ab",
     )  # fmt: skip
     facts = {
         "recipe": resolve_run(recipe).recipe.recorded(), "progress": progress,
@@ -202,11 +202,10 @@ def test_with_another_batch_each_image_is_read_once_in_each_epoch(
         sets, data=data, output=str(tmp_path / "runs"), optim={"steps": None, "images": 336}
     )
     resolved = resolve_run(recipe)
-    progress = Progress(STEP, log_losses=[0.1] * 9, log_grad_norms=[0.1] * 9, recent_spikes=[5])
     facts = {
         "recipe": resolved.recipe.recorded(), "data_fingerprint": resolved.manifest.fingerprint,
         "global_batch_size": 16, "samples_seen": STEP * 16, "applied_steps": 6,
-        "progress": progress,
+        "progress": Progress(STEP),
     }  # fmt: skip
     parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
     code, text = said(parent, "step=7", "name=fork", f"train.global_batch_size={batch}")

@@ -360,7 +360,6 @@ TRANSFERS = [
     ("fork nosuch step=1 name=new", "nosuch: no such run; give the folder of its checkpoints"),
     ("fork mine.yaml step=1 name=new", "mine.yaml is a file; give the folder of the run's check"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file; give the MLflow database"),
-    ("explain mine.yaml step=x", "step=x is not a step; give the step to explain"),
     ("extract_features tiny.yaml init_from=sets/fits.npz", "extract is not set; give extract.data"),
     (f"{EXTRACT} extract.data=nosuch init_from=sets/fits.npz", "no data set at .*nosuch'"),
     (f"{EXTRACT} extract.path=note.txt init_from=sets/fits.npz", "extract.path=.*must be a folder"),

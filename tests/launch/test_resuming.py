@@ -235,7 +235,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
             "data.cpus_per_task data.max_tasks data.task_memory_mib data.object_store_mib "
             "data.label_selector data.cache_dir data.cache_gib data.eval_augment.crop "
             "train.micro_batch_size train.zero_stage train.offload "
-            "train.activation_checkpointing train.compile train.nonfinite train.on_spike "
+            "train.activation_checkpointing train.compile train.nonfinite "
             "train.log_every_steps train.profile_steps "
             "train.callbacks train.step_timeout_s evaluate.batch_size evaluate.metrics",
         ),

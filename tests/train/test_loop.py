@@ -436,9 +436,9 @@ def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> Non
     waits = CountingWaits()
 
     class Noted(FakeEngine):
-        def step(self, learning_rate: float, norm_limit: float | None = None) -> StepResult:
+        def step(self, learning_rate: float) -> StepResult:
             waits.order.append("step")
-            return super().step(learning_rate, norm_limit)
+            return super().step(learning_rate)
 
     with waits:
         run(Noted(), FakeHooks(), short_recipe(train={"log_every_steps": 5}))

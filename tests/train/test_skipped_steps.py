@@ -37,7 +37,7 @@ def train_on(
     def describe(one: Batch) -> str:
         return describe_batch(engine, one, MICRO)
 
-    policy = NonfinitePolicy(train, RunLink(actor, actor, rank), describe, lambda: 0)
+    policy = NonfinitePolicy(train, RunLink(actor, actor, rank), describe)
 
     class Hooks(FakeHooks):
         def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:

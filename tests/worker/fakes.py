@@ -19,16 +19,13 @@ from vit_ray.config import Recipe
 from vit_ray.measure.goodput import Work
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
-from vit_ray.train.image_losses import ImageLosses
 from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, StepResult
-from vit_ray.train.spikes import Spike
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.nonfinite import NonfinitePolicy
 from vit_ray.worker.run_link import ControlsRun, Orders, RecordsRun, RunLink
 from vit_ray.worker.saving import CheckpointSaver
-from vit_ray.worker.spikes import SpikePolicy
 from vit_ray.worker.watchdog import Watchdog
 
 BATCH, MICRO, TOTAL = 8, 4, 10
@@ -118,9 +115,6 @@ class FakeEngine:
     """Samples of each pass, and below its step."""
     steps: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    limits: list[float | None] = field(default_factory=list)
-    norms: dict[int, float] = field(default_factory=dict)
-    """Gradient norms by step, where they are not 1; one above the limit is refused."""
 
     @property
     def applied_steps(self) -> int:
@@ -135,16 +129,12 @@ class FakeEngine:
         self.on_backward(step)
         return samples.float().mean()
 
-    def step(self, learning_rate: float, norm_limit: float | None = None) -> StepResult:
+    def step(self, learning_rate: float) -> StepResult:
         self.rates.append(learning_rate)
-        self.limits.append(norm_limit)
         if self.steps[-1] in self.refused:
             return StepResult(1.0, 1.0)
-        norm = self.norms.get(self.steps[-1], 1.0)
-        if norm_limit is not None and norm > norm_limit:
-            return StepResult(1.0, norm)
         self.weight += 1
-        return StepResult(0.0, norm)
+        return StepResult(0.0, 1.0)
 
     @property
     def state(self) -> FakeEngine:
@@ -191,7 +181,6 @@ class FakeHooks:
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     refused: list[tuple[int, list[int]]] = field(default_factory=list)
-    spikes: list[tuple[int, Spike]] = field(default_factory=list)
     noted: list[int] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     save_at: int | None = None
@@ -238,9 +227,6 @@ class FakeHooks:
 
     def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
         self.refused.append((progress.step, batch["sample"].tolist()))
-
-    def handle_spike(self, progress: Progress, spike: Spike) -> None:
-        self.spikes.append((progress.step, spike))
 
 
 CLASSES = tuple(f"class {index}" for index in range(10))
@@ -289,8 +275,6 @@ class Worker:
     evaluation_batches: Callable[[str, int], Iterable[Any]] = lambda name, start: []
     notice: Callable[[], Any] = lambda: None
     rank: int = 0
-    restored: int | None = 0
-    """What a roll back for a spike returns."""
 
     def __post_init__(self) -> None:
         self.link = RunLink(self.actor, self.actor, self.rank)
@@ -303,16 +287,11 @@ class Worker:
         engine: Any = self.engine
         self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
-        nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.", lambda _: 0)
-        self.image_losses = ImageLosses()
-        cpu = torch.device("cpu")
-        spikes = SpikePolicy(
-            self.job.recipe, self.link, self.image_losses, cpu, lambda *_: self.restored
-        )
+        nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.")
         context = RankContext(TOTAL, self.rank, 1, MICRO, sum_of_one)
         self.hooks = Attempt(
             self.job, context, self.link, engine, batches(), evaluator, self.saver, nonfinite,
-            spikes, self.watchdog, Progress(), self.notice,
+            self.watchdog, Progress(), self.notice,
         )  # fmt: skip
 
     def attempt(self, start_step: int = 0) -> Attempt:

@@ -68,13 +68,6 @@ class Progress:
     """The same, of each worker, all workers together."""
     nonfinite_steps: int = 0
     """Refused steps in a row."""
-    log_losses: list[float] = field(default_factory=list)
-    """Logarithms of the last finite steps' losses, with which `train/spikes.py` compares."""
-    log_grad_norms: list[float] = field(default_factory=list)
-    spikes: int = 0
-    """Steps so far whose finite loss or gradient norm was far above those before."""
-    recent_spikes: list[int] = field(default_factory=list)
-    """The last of them, as steps completed."""
     samples_digest: str = ""
     """Of the samples that the ranks received since `digest_from` (`checkpoints/sample_digest.py`),
     16 hexadecimal digits; empty before the first checkpoint, and in those of older versions."""

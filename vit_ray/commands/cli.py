@@ -341,23 +341,6 @@ vit_ray = _Names(
             _MODULES,
         ),
         _plain(
-            "Why a step had a large loss or gradient: `vit-ray explain SOURCE step=1200` (counted "
-            "from 0). Prints each image's share of the gradient, computed from the newest "
-            "checkpoint at or before the step, the steps before and after for comparison, and what "
-            "the optimizer adds. SOURCE as in `batch`.",
-            "vit_ray.commands.trained.explain:explain_step",
-            click.Argument(["source"]),
-            click.Argument(["words"], nargs=-1, required=True),
-            click.Option(["--out"], help="Folder to write; by default NAME-explain-K."),
-            click.Option(
-                ["--replay", "replays"],
-                is_flag=True,
-                help="First train the steps since the checkpoint again, to get the step's own "
-                "weights; prints how many steps that is.",
-            ),
-            _MODULES,
-        ),
-        _plain(
             "Look at IMAGES (a folder, bucket or archive with classes, as `convert.source`) and "
             "write a recipe with a suitable model, batch and epochs, with the reasons as comments.",
             "vit_ray.commands.init:write_recipe",

@@ -374,14 +374,9 @@ class TrainConfig(Section):
     averaging_warmup: Annotated[bool, UsedIf("averaging")] = True
     """Limit the decay to (1 + t) / (10 + t) in step t, so that the average of a short run does not
     stay near the initial weights; `false` = a constant decay, as in the paper."""
-    nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
-    """What to do after a loss or gradient that is not finite, which is never applied: stop, skip
-    the step, or roll back to a checkpoint. Three such steps in a row stop the run."""
-    on_spike: Annotated[Literal["skip", "rollback"] | None, OnResume.FREE] = None
-    """After a finite loss or gradient norm 6 robust standard deviations above the last 128 steps:
-    `skip` does not apply a step with such a gradient norm, `rollback` restores the newest
-    checkpoint, once for each spike, and training continues with later data. A fourth such step
-    among 16 counts as a new level. Unset = only noted."""
+    nonfinite: Annotated[Literal["stop", "skip"], OnResume.FREE] = "stop"
+    """What to do after a loss or gradient that is not finite, which is never applied: stop, or skip
+    the step. Three such steps in a row stop the run."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics."""
     overfit_one_batch: Annotated[bool, OnResume.FIXED] = False

@@ -149,8 +149,6 @@ class MaskedPatchObjective(Recomputable):
         images: Tensor,
         samples: Tensor | None = None,
         step: int = 0,
-        *,
-        per_image: bool = False,
     ) -> Tensor:
         """Mean loss over the corrupted patches, a float32 scalar.
 
@@ -160,7 +158,6 @@ class MaskedPatchObjective(Recomputable):
             samples: int64 (B,), global numbers of the images. None gives the model's own logits for
                 the whole images, so that its features can be evaluated while it trains.
             step: 0-based, of training.
-            per_image: return the mean of each image, float32 (B,).
         """
         if samples is None:
             return self.model(images)
@@ -173,9 +170,6 @@ class MaskedPatchObjective(Recomputable):
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
         predictions = self.prediction(_pick(encoded_BND[:, num_prefix:], corruption.corrupted))
         pixels = _pick(self._pixels(images), corruption.corrupted)
-        if per_image:
-            pairs = zip(predictions, pixels, strict=True)
-            return torch.stack([_loss(self.target, p[None], q[None]) for p, q in pairs])
         return _loss(self.target, predictions, pixels)
 
     def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:

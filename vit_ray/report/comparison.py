@@ -80,7 +80,7 @@ METRICS: Final = {
 }
 _INTERRUPTIONS: Final = (
     EventKind.WORKER_FAILED, EventKind.HUNG, EventKind.OUT_OF_MEMORY, EventKind.PREEMPTION,
-    EventKind.ROLLED_BACK, EventKind.RESIZING, EventKind.STOPPED, EventKind.RETRIED,
+    EventKind.RESIZING, EventKind.STOPPED, EventKind.RETRIED,
     EventKind.RESUMED,
 )  # fmt: skip
 _FOLLOWS: Final = {TRAINING_IMAGES}

@@ -41,9 +41,7 @@ from vit_ray.metric_names import (
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
     TRAIN_LR,
-    TRAIN_SPIKES,
 )
-from vit_ray.train import spikes
 from vit_ray.train.early_stopping import judge_evaluation
 from vit_ray.train.optim.schedule import lr_at
 
@@ -59,8 +57,7 @@ class StepResult(NamedTuple):
     """The result of one optimizer step: numbers, or scalars on the device; equal on all ranks."""
 
     refused: float | Tensor
-    """1 if the weights are unchanged, else 0: the loss or the gradient was not finite, or the norm
-    was above its limit."""
+    """1 if the weights are unchanged, else 0: the loss or the gradient was not finite."""
     grad_norm: float | Tensor
     """Global norm before clipping."""
 
@@ -71,8 +68,8 @@ class Engine(Protocol):
     device: torch.device
 
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int) -> Tensor: ...
-    def step(self, learning_rate: float, norm_limit: float | None = None) -> StepResult:
-        """Apply the gradient, unless it is not finite or its norm is above the limit."""
+    def step(self, learning_rate: float) -> StepResult:
+        """Apply the gradient, unless it is not finite."""
 
     def take_forward_s(self) -> float:
         """Time of the forward passes since the last call, which the host has waited for."""
@@ -118,11 +115,7 @@ class LoopHooks:
 
     False if that checkpoint is incomplete, and nothing was recorded."""
     handle_nonfinite: Callable[[Progress, Batch], None]
-    """The step of this batch was refused: report it; raise, roll back or return, as the recipe
-    says."""
-    handle_spike: Callable[[Progress, spikes.Spike], None]
-    """Loss or gradient norm was finite, but far above those before; roll back, if the recipe says
-    so."""
+    """The step of this batch was refused: report it; raise or return, as the recipe says."""
     save_is_wanted: Callable[[int], bool]
     """Whether this rank wants a checkpoint at once (notice that its node will leave)."""
     is_stopping: Callable[[], bool]
@@ -154,7 +147,6 @@ class _Step(NamedTuple):
     loss: float
     grad_norm: float
     learning_rate: float
-    is_spike: bool
     is_save_time: bool
     is_save_wanted: bool
     is_stopping: bool
@@ -263,12 +255,10 @@ class _Training:
         wait_s = self._clock() - start_s
         rate = lr_at(progress.step, self._recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
-        usual = spikes.Usual.of(progress)  # while the device works
         samples = np.asarray(batch["sample"], np.int64)
         place = progress.step * self._recipe.train.global_batch_size + context.rank * share
         self._digest = add_digests(self._digest, samples_digest(place, samples))
-        limit = usual.grad_norm_limit if self._recipe.train.on_spike == "skip" else None
-        result = engine.step(rate, limit)
+        result = engine.step(rate)
         # Rank 0's clock decides for all: clocks of ranks differ.
         since_save_s = self._clock() - self._saved_s
         is_time = context.rank == 0 and self.saving.is_due_after(since_save_s)
@@ -289,25 +279,20 @@ class _Training:
         progress.worker_seconds += step_s * context.world_size
         self._hooks.note_step(progress.step)
         self._times.record(step_s, wait_s, engine.take_forward_s())
-        is_over = limit is not None and limit < grad_norm < math.inf
-        spike = None
-        if math.isfinite(mean_loss) and (is_over or not refused):
+        if math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
-            spike = spikes.note_step(progress, usual, mean_loss, grad_norm, is_refused=is_over)
-            if spike is not None:
-                self._hooks.handle_spike(progress, spike)
         else:
             progress.nonfinite_steps += 1
             self._hooks.handle_nonfinite(progress, batch)
         agreed = (count > 0 for count in sums[3 : 3 + len(flags)])
-        return _Step(mean_loss, grad_norm, rate, spike is not None, *agreed)
+        return _Step(mean_loss, grad_norm, rate, *agreed)
 
     def log_if_due(self, step: _Step) -> None:
-        """Log at the cadence, at spikes, and at the first step (for early errors) and the last."""
+        """Log at the cadence, and at the first step (for early errors) and the last."""
         progress, context, times = self._progress, self._context, self._times
         is_due = Cadence(self._recipe.train.log_every_steps).is_due_at(progress.step)
         is_end = progress.step in (self._first_step, context.last_step)
-        if not (is_due or is_end or step.is_spike):
+        if not (is_due or is_end):
             return
         mine = [times.total_s / len(times.steps), times.wait_fraction, times.own_median_s]
         mine.append(peak_memory_gib())
@@ -321,7 +306,6 @@ class _Training:
             TRAIN_LOSS: step.loss,
             TRAIN_LR: step.learning_rate,
             TRAIN_GRAD_NORM: step.grad_norm,
-            TRAIN_SPIKES: float(progress.spikes),
             COST_CORE_DAYS: progress.worker_seconds / 86_400,
             TRAIN_IMAGES_PER_S: images_per_s,
             DATA_WAIT_FRACTION: statistics.fmean(waits),

@@ -4,7 +4,6 @@ Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,7 @@ from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
-"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch, or for
-`make_image_losses` the loss of each image."""
-NotesLosses = Callable[[Tensor, Tensor, int], None]
-"""Takes the samples, the losses per image and the step of each micro-batch."""
+"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
@@ -60,39 +56,15 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def make_loss(recipe: Recipe, note: NotesLosses | None = None) -> LossFunction:
+def make_loss(recipe: Recipe) -> LossFunction:
     """The recipe's loss as the engine calls it.
 
     Random parts (dropout, mixing, the choice of patches) depend only on the seed, the step and the
     sample, not on how a batch is cut into workers and passes.
-
-    Args:
-        note: gets the losses per image, which `loss=masked_patch` does not have in training.
-    """
-    if recipe.train.loss == "masked_patch":
-        return _predict_patches
-    losses_of = make_image_losses(recipe)
-
-    def classify(
-        module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
-    ) -> Tensor:
-        losses = losses_of(module, images, labels, samples, step)
-        if note is not None:
-            note(samples, losses, step)
-        return losses.mean()
-
-    return classify
-
-
-def make_image_losses(recipe: Recipe) -> LossFunction:
-    """As `make_loss`, with the loss of each image, float32 (b,), instead of their mean.
-
-    If images are mixed, an image's loss is that of its mixture with its partner, to which both
-    contribute.
     """
     train = recipe.train
     if train.loss == "masked_patch":
-        return partial(_predict_patches, per_image=True)
+        return _predict_patches
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
     def classify(
@@ -113,22 +85,16 @@ def make_image_losses(recipe: Recipe) -> LossFunction:
             # Both losses are linear in the target, so this is the loss of mixed targets.
             others = classification_loss(logits, partners(labels), train)
             losses = torch.lerp(others, losses, mixing.own_share)
-        return losses
+        return losses.mean()
 
     return classify
 
 
 def _predict_patches(
-    module: nn.Module,
-    images: Tensor,
-    _: Tensor,
-    samples: Tensor,
-    step: int,
-    *,
-    per_image: bool = False,
+    module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
 ) -> Tensor:
     # Pixels are also the targets; the model rounds its own input.
-    return module(normalize(images, torch.float32), samples, step, per_image=per_image)
+    return module(normalize(images, torch.float32), samples, step)
 
 
 def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:

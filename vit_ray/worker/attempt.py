@@ -39,7 +39,6 @@ from vit_ray.worker.nonfinite import NonfinitePolicy
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver
 from vit_ray.worker.setup import lower_micro_batch, work_per_image
-from vit_ray.worker.spikes import SpikePolicy
 from vit_ray.worker.watchdog import Watchdog
 
 
@@ -72,7 +71,6 @@ class Attempt:
     evaluator: Evaluator
     saver: CheckpointSaver
     nonfinite: NonfinitePolicy
-    spikes: SpikePolicy
     watchdog: Watchdog
     progress: Progress
     preemption_notice: Callable[[], Any]
@@ -136,7 +134,6 @@ class Attempt:
             wait_until_saved=self.wait_until_saved,
             note_evaluation=self.saver.note_evaluation,
             handle_nonfinite=self.nonfinite.handle,
-            handle_spike=self.spikes.handle,
             save_is_wanted=self.save_is_wanted,
             is_stopping=self.is_stopping,
         )

@@ -1,5 +1,4 @@
-"""A step whose loss or gradient is not finite: reported, then the run stops, skips it or rolls
-back.
+"""A step whose loss or gradient is not finite: reported, then the run stops or skips it.
 
 The engine has refused such a step, so weights and optimizer are as before it.
 """
@@ -12,18 +11,14 @@ import numpy as np
 import torch
 
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import Location
-from vit_ray.train.engine.collectives import all_max, all_rows, all_sum, read_by_first
+from vit_ray.train.engine.collectives import all_max, all_rows
 from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, as_tensor
 from vit_ray.train.objective import normalize
-from vit_ray.worker.job import DivergedError, UnrecoverableError
+from vit_ray.worker.job import DivergedError
 from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.saving import CheckpointSaver, open_chosen_checkpoint
-from vit_ray.worker.watchdog import Watchdog
 
 MOST_IN_A_ROW: Final = 3
 """Refused steps in a row at which a run stops with any setting: the weights no longer train."""
@@ -40,24 +35,19 @@ class NonfinitePolicy:
         train: TrainConfig,
         link: RunLink,
         describe: Callable[[Batch], str],
-        roll_back: Callable[[Progress], int | None],
     ) -> None:
         """
         Args:
             describe: names the batch's samples and the first layer that is not finite; all ranks
                 call it.
-            roll_back: restores the newest checkpoint and returns its step, or None if there is
-                none; all ranks call it.
         """
-        self._train, self._link = train, link
-        self._describe, self._roll_back = describe, roll_back
+        self._train, self._link, self._describe = train, link, describe
 
     def handle(self, progress: Progress, batch: Batch) -> None:
-        """Report the refused step before `progress.step`; then return, or roll back.
+        """Report the refused step before `progress.step`.
 
         Raises:
             DivergedError: the recipe says to stop, or there were too many in a row.
-            UnrecoverableError: there is no checkpoint to roll back to.
         """
         train, step = self._train, progress.step
         text = (
@@ -69,14 +59,8 @@ class NonfinitePolicy:
             raise DivergedError(
                 f"{text}. train.nonfinite={train.nonfinite} with {progress.nonfinite_steps} such "
                 "steps in a row; lower optim.learning_rate (with resume=changed), or set "
-                "train.nonfinite to skip or rollback"
+                "train.nonfinite to skip"
             )
-        if train.nonfinite == "rollback":
-            restored = self._roll_back(progress)
-            if restored is None:
-                raise UnrecoverableError("there is no checkpoint to roll back to; the run stops")
-            text = f"weights of step {restored}; training continues with the data of step {step}"
-            self._link.note(EventKind.ROLLED_BACK, text, step)
 
 
 def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
@@ -104,43 +88,3 @@ def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int)
         f"Samples {shown}. Activations are {where}; their size by layer: {by_layer}. "
         f"Largest weight norms: {largest}"
     )
-
-
-def roll_back(
-    engine: DeepSpeedEngine,
-    run_folder: Location,
-    saver: CheckpointSaver,
-    watchdog: Watchdog,
-    progress: Progress,
-    but_not: int | None = None,
-) -> int | None:
-    """Restore weights and optimizer of the newest checkpoint; the data continue at the present
-    step.
-
-    The losses and gradient norms that later ones are compared with are restored, too: compared with
-    those of newer weights, older weights would look like a spike.
-
-    Args:
-        but_not: a step whose checkpoint is not restored.
-
-    Returns:
-        Returns the checkpoint's step; None if there is none.
-    """
-    watchdog.pause()
-    # Until every rank has written, ranks could find different newest checkpoints.
-    saver.wait_until_written()
-    all_sum([0.0], engine.device)
-
-    def newest_step() -> int | None:
-        newest = newest_checkpoint(run_folder)
-        return None if newest is None else newest.position.step
-
-    step: int | None = read_by_first(newest_step, engine.device)
-    if step is not None and step != but_not:
-        checkpoint = open_chosen_checkpoint(run_folder, step)
-        engine.restore(checkpoint)
-        before = checkpoint.position.progress
-        progress.log_losses, progress.log_grad_norms = before.log_losses, before.log_grad_norms
-        progress.recent_spikes = before.recent_spikes
-    watchdog.resume()
-    return step

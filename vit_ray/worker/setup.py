@@ -25,7 +25,7 @@ from vit_ray.train.memory.micro_batch import (
     note_images,
     trial_key,
 )
-from vit_ray.train.objective import NotesLosses, build_objective, make_loss
+from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,
@@ -101,13 +101,11 @@ def build_engine(
     world_size: int,
     *,
     loads_weights: bool,
-    note_losses: NotesLosses | None = None,
 ) -> tuple[DeepSpeedEngine, LoadReport | None]:
     """The engine with its initial weights, and the report on those in `init_from`.
 
     Args:
         loads_weights: start from `init_from`; False if a checkpoint is restored afterwards.
-        note_losses: as `make_loss`.
 
     Raises:
         UnrecoverableError: the weights do not fit the model, or do not exist.
@@ -142,7 +140,7 @@ def build_engine(
         recipe.optim,
         micro_batch_size=micro_batch_size,
         accumulation_steps=passes,
-        loss_function=make_loss(recipe, note_losses),
+        loss_function=make_loss(recipe),
     )
     return engine, report
 

@@ -30,13 +30,12 @@ from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import Location, locate
 from vit_ray.train.engine.collectives import all_max, all_sum
 from vit_ray.train.engine.deepspeed_setup import warm_up_process
-from vit_ray.train.image_losses import ImageLosses
 from vit_ray.train.loop import Batch, RankContext
 from vit_ray.train.memory.out_of_memory import is_out_of_memory
 from vit_ray.worker.attempt import Attempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob, UnrecoverableError
-from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
+from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
 from vit_ray.worker.pool_link import (
     REASSIGNED_S,
     Assignment,
@@ -65,7 +64,6 @@ from vit_ray.worker.setup import (
     choose_micro_batch,
     open_batches,
 )
-from vit_ray.worker.spikes import SpikePolicy
 from vit_ray.worker.watchdog import Watchdog, end_process
 
 
@@ -206,13 +204,11 @@ def set_up_attempt(
         )
         batches = _training_batches(job, place.world_size, streams, point.samples_seen, device)
         checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
-        image_losses = ImageLosses(recipe.seed)
         engine, report = build_engine(
             job,
             micro,
             place.world_size,
             loads_weights=checkpoint is None,
-            note_losses=image_losses.note,
         )
         unless_set_up.callback(engine.close)
         assert engine.device == device, (engine.device, device)
@@ -233,10 +229,8 @@ def set_up_attempt(
             link.note(EventKind.RESUMED, text, position.step)
         writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
         saver = CheckpointSaver(job, engine.state, writer, link, watchdog, start_thread, is_broken)
-        back = partial(roll_back, engine, run_folder, saver, watchdog)
         describe = partial(describe_batch, engine, micro_batch_size=micro)
-        nonfinite = NonfinitePolicy(recipe.train, link, describe, back)
-        spikes = SpikePolicy(recipe, link, image_losses, device, back)
+        nonfinite = NonfinitePolicy(recipe.train, link, describe)
 
         def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
             size = job.evaluation_batch(name, place.world_size)
@@ -254,7 +248,6 @@ def set_up_attempt(
             evaluator,
             saver,
             nonfinite,
-            spikes,
             watchdog,
             progress,
             preemption_notice,

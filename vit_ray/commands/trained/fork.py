@@ -268,13 +268,9 @@ def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
         evals_without_best=0,
         num_evals=0,
         eval_step=-1,
-        spikes=0,
         samples_digest="",  # of the parent's order
         metrics={key: value for key, value in plain.items() if not key.startswith(MEASURED)},
     )
-    if recipe.train.global_batch_size != position.global_batch_size:
-        # Losses and gradient norms of another batch size have another spread.
-        progress = replace(progress, log_losses=[], log_grad_norms=[], recent_spikes=[])
     return replace(
         position,
         progress=progress,

@@ -115,10 +115,9 @@ class DeepSpeedEngine:
         """
         return self.forward_times.take_s()
 
-    def step(self, learning_rate: float, norm_limit: float | None = None) -> StepResult:
-        """Apply the accumulated gradients, unless they are not finite or above a limit."""
+    def step(self, learning_rate: float) -> StepResult:
+        """Apply the accumulated gradients, unless they are not finite."""
         set_rate(self._optimizer, learning_rate)
-        self._guard.norm_limit = norm_limit
         self._engine.step()
         self._biases.show()
         if self.average is not None:

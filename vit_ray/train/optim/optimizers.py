@@ -113,21 +113,16 @@ class StepGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer: Any = optimizer
-        self.norm_limit: float | None = None
-        """Norm above which the next gradient is also refused; None = at no finite norm."""
         self.norm = torch.zeros((), device=device)
         self.refused = torch.zeros((), device=device)
-        """1 if the gradient was not finite or above the limit, else 0."""
+        """1 if the gradient was not finite, else 0."""
         self.refused_steps = torch.zeros((), device=device)
         """Number of refusals in all steps so far."""
 
     def note_norm(self, norm: Tensor) -> None:
         """Called before the optimizer steps: the norm before clipping, the same on all ranks."""
         self.norm = norm
-        is_bad = ~torch.isfinite(norm)
-        if self.norm_limit is not None:
-            is_bad |= norm > self.norm_limit
-        self.refused = self._optimizer.found_inf = is_bad.float()
+        self.refused = self._optimizer.found_inf = (~torch.isfinite(norm)).float()
         self.refused_steps += self.refused
 
 

@@ -42,13 +42,6 @@ DEV_TOP1: Final = "dev/top1"
 DEV_LOSS: Final = "dev/loss"
 DEV_AVERAGED_TOP1: Final = "dev/averaged_top1"
 FEW_SHOT_GROUP: Final = "few_shot/"
-KNN_GROUP: Final = "knn/"
-EXTRACT_IMAGES: Final = "extract/images"
-EXTRACT_IMAGES_PER_S: Final = "extract/images_per_s"
-EXTRACT_IMAGE_WAIT_FRACTION: Final = "extract/image_wait_fraction"
-"""Since the first batch, in the mean over the workers: waited for images."""
-EXTRACT_FILE_WAIT_FRACTION: Final = "extract/file_wait_fraction"
-"""Likewise, for files that were still being written."""
 
 AVERAGED: Final = "/averaged_"
 """Part of the name of every metric with averaged weights."""
@@ -93,9 +86,9 @@ SYSTEM_GROUP: Final = "system/"
 """From MLflow's own sampler of the machines."""
 
 
-def few_shot_top1(shots: int, group: str = FEW_SHOT_GROUP) -> str:
-    """Accuracy with this many images per class, by least squares or (`KNN`) neighbours."""
-    return f"{group}{shots}_shot_top1"
+def few_shot_top1(shots: int) -> str:
+    """Accuracy with this many images per class, by least squares."""
+    return f"{FEW_SHOT_GROUP}{shots}_shot_top1"
 
 
 def best_key(key: str) -> str:

@@ -177,7 +177,6 @@ LIGHT = [
     ("finetune", "digits", "init_from=nosuch"),
     ("evaluate", "digits", "init_from=nosuch"),
     ("export", "digits", "init_from=nosuch", "export.path=x.npz"),
-    ("extract_features", "digits", "init_from=nosuch", "extract.data=x", "extract.path=y"),
     ("finetune", "digits", f"init_from={__file__}"),
     ("pretrain", "paper/vit_b16_jft"),
     ("sweep", "finetune/cifar10"),

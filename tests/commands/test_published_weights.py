@@ -1,7 +1,6 @@
 """Files with the names of published ones go through every command, and mean there what they are.
 
-The commands are followed up to what they hand to the workers; `tests/end_to_end/test_features.py`
-has the workers.
+The commands are followed up to what they hand to the workers.
 """
 
 import json
@@ -30,7 +29,6 @@ from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.checkpoints.weight_files import published_use
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe
-from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.models.weights import save_weights
 from vit_ray.train.objective import build_objective, normalize
@@ -95,18 +93,12 @@ def recipe_of(folder: Path, path: str, **model: Any) -> Recipe:
         "published", output=str(folder / "runs"), init_from=path, model=model,
         data={"train": data, "eval": data}, optim={"steps": 1}, workers={"num_workers": 1},
         train={"global_batch_size": 2, "micro_batch_size": 2},
-        extract={"data": data, "path": str(folder / "features")},
     )  # fmt: skip
 
 
 def prepared_by(recipe: Recipe) -> dict[str, PreparedRun]:
-    assert recipe.extract is not None
     with prepared_training(recipe, "finetune") as finetuning:
-        return {
-            "finetune": finetuning,
-            "evaluate": prepare_evaluation(recipe),
-            "extract": extraction.plan_extraction(recipe).prepared,  # and few_shot
-        }
+        return {"finetune": finetuning, "evaluate": prepare_evaluation(recipe)}
 
 
 def loaded_by(prepared: PreparedRun) -> torch.nn.Module:
@@ -138,8 +130,7 @@ def test_a_published_vit_goes_through_every_command(
             return model(normalize(pixels, torch.float32)).double()
 
     runs = prepared_by(recipe)
-    for command in ("evaluate", "extract"):
-        assert relative_difference(logits(loaded_by(runs[command])), expected) < 1e-4, command
+    assert relative_difference(logits(loaded_by(runs["evaluate"])), expected) < 1e-4
     inspected, _ = load_trained_model(recipe, None)
     assert relative_difference(logits(inspected), expected) < 1e-4
     tuned = loaded_by(runs["finetune"])
@@ -161,8 +152,7 @@ def test_a_bit_with_published_names_goes_through_every_command(tmp_path: Path) -
     with torch.no_grad():
         expected = source(some_images())
         assert torch.equal(inspected(some_images()), expected)
-        for command in ("evaluate", "extract"):
-            assert torch.equal(loaded_by(runs[command])(some_images()), expected)
+        assert torch.equal(loaded_by(runs["evaluate"])(some_images()), expected)
         assert not loaded_by(runs["finetune"])(some_images()).any()
 
 

@@ -8,15 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
-from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
-from vit_ray.evaluate import few_shot
 from vit_ray.evaluate.few_shot import (
     ExampleSums,
     FewShot,
     few_shot_accuracy,
-    neighbor_accuracy,
     ranks_in_class,
     require_shots,
 )
@@ -96,25 +93,6 @@ def test_classifiers_are_kept_in_the_features_precision():
     assert peak < num_classes * width * 4 / 2  # no copy of the weights
 
 
-@pytest.mark.parametrize("most", [1, 3500, 2**26])
-def test_cosines_at_a_time_are_bounded_whatever_the_pool(most, monkeypatch):
-    pool, labels, test, test_labels = _digits()
-    whole = neighbor_accuracy(pool, labels, [(test, test_labels)], num_classes=10)
-    sizes = []
-    real = np.argpartition
-
-    def noted(cosines, *args, **kwargs):
-        sizes.append(cosines.size)
-        return real(cosines, *args, **kwargs)
-
-    monkeypatch.setattr(np, "argpartition", noted)
-    monkeypatch.setattr(few_shot, "_COSINES_AT_A_TIME", most)
-    some = [(test[:50], test_labels[:50]), (test[50:], test_labels[50:])]
-    assert neighbor_accuracy(pool, labels, some, num_classes=10) == whole
-    assert max(sizes) <= max(most, len(pool))
-    assert sum(sizes) == len(pool) * len(test)
-
-
 @pytest.mark.parametrize("shot", [1, 5, 10, 25])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_accuracy_is_that_of_scikit_learns_ridge_on_the_same_draws(shot, seed):
@@ -130,23 +108,6 @@ def test_accuracy_is_that_of_scikit_learns_ridge_on_the_same_draws(shot, seed):
     for rows in np.array_split(np.arange(len(test)), 3):
         measured.add_tests(test[rows], test_labels[rows])
     assert measured.accuracies()[shot][seed] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("neighbors", [1, 20, 5000])
-def test_a_vote_of_neighbors_is_scikit_learns(neighbors):
-    pool, labels, test, test_labels = _digits()
-    oracle = KNeighborsClassifier(
-        min(neighbors, len(pool)),
-        metric="cosine",
-        algorithm="brute",
-        weights=lambda distance: np.exp((1 - distance) / 0.07),
-    ).fit(pool, labels)
-    expected = np.mean(oracle.predict(test) == test_labels)
-    halves = [(test[:400], test_labels[:400]), (test[400:], test_labels[400:])]
-    found = neighbor_accuracy(pool, labels, halves, num_classes=10, neighbors=neighbors)
-    assert found == pytest.approx(expected, abs=1e-12)
-    with pytest.raises(ValueError, match="no test images"):
-        neighbor_accuracy(pool, labels, [], num_classes=10)
 
 
 def test_what_one_rank_finds_wrong_all_ranks_learn_from_the_sums():

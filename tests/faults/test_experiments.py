@@ -12,7 +12,6 @@ from tests.faults.runs import actors_of, long_recipe, wait_until_nothing_is_left
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import tags_of
-from vit_ray.evaluate.feature_files import FACTS_FILE
 from vit_ray.experiments.vtab import task_recipe
 from vit_ray.launch.run import train
 
@@ -68,25 +67,6 @@ def test_a_vtab_job_that_is_stopped_and_then_killed_continues(
     for task in tasks:
         assert runs[task.name].info.status == "FINISHED"
         assert int(tags_of(runs[task.name].data.tags)["vit_ray.events.resumed"]) >= 1
-
-
-def test_a_few_shot_job_that_is_stopped_and_then_killed_has_the_figures_of_an_undisturbed_one(
-    ray_cluster: Head, digits: Digits, folder: Path, pretrained: Recipe
-) -> None:
-    def recipe(name: str, batch_size: int) -> Recipe:
-        sets = {"few_shot_train": digits.train, "few_shot_test": digits.test}
-        evaluate = {"shots": [1, 5], **sets, "batch_size": batch_size}
-        changed = small_recipe(name, digits, folder, evaluate=evaluate)
-        return changed.with_changes(init_from=pretrained.run_folder)
-
-    plain, slow = recipe("plain-few-shot", 50), recipe("disturbed-few-shot", 1)
-    code, output = Driver(ray_cluster, "few_shot", str(write_recipe(plain, folder))).wait()
-    assert code == 0, output
-    features = Path(f"{slow.run_folder}-features")
-    disturb(ray_cluster, "few_shot", slow, folder, lambda: any(features.rglob(FACTS_FILE)))
-    expected = metrics_of(plain, "few_shot", "few_shot/")
-    assert len(expected) == 4
-    assert metrics_of(slow, "few_shot", "few_shot/") == pytest.approx(expected, abs=1e-6)
 
 
 def disturb(

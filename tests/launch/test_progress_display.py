@@ -120,7 +120,7 @@ def test_a_run_of_long_steps_is_not_waited_for_between_them(clock: list[float]) 
 
 def test_a_line_before_the_first_figures_ends_with_the_time_left() -> None:
     console = Console(file=io.StringIO())
-    with progress._lines(console, "mine", 100, "step") as show:
+    with progress._lines(console, "mine", 100) as show:
         show(RunStatus(step=7), "ETA --:--", True)
         show(RunStatus(step=8, metrics={"train/loss": 1.0}), "ETA 0:01:00", True)
     assert console.file.getvalue().splitlines() == [

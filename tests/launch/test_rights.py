@@ -4,7 +4,6 @@ import errno
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,6 @@ from vit_ray import s3, storage
 from vit_ray.commands import doctor
 from vit_ray.commands.trained.fork import _is_free
 from vit_ray.data import open_dataset
-from vit_ray.launch import feature_extraction
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
 from vit_ray.retry import DeniedError, with_retries
@@ -129,18 +127,6 @@ def test_a_store_that_does_not_answer_is_named_while_it_is_tried(
     # Of the write alone: the probe is deleted with less patience.
     attempts = [text.split(" failed (")[0] for text in caplog.messages if ": attempt " in text]
     assert attempts == [f"writing runs/all/rights-probe: attempt {n}" for n in (1, 2)]
-
-
-def test_features_need_the_same_rights(
-    allow: Callable[[Rights], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allow({"runs": ("list", "read")})
-    features = SimpleNamespace(
-        folder=locate("s3://runs/features"), facts={}, are_whole=lambda: False
-    )
-    monkeypatch.setattr(feature_extraction, "plan_extraction", lambda _: features)
-    with pytest.raises(ValueError, match="s3://runs/features: no right to write there"):
-        feature_extraction.extract_features(recipe_with("r"))
 
 
 def test_a_store_that_refuses_only_while_it_throttles_is_asked_longer(

@@ -217,7 +217,7 @@ def test_a_study_keeps_its_cells_where_a_training_of_its_own_is_the_same():
 
 
 def test_an_evaluation_of_a_training_is_not_another_record_of_it():
-    runs = [cell(0.9), made(kind="evaluate"), made(kind="few_shot")]
+    runs = [cell(0.9), made(kind="evaluate")]
     assert one_run_a_cell(runs) == (runs, [])
 
 

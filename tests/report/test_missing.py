@@ -131,7 +131,7 @@ def test_figures_of_a_study_compare_its_cells_alone(store, tmp_path):
     cost = {"cost/core_days": 9.0, "study/train_images": 1e6, "few_shot/5_shot_top1": 0.4}
     store.run("cell-a", metrics={**WHOLE, **cost})
     tuned = {**WHOLE, **cost, "eval/top1": 0.99, "cost/core_days": 0.1, "few_shot/5_shot_top1": 0.9}
-    for kind in ("finetune", "pretrain", "few_shot", "evaluate", "inspection"):
+    for kind in ("finetune", "pretrain", "evaluate", "inspection"):
         store.run(f"by-{kind}", kind, metrics=tuned, **{"study_cell": "cell-a"})
         child = store.client.search_runs([store.experiment], f"attributes.run_name = 'by-{kind}'")
         store.client.set_tag(child[0].info.run_id, "mlflow.parentRunId", store.study)

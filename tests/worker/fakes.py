@@ -272,7 +272,7 @@ class Worker:
     job: TrainJob
     engine: FakeEngine = field(default_factory=FakeEngine)
     actor: FakeRun = field(default_factory=FakeRun)
-    evaluation_batches: Callable[[str, int], Iterable[Any]] = lambda name, start: []
+    evaluation_batches: Callable[[str], Iterable[Any]] = lambda name: []
     notice: Callable[[], Any] = lambda: None
     rank: int = 0
 

@@ -194,7 +194,7 @@ def test_a_pass_that_does_not_fit_lowers_the_limit_for_the_next_attempt(tmp_path
 
 
 def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path: Path) -> None:
-    def too_large(name: str, start: int) -> Any:
+    def too_large(name: str) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
     job = make_job(tmp_path, data={"eval": "somewhere"})

@@ -173,7 +173,7 @@ def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
 
     job = make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"})
     batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeRun(), lambda name, start: batches, rank=rank)
+    worker = Worker(job, Engine(), FakeRun(), lambda name: batches, rank=rank)
     try:
         worker.hooks.evaluate(4)
     except EvaluationCutError as cut:
@@ -223,7 +223,7 @@ def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
     pool = np.arange(NUM_IMAGES) % 5
     job = replace(job, few_shot_labels=lambda: pool, few_shot_classes=5)
     engine = Engine(device=torch.device("cuda"))
-    assert Worker(job, engine, FakeRun(), lambda name, start: batches).hooks.evaluate(4)
+    assert Worker(job, engine, FakeRun(), lambda name: batches).hooks.evaluate(4)
     passes = len(batches) * (2 if is_few_shot else 1)
     assert len(seen) == passes
     assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
@@ -251,7 +251,7 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
         ("evaluate", {"keep_best": True}, {"eval/top1": 4 / 19}),
     ):
         job = make_job(tmp_path, kind, data=data, checkpoint=kept)
-        worker = Worker(job, SaysClass0(), FakeRun(), lambda name, start: streams[name])
+        worker = Worker(job, SaysClass0(), FakeRun(), lambda name: streams[name])
         metrics = worker.hooks.evaluate(4)
         assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
 
@@ -277,7 +277,7 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
     job = make_job(tmp_path, data={"eval": "somewhere"}, checkpoint={"keep_best": keeps_best})
     average, actor = object() if averages else None, FakeRun()
     engine = Engine(average=average, whole_model=small_model("ViT"))
-    hooks = Worker(job, engine, actor, lambda name, start: share(0, 1)).hooks
+    hooks = Worker(job, engine, actor, lambda name: share(0, 1)).hooks
     hooks.evaluate(1)
     hooks.log(1, {"eval/top1": 0.5})
     assert not actor.files
@@ -310,7 +310,7 @@ def test_a_training_without_its_record_goes_on(
     monkeypatch.setattr(actor, "content", lost)
     job = make_job(tmp_path, data={"eval": "somewhere"})
     found, expected = (
-        Worker(job, Engine(), run, lambda name, start: share(0, 1)).hooks.evaluate(TOTAL)
+        Worker(job, Engine(), run, lambda name: share(0, 1)).hooks.evaluate(TOTAL)
         for run in (actor, FakeRun())
     )
     assert found == expected
@@ -338,7 +338,7 @@ def of_each_class(rank: int, folder: str) -> Any:
         answers=answers,
     )
     batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeRun(), lambda name, start: batches, rank=rank)
+    worker = Worker(job, Engine(), FakeRun(), lambda name: batches, rank=rank)
     return worker.hooks.evaluate(0), worker.actor.files
 
 

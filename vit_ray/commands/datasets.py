@@ -6,12 +6,10 @@ from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.deduplicate import (
     deduplicate,
-    deduplicate_by_features,
     refuse_taken,
 )
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
-from vit_ray.evaluate.near_features import check_same_model, near_features
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.inputs.shared_files import check_shared
 from vit_ray.storage import locate
@@ -87,19 +85,13 @@ def run_deduplicate(recipe: Recipe) -> int:
         "deduplicate='{source: data/, evaluation_sets: [test/], destination: clean/}'",
     )
     sets, places = list(config.evaluation_sets), (config.source, *config.evaluation_sets)
-    fingerprints = [open_dataset(path).fingerprint for path in places]
+    for path in places:  # an error before Ray starts
+        open_dataset(path)
     refuse_taken(config.destination)
-    if config.features is not None:
-        source, *others = map(locate, (config.features, *config.evaluation_features))
-        check_same_model([source, *others], fingerprints)
-        near = near_features(source, others, config.min_cosine)
-        target = config.destination
-        report = deduplicate_by_features(config.source, sets, target, near, config.min_cosine)
-    else:
-        read = [("deduplicate.source", config.source)]
-        read += [("deduplicate.evaluation_sets", path) for path in sets]
-        check_shared(connect(recipe), read)
-        report = deduplicate(config.source, sets, config.destination)
+    read = [("deduplicate.source", config.source)]
+    read += [("deduplicate.evaluation_sets", path) for path in sets]
+    check_shared(connect(recipe), read)
+    report = deduplicate(config.source, sets, config.destination)
     print(
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "
         f"of {report.num_images} images left out; duplicates.parquet lists them"

@@ -41,7 +41,7 @@ _UPLOADED = "working_dir_files"
 """Ray's folder for the copies of what `ray job submit --working-dir` uploads."""
 _WRITTEN = (
     "output", "convert.destination", "subset.destination", "deduplicate.destination",
-    "extract.path", "export.path", "inspect.path",
+    "export.path", "inspect.path",
 )  # fmt: skip
 """Keys of the places that commands write to, next to `tracking.uri`."""
 

@@ -147,32 +147,6 @@ _ALL = (
         opens=("init_from", "data.eval"),
     ),
     Command(
-        "few_shot",
-        "Few-shot accuracy of the weights in init_from, linear and by nearest neighbours, from "
-        "features that are cached.",
-        "vit_ray.commands.trained.features:run_few_shot_job",
-        (
-            "name", "seed", "output", *_WEIGHTS, "model", "data", "train", "evaluate", "workers",
-            "tracking",
-        ),
-        "cifar10 init_from=runs/cifar10-vit evaluate.few_shot_train=data/cifar10/train "
-        "evaluate.few_shot_test=data/cifar10/test",
-        needs=("init_from", "evaluate.few_shot_train", "evaluate.few_shot_test"),
-        opens=("init_from", "evaluate.few_shot_train", "evaluate.few_shot_test"),
-    ),
-    Command(
-        "extract_features",
-        "Write features, logits and keys of a data set as parquet, from the weights in init_from.",
-        "vit_ray.commands.trained.features:run_extract",
-        (
-            "extract", "name", "seed", "output", *_WEIGHTS, "model", "data", "train",
-            "evaluate.batch_size", "workers", "tracking",
-        ),
-        "cifar10 init_from=runs/cifar10-vit extract.data=data/cifar10/train extract.path=features",
-        needs=("extract", "init_from"),
-        opens=("init_from", "extract.data"),
-    ),
-    Command(
         "sweep",
         "Fine-tune over a grid of learning rates, select on a dev split, retrain on all data.",
         "vit_ray.commands.experiments:sweep",

@@ -133,22 +133,6 @@ class DeduplicateConfig(Section):
     """Converted sets; their images, and near duplicates of them, are left out."""
     destination: str
     """Folder of the new manifest and of `duplicates.parquet`, the list of images left out."""
-    features: str | None = None
-    """Folder of features of `source` (`vit-ray extract_features`); images are then compared by the
-    cosine of their features, not by bytes and pixels. Unset = compare bytes and pixels."""
-    evaluation_features: tuple[str, ...] = ()
-    """Folders of features of the `evaluation_sets`, in their order, from the same model."""
-    min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
-    """With `features`: images with at least this cosine to an evaluation image are left out. It
-    depends on the model, so look at pairs of `duplicates.parquet`."""
-
-    def problems(self) -> dict[str, object]:
-        counts = len(self.evaluation_features), len(self.evaluation_sets) if self.features else 0
-        return {
-            f"evaluation_features has {counts[0]} folders, evaluation_sets has {counts[1]}; with "
-            "features, give one folder for each evaluation set, in the same order": counts[0]
-            != counts[1],
-        }
 
 
 class SweepConfig(Section):
@@ -375,17 +359,6 @@ class ExportConfig(Section):
                 self.push and PurePosixPath(self.path).suffix
             ),
         }
-
-
-class ExtractConfig(Section):
-    """Features of a data set in parquet files."""
-
-    data: str
-    """Converted data set."""
-    path: str
-    """Folder or `s3://` prefix to write the files to."""
-    logits: bool = True
-    """Also write logits."""
 
 
 class BenchmarkConfig(Section):

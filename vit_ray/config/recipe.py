@@ -19,7 +19,6 @@ from vit_ray.config.command_sections import (
     ConvertConfig,
     DeduplicateConfig,
     ExportConfig,
-    ExtractConfig,
     InspectConfig,
     PaperConfig,
     PlanConfig,
@@ -89,7 +88,6 @@ class Recipe(Section):
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()
     benchmark_models: BenchmarkModelsConfig | None = None
-    extract: ExtractConfig | None = None
     paper: PaperConfig = PaperConfig()
 
     def __hash__(self) -> int:
@@ -265,8 +263,7 @@ def _identity(value: Any) -> Any:
 # Keys whose values are paths; `tracking.uri`, an address, is handled separately.
 _PLACES = (
     "output", "init_from", "data.train", "data.eval", "data.cache_dir",
-    "evaluate.few_shot_train", "evaluate.few_shot_test", "extract.data", "extract.path",
-    "vtab.data",
+    "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Few-shot accuracy: how good frozen features are, by least squares and by nearest neighbours.
+"""Few-shot accuracy: how good frozen features are, by least squares.
 
 Least squares in closed form is the paper's on-the-fly measure (section 4.1, figures 4, 8, 9, 13,
 table 8). Protocol and constants are those of the authors' later code, big_vision
@@ -9,7 +9,7 @@ The system is solved from sums over the examples, which add up over batches and 
 features of a whole set are never in memory at once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,10 +22,7 @@ IntArray = NDArray[np.int64]
 BIAS_CONSTANT: Final = 100.0  # appended feature; so large that its weight is hardly regularised
 STD_FLOOR: Final = 1e-5  # added to the deviation: features that never vary become 0, not inf
 L2: Final = 2.0**10  # big_vision `configs/common_fewshot.py`
-NEIGHBORS: Final = 20
-TEMPERATURE: Final = 0.07  # this and the number of neighbours: DINO, arXiv:2104.14294
 _ROWS_AT_A_TIME: Final = 4096
-_COSINES_AT_A_TIME: Final = 2**26  # 256 MiB of them
 _FLAT: Final = 1e-12  # variance / mean^2 that sums in float64 cannot distinguish from 0
 _OVERFLOW: Final = "the model's weights or activations overflowed"
 
@@ -253,43 +250,6 @@ def few_shot_accuracy(
     return {shot: float(np.mean(found[shot])) for shot in shots}
 
 
-def neighbor_accuracy(
-    train_features: NDArray[np.floating],
-    train_labels: NDArray[np.integer],
-    tests: Iterable[tuple[NDArray[np.floating], NDArray[np.integer]]],
-    *,
-    num_classes: int,
-    neighbors: int = NEIGHBORS,
-) -> float:
-    """Top-1 accuracy of a vote of the nearest examples, each weighted by exp(cosine / 0.07).
-
-    Args:
-        train_features: (N, D), all examples.
-        train_labels: (N,).
-        tests: pairs of features (B, D) and labels (B,).
-        neighbors: number of votes; all examples if there are fewer.
-
-    Raises:
-        ValueError: there are no examples or no tests.
-    """
-    examples, labels = _checked_pair("train", train_features, train_labels)
-    unit = unit_rows(examples)
-    most = min(neighbors, len(labels))
-    right = tested = 0
-    for features, truth in tests:
-        for rows in _chunks(len(truth), max(1, _COSINES_AT_A_TIME // len(labels))):
-            similar = unit_rows(features[rows]) @ unit.T
-            nearest = np.argpartition(-similar, most - 1, axis=1)[:, :most]
-            weights = np.exp(np.take_along_axis(similar, nearest, axis=1) / TEMPERATURE)
-            votes = np.zeros((len(rows), num_classes))
-            np.add.at(votes, (np.arange(len(rows))[:, None], labels[nearest]), weights)
-            right += int(np.sum(votes.argmax(axis=1) == truth[rows]))
-        tested += len(truth)
-    if not tested:
-        raise ValueError("few-shot: no test images; evaluate.few_shot_test is empty")
-    return right / tested
-
-
 def require_shots(
     examples: NDArray[np.integer], *, shots: Sequence[int], classes: Sequence[str] = ()
 ) -> None:
@@ -328,16 +288,9 @@ def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> 
     return ranks
 
 
-def unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Rows of length 1; those of zeros stay."""
-    wide = x.astype(np.float32)
-    return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
-
-
-def _chunks(count: int, most: int = _ROWS_AT_A_TIME) -> Iterator[IntArray]:
-    size = min(most, _ROWS_AT_A_TIME)
-    for first in range(0, count, size):
-        yield np.arange(first, min(first + size, count))
+def _chunks(count: int) -> Iterator[IntArray]:
+    for first in range(0, count, _ROWS_AT_A_TIME):
+        yield np.arange(first, min(first + _ROWS_AT_A_TIME, count))
 
 
 def _checked_pair(

@@ -1,7 +1,5 @@
 """One training among many: a named recipe, the trial of Ray Tune that trains it, and its outcome.
 
-An extraction of features counts as one; it has no rungs and no accuracy.
-
 A trial is a small driver: it borrows a pool of workers, trains from rung to rung, and reports each
 outcome. Everything that starts slowly (workers, streams, MLflow) outlives it.
 """
@@ -19,7 +17,6 @@ from ray import tune
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import Point
 from vit_ray.launch.cluster.connection import mark_private
-from vit_ray.launch.feature_extraction import extract_features
 from vit_ray.launch.inputs.streams import reads_of
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool.pool_keeper import borrowing
@@ -67,7 +64,7 @@ class Training:
     @cached_property
     def reads(self) -> str:
         """Trainings with equal text can share a stream."""
-        return self.recipe.name if self.kind == "extract" else reads_of(self.recipe)
+        return reads_of(self.recipe)
 
     @property
     def label(self) -> str:
@@ -135,10 +132,6 @@ def outcomes(training: Training) -> Iterator[Outcome]:
         if training.begin is not None:
             origin = training.begin(lambda text: parent.record.event(EventKind.BRANCH, text, 0))
         recipe, kind, tags = training.recipe, training.kind, dict(training.tags)
-        if kind == "extract":
-            with_retries(training, parent, lambda: extract_features(recipe, parent))
-            yield Outcome(TrialState.FINISHED)
-            return
         for step in (*training.rungs, None):
             run = partial(train, recipe, kind=kind, parent=parent, tags=tags, until_step=step)
             result = with_retries(training, parent, run)

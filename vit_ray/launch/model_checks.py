@@ -12,7 +12,7 @@ from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
 
-Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
+Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
 """Kinds of run that give their initial weights a new head."""
 MOST_OF_FIRST_WEIGHTS: Final = 0.2

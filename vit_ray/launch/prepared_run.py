@@ -30,7 +30,6 @@ from vit_ray.launch.resuming import (
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import check_rights, locate, needing_right
-from vit_ray.worker.job import Extraction
 
 _HEADS: Final[dict[str, bool]] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": False}
 
@@ -53,8 +52,6 @@ class PreparedRun:
     """Of an evaluation: the correct answers for its images."""
     outputs: int | None = None
     """Outputs of the model; None if it has one for each class of the data set."""
-    extraction: Extraction | None = None
-    """Features that are written instead of an evaluation."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
     began_s: float = field(default_factory=time.time)
@@ -70,7 +67,7 @@ class PreparedRun:
     @property
     def trains(self) -> bool:
         """Whether weights are trained, not only used."""
-        return self.kind not in ("evaluate", "extract")
+        return self.kind != "evaluate"
 
     @property
     def num_classes(self) -> int:
@@ -79,12 +76,7 @@ class PreparedRun:
 
     @property
     def new_head(self) -> bool | Literal["auto"]:
-        """What happens to the head of its initial weights, as in `initialize_weights`.
-
-        Features use all layers of weights that have a head, and the available layers of others.
-        """
-        if self.kind == "extract" and self.outputs is not None:
-            return False
+        """What happens to the head of its initial weights, as in `initialize_weights`."""
         return _HEADS.get(self.kind, "auto")
 
     @property

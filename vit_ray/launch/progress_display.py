@@ -16,7 +16,6 @@ from vit_ray.metric_names import (
     DATA_WAIT_FRACTION,
     EVAL_AVERAGED_TOP1,
     EVAL_TOP1,
-    EXTRACT_IMAGES_PER_S,
     PERF_MFU,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
@@ -37,7 +36,6 @@ _TOP1 = (
 _FIGURES = (
     (TRAIN_LOSS, "loss {:.3f}"),
     (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
-    (EXTRACT_IMAGES_PER_S, "{:.0f} images/s"),
     (DATA_WAIT_FRACTION, "data wait {:.0%}"),
     (PERF_MFU, "MFU {:.1%}"),
     *_TOP1,
@@ -49,13 +47,13 @@ MOST_FIGURES = 5
 
 @contextlib.contextmanager
 def shown_progress(
-    control: RunControl, name: str, total: int, unit: str = "step", *, is_shown: bool = True
+    control: RunControl, name: str, total: int, *, is_shown: bool = True
 ) -> Iterator[None]:
-    """Show the progress of the run while the block runs; `unit` names its steps."""
+    """Show the progress of the run while the block runs."""
     if not is_shown:
         yield
         return
-    seen, pace, console = 0, Pace(total, unit), Console(file=sys.stderr)
+    seen, pace, console = 0, Pace(total), Console(file=sys.stderr)
 
     def update(is_last: bool) -> None:
         """Print new events, and the state of the run."""
@@ -66,9 +64,7 @@ def shown_progress(
         seen = len(status.events)
         show(status, pace.left(status), is_last)
 
-    lines = (
-        _bar(console, name, total) if console.is_terminal else _lines(console, name, total, unit)
-    )
+    lines = _bar(console, name, total) if console.is_terminal else _lines(console, name, total)
     with lines as show, repeated(update):
         yield
 
@@ -87,8 +83,8 @@ class Pace:
     runs, from the whole time since the display began, because each child starts up.
     """
 
-    def __init__(self, total: int, unit: str = "step") -> None:
-        self._total, self._unit, self._began_s = total, unit, time.monotonic()
+    def __init__(self, total: int) -> None:
+        self._total, self._began_s = total, time.monotonic()
         self._first: tuple[int, float] | None = None
         self._newest = (0, self._began_s)
 
@@ -106,7 +102,7 @@ class Pace:
         if status.step > step:
             usual_s = (self._newest[1] - since_s) / (status.step - step)
         if status.step and not status.stage and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s):
-            return f"no {self._unit} for {clock(waited_s)}"
+            return f"no step for {clock(waited_s)}"
         return f"ETA {time_left(status.step, step, self._total, now_s - since_s)}"
 
 
@@ -136,7 +132,7 @@ def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
 
 
 @contextlib.contextmanager
-def _lines(console: Console, name: str, total: int, unit: str) -> Iterator[Show]:
+def _lines(console: Console, name: str, total: int) -> Iterator[Show]:
     shown_s = 0.0
     print_line(console, f"{name}: starting workers")
 
@@ -145,7 +141,7 @@ def _lines(console: Console, name: str, total: int, unit: str) -> Iterator[Show]
         if status.step and (is_last or time.monotonic() - shown_s > LINE_EVERY_S):
             shown_s = time.monotonic()
             figures = describe(status)
-            what = f"{unit} {status.step}/{total}, {pace}{', ' if figures else ''}{figures}"
+            what = f"step {status.step}/{total}, {pace}{', ' if figures else ''}{figures}"
             print_line(console, f"{name}: {what}")
 
     yield show

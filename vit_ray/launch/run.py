@@ -198,11 +198,9 @@ def run_prepared(
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
-        work = (resolved.total_steps, "step")
-        if prepared.extraction is not None:
-            work = (resolved.streams["eval"].num_images, "image")
+        steps, is_shown = resolved.total_steps, parent is None
         with (
-            shown_progress(run.control, recipe.name, *work, is_shown=parent is None),
+            shown_progress(run.control, recipe.name, steps, is_shown=is_shown),
             # A sweep or study forwards it to its child runs.
             stopping_on_signals(run.control.request_stop)
             if parent is None
@@ -253,7 +251,6 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         lock_number=prepared.lock_number,
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
-        extraction=prepared.extraction,
         answers=prepared.answers,
         until_step=prepared.until_step,
     )

@@ -4,11 +4,8 @@ Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
-from functools import partial
-from typing import Final
 
 import numpy as np
 import torch
@@ -27,7 +24,6 @@ from vit_ray.evaluate.weight_pictures import FirstLayer
 from vit_ray.metric_names import (
     DEV_GROUP,
     EVAL_GROUP,
-    EXTRACT_IMAGES_PER_S,
     few_shot_top1,
 )
 from vit_ray.outcomes import EventKind
@@ -37,20 +33,12 @@ from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.train.memory.out_of_memory import is_out_of_memory
 from vit_ray.train.objective import classification_loss, normalize, per_image
-from vit_ray.worker.extraction import (
-    Waits,
-    begin_extraction,
-    extraction_metrics,
-    write_features,
-)
-from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
+from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-
-SHOWN_EVERY_S: Final = 5.0
 
 
 def has_accuracy(recipe: Recipe) -> bool:
@@ -66,14 +54,13 @@ class Evaluator:
         self,
         job: TrainJob,
         engine: DeepSpeedEngine,
-        open_batches: Callable[[str, int], Iterable[Batch]],
+        open_batches: Callable[[str], Iterable[Batch]],
         link: RunLink,
         watchdog: Watchdog,
     ) -> None:
         """
         Args:
-            open_batches: opens this rank's evaluation batches of a named stream, without a number
-                of first images.
+            open_batches: opens this rank's evaluation batches of a named stream.
         """
         self._job, self._engine, self._open_batches = job, engine, open_batches
         self._link, self._watchdog = link, watchdog
@@ -102,12 +89,9 @@ class Evaluator:
         self._watchdog.expect_long_steps()
         self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
         try:
-            if self._job.extraction is not None:
-                metrics = self._extract(self._job.extraction)
-            else:
-                metrics = self._measure("")
-                if self._engine.average is not None and metrics:
-                    metrics |= self._measure_averaged()
+            metrics = self._measure("")
+            if self._engine.average is not None and metrics:
+                metrics |= self._measure_averaged()
         except ValueError as error:
             # All ranks have the same results and so the same error; training is not the cause.
             if self._job.kind == "evaluate":
@@ -163,35 +147,6 @@ class Evaluator:
                 return metrics
         raise agreed
 
-    def _extract(self, extraction: Extraction) -> dict[str, float]:
-        """Write features from where an earlier attempt ended; returns `extract/...`."""
-        engine, waits = self._engine, Waits()
-        start = read_by_first(partial(begin_extraction, extraction.folder), engine.device)
-        batch_size = self._job.evaluation_batch("eval", engine.world_size)
-
-        def batches() -> Iterator[Batch]:
-            """The stream; reports every few seconds the number of images, for the display."""
-            began_s = shown_s = time.monotonic()
-            for number, batch in enumerate(waits.for_images(self._watched("eval", start))):
-                seen, now_s = number * batch_size * engine.world_size, time.monotonic()
-                if now_s - shown_s > SHOWN_EVERY_S:
-                    shown_s = now_s
-                    values = {EXTRACT_IMAGES_PER_S: seen / (now_s - began_s)}
-                    self._link.log(start + seen, values)
-                yield batch
-
-        count = write_features(
-            _predictions(engine, batches()),
-            extraction,
-            start=start,
-            batch_size=batch_size,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            waits=waits,
-        )
-        sums = all_sum([count, *waits.seconds()], engine.device)
-        return extraction_metrics(*sums, world_size=engine.world_size)
-
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
         """Also returns what is kept: images, and tables of which class was taken for which."""
         answers, recipe, device = self._job.answers, self._job.recipe, self._engine.device
@@ -226,9 +181,9 @@ class Evaluator:
                 except Exception as error:  # no training depends on it
                     logger.warning("no pictures of the weights: %s", error)
 
-    def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
+    def _watched(self, name: str) -> Iterator[Batch]:
         """Batches of a stream; on a GPU, images are copied while it computes."""
-        batches, device = self._open_batches(name, start), self._engine.device
+        batches, device = self._open_batches(name), self._engine.device
         if device.type == "cuda":  # everything but the images is used on the host
             batches = device_batches(batches, device, pinned=("image",))
         for batch in batches:

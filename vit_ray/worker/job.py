@@ -18,16 +18,6 @@ if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
 
 
 @dataclass(frozen=True)
-class Extraction:
-    """Which features of the stream `eval` are written, and where."""
-
-    folder: str
-    with_logits: bool
-    rows_per_file: int
-    """Approximate images per file of each worker: whole batches are taken."""
-
-
-@dataclass(frozen=True)
 class TrainJob:
     """Everything that a worker needs to know; the driver makes it, Ray sends it."""
 
@@ -54,8 +44,6 @@ class TrainJob:
     """Images of each stream, by its name."""
     few_shot_labels: Callable[[], NDArray[np.int32]] | None = None
     """Reads the first label of every image that few-shot examples are drawn from."""
-    extraction: Extraction | None = None
-    """Features to write instead of an evaluation."""
     answers: Answers | None = None
     """Of an evaluation: the correct answers for its images."""
     classes: tuple[str, ...] = ()

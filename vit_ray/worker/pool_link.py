@@ -21,7 +21,7 @@ class Streams(Protocol):
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Any]:
         """Positions [start, stop) of the run in batches of `share` rows of a global batch."""
 
-    def evaluation_batches(self, name: str, batch_size: int, start: int = 0) -> Iterator[Any]:
+    def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Any]:
         """An evaluation stream without its first `start` images."""
 
 

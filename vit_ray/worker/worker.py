@@ -232,9 +232,9 @@ def set_up_attempt(
         describe = partial(describe_batch, engine, micro_batch_size=micro)
         nonfinite = NonfinitePolicy(recipe.train, link, describe)
 
-        def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
+        def evaluation_batches(name: str) -> Iterator[Batch]:
             size = job.evaluation_batch(name, place.world_size)
-            return _refusing(streams.evaluation_batches(name, size, start))
+            return _refusing(streams.evaluation_batches(name, size))
 
         evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
         watchdog.begin_steps(progress.step)

@@ -1,6 +1,5 @@
 import shutil
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -11,17 +10,10 @@ from sklearn.datasets import load_digits, load_sample_images
 from tests.data.converting import convert, in_this_process
 from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
-from tests.recipes import recipe_with
-from vit_ray.commands.datasets import run_deduplicate
 from vit_ray.data import open_dataset
-from vit_ray.data.format.labels import keys as keys_of_set
-from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.perceptual_hash import HASH_BITS, HashIndex, perceptual_hash
 from vit_ray.data.prepare.deduplicate import Match, deduplicate, describe, find, known_from
 from vit_ray.data.prepare.verify import verify
-from vit_ray.evaluate.feature_files import FeatureRows, part_name, write_facts, write_part
-from vit_ray.evaluate.near_features import check_same_model
-from vit_ray.storage import locate
 
 pytestmark = pytest.mark.usefixtures("serial")
 EVALUATION = [picture(seed, 120, 160) for seed in range(20)]
@@ -182,76 +174,6 @@ def test_the_cost_of_equal_hashes_is_bounded() -> None:
     index = HashIndex(np.zeros((50_000, HASH_BITS // 8), np.uint8))
     query, _ = index._candidates(np.zeros(300, np.uint16), 0)
     assert np.bincount(query).tolist() == [1024] * 300
-
-
-def write_features(folder: Path, manifest: Manifest, features: np.ndarray, **facts: Any) -> str:
-    """What an extraction writes of a data set: its features in two files."""
-    place, names = locate(str(folder)), []
-    labels = np.zeros(manifest.num_images, np.int32)
-    keys = [key for some in keys_of_set(manifest) for key in some]
-    for rank in (0, 1):
-        rows = np.arange(rank, manifest.num_images, 2)
-        part = FeatureRows([keys[i] for i in rows], labels[rows], rows, features[rows], None)
-        names.append(part_name(0, manifest.num_images, rank, 2))
-        write_part(place, names[-1], [part])
-    about = {"data_fingerprint": manifest.fingerprint, "model": "m", **facts}
-    write_facts(place, about | {"is_complete": True, "files": names})
-    return str(folder)
-
-
-def test_images_with_near_features_are_left_out(
-    sets: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train, test = map(open_dataset, sets)
-    rng = np.random.default_rng(0)
-    known = rng.normal(size=(test.num_images, 32)).astype(np.float32)
-    mine = rng.normal(size=(train.num_images, 32)).astype(np.float32)
-    copies = {3: 7, 80: 0, 179: 19}  # train row: test row
-    for row, of in copies.items():
-        mine[row] = 3 * known[of] + 0.1 * rng.normal(size=32)
-    source = write_features(tmp_path / "mine", train, mine)
-    other = write_features(tmp_path / "known", test, known)
-    section = {
-        "source": train.path, "evaluation_sets": [test.path], "destination": f"{tmp_path}/clean",
-        "features": source, "evaluation_features": [other], "min_cosine": 0.9,
-    }  # fmt: skip
-    recipe = recipe_with(deduplicate=section)
-    assert run_deduplicate(recipe) == 0
-    assert "0 exact and 3 near duplicates of 180 images" in capsys.readouterr().out
-    listed = pq.read_table(tmp_path / "clean" / "duplicates.parquet").to_pylist()
-    train_keys, test_keys = (
-        [k for some in keys_of_set(one) for k in some] for one in (train, test)
-    )
-    found = {row["key"]: row["evaluation_key"] for row in listed}
-    assert found == {train_keys[row]: test_keys[of] for row, of in copies.items()}
-    assert all(0.9 <= row["cosine"] <= 1 and row["distance"] is None for row in listed)
-    clean = [key for some in keys_of_set(open_dataset(f"{tmp_path}/clean")) for key in some]
-    assert clean == [key for i, key in enumerate(train_keys) if i not in copies]
-
-
-def test_features_of_other_sets_or_models_are_refused(
-    sets: tuple[str, str], tmp_path: Path
-) -> None:
-    train, test = map(open_dataset, sets)
-    some = np.ones((180, 4), np.float32)
-    mine = locate(write_features(tmp_path / "mine", train, some))
-    known = locate(write_features(tmp_path / "known", test, some, speed={"images": 9.0}))
-    other = locate(write_features(tmp_path / "other", test, some, model="another"))
-    prints = [train.fingerprint, test.fingerprint]
-    check_same_model([mine, known], prints)
-    with pytest.raises(ValueError, match=r"features of another data set \(.*, not"):
-        check_same_model([known, mine], prints)
-    with pytest.raises(ValueError, match=r"different models \(model\); extract both with one"):
-        check_same_model([mine, other], prints)
-    with pytest.raises(ValueError, match="no complete set of features"):
-        check_same_model([locate(str(tmp_path / "nothing")), known], prints)
-    with pytest.raises(ValueError, match="has 1 folders, evaluation_sets has 2; with features"):
-        recipe_with(
-            deduplicate={
-                "source": "a", "evaluation_sets": ["b", "c"], "destination": "d",
-                "features": "e", "evaluation_features": ["f"],
-            }
-        )  # fmt: skip
 
 
 def test_different_pictures_have_hashes_far_apart() -> None:

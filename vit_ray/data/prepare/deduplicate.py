@@ -2,9 +2,8 @@
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
 within `MAX_DISTANCE` bits of one. A flat image has nothing to hash, and is compared by its bytes.
-Or, with features of a model: if the cosine with an evaluation image's is high enough. Linear in
-the data: each image is described once, and looked up.
-The result is only a manifest and a list of what was left out.
+Linear in the data: each image is described once, and looked up. The result is only a manifest and a
+list of what was left out.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ _LIST_SCHEMA: Final = pa.schema(
         ("evaluation_key", pa.string()),
         ("distance", pa.int32()),
         ("is_exact", pa.bool_()),
-        ("cosine", pa.float32()),
     ]
 )
 
@@ -55,16 +53,14 @@ within 10; files of one photograph that differ in size or compression are within
 class Duplicate:
     """A row of the pre-training set that shows an evaluation image.
 
-    `distance` is how many of 128 bits of the hashes differ, 0 if the bytes are equal; `cosine` is
-    that of the features. One of them is None.
+    `distance` is how many of 128 bits of the hashes differ, 0 if the bytes are equal.
     """
 
     key: str
     evaluation_set: str
     evaluation_key: str
-    distance: int | None
+    distance: int
     is_exact: bool
-    cosine: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,35 +109,6 @@ def deduplicate(
     undecodable = sum(undecodable for _, undecodable in results), known.num_undecodable
     origin = {"evaluation_sets": evaluation_sets, "max_distance": MAX_DISTANCE}
     return leave_out(whole, found, destination, origin, undecodable)
-
-
-def deduplicate_by_features(
-    source: str,
-    evaluation_sets: list[str],
-    destination: str,
-    near: Iterable[tuple[int, str, int, str, float]],
-    min_cosine: float,
-) -> DeduplicateReport:
-    """As `deduplicate`, for rows found by another method.
-
-    Args:
-        near: sample number and key of a row, which of the evaluation sets it is close to, key
-            there, and cosine of the features.
-        min_cosine: by which they were found.
-
-    Raises:
-        ValueError: as `deduplicate`.
-    """
-    refuse_taken(destination)
-    whole = open_dataset(source)
-    found: list[Found] = []
-    for sample, key, of_set, evaluation_key, cosine in near:
-        group = int(np.searchsorted(whole.first_samples, sample, side="right")) - 1
-        stored = whole.stored_row(group, sample - int(whole.first_samples[group]))
-        shown = Duplicate(key, evaluation_sets[of_set], evaluation_key, None, False, cosine)
-        found.append((group, stored, shown))
-    how = {"evaluation_sets": evaluation_sets, "min_cosine": min_cosine}
-    return leave_out(whole, found, destination, how)
 
 
 def leave_out(

@@ -53,7 +53,6 @@ class StreamSpec:
             before reading waits for training; None for Ray Data's own share.
         cache: on each node's disk, for later epochs; None for none.
         label_selector: labels of the nodes that read; empty for all.
-        gives_keys: whether evaluation batches have the images' keys.
     """
 
     manifest: Manifest
@@ -71,7 +70,6 @@ class StreamSpec:
     object_store_mib: int | None = None
     cache: LocalCache | None = None
     label_selector: Mapping[str, str] = field(default_factory=dict)
-    gives_keys: bool = False
 
     @property
     def num_images(self) -> int:
@@ -221,7 +219,6 @@ class _Batch:
         self._images = np.zeros((size, *job.spec.augmentation.shape), np.uint8)
         self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
         self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
-        self._keys = [b""] * size
 
     def try_row(
         self,
@@ -249,8 +246,6 @@ class _Batch:
         labels = encoded.labels_of(stored)
         self._labels[i, : len(labels)] = labels
         self._samples[i] = sample
-        if self._spec.gives_keys:
-            self._keys[i] = encoded.key(stored).encode()
         return True
 
     def columns(self) -> Batch:
@@ -258,8 +253,4 @@ class _Batch:
         batch: Batch = {"image": self._images, "labels": self._labels, "sample": self._samples}
         if not self._job.is_training:
             batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
-            if self._spec.gives_keys:  # each in a row as long as the longest
-                width = max(1, *map(len, self._keys), 0)
-                joined = b"".join(key.ljust(width, b"\0") for key in self._keys)
-                batch["key"] = np.frombuffer(joined, np.uint8).reshape(-1, width)
         return batch

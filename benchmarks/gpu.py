@@ -3,15 +3,16 @@
     python benchmarks/gpu.py [--out FILE.md] [--batch 16 32 64 128 256 512 1024]
         [--models ViT-B/16 ViT-L/16 ViT-H/14] [--trainer-model ViT-L/16] [--trainer-batch 128]
         [--rounds 3]
-        [--parts model switches activations trainer memory] [--total-s 570]
+        [--parts model switches activations trainer sizes memory] [--total-s 570]
 
 Needs torch and this checkout, and no installation, internet or data. It drives, each in processes
 of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm,
 each at the fastest micro-batch of those of `--batch` that were tried compiled: the three next to
 the one that is fastest eager), `step_switches.py` (what torch has to make the step of the last
 model faster, compiled, against the step as it is), `activation_memory.py` (predicted against
-measured memory), and `train_step.py` (the whole step of a job, compiled, against a bare torch loop;
-the engine under ZeRO 1 to 3, eager; then its memory).
+measured memory), `train_step.py` (the whole step of a job, compiled, against a bare torch loop;
+the engine under ZeRO 1 to 3, eager; then its memory), and `input_sizes.py` (inference by input
+size, Figure 12 of the paper).
 Each script says what it holds in bf16; it is the same for all rows of a ratio with a bar. What
 needs a library that is not there is a row that names it, and what fails is one that says why. The
 bars beside the figures are for one H200. What matters most comes first. All sections together have
@@ -66,10 +67,10 @@ NO_GPU = (
 # Seconds of one section of each part, at least and at most. All that are certain fit `--total-s`.
 # A model's: 15 to start, a minute of compiling and trying, 20 of rounds.
 LEAST_S = {
-    "model": 95, "switches": 70, "activations": 25, "trainer": 50, "memory": 20,
+    "model": 95, "switches": 70, "activations": 25, "trainer": 50, "sizes": 30, "memory": 20,
 }  # fmt: skip
 MOST_S = {
-    "model": 150, "switches": 150, "activations": 60, "trainer": 170, "memory": 75,
+    "model": 150, "switches": 150, "activations": 60, "trainer": 170, "sizes": 90, "memory": 75,
 }  # fmt: skip
 
 
@@ -107,6 +108,8 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
     command += ["--rows", "bare", "zero0", "zero1", "zero2", "zero3"]
     title = f"{args.trainer_model}: what ZeRO costs on one GPU, eager, against a bare loop"
     yield Section("trainer", title, command)
+    command = ["input_sizes.py", "--models", *args.models, "R50x1", "--most", str(max(args.batch))]
+    yield Section("sizes", "Inference by input size, eager (Figure 12)", command)
     for model in args.models:
         command = ["train_step.py", "--model", model, *trainer, "--rows", "zero0", "zero1"]
         command += ["--steps", "3"]

@@ -144,12 +144,13 @@ def test_the_most_valuable_sections_come_first() -> None:
     args = gpu.parser().parse_args([])
     parts = [section.part for section in gpu.sections(args)]
     assert list(dict.fromkeys(parts)) == [
-        "model", "switches", "activations", "trainer", "memory",
+        "model", "switches", "activations", "trainer", "sizes", "memory",
     ]  # fmt: skip
     assert parts[:3] == ["model"] * 3
     scripts = {section.command[0] for section in gpu.sections(args)}
     assert scripts == {
         "model_step.py", "step_switches.py", "activation_memory.py", "train_step.py",
+        "input_sizes.py",
     }  # fmt: skip
     assert all((Path(gpu.__file__).parent / script).is_file() for script in scripts)
     assert set(parts) == set(gpu.LEAST_S) == set(gpu.MOST_S)
@@ -250,6 +251,10 @@ PathFinder.find_spec = find_spec
         (
             "train_step.py --model ViT-Ti/16 --batch 1 --steps 1 --rounds 1 --rows bare zero1",
             ["| bare torch loop | 1 | [0-9.]+ | ", "| loop .*1.* | not run: `.*No module named 'n"],
+        ),
+        (
+            "input_sizes.py --models ViT-Ti/16 --sizes 30 --most 1",
+            ["| ViT-Ti/16 | 32 | .* | 1 | 1 "],
         ),
     ],
 )

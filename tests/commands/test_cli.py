@@ -385,7 +385,6 @@ def test_every_key_has_a_meaning() -> None:
         "data.train.",
         "vtab.tasks.",
         "study.transfer.",
-        "benchmark_models.models.",
     )  # of their sections the list itself tells
     assert {key.name for key in keys} >= {n for n in key_names() if not n.startswith(in_lists)}
     assert not [key.name for key in keys if len(key.meaning) < 8]

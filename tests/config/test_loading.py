@@ -188,10 +188,8 @@ LISTS = {
     "study.steps": [9, 9],
     "study.images": [9, 9],
     "study.seeds": [0, 1, 0],
-    "benchmark_models.image_sizes": [64, 64],
-    "benchmark_models.modes": ["training", "training"],
 }
-OWN_NAMES = ("vtab.tasks", "study.models", "study.transfer", "benchmark_models.models")
+OWN_NAMES = ("vtab.tasks", "study.models", "study.transfer")
 """Sections in lists, whose names are compared; `models` of a study where its cells are."""
 
 
@@ -206,7 +204,6 @@ def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
             "evaluation_sets": ["c", "d"],
         },
         "study": {"models": [{"label": "a"}]},
-        "benchmark_models": {"models": [{"label": "a", "model": {"name": "ViT-B/16"}}]},
         "name": "run",
     }
     tree = {"name": "run", section: {**tree.get(section, {}), name: LISTS[key]}}

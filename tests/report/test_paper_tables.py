@@ -151,7 +151,7 @@ def test_data_is_called_by_the_name_of_its_set(recorded, name):
     ],
 )
 def test_weights_are_of_the_pre_training_whose_folder_they_were_in(init_from, is_known):
-    runs = [run("digits"), run("benchmark", "model_benchmark")]
+    runs = [run("digits"), run("benchmark", "evaluate")]
     tuned = finetune("t", "", "pets", 0.9, init_from=init_from)
     (found,) = transfers(with_origins([*runs, tuned]))
     assert (found.pretrained_on == "i21k") is is_known

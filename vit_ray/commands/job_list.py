@@ -190,16 +190,6 @@ _ALL = (
         takes_overrides=True,
     ),
     Command(
-        "benchmark_models",
-        "Images per second by input size, and the largest batch that fits on a device, for the "
-        "models in benchmark_models.models, in inference and training.",
-        "vit_ray.commands.benchmark_models:benchmark_models",
-        ("benchmark_models", "name", "output", "optim", "train", "workers", "tracking"),
-        "benchmark_models --dry-run",
-        "vit_ray.commands.benchmark_models:describe_benchmark",
-        needs=("benchmark_models",),
-    ),
-    Command(
         "plan",
         "Memory per GPU for each ZeRO stage, communication, step and run time on plan.num_gpus "
         "of plan.device; starts nothing.",

@@ -392,35 +392,6 @@ class PaperConfig(Section):
     """Pre-training data of the weights in `init_from`; unset = other or unknown."""
 
 
-class BenchmarkedModel(Section):
-    """One model whose speed is measured."""
-
-    label: str = Field(min_length=1)
-    """Name of the row in tables and figures."""
-    model: ModelConfig
-    """The model; its `image_size` is that of `benchmark_models.image_sizes`."""
-
-
-class BenchmarkModelsConfig(Section):
-    """Images per second and the largest batch of models on one device (the paper's D.5)."""
-
-    models: tuple[BenchmarkedModel, ...] = Field(min_length=1)
-    """Models, measured one after another, each in its own process."""
-    image_sizes: tuple[Positive, ...] = Field(default=(64, 128, 224, 384, 512), min_length=1)
-    """Input sides in pixels; each model uses the nearest side that is a multiple of its patch
-    size."""
-    modes: tuple[Literal["inference", "training"], ...] = Field(
-        default=("inference", "training"), min_length=1
-    )
-    """`inference`: a forward pass. `training`: forward and backward pass, with the memory of
-    `train.zero_stage` and `optim.name`, as for `train.micro_batch_size=auto`."""
-    max_batch_size: Positive = 4096
-    """Largest batch to try, in images."""
-    memory_gib: PositiveFloat | None = None
-    """Memory limit; unset = all of a GPU, or 2 GiB on a CPU, where a batch is tried only if the
-    estimate of `--dry-run` is below the limit."""
-
-
 class InspectConfig(Section):
     """Filters, positions and attention of a trained model as images."""
 

@@ -13,8 +13,6 @@ from pydantic import Field
 from vit_ray.addresses import absolute_uri, with_home
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
-    BenchmarkedModel,
-    BenchmarkModelsConfig,
     ClusterConfig,
     ConvertConfig,
     DeduplicateConfig,
@@ -87,7 +85,6 @@ class Recipe(Section):
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()
-    benchmark_models: BenchmarkModelsConfig | None = None
     paper: PaperConfig = PaperConfig()
 
     def __hash__(self) -> int:
@@ -255,8 +252,6 @@ def _identity(value: Any) -> Any:
     match value:
         case StudyTask() | VtabTask():
             return value.name
-        case BenchmarkedModel():
-            return value.label
     return value
 
 

@@ -1,13 +1,12 @@
-"""Figures 8 and 12 of the paper's appendix, if there are runs for them."""
+"""Figure 8 of the paper's appendix, if there are runs for it."""
 
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Final
 
 from vit_ray.metric_names import STUDY_EXAFLOPS
 from vit_ray.report.figures.chart_list import Line, line_of_means
-from vit_ray.report.figures.charts import Axis, Chart, Point, Series
+from vit_ray.report.figures.charts import Axis, Chart
 from vit_ray.report.runs import RecordedRun
 from vit_ray.report.statistics.accuracies import accuracy_name, title_of
 from vit_ray.report.statistics.groups import Group, differences
@@ -19,8 +18,6 @@ SHAPE: Final = {
     "model.mlp_dim": "width of the MLP",
     "model.patch_size": "patch size",
 }
-MEASURED: Final = re.compile(r"benchmark/(\w+?)_(\d+)px_(images_per_s|largest_batch)")
-"""Metric of a model benchmark: mode, input side in pixels, quantity."""
 
 
 def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
@@ -63,26 +60,3 @@ def _about_a_base(groups: Sequence[list[RecordedRun]]) -> dict[str, Line]:
             name = SHAPE[changed[0]] if len(changed) == 1 else "all together"
             lines.setdefault(name, [(1.0, base)]).append((compute / unit, members))
     return lines
-
-
-def empirical_cost(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Figure 12: images/s, and the largest batch that fits, by the side of the input."""
-    values: dict[tuple[str, str], dict[tuple[str, str], list[Point]]] = {}
-    for run in runs:
-        details = {"on": run.tags.get("vit_ray.device", "")}
-        for key, value in run.metrics.items():
-            if found := MEASURED.fullmatch(key):
-                mode, side, what = found.groups()
-                line = values.setdefault((mode, what), {}).setdefault((run.label, run.family), [])
-                line.append(Point(float(side), value, details=details))
-    side = Axis("side of the input in pixels (log scale)", is_log=True)
-    charts = []
-    for (mode, what), lines in sorted(values.items()):
-        name = "images/s" if what == "images_per_s" else "largest batch"
-        series = [
-            Series(label, sorted(line, key=lambda point: point.x), family)
-            for (label, family), line in lines.items()
-        ]
-        title = f"{mode.capitalize()}: {name} by input size (as Figure 12)"
-        charts.append(Chart(title, side, Axis(f"{name} (log scale)", is_log=True), series))
-    return charts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vit_ray.metric_names import STUDY_EXAFLOPS
 from vit_ray.report import document
-from vit_ray.report.ablations import empirical_cost, shapes
+from vit_ray.report.ablations import shapes
 from vit_ray.report.document import Section
 from vit_ray.report.figures import chart_list as figures
 from vit_ray.report.figures.fit_figures import (
@@ -92,7 +92,7 @@ def write_report(
         tables=tables if is_study else comparing(tables, counted),
     )
     shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
-    ablations = [Section("Ablations", charts=[*shaped, *empirical_cost(archive.runs)])]
+    ablations = [Section("Ablations", charts=shaped)]
     curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
     shown, shared = table.without_shared(_SHARED)
     every = Section("Trainings", [f"All rows: {shared}."] if shared else [], tables=[shown])

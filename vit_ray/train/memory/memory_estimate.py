@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import (
-    ActivationMemory,
     gpu_kernels,
     kept_bytes,
     peak_bytes,
@@ -138,15 +137,6 @@ def _measured(measurable: _Measurable, num_classes: int, batch_size: int) -> Act
     weights: list[Tensor] = list(model.parameters())
     with gpu_kernels():
         return Activations(kept=kept_bytes(forward, weights), peak=peak_bytes(forward, weights))
-
-
-def inference_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
-    """Bytes of the weights and, at the worst moment, of a forward pass without gradients."""
-    model = prepared_model(recipe, num_classes).eval()
-    weights = list(model.parameters())
-    with gpu_kernels(), torch.no_grad(), ActivationMemory(weights) as memory:
-        forward_pass(model, recipe, batch_size)()
-    return int(memory.peak) + sum(weight.nbytes for weight in weights)
 
 
 def state_shape(

@@ -7,9 +7,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
-from tests.cluster.test_manifests import SMALL, _broken_rules, _problems, _strict, written
+from tests.cluster.test_manifests import _broken_rules, _problems, _strict, patched
 
 FILE = Path(__file__).with_name("workload_v1beta2_kueue_0.19.2.schema.json.gz")
 
@@ -41,16 +40,13 @@ def workload_of(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("gpus", [8, 64])
-def test_kueue_can_make_a_workload_of_the_rayjob(gpus: int, validator: Any) -> None:
-    text = written(*SMALL, f"cluster.gpus={gpus}", "cluster.queue=team", "cluster.data_nodes=2")
-    (job,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "RayJob"]
-    workload = workload_of(job)
+def test_kueue_can_make_a_workload_of_the_rayjob(validator: Any) -> None:
+    workload = workload_of(patched("kueue_patch.yaml")[1])
     assert _problems(validator, workload) == []
     assert _broken_rules(validator.schema, workload) == []
     # What is admitted is the whole group at once.
     held = {one["name"]: one["count"] for one in workload["spec"]["podSets"]}
-    assert held == {"head": 1, "gpu": gpus // 8, "cpu": 2}
+    assert held == {"head": 1, "gpu": 2, "cpu": 4}
 
 
 @pytest.mark.parametrize(
@@ -58,8 +54,6 @@ def test_kueue_can_make_a_workload_of_the_rayjob(gpus: int, validator: Any) -> N
     [("queueName", "a b", "does not match"), ("podSets", [], "podSets")],
 )
 def test_what_kueue_refuses_is_found(part: str, value: Any, told: str, validator: Any) -> None:
-    text = written(*SMALL, "cluster.gpus=8", "cluster.queue=team", "cluster.data_nodes=2")
-    (job,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "RayJob"]
-    workload = workload_of(job)
+    workload = workload_of(patched("kueue_patch.yaml")[1])
     workload["spec"][part] = value
     assert told in " ".join(_problems(validator, workload))

@@ -1,10 +1,8 @@
 """The files of `cluster/`, against the schemas of those who read them, and our own rules."""
 
-import functools
 import gzip
 import json
 import re
-import shlex
 import shutil
 import subprocess
 from importlib import metadata
@@ -19,16 +17,11 @@ import ray.autoscaler
 import yaml
 from celpy.adapter import json_to_cel
 from ray._private import ray_constants
-from ray.autoscaler._private.kuberay.autoscaling_config import _get_labels_from_group_spec
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
-from tests.commands.command_line import run_cli
 from tests.recipes import SMALL
-from vit_ray.commands.plans.manifest import _apply_patch, cluster_sizes, manifest, recipe_text
-from vit_ray.commands.plans.plan import plan_stage
 from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import PlanConfig
-from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.launch.cluster.cluster_checks import check_room
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.measure.network import ASSUMED, Network
@@ -36,31 +29,38 @@ from vit_ray.measure.network import ASSUMED, Network
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 GIB = 2**30
-IMAGE = "cluster.image=registry.example/team/vit-ray:0.1.0-ray2.60.0"
-PLACES = (
-    "data.train=s3://mine/train", "data.eval=s3://mine/val", "output=s3://mine/runs",
-    "tracking.uri=http://mlflow:5000", IMAGE,
-)  # fmt: skip
 RECIPE = "paper/vit_b16_i21k"
-SIZES = {
-    "8 GPUs": ("cluster.gpus=8", "workers.cpus_per_worker=7"),
-    "64 GPUs, EFA": (
-        "cluster.gpus=64", "cluster.network=efa", "workers.cpus_per_worker=7",
-    ),
-    "512 GPUs, RDMA": (
-        "cluster.gpus=512", "cluster.network=rdma", "workers.cpus_per_worker=7",
-        "cluster.cpus_per_data_node=96", "cluster.memory_gib_per_data_node=384",
-    ),
-}  # fmt: skip
-
-
-@functools.cache
-def written(*overrides: str, recipe: str = RECIPE) -> str:
-    return manifest(load_recipe(recipe, [*PLACES, *overrides]))
 
 
 def documents_of(text: str):
     config, *_, job = yaml.safe_load_all(text)
+    return config, job
+
+
+def apply_patch(document, operations):
+    """JSON Patch (RFC 6902), as far as the files use it."""
+    for operation in operations:
+        *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
+        node = document
+        for part in path:
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        key = int(last) if isinstance(node, list) and last != "-" else last
+        if operation["op"] == "test":
+            assert node[key] == operation["value"]
+        elif operation["op"] == "remove":
+            del node[key]
+        elif last == "-":
+            node.append(operation["value"])
+        else:
+            assert operation["op"] == "add" or key in node
+            node[key] = operation["value"]
+
+
+def patched(name):
+    """The job with a patch of `kustomization.yaml`, and its recipe; `""` is the shipped file."""
+    config, job = documents_of((CLUSTER / "rayjob.yaml").read_text())
+    if name:
+        apply_patch(job, yaml.safe_load((CLUSTER / name).read_text()))
     return config, job
 
 
@@ -92,12 +92,9 @@ def _problems(validator, document):
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
-@pytest.fixture(params=["shipped", *SIZES])
+@pytest.fixture(params=["", "efa_patch.yaml", "rdma_patch.yaml"])
 def documents(request):
-    """The shipped file, and those that the command writes for three sizes."""
-    if request.param == "shipped":
-        return documents_of((CLUSTER / "rayjob.yaml").read_text())
-    return documents_of(written(*SIZES[request.param]))
+    return patched(request.param)
 
 
 @pytest.fixture
@@ -203,20 +200,8 @@ TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(name):
     """Whose files, schemas and rules hold as those of any other (`documents`)."""
-    network = name.removesuffix("_patch.yaml")
-    _, job = documents_of(
-        written(
-            *SMALL,
-            "cluster.gpus=16",
-            f"cluster.network={network}",
-            "cluster.data_nodes=1",
-            "cluster.spot=data",
-        )
-    )
-    head, gpu, cpu = _pods(job)
-    on_demand = head["template"]["spec"]["affinity"]
-    assert gpu["template"]["spec"]["affinity"] == on_demand
-    assert "affinity" not in cpu["template"]["spec"]
+    _, job = patched(name)
+    _, gpu, cpu = _pods(job)
     resources = _container(gpu)["resources"]
     for kind in ("requests", "limits"):
         assert NETWORKS[name].items() <= resources[kind].items()
@@ -239,7 +224,7 @@ def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(name):
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "kueue_patch.yaml"])
 def test_a_patch_does_what_kubectl_makes_of_it(shipped_rayjob, name, tmp_path):
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(shipped_rayjob))
@@ -248,7 +233,7 @@ def test_a_patch_does_what_kubectl_makes_of_it(shipped_rayjob, name, tmp_path):
         ["kubectl", "patch", "--local", "-f", file, "--type=json", f"--patch-file={patch}",
          "-ojson"], capture_output=True, text=True, check=True,
     )  # fmt: skip
-    _apply_patch(shipped_rayjob, yaml.safe_load(patch.read_text()))
+    apply_patch(shipped_rayjob, yaml.safe_load(patch.read_text()))
     assert json.loads(done.stdout) == shipped_rayjob
 
 
@@ -514,40 +499,9 @@ def test_the_gpus_start_when_the_job_asks_for_them(rayjob):
     assert re.fullmatch(r"[a-z]([-a-z0-9]{,45}[a-z0-9])?", rayjob["metadata"]["name"])
 
 
-def _leaves(node, path=""):
-    if not isinstance(node, (dict, list)):
-        return {path: node}
-    pairs = node.items() if isinstance(node, dict) else enumerate(node)
-    return {k: v for key, one in pairs for k, v in _leaves(one, f"{path}.{key}".strip(".")).items()}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_three_sizes_differ_from_the_shipped_file_as_they_did(size, shipped_rayjob):
-    """As `sizes.yaml` has them, which the command wrote; only data nodes were computed by hand."""
-    config, job = documents_of(written(*SIZES[size]))
-    found, shipped = _leaves(job), _leaves(shipped_rayjob)
-    changed = {key: value for key, value in found.items() if shipped.get(key) != value}
-    changed |= dict.fromkeys(shipped.keys() - found.keys(), None)
-    image = IMAGE.partition("=")[2]
-    changed = {key: value for key, value in sorted(changed.items()) if value != image}
-    changed["recipe"] = yaml.safe_load(config["data"]["recipe.yaml"])["workers"]
-    assert changed == yaml.safe_load((Path(__file__).parent / "sizes.yaml").read_text())[size]
-
-
-@pytest.mark.slow
-def test_the_shipped_sizes_are_those_that_the_command_gives_for_them(shipped_rayjob):
-    _, job = documents_of(
-        written("cluster.gpus=16", "workers.cpus_per_worker=2", "cluster.data_nodes=4")
-    )
-    text = json.dumps(job).replace(IMAGE.partition("=")[2], "REGISTRY/vit-ray:0.1.0-ray2.60.0")
-    assert json.loads(text) == shipped_rayjob
-
-
 def test_a_queue_of_kueue_admits_a_cluster_that_does_not_grow(rayjob_schema):
     """As its webhook demands (Kueue 0.19, `pkg/controller/jobs/rayjob/rayjob_webhook.go`)."""
-    _, job = documents_of(
-        written(*SMALL, "cluster.gpus=16", "cluster.queue=team", "cluster.data_nodes=2")
-    )
+    _, job = patched("kueue_patch.yaml")
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
     spec = job["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
@@ -555,174 +509,30 @@ def test_a_queue_of_kueue_admits_a_cluster_that_does_not_grow(rayjob_schema):
     assert not spec["rayClusterSpec"].get("enableInTreeAutoscaling")
     _, gpu, cpu = _pods(job)
     assert [gpu[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 2]
-    assert cpu["replicas"] == 2
+    assert cpu["replicas"] == cpu["maxReplicas"]
+    names = [
+        one["name"]
+        for one in job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]
+    ]
+    assert names == ["recipe", "shm"]  # no token for an autoscaler
     assert _problems(rayjob_schema, job) == []
-
-
-TRAINS = 'workers.label_selector={ray.io/accelerator-type: H100, pool: "in(a, b)"}'
-READS = "data.label_selector={pool: read}"
-
-
-@pytest.mark.parametrize("data_nodes", [0, 2])
-def test_groups_have_the_labels_by_which_an_autoscaler_chooses_them(rayjob_schema, data_nodes):
-    """By Ray's reading of a group; `in(a, b)` does not say which."""
-    sizes = ("cluster.gpus=16", f"cluster.data_nodes={data_nodes}")
-    _, job = documents_of(written(*SMALL, *sizes, TRAINS, READS))
-    assert _problems(rayjob_schema, job) == []
-    _, *groups = _pods(job)
-    found = [_get_labels_from_group_spec(one, one["groupName"]) for one in groups]
-    trains, reads = {"ray.io/accelerator-type": "H100"}, {"pool": "read"}
-    assert found == ([trains, reads] if data_nodes else [trains | reads])
-
-
-def test_a_job_logs_in_to_mlflow_by_the_secret_that_is_named():
-    _, job = documents_of(written(*SMALL, "cluster.gpus=8", "cluster.mlflow_secret=ann-mlflow"))
-    head, *_ = _pods(job)
-    secrets = [one["secretRef"]["name"] for one in _container(head)["envFrom"]]
-    assert secrets == ["vit-ray-storage", "ann-mlflow"]
-    with pytest.raises(ValueError, match="MLFLOW_TRACKING_USERNAME"):
-        written("cluster.kind=slurm", "cluster.mlflow_secret=ann-mlflow")
-
-
-@pytest.mark.slow
-def test_nodes_that_read_are_as_many_as_the_gpus_need():
-    def sizes(*overrides):
-        return cluster_sizes(load_recipe(RECIPE, [*PLACES, "cluster.network=efa", *overrides]))
-
-    # docs/performance.md: 3.6 cores feed a GPU with ViT-B/16 at 40 % MFU.
-    found = sizes("cluster.gpus=64")
-    assert found.reading_cpus == pytest.approx(64 * 3.6, rel=0.03)
-    assert (found.gpu_nodes, found.data_nodes, found.free_cpus) == (8, 0, 8 * 56)
-    # 12 workers' worth of CPUs less: 64 - 8 * 7.5 = 4 of each node are free, and 227 are needed.
-    found = sizes("cluster.gpus=64", "workers.cpus_per_worker=7.5")
-    assert (found.free_cpus, found.data_nodes) == (32, 7)  # of 32 CPUs each
-    # Half of the rate: over TCP the gradients of 64 GPUs take longer than computing.
-    slow = cluster_sizes(
-        load_recipe(RECIPE, [*PLACES, "cluster.gpus=64", "plan.network_gb_per_s=1"])
-    )
-    assert slow.images_per_s < found.images_per_s / 2
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("cluster.gpus=12",), "gpus=12 is not a multiple of gpus_per_node=8; use 8 or 16"),
-        (("cluster.gpus=24",), r"24 workers do not divide train.global_batch_size=4096; use 16"),
-        (("cluster.gpus=8", "cluster.cpus_per_node=8"), "leaves 0 CPUs for reading next to 8 wo"),
-        (("cluster.kind=slurm", "cluster.data_nodes=2"), "one kind of node; leave data_nodes"),
-        (("cluster.kind=slurm", "cluster.network=efa"), "only kind=kuberay has network settings"),
-        (("cluster.kind=ray_up", "cluster.queue=a"), "it has no queue; leave queue unset"),
-        (("output=runs",), "output=runs is a folder on one node .* give s3://BUCKET/FOLDER"),
-        (("data.train=b",), "data.train=b is a folder on one node"),
-        (("data.eval=b",), "data.eval=b is a folder on one node"),
-        (("init_from=runs/a",), "init_from=runs/a is a folder on one node"),
-        (("output=s3://BUCKET/runs",), "output=s3://BUCKET/runs is a placeholder; give output="),
-        (("tracking.uri=sqlite:///a.db",), "is a file on the head node .* such as http://mlflow"),
-        (("tracking.uri=sqlite+pysqlite:///a.db",), "is a file on the head node"),
-        (("tracking.uri=http://localhost:5000",), "localhost:5000 means the pod .* http://mlflow"),
-        (("tracking.uri=http://127.0.0.1:5000",), "127.0.0.1:5000 means the pod"),
-        (("cluster.image=null",), "cluster.image is not set; give the image that you built"),
-        (("tracking.uri=postgresql://me:pw@h/d",), "contains a password, .*; remove it, and "),
-        (("cluster.memory_gib_per_data_node=7",), "memory_gib_per_data_node.* 8"),
-        (("cluster.queue=a b",), "cluster.queue"),
-        (("cluster.gpu=8",), r"unknown key cluster.gpu; did you mean cluster.gpus\?"),
-        (("cluster.kind=k8s",), "cluster.kind"),
-    ],
-)  # fmt: skip
-def test_what_no_cluster_can_be_is_refused_in_one_line(overrides, told):
-    result = run_cli("manifest", RECIPE, *PLACES, *overrides)
-    assert (result.exit_code, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
-    assert re.search(told, line), line
-    assert "pw" not in line
-
-
-def test_pods_of_the_least_memory_have_an_object_store_and_shared_memory_a_tenth_larger():
-    _, job = documents_of(written(*SMALL, "cluster.gpus=8", "cluster.memory_gib_per_node=8"))
-    _, gpu, *_ = _pods(job)
-    store = int(gpu["rayStartParams"]["object-store-memory"])
-    shared = _bytes(gpu["template"]["spec"]["volumes"][0]["emptyDir"]["sizeLimit"])
-    assert 0 < 1.1 * store <= shared
-
-
-def test_the_plan_is_made_once(monkeypatch):
-    made = []
-
-    def counted(*arguments):
-        made.append(arguments)
-        return plan_stage(*arguments)
-
-    monkeypatch.setattr("vit_ray.commands.plans.manifest.plan_stage", counted)
-    manifest(load_recipe(RECIPE, [*PLACES, *SMALL, "cluster.gpus=8"]))
-    assert len(made) == 1
-
-
-def test_nodes_that_read_too_slowly_are_named():
-    """As many CPUs as stay free, where there are no nodes that only read."""
-    overrides = ("cluster.kind=slurm", "cluster.gpus=8", "workers.cpus_per_worker=7.5")
-    told = [line for line in written(*SMALL, *overrides).splitlines() if line.startswith("# ")]
-    (reading,) = [line for line in told if line.startswith("# reading ")]
-    assert reading.endswith("4 are free on the nodes that train; data will limit training")
-    assert not [line for line in told if line.startswith("# nodes that read")]
-    assert "data will limit" not in written(*SMALL, "cluster.gpus=8", "workers.cpus_per_worker=7.5")
-
-
-def test_what_reading_takes_of_a_nodes_memory_is_told():
-    """By hand: 64 - 8 CPUs or 32 for tasks of 0.66; 110 MiB of libraries; 303 M images by 64."""
-    paper = ("plan.num_images=303000000", "plan.num_classes=18291")
-    sizes = ("cluster.gpus=8", "cluster.data_nodes=1", "cluster.memory_gib_per_data_node=24")
-    lines = written(*SMALL, *paper, *sizes, "data.task_memory_mib=390").splitlines()
-    trains, reads = (one for one in lines if one.startswith("# memory for reading "))
-    shared = 303e6 / 64 * (2 * (4 + 4 + 4 + 8 + 4 + 8) + 2 * (8 + 8)) / 2**20
-    assert f"{(84 * 500 + shared) / 1024:.1f} GiB where it trains, of 412 outside" in trains
-    assert trains.endswith(
-        f"84 tasks of 500 MiB, and {shared:.0f} MiB of manifest and order for all"
-    )
-    assert f"{(48 * 500 + shared) / 1024:.1f} GiB where it reads, of 17 outside" in reads
-    assert reads.endswith("; too little: lower data.task_memory_mib or data.max_tasks")
-    lines = written(*SMALL, *paper, *sizes, "data.max_tasks=3").splitlines()
-    assert len([one for one in lines if "3 tasks of 366 MiB" in one]) == 2
-    assert not [one for one in lines if "too little" in one]
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_is_the_same_after_it_was_written_down(name, tmp_path):
-    recipe = load_recipe(name)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(recipe_text(recipe))
-    assert load_recipe(file).model_dump() == recipe.model_dump()
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_the_script_for_slurm_has_no_fault_that_shellcheck_finds(tmp_path):
-    filled = tmp_path / "run.sbatch"
-    filled.write_text(written(*SMALL, "cluster.kind=slurm", "cluster.gpus=64", "cluster.queue=gpu"))
-    for file in (CLUSTER / "slurm.sbatch", filled):
-        done = subprocess.run(["shellcheck", file], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+def test_the_script_for_slurm_has_no_fault_that_shellcheck_finds():
+    done = subprocess.run(["shellcheck", CLUSTER / "slurm.sbatch"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
-def test_the_script_for_slurm_gets_sizes_partition_and_recipe(tmp_path):
-    shipped = (CLUSTER / "slurm.sbatch").read_text()
-    text = written(
-        "cluster.kind=slurm",
-        "cluster.gpus=64",
-        "cluster.queue=gpu",
-        "name=my.run",
-    )
-    ours, theirs = (
-        [line for line in one.partition("<<'RECIPE'")[0].splitlines() if "#SBATCH" in line]
-        for one in (text, shipped)
-    )
-    assert text.startswith("#!/bin/bash\n# By `vit-ray manifest`")
-    assert [line for line in ours if line not in theirs] == [
-        "#SBATCH --job-name=my.run", "#SBATCH --partition=gpu", "#SBATCH --nodes=8",
-    ]  # fmt: skip
-    after = text.partition("\nRECIPE\n")[2]
-    assert after == shipped.partition("\nRECIPE\n")[2]
+def test_the_script_for_slurm_has_a_recipe_that_fits_its_nodes(tmp_path):
+    text = (CLUSTER / "slurm.sbatch").read_text()
     file = tmp_path / "recipe.yaml"
     file.write_text(text.partition("<<'RECIPE'\n")[2].partition("RECIPE\n")[0])
-    assert load_recipe(file).workers.num_workers == 64
+    nodes, gpus = (
+        int(re.search(rf"^#SBATCH --{key}=(\d+)$", text, re.M)[1])
+        for key in ("nodes", "gpus-per-node")
+    )
+    assert load_recipe(file).workers.num_workers == nodes * gpus
 
 
 def grown(config):
@@ -737,46 +547,30 @@ def grown(config):
     return ClusterShape(len(nodes), cpus, gpus, 0.0, nodes=nodes)
 
 
-@pytest.mark.parametrize("count", [8, 64, 512])
-def test_the_launcher_file_for_any_size_is_rays_and_holds_the_workers(count):
-    text = written(
-        *SMALL, "cluster.kind=ray_up", f"cluster.gpus={count}", "workers.cpus_per_worker=7.5"
-    )
-    config = yaml.safe_load(text)
+def test_the_launcher_file_is_rays_and_holds_the_workers():
+    config = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
     validate_config(fillout_defaults(config))  # Ray's own
-    recipe = load_recipe(
-        RECIPE, [*SMALL, f"workers.num_workers={count}", "workers.cpus_per_worker=7.5"]
-    )
-    assert grown(config).num_gpus == count
+    recipe = load_recipe(RECIPE, [*SMALL, "workers.num_workers=16", "workers.cpus_per_worker=7.5"])
+    assert grown(config).num_gpus == 16
     assert check_room(recipe, grown(config)) is True
+    types = config["available_node_types"]
+    assert config["max_workers"] == sum(types[name]["max_workers"] for name in ("gpu", "cpu"))
     profiles = {
-        name: one["node_config"]["IamInstanceProfile"]["Name"]
-        for name, one in config["available_node_types"].items()
+        name: one["node_config"]["IamInstanceProfile"]["Name"] for name, one in types.items()
     }
     assert profiles.pop("head") == "vit-ray-head"
     assert set(profiles.values()) == {"vit-ray-worker"}
 
 
-def test_the_launcher_file_starts_nodes_for_the_recipes_labels():
-    trains = "workers.label_selector={ray.io/accelerator-type: H100}"
-    overrides = (*SMALL, trains, READS, "workers.num_workers=16", "workers.cpus_per_worker=7")
-    text = written(*overrides, "cluster.kind=ray_up", "cluster.gpus=16", "cluster.data_nodes=2")
-    recipe = load_recipe(RECIPE, list(overrides))
+def test_the_kustomization_names_each_patch():
+    text = (CLUSTER / "kustomization.yaml").read_text()
     config = yaml.safe_load(text)
-    validate_config(fillout_defaults(config))
-    assert check_room(recipe, grown(config)) is True
-    shipped = grown(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
-    with pytest.raises(ValueError, match="no node with CPUs has these labels"):
-        check_room(recipe, shipped)
-
-
-def test_the_launcher_file_says_with_which_overrides_to_submit():
-    """It has no recipe, so that places in the recipe may wait until then."""
-    text = manifest(
-        load_recipe(RECIPE, [*SMALL, IMAGE, "cluster.kind=ray_up", "workers.num_workers=[4,16]"])
-    )
-    (line,) = re.findall(r"^# Submit with (.*);", text, re.M)
-    assert load_recipe(RECIPE, shlex.split(line)).workers.num_workers == (4, 16)
+    assert config == {"resources": ["rayjob.yaml"], "patches": []}
+    listed = yaml.safe_load(text.replace("patches: []", "patches:").replace("\n#  -", "\n  -"))
+    assert {one["path"] for one in listed["patches"]} == {
+        path.name for path in CLUSTER.glob("*_patch.yaml")
+    }
+    assert all(one["target"] == {"kind": "RayJob"} for one in listed["patches"])
 
 
 def test_the_files_named_in_the_readme_exist():

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import hosts
 from tests.conftest import ROOT, Digits
 from tests.end_to_end.runs import checkpoint_steps, constant_recipe, same_weights, weights_of
 from tests.hosts import Host, Network
 from vit_ray import trust_modules
-from vit_ray.commands.plans.manifest import manifest
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.digits import write_digits
 
@@ -28,6 +28,19 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(ABSENT), reason=f"Slurm is not installed: no {', '.join(ABSENT)}"),
 ]
+
+
+def script_of(recipe: Recipe) -> str:
+    """The shipped script with the recipe, for two nodes with a worker each."""
+    recipe = recipe.with_absolute_paths().with_changes(workers={"num_workers": 2})
+    text = (ROOT / "cluster" / "slurm.sbatch").read_text()
+    text = text.replace("--job-name=vit-b16-i21k", f"--job-name={recipe.name}")
+    text = text.replace("--gpus-per-node=8", "--gpus-per-node=1")
+    before, begin, rest = text.partition("<<'RECIPE'\n")
+    after = rest.partition("RECIPE\n")[2]
+    own = yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+    return f"{before}{begin}{own}RECIPE\n{after}"
+
 
 NODES = ("node1", "node2", "node3")
 CONF = """
@@ -95,9 +108,8 @@ class Slurm:
 
     def submit(self, recipe: Recipe, *options: str) -> str:
         """The job's number."""
-        cluster = {"kind": "slurm", "gpus": 2, "gpus_per_node": 1, "cpus_per_node": 2}
         script = self.folder / f"{recipe.name}.sbatch"
-        script.write_text(manifest(recipe.with_changes(cluster=cluster)))
+        script.write_text(script_of(recipe))
         log = f"--output={self.log(recipe)}"
         words = ("sbatch", "--parsable", log, *options, str(script), "workers.use_gpu=false")
         return self.run(*words).split()[-1]

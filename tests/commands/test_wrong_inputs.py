@@ -531,7 +531,6 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
             )
         ),
         ("verify", ["verify.path=s3://mine/set"], None),
-        ("manifest", ["output=mine"], None),
         (
             "pretrain",
             ["output=/shared/runs", "tracking.uri=http://mlflow:5000", "data.train=here"],
@@ -586,5 +585,5 @@ def test_an_image_without_a_dependency_is_told_before_anything_starts(
     assert re.match("error: .* cannot import cv2, deepspeed; use an image or environ", line)
     with pytest.raises(ValueError, match="cannot import cv2, deepspeed"):
         check_packages(COMMANDS["evaluate"], digits)
-    for name in ("convert", "plan", "manifest"):  # which need neither worker nor GPU
+    for name in ("convert", "plan"):  # which need neither worker nor GPU
         check_packages(COMMANDS[name], digits)

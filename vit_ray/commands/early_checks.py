@@ -24,7 +24,7 @@ from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
 
-_STARTS_NOTHING = frozenset({"plan", "manifest", "doctor"})
+_STARTS_NOTHING = frozenset({"plan", "doctor"})
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
 _IMPORTED = (
     "cv2", "deepspeed", "google_crc32c", "mlflow", "numpy", "pyarrow", "ray", "safetensors",
@@ -204,12 +204,7 @@ def _has_begun(recipe: Recipe) -> bool:
 
 
 def note_unread(command: Command, overrides: list[str]) -> None:
-    """Print which given keys the command does not read.
-
-    `manifest` passes the whole recipe on to the command that it is for.
-    """
-    if command.name == "manifest":
-        return
+    """Print which given keys the command does not read."""
     parts = [word.partition("=")[0] for word in overrides]
     unread = [
         key

@@ -209,15 +209,6 @@ _ALL = (
         },
     ),
     Command(
-        "manifest",
-        "Print the file that runs the recipe on cluster.gpus: a KubeRay RayJob, a Slurm script, or "
-        "Ray's launcher file, with sizes from the plan. `--dry-run` prints only the sizes.",
-        "vit_ray.commands.plans.manifest:print_manifest",
-        ("cluster", "name", *_TRAINING[2:], *_WEIGHTS, *_COUNTS),
-        "paper/vit_h14_jft cluster.gpus=64 cluster.image=REGISTRY/vit-ray:0.1.0-ray2.60.0",
-        "vit_ray.commands.plans.manifest:describe_sizes",
-    ),
-    Command(
         "export",
         "Write the weights in init_from (a run, a checkpoint or a published file) to export.path "
         "in export.layout: jax, timm, huggingface or vit_ray.",

@@ -13,7 +13,6 @@ from vit_ray.config.validation import NAME, value_text
 
 FailureDays = Annotated[float, Field(ge=1e-3)]
 """Days between failures; at least a minute and a half."""
-PodMemory = Annotated[int, Field(ge=8)]
 """GiB; 30 % of it is Ray's object store, which takes whole GiB."""
 
 
@@ -456,55 +455,3 @@ class PlanConfig(Section):
             servers = math.ceil(num_gpus / self.gpus_per_server)
             per_day += servers / self.server_days_per_preemption
         return 86_400 / per_day
-
-
-class ClusterConfig(Section):
-    """The cluster that `manifest` describes."""
-
-    kind: Literal["kuberay", "slurm", "ray_up"] = "kuberay"
-    """The template file: `cluster/rayjob.yaml`, `slurm.sbatch` or `ray_up.yaml`."""
-    job: Literal["pretrain", "finetune", "sweep", "vtab", "scaling_study"] = "pretrain"
-    """The command to run there."""
-    gpus: Positive | None = None
-    """GPUs in total; unset = the most of `workers.num_workers`."""
-    gpus_per_node: Positive = 8
-    """GPUs per training node."""
-    cpus_per_node: Positive = 64
-    """CPUs per training node."""
-    memory_gib_per_node: PodMemory = 512
-    """Memory per training node in GiB."""
-    data_nodes: NotNegative | None = None
-    """Nodes that only read and decode; unset = as many as the GPUs need, from the plan's images per
-    second and the measured CPU time per image. Slurm has none."""
-    cpus_per_data_node: Positive = 32
-    """CPUs per reading node."""
-    memory_gib_per_data_node: PodMemory = 96
-    """Memory per reading node in GiB."""
-    network: Literal["tcp", "efa", "rdma"] = "tcp"
-    """Network between nodes: the pods' own, AWS's EFA, or InfiniBand and RoCE."""
-    spot: Literal["none", "data", "all"] | None = None
-    """Nodes that may be spot instances, never the head; unset = as in the template."""
-    image: str | None = None
-    """Container image that you built from `cluster/Dockerfile` and pushed."""
-    queue: Annotated[str, Field(pattern=r"^[\w.,-]+$")] | None = None
-    """Kueue's LocalQueue, or Slurm's partition."""
-    mlflow_secret: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")] | None = None
-    """Secret with the MLflow log-in of the job's owner; unset = `vit-ray-mlflow`."""
-
-    def problems(self) -> dict[str, object]:
-        gpus, each = self.gpus or 0, self.gpus_per_node
-        return {
-            f"gpus={gpus} is not a multiple of gpus_per_node={each}; use {gpus - gpus % each} or "
-            f"{gpus - gpus % each + each}": gpus > each and gpus % each,
-            f"data_nodes={self.data_nodes} with kind=slurm: a Slurm job has one kind of node; "
-            "leave data_nodes unset, and the nodes with GPUs read": self.data_nodes
-            and self.kind == "slurm",
-            f"network={self.network} with kind={self.kind}: only kind=kuberay has network "
-            "settings; leave network unset": self.network != "tcp" and self.kind != "kuberay",
-            f"mlflow_secret={self.mlflow_secret} with kind={self.kind}: only kind=kuberay has "
-            "Secrets; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the job "
-            "starts": (self.mlflow_secret and self.kind != "kuberay"),
-            f"queue={self.queue} with kind=ray_up: it has no queue; leave queue unset": (
-                self.queue and self.kind == "ray_up"
-            ),
-        }

@@ -13,7 +13,6 @@ from pydantic import Field
 from vit_ray.addresses import absolute_uri, with_home
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
-    ClusterConfig,
     ConvertConfig,
     DeduplicateConfig,
     ExportConfig,
@@ -81,7 +80,6 @@ class Recipe(Section):
     study: StudyConfig | None = None
     vtab: VtabConfig | None = None
     plan: PlanConfig = PlanConfig()
-    cluster: ClusterConfig | None = None
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()

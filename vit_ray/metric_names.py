@@ -26,7 +26,6 @@ STARTUP_FIRST_STEP_S: Final = "startup/first_step_s"
 STARTUP_COMPILE_S: Final = "startup/compile_s"
 PERF_COMPILED: Final = "perf/compiled"
 CHECKPOINT_STALL_S: Final = "checkpoint/stall_s"
-CHECKPOINT_INTERVAL_MIN: Final = "checkpoint/interval_min"
 
 # Of an evaluation. `eval/` and `dev/` (held-out training images) have the same names.
 EVAL_GROUP: Final = "eval/"
@@ -78,9 +77,6 @@ TRANSFER_GROUP: Final = "transfer/"
 TRANSFER_MEAN_TOP1: Final = "transfer/mean_top1"
 VTAB_GROUP: Final = "vtab/"
 VTAB_NUM_TASKS: Final = "vtab/tasks"
-
-PLAN_GROUP: Final = "plan/"
-"""From `vit-ray plan --scale`, with the number of GPUs as the step."""
 
 SYSTEM_GROUP: Final = "system/"
 """From MLflow's own sampler of the machines."""

@@ -21,10 +21,8 @@ from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.recipes import SMALL
 from vit_ray.config import load_recipe
-from vit_ray.config.command_sections import PlanConfig
 from vit_ray.launch.cluster.cluster_checks import check_room
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.measure.network import ASSUMED, Network
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
@@ -235,23 +233,6 @@ def test_a_patch_does_what_kubectl_makes_of_it(shipped_rayjob, name, tmp_path):
     )  # fmt: skip
     apply_patch(shipped_rayjob, yaml.safe_load(patch.read_text()))
     assert json.loads(done.stdout) == shipped_rayjob
-
-
-def test_the_networks_are_as_fast_as_the_plan_and_the_engine_assume():
-    assumed = PlanConfig().network_gb_per_s
-    assert Network(450.0, assumed, PlanConfig().gpus_per_server) == ASSUMED
-    said = f"{assumed:g} GB/s for each server that `vit-ray plan` assumes"
-    for name in NETWORKS:
-        assert said in " ".join((CLUSTER / name).read_text().replace("#", "").split())
-    rows = re.findall(r"^\| (\w.*?) \| ([\d.]+) \| .*? \| (.*) \|$", _readme(), re.M)
-    rates = {network: float(rate) for network, rate, _ in rows}
-    # Gbit/s of a server, over 8 bits.
-    assert list(rates.values()) == [3200 / 8, 8 * 400 / 8, 100 / 8] == [assumed, assumed, 12.5]
-    assert rows[2][2] == "`plan.network_gb_per_s=12.5`"
-
-
-def _readme():
-    return (CLUSTER / "README.md").read_text()
 
 
 def test_services_find_their_pods_and_ports():

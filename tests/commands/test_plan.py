@@ -23,7 +23,6 @@ from vit_ray.commands.plans.plan import (
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
-from vit_ray.measure.network import Network
 from vit_ray.storage import locate
 
 # 12 x 9,216^2 parameters at 16 bytes, and 4 for an average: 19 GiB.
@@ -60,9 +59,8 @@ def test_the_plan_of_vit_h_states_work_memory_traffic_and_time() -> None:
     # The second row named so is the traffic of weights and gradients.
     assert all(len(table[part]) == 4 for part in parts)
     days = [float(value) for value in table["core-days (GPU-days)"]]
-    # 2,990 hours by the paper's count are 124.6 days, 2.7 % less as computed; what communication
-    # adds is not hidden here.
-    assert all(121.2 < value < 250 for value in days)
+    # 2,990 hours by the paper's count are 124.6 days, 2.7 % less as computed.
+    assert days == pytest.approx([0.973 * 124.6] * 4, rel=1e-3)
 
 
 def test_rows_of_the_table_agree_with_each_other() -> None:
@@ -72,7 +70,7 @@ def test_rows_of_the_table_agree_with_each_other() -> None:
             int(table[name][stage]) for name in ("planned micro-batch", "passes per step")
         )
         assert micro * passes * 4 == 4096
-        step_s = float(table["step in s, none hidden"][stage])
+        step_s = float(table["step in s"][stage])
         assert float(table["run in days"][stage]) == pytest.approx(
             step_s * 517_822 / 86_400, rel=0.01
         )
@@ -111,29 +109,8 @@ def test_a_model_that_fits_nowhere_says_none() -> None:
     assert table["planned micro-batch"] == ["1"] * 4
 
 
-def test_the_mfu_and_the_link_of_the_recipe_are_used() -> None:
-    links = ("plan.link_gb_per_s=64", "plan.network_gb_per_s=12.5", "plan.gpus_per_server=4")
-    slow = planned_cluster(recipe_of("plan.mfu=0.2", *links)).pace
-    assert (slow.mfu, slow.network) == (0.2, Network(64.0, 12.5, 4))
-    assert planned_cluster(recipe_of()).pace.network == Network(450.0, 400.0, 8)
-    text = work_of("plan.num_gpus=16", *links)
-    assert "64 GB/s in a server, 12.5 out of each of 4; collectives reach 12 GB/s, limited" in text
-    assert "limited by the adapters" in text
-    assert "450 GB/s in a server\n" in work_of("plan.num_gpus=8")
-
-
-def test_vit_h_on_512_gpus_sends_for_about_10_ms() -> None:
-    table = rows(describe_plan(recipe_of("plan.num_gpus=512", file="vit_h14_jft")))
-    # 1.31 GB of weights: three times that under stage 1, at 352 GB/s.
-    assert [float(value) for value in table["sending"]] == [0.007, 0.011, 0.011, 0.007]
-
-
-def test_a_pass_cannot_be_faster_than_its_kernels_start() -> None:
-    few = rows(describe_plan(recipe_of("plan.num_gpus=512", file="vit_b16_jft")))
-    # 150 tensors of B/16, less than it has kernels in a pass of 8 images, 5 us each.
-    assert [float(value) for value in few["starting kernels meanwhile"]] == [0.003] * 4
-    assert all(float(value) < 0.003 for value in few["computing"])
-    assert all(float(value) >= 0.003 for value in few["step in s, all hidden"])
+def test_the_mfu_of_the_recipe_is_used() -> None:
+    assert planned_cluster(recipe_of("plan.mfu=0.2")).pace.mfu == 0.2
 
 
 def test_fp32_is_planned_at_the_fp32_peak() -> None:

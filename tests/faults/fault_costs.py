@@ -2,11 +2,10 @@
 
     python -m tests.faults.fault_costs FOLDER
 
-prints the run's goodput, beside what the planner's model gives for such a run, and a row for each
-fault in `FOLDER/faults.jsonl`. A fault after which a driver was started cost the time without one,
-from the fault until the new one began to work: `stopped`, and `ending` where it was asked to stop.
-One that the run noticed as a failure cost the time until then: `lost`. Any other may cost a pause,
-which the times of logged steps show: everything but `training`.
+prints a row for each fault in `FOLDER/faults.jsonl`. A fault after which a driver was started cost
+the time without one, from the fault until the new one began to work: `stopped`, and `ending` where
+it was asked to stop. One that the run noticed as a failure cost the time until then: `lost`. Any
+other may cost a pause, which the times of logged steps show: everything but `training`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from tests.faults.soak import EVERY, STEPS_PER_FAULT
-from vit_ray.measure.failures import Interruptions
 from vit_ray.outcomes import EventKind
 
 MOST_OFF_S: Final = 2.0
@@ -88,39 +83,6 @@ def fault_costs(
     return found
 
 
-@dataclass(frozen=True)
-class Goodput:
-    """Of a soak: shares of the wall clock in which the run trained something new."""
-
-    measured: float
-    expected: float
-    """By the formula of `Interruptions`, for the failures, restarts and saves of this soak."""
-    simulated: tuple[float, float, float]
-    """5th, 50th and 95th percentile of runs of this length."""
-
-
-def goodput_of(folder: Path) -> Goodput:
-    """A soak that has ended, against the model by which `plan --scale` counts failures.
-
-    Of the soak come the time between two interruptions, the time from one to the next new step
-    without the steps that are repeated, and the stall of a checkpoint; how much is repeated, and
-    what that costs together, is the model's.
-    """
-    costs, spent = read_costs(folder), json.loads((folder / "spent.json").read_text())
-    interruptions = sum(one.classes != _PAUSED for one in costs)
-    wall_s = sum(spent.values())
-    steps = STEPS_PER_FAULT * len(costs)
-    training_s = spent["training"] + spent["data_wait"]
-    stall_s = spent["checkpoint"] / (steps / EVERY)
-    useful = ("training", "data_wait", "checkpoint", "repeated")
-    restart_s = (wall_s - sum(spent[kind] for kind in useful)) / interruptions
-    met = Interruptions(wall_s / interruptions, restart_s, stall_s)
-    interval_s = training_s / steps * EVERY
-    runs_s = met.simulated_s(interval_s, training_s, 2000, np.random.default_rng(0))
-    shares = np.percentile(training_s / runs_s, [5, 50, 95]).tolist()
-    return Goodput(training_s / wall_s, met.goodput(interval_s), (shares[0], shares[1], shares[2]))
-
-
 def read_costs(folder: Path) -> list[FaultCost]:
     """Of a soak's folder, as far as it is."""
     faults = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
@@ -136,13 +98,6 @@ def main() -> int:
     """Print the table; 1 where a fault is counted wrongly."""
     folder = Path(sys.argv[1])
     costs = read_costs(folder)
-    if (folder / "spent.json").exists():
-        found = goodput_of(folder)
-        low, middle, high = found.simulated
-        print(
-            f"goodput {found.measured:.1%}; by the formula {found.expected:.1%}, in simulated runs "
-            f"{middle:.1%} ({low:.1%} to {high:.1%})\n"
-        )
     print("| fault | class | cost s | counted s | within 2 s |\n|---|---|---|---|---|")
     for one in costs:
         classes = " + ".join(one.classes)

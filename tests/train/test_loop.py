@@ -1,6 +1,5 @@
 """The loop on a list of batches and two fakes: no Ray, no DeepSpeed, no processes."""
 
-import itertools
 import math
 import time
 from collections.abc import Callable
@@ -221,31 +220,6 @@ def test_it_saves_by_the_clock() -> None:
     run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
     assert 2 <= len(hooks.saved) < TOTAL
     assert hooks.saved[-1] == TOTAL
-
-
-def test_auto_saves_as_often_as_the_last_stall_and_the_rate_of_failures_say() -> None:
-    """A failure each 1,800 s: Young's intervals are 60 s for a stall of 1 s, and 120 s for 4 s."""
-
-    class Stalling(FakeHooks):
-        def save(self, progress: Progress) -> None:
-            super().save(progress)
-            progress.metrics["checkpoint/stall_s"] = 4.0
-
-    hooks, now = Stalling(), Ticking(7.0)  # twice a step
-    chosen = short_recipe(checkpoint={"every_minutes": "auto"}).with_changes(
-        plan={"gpu_days_per_failure": 4 * 1800 / 86_400}
-    )
-    four = {"world_size": 4, "all_sum": lambda values: [4 * float(one) for one in values]}
-    mine = ({k: v[: BATCH // 4] for k, v in b.items()} for _ in range(4) for b in batches())
-    context = {**four, "total_steps": 40, "micro_batch_size": BATCH // 4}
-    run(FakeEngine(), hooks, chosen, stream=mine, clock=now, **context)
-    minutes = [m["checkpoint/interval_min"] for _, m in hooks.logged if len(m) == 1]
-    assert minutes == pytest.approx([2.0] * len(hooks.saved), rel=0.03)
-    per_step_s = (now.now_s - 7) / 40
-    gaps_s = [per_step_s * (b - a) for a, b in itertools.pairwise([0, *hooks.saved[:-1]])]
-    assert gaps_s[0] == pytest.approx(60, abs=per_step_s)
-    assert gaps_s[1:] == pytest.approx([120] * len(gaps_s[1:]), abs=1.5 * per_step_s)
-    assert len(gaps_s) > 3
 
 
 def test_it_saves_at_once_when_a_rank_has_notice_and_goes_on() -> None:

@@ -191,7 +191,7 @@ _ALL = (
     ),
     Command(
         "plan",
-        "Memory per GPU for each ZeRO stage, communication, step and run time on plan.num_gpus "
+        "Memory and traffic per GPU for each ZeRO stage, step and run time on plan.num_gpus "
         "of plan.device; starts nothing.",
         "vit_ray.commands.plans.plan:print_plan",
         (
@@ -200,13 +200,6 @@ _ALL = (
         ),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
         "vit_ray.commands.plans.plan:describe_plan",
-        flags={
-            "--scale": (
-                "what limits 1 to 1,024 GPUs, with failures: goodput, days, price; also recorded "
-                "in MLflow",
-                "vit_ray.commands.plans.scale:print_scale",
-            )
-        },
     ),
     Command(
         "export",

@@ -1,6 +1,5 @@
 """The recipe sections of single commands: data preparation, sweeps, studies, plans."""
 
-import math
 import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
@@ -11,7 +10,6 @@ from vit_ray.config.section import Fraction, NotNegative, Positive, PositiveFloa
 from vit_ray.config.training_sections import ModelConfig, given_lengths
 from vit_ray.config.validation import NAME, value_text
 
-FailureDays = Annotated[float, Field(ge=1e-3)]
 """Days between failures; at least a minute and a half."""
 """GiB; 30 % of it is Ray's object store, which takes whole GiB."""
 
@@ -412,46 +410,15 @@ class PlanConfig(Section):
     num_gpus: Positive | None = None
     """GPUs, one per worker; unset = the most of `workers.num_workers`."""
     mfu: Share = 0.4
-    """Assumed share of the GPU's dense peak, before communication."""
-    link_gb_per_s: PositiveFloat | None = None
-    """GB/s (1000^3) that a GPU sends to the other GPUs of its server, by its data sheet; unset = as
-    `plan.device`."""
-    network_gb_per_s: PositiveFloat = 400.0
-    """GB/s (1000^3) that all network adapters of a server send together, by their data sheet; 400 =
-    eight of 400 Gbit/s."""
-    gpus_per_server: Positive = 8
-    """GPUs of a server; operations over more GPUs go through the network."""
+    """Assumed share of the GPU's dense peak over whole steps, communication included."""
     num_images: Positive | None = None
     """Training images, if not read from `data.train`."""
     num_classes: Positive | None = None
     """Classes, if not read from `data.train`."""
     price_per_gpu_hour: PositiveFloat | None = None
     """Price of one GPU-hour, in any currency; unset = plans and runs show no costs."""
-    cpus_per_server: Positive = 96
-    """CPU cores of a server that read and decode, as in AWS's p5 (192 threads)."""
-    storage_gb_per_server: PositiveFloat = 12.5
-    """GB/s (1000^3) between a server and the store of images and checkpoints; 12.5 = 100 Gbit/s."""
-    storage_gb_per_s: PositiveFloat | None = None
-    """GB/s (1000^3) of that store for all servers together; unset = no limit."""
-    gpu_days_per_failure: FailureDays = 2100.0
-    """Days of a GPU between two failures that stop the run; 2,100 = Llama 3 on 16,384 H100 (419 in
-    54 days)."""
-    server_days_per_preemption: FailureDays | None = None
-    """Days until a provider takes a server back (spot), which counts as a failure; unset =
-    never."""
-    restart_s: PositiveFloat = 30.0
-    """Seconds from a failure until the workers run again, without reading the checkpoint. 30 = a
-    lost node, as measured on CPUs."""
 
     def problems(self) -> dict[str, object]:
         images, classes = self.num_images, self.num_classes
         problem = f"num_images={images} and num_classes={classes}: give both, or neither"
         return {problem: (images is None) != (classes is None)}
-
-    def failure_s(self, num_gpus: int) -> float:
-        """Mean seconds between failures of a run on this many GPUs, those of servers included."""
-        per_day = num_gpus / self.gpu_days_per_failure
-        if self.server_days_per_preemption is not None:
-            servers = math.ceil(num_gpus / self.gpus_per_server)
-            per_day += servers / self.server_days_per_preemption
-        return 86_400 / per_day

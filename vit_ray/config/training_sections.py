@@ -441,10 +441,8 @@ class CheckpointConfig(Section):
 
     every_steps: Positive | None = None
     """Steps between checkpoints; unset = only by minutes, and at the end."""
-    every_minutes: PositiveFloat | Literal["auto"] | None = 15.0
-    """Minutes between checkpoints; null = only by steps. `auto` = Young's and Daly's best interval,
-    an hour at most, from the stall of the last checkpoint and the failure rate in `plan` for this
-    number of workers (`gpu_days_per_failure`, `server_days_per_preemption`)."""
+    every_minutes: PositiveFloat | None = 15.0
+    """Minutes between checkpoints; null = only by steps."""
     keep_last: Positive = 2
     """Newest checkpoints to keep."""
     keep_every_steps: Positive | None = None

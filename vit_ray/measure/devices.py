@@ -1,4 +1,4 @@
-"""Dense peak rates, memory and links of accelerators, from their makers' data sheets."""
+"""Dense peak rates and memory of accelerators, from their makers' data sheets."""
 
 import re
 from dataclasses import dataclass
@@ -12,14 +12,11 @@ class Device:
         bf16_flops: dense bf16 FLOP/s, without sparsity.
         fp32_flops: fp32 FLOP/s as torch runs it by default (TF32 off).
         memory_gib: device memory.
-        link_gb_per_s: GB/s (1000^3) that it sends to its neighbours in one server, one way: half of
-            the data sheet's figure, which adds both ways. NVLink, or PCIe where there is none.
     """
 
     bf16_flops: float
     fp32_flops: float
     memory_gib: float
-    link_gb_per_s: float
 
     def peak_flops(self, precision: str) -> float:
         """Dense FLOP/s in "bf16" or "fp32"."""
@@ -29,30 +26,30 @@ class Device:
 # Words of the name that the driver reports -> figures, from NVIDIA's data sheets; SXM variants
 # unless said. The first entry whose words occur in a name is taken. B200: per GPU of the HGX B200.
 _DEVICES = {
-    "B200": Device(2250e12, 75e12, 180, 900),
-    "H200": Device(989e12, 67e12, 141e9 / 2**30, 450),
-    "H100 PCIe": Device(756e12, 51e12, 80, 64),
-    "H100 NVL": Device(835e12, 60e12, 94, 300),
+    "B200": Device(2250e12, 75e12, 180),
+    "H200": Device(989e12, 67e12, 141e9 / 2**30),
+    "H100 PCIe": Device(756e12, 51e12, 80),
+    "H100 NVL": Device(835e12, 60e12, 94),
     # The GPU of a GH200 with 96 GB; that its name says 480 GB is the processor's memory.
-    "GH200": Device(989e12, 67e12, 96, 450),
-    "H100": Device(989e12, 67e12, 80, 450),
-    "A100-SXM4-40GB": Device(312e12, 19.5e12, 40, 300),
-    "A100-PCIE-40GB": Device(312e12, 19.5e12, 40, 32),
-    "A100 80GB PCIe": Device(312e12, 19.5e12, 80, 32),
-    "A100": Device(312e12, 19.5e12, 80, 300),
-    "L40S": Device(362e12, 91.6e12, 48, 32),
-    "L4": Device(121e12, 30.3e12, 24, 32),
+    "GH200": Device(989e12, 67e12, 96),
+    "H100": Device(989e12, 67e12, 80),
+    "A100-SXM4-40GB": Device(312e12, 19.5e12, 40),
+    "A100-PCIE-40GB": Device(312e12, 19.5e12, 40),
+    "A100 80GB PCIe": Device(312e12, 19.5e12, 80),
+    "A100": Device(312e12, 19.5e12, 80),
+    "L40S": Device(362e12, 91.6e12, 48),
+    "L4": Device(121e12, 30.3e12, 24),
     # Dense bf16 that adds up in fp32.
-    "RTX 5090": Device(209.5e12, 104.8e12, 32, 64),
-    "RTX 6000 Ada": Device(364.2e12, 91.1e12, 48, 32),
-    "RTX 4090": Device(165.2e12, 82.6e12, 24, 32),
-    "RTX A6000": Device(154.8e12, 38.7e12, 48, 32),
-    "RTX 3090": Device(71e12, 35.6e12, 24, 32),
-    "A10G": Device(70e12, 35e12, 24, 32),
-    "A10": Device(125e12, 31.2e12, 24, 32),
-    "V100-SXM2-16GB": Device(15.7e12, 15.7e12, 16, 150),
-    "V100": Device(15.7e12, 15.7e12, 32, 150),
-    "T4": Device(8.1e12, 8.1e12, 16, 16),
+    "RTX 5090": Device(209.5e12, 104.8e12, 32),
+    "RTX 6000 Ada": Device(364.2e12, 91.1e12, 48),
+    "RTX 4090": Device(165.2e12, 82.6e12, 24),
+    "RTX A6000": Device(154.8e12, 38.7e12, 48),
+    "RTX 3090": Device(71e12, 35.6e12, 24),
+    "A10G": Device(70e12, 35e12, 24),
+    "A10": Device(125e12, 31.2e12, 24),
+    "V100-SXM2-16GB": Device(15.7e12, 15.7e12, 16),
+    "V100": Device(15.7e12, 15.7e12, 32),
+    "T4": Device(8.1e12, 8.1e12, 16),
 }
 
 

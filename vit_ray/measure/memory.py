@@ -15,8 +15,6 @@ from vit_ray.measure import zero_settings
 GIB = 1024**3
 # One in use, one whose turn is next, and one that waits for a place (`worker/prefetch.py`).
 BATCHES_ON_DEVICE: Final = 3
-READER_MIB: Final = 110
-"""Libraries of a reading process, without Ray's own: reading_memory_cpu_2026-11-27.md."""
 _MANIFEST_BYTES: Final = 32
 """Of a row group: the five columns of the manifest, and its first sample."""
 _ORDER_BYTES: Final = 16

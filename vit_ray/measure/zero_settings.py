@@ -10,13 +10,12 @@ of stages 1 and 2 have no size here: they are gathered after the step, in place 
 import math
 from typing import Final
 
-from vit_ray.measure.network import ASSUMED
-
-# Eight servers stand for any number: the best bucket of one server is half as large, that of 64 a
-# third larger, and this one costs both less than a millisecond of a step.
-_GPUS: Final = 64
-START_S: Final = ASSUMED.start_s(_GPUS, is_sum=True)
-LINK_BYTES_PER_S: Final = ASSUMED.bus_gb_per_s(_GPUS) * 1e9
+# Of an all-reduce over eight servers of eight H100 with eight adapters of 400 Gbit/s, by NCCL's own
+# model of its trees (src/graph/tuning.cc, LL128). Eight servers stand for any number: the best
+# bucket of one server is half as large, that of 64 a third larger, and this one costs both less
+# than a millisecond of a step.
+START_S: Final = 72.2e-6
+LINK_BYTES_PER_S: Final = 352.5e9
 PREFETCH: Final = 50_000_000  # about two blocks of ViT-H/14
 """Weights that stage 3 gathers ahead in each module, up to `HELD` altogether."""
 HELD: Final = 1_000_000_000  # 2 GB of bf16: every model of the paper, whole

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,13 +22,10 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
 from vit_ray.config import Recipe
 from vit_ray.config.cadence import Cadence
-from vit_ray.measure.failures import MOST_AUTO_S, best_interval_s
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
     BEST,
-    CHECKPOINT_INTERVAL_MIN,
-    CHECKPOINT_STALL_S,
     COST_CORE_DAYS,
     DATA_WAIT_FRACTION,
     DEV_GROUP,
@@ -47,10 +44,6 @@ from vit_ray.train.optim.schedule import lr_at
 
 Batch = Mapping[str, Any]
 """`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""
-FIRST_STALL_S: Final = 1.0
-"""Assumed until a checkpoint was measured."""
-LEAST_STALL_S: Final = 0.01
-"""Used for a stall too short to be measured, for which no interval would be best."""
 
 
 class StepResult(NamedTuple):
@@ -219,23 +212,14 @@ class _Training:
         self._first_step = progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = progress.step, clock()
+        config = recipe.checkpoint
+        self.saving = Cadence(config.every_steps, config.every_minutes)
+        """When checkpoints are due; rank 0 measures minutes."""
         if not progress.samples_digest:
             progress.digest_from = progress.step
         self._digest_before = int(progress.samples_digest or "0", 16)
         self._digest = self._digest_of_all = 0
         """Digests of this attempt's samples: this rank's, and all ranks'."""
-
-    @property
-    def saving(self) -> Cadence:
-        """When checkpoints are due; rank 0 measures minutes, and its last stall decides `auto`."""
-        config, minutes = self._recipe.checkpoint, self._recipe.checkpoint.every_minutes
-        if minutes == "auto":
-            stall_s = max(
-                self._progress.metrics.get(CHECKPOINT_STALL_S, FIRST_STALL_S), LEAST_STALL_S
-            )
-            failure_s = self._recipe.plan.failure_s(self._context.world_size)
-            minutes = min(best_interval_s(stall_s, failure_s), MOST_AUTO_S) / 60
-        return Cadence(config.every_steps, minutes)
 
     def step(self) -> _Step:
         engine, context, progress = self._engine, self._context, self._progress
@@ -370,8 +354,6 @@ class _Training:
         progress.samples_digest = f"{digest:016x}"
         hooks.save(progress)
         self._saved_step, self._saved_s = progress.step, self._clock()
-        if self._recipe.checkpoint.every_minutes == "auto":
-            hooks.log(progress.step, {CHECKPOINT_INTERVAL_MIN: self.saving.every_minutes or 0.0})
 
 
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> Tensor:

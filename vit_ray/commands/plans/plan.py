@@ -21,12 +21,9 @@ from vit_ray.launch.inputs.streams import reads_of, resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
 from vit_ray.measure.memory import MemoryEstimate, shared_reading_mib
-from vit_ray.measure.network import Network
 from vit_ray.measure.step_time import (
     DAY_S,
-    LAUNCHES_PER_TENSOR,
     Pace,
-    StepTime,
     Traffic,
     traffic_per_step,
 )
@@ -36,7 +33,6 @@ from vit_ray.storage import locate
 from vit_ray.train.memory.largest_batch import largest_micro_batch
 from vit_ray.train.memory.memory_estimate import (
     count_parameters,
-    count_tensors,
     estimate_memory,
     run_exaflops,
     state_shape,
@@ -47,6 +43,7 @@ STAGES = (0, 1, 2, 3)
 TASK_IMAGES: Final = 1024
 """Consecutive images of the order that a reading task has, about (`partition.read_tasks`): some
 have up to 2,048, and read less."""
+GPUS_PER_SERVER: Final = 8
 _TIMES_SHOWN: Final = 1.25
 GROUP_IMAGES: Final[int] = ConvertConfig.model_fields["rows_per_row_group"].default
 BYTES_PER_PIXEL = 12  # of an image that is decoded whole, at most: PNG of 16 bits, or CMYK
@@ -176,10 +173,8 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
             f"plan.num_gpus={num_gpus} does not divide train.global_batch_size={batch}; use "
             f"{max(n for n in divisors(batch) if n <= num_gpus)} or another divisor"
         )
-    link = plan.link_gb_per_s or device.link_gb_per_s
-    network = Network(link, plan.network_gb_per_s, plan.gpus_per_server)
     peak = device.peak_flops(recipe.train.precision)
-    return PlannedCluster(device, num_gpus, Pace(peak, plan.mfu, network))
+    return PlannedCluster(device, num_gpus, Pace(peak, plan.mfu))
 
 
 @dataclass(frozen=True)
@@ -196,39 +191,31 @@ class StagePlan:
     micro_batch: int
     memory: MemoryEstimate
     traffic: Traffic
-    time: StepTime
+    step_s: float
 
 
 def plan_stage(
-    recipe: Recipe,
-    facts: TrainingFacts,
-    cluster: PlannedCluster,
-    stage: int,
-    micro_batch: int | None = None,
+    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, stage: int
 ) -> StagePlan:
     """Memory, traffic and time of the recipe under a ZeRO stage.
-
-    Args:
-        micro_batch: images per pass; None: the recipe's.
 
     Raises:
         ValueError: the recipe's micro-batch does not divide a worker's share.
     """
     batch, size = recipe.train.global_batch_size, cluster.num_gpus
     largest = largest_micro_batch(recipe, facts.num_classes, size, cluster.device.memory_gib, stage)
-    wanted = micro_batch or recipe.train.micro_batch_size
+    wanted = recipe.train.micro_batch_size
     micro = wanted if isinstance(wanted, int) else largest or 1
     passes = accumulation_steps(batch, micro, size)
     traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)
     macs = step_macs(recipe, facts.num_classes).hardware
-    launches = passes * LAUNCHES_PER_TENSOR * count_tensors(recipe, facts.num_classes)
     return StagePlan(
         stage,
         largest,
         micro,
         estimate_memory(recipe, facts.num_classes, micro, size, stage),
         traffic,
-        cluster.pace.step_time(macs, batch / size, traffic, size, launches),
+        cluster.pace.step_s(macs, batch / size),
     )
 
 
@@ -250,7 +237,7 @@ def print_plan(recipe: Recipe) -> int:
 def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> list[str]:
     """Lines on images, steps, model, exaFLOPs and device hours."""
     batch, pace = recipe.train.global_batch_size, cluster.pace
-    servers = pace.network.servers(cluster.num_gpus)
+    servers = math.ceil(cluster.num_gpus / GPUS_PER_SERVER)
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
     hours = pace.device_hours(facts.exaflops)
@@ -265,7 +252,6 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"{_time_text(hours, recipe.plan.device)} at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each",
-        f"network                 {_network_text(pace.network, cluster.num_gpus)}",
         f"reading                 {_reading_text(recipe, facts, servers)}",
         *([f"warning                 {warning}"] if warning else []),
     ]
@@ -277,18 +263,6 @@ def _time_text(hours: float, device: str) -> str:
         return f"{hours:,.4g} {device}-hours"
     minutes = 60 * hours
     return f"{minutes:.2g} {device}-minutes" if minutes >= 1 else f"below one {device}-minute"
-
-
-def _network_text(network: Network, num_gpus: int) -> str:
-    """Servers and their links; what a GPU reaches in large collectives; the limiting link."""
-    servers, text = network.servers(num_gpus), f"{network.link_gb_per_s:g} GB/s in a server"
-    if servers == 1:
-        return text
-    limit = "adapters" if network.is_limited_by_adapters(num_gpus) else "links in a server"
-    return (
-        f"{text}, {network.server_gb_per_s:g} out of each of {servers}; collectives reach "
-        f"{network.bus_gb_per_s(num_gpus):.0f} GB/s, limited by the {limit}"
-    )
 
 
 def times_read(recipe: Recipe, facts: TrainingFacts, servers: int) -> float:
@@ -332,7 +306,7 @@ def _reading_text(recipe: Recipe, facts: TrainingFacts, servers: int) -> str:
 def _stage_table(
     recipe: Recipe, facts: TrainingFacts, stages: list[StagePlan], cluster: PlannedCluster
 ) -> list[str]:
-    run_s = [stage.time.most_s * facts.total_steps for stage in stages]
+    run_s = [stage.step_s * facts.total_steps for stage in stages]
     batch = recipe.train.global_batch_size
     rows: list[tuple[str, list[str]]] = [
         ("ZeRO stage", [str(stage.stage) for stage in stages]),
@@ -347,16 +321,8 @@ def _stage_table(
         ("GB sent per GPU and step", [f"{s.traffic.total / 1e9:.2f}" for s in stages]),
         ("  gradients", [f"{s.traffic.gradients / 1e9:.2f}" for s in stages]),
         ("  weights", [f"{s.traffic.weights / 1e9:.2f}" for s in stages]),
-        ("step in s, none hidden", [f"{s.time.most_s:.3f}" for s in stages]),
-        ("  computing", [f"{s.time.device_s:.3f}" for s in stages]),
-        ("  starting kernels meanwhile", [f"{s.time.launch_s:.3f}" for s in stages]),
-        ("  sending", [f"{s.time.sent_s:.3f}" for s in stages]),
-        ("  starting operations", [f"{s.time.starts_s:.3f}" for s in stages]),
-        ("step in s, all hidden", [f"{s.time.least_s:.3f}" for s in stages]),
-        (
-            "images per s and GPU",
-            [f"{batch / s.time.most_s / cluster.num_gpus:.0f}" for s in stages],
-        ),
+        ("step in s", [f"{s.step_s:.3f}" for s in stages]),
+        ("images per s and GPU", [f"{batch / s.step_s / cluster.num_gpus:.0f}" for s in stages]),
         ("run in days", [f"{seconds / DAY_S:.2f}" for seconds in run_s]),
         ("core-days (GPU-days)", [f"{s / DAY_S * cluster.num_gpus:.1f}" for s in run_s]),
     ]

@@ -30,11 +30,6 @@ def count_parameters(recipe: Recipe, num_classes: int) -> int:
     return sum(_parameter_sizes(recipe, num_classes).trained)
 
 
-def count_tensors(recipe: Recipe, num_classes: int) -> int:
-    """Trained parameter tensors of the recipe's model."""
-    return len(_parameter_sizes(recipe, num_classes).trained)
-
-
 class _Sizes(NamedTuple):
     trained: list[int]
     frozen: list[int]

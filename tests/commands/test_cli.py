@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import yaml
 from click.shell_completion import ShellComplete
-from click.testing import CliRunner
 
 from tests.commands.command_line import run_cli
 from vit_ray import own_parts
@@ -299,19 +298,6 @@ def test_every_command_has_its_job_and_its_example_loads(command: Command) -> No
         assert sections_below([prefix], describe_sections()), (
             f"{command.name} reads {prefix}, which is no key"
         )
-
-
-def test_flags_may_have_dashes_and_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
-    monkeypatch.setattr(cli, "run_recipe", lambda *given: asked.append(given[-1]) or 0)
-    flags = {f"--{name}": ("", "") for name in ("two-words", "other")}
-    command = cli._command(replace(COMMANDS["plan"], flags=flags))
-    for words in (["--two-words"], [], ["--other"]):
-        assert CliRunner().invoke(command, ["digits", *words]).exit_code == 0
-    assert asked == ["--two-words", None, "--other"]
-    done = CliRunner().invoke(command, ["digits", "--other", "--two-words"])
-    assert done.exit_code == 2
-    assert "--two-words and --other cannot be given together; give one of them" in done.stderr
 
 
 def test_a_job_shows_the_keys_that_it_reads_and_no_others() -> None:

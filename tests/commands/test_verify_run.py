@@ -19,7 +19,6 @@ from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress, folder_name
 from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.commands.cli import vit_ray
-from vit_ray.commands.trained import verify_run
 from vit_ray.commands.trained.verify_run import _Order
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
@@ -95,19 +94,6 @@ def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
     code, text = said(begin(recipe, received(recipe, 4, 7)))
     assert (code, "in the planned order, with neighbours in place of" in text) == (0, True), text
     assert said(begin(recipe.with_changes(name="other"), received(recipe, 3, 6)))[0] == 1
-
-
-def test_much_is_decoded_only_where_it_is_asked_for(
-    damaged: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = begin(damaged, received(damaged, 4, 7))
-    monkeypatch.setattr(verify_run, "MOST_BYTES", 0)
-    code, text = said(run)
-    assert (code, "give --large, which decodes 48 images, up to 0.00 GiB" in text) == (1, True), (
-        text
-    )
-    code, text = said(run, "--large")
-    assert (code, "decodes the images of steps 4 to 6, 48 images" in text) == (0, True), text
 
 
 @pytest.mark.parametrize("is_missing", [True, False])

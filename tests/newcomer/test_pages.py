@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLLOWED = [ROOT / name for name in FOLLOWED_NAMES]
 PROGRAMS = {"vit-ray", "python", "make", "ray", "pip", "mlflow", "export", "."}
-FLAGS = [flag for command in COMMANDS.values() for flag in command.flags]
-OPTIONS = ("--dry-run", "--recipe", "--help", *FLAGS)
+OPTIONS = ("--dry-run", "--recipe", "--help")
 
 
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:

@@ -51,15 +51,11 @@ def run_recipe(
     words: tuple[str, ...],
     is_dry: bool,
     shows_recipe: bool = False,
-    flag: str | None = None,
 ) -> int:
     """Load the recipe that the arguments name and run the command; returns its exit code.
 
     A dry run prints the plan, or, for a command without one, the keys that it reads and that are
     set.
-
-    Args:
-        flag: one of the command's own options.
     """
 
     def run() -> int | None:
@@ -75,8 +71,6 @@ def run_recipe(
             check_packages(command, recipe)
             check_places(command, recipe)
             note_start(command, recipe)
-        if flag and not shows_recipe:
-            return int(pkgutil.resolve_name(command.flags[flag][1])(recipe, is_dry=is_dry))
         if runs:
             return command.run(recipe, overrides)
         if is_dry and command.plan:
@@ -168,7 +162,6 @@ def _command(command: Command) -> click.Command:
         shows_recipe: bool,
         modules: tuple[str, ...],
         help_of: str | None,
-        **flags: bool,
     ) -> None:
         trust_modules(*modules)
         program = click.get_current_context().command_path
@@ -177,13 +170,7 @@ def _command(command: Command) -> click.Command:
         if not words:
             pkgutil.resolve_name("vit_ray.commands.help_pages:print_usage")(command, program)
             sys.exit(2)
-        given = [one for one in command.flags if flags[one.lstrip("-").replace("-", "_")]]
-        if len(given) > 1:
-            raise click.UsageError(
-                f"{' and '.join(given)} cannot be given together; give one of them"
-            )
-        flag = next(iter(given), None)
-        sys.exit(run_recipe(command, words, is_dry, shows_recipe, flag))
+        sys.exit(run_recipe(command, words, is_dry, shows_recipe))
 
     return _Job(
         command.name,
@@ -194,7 +181,6 @@ def _command(command: Command) -> click.Command:
             click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete),
             click.Option(["--dry-run", "is_dry"], is_flag=True),
             click.Option(["--recipe", "shows_recipe"], is_flag=True),
-            *(click.Option([flag], is_flag=True) for flag in command.flags),
             click.Option(["--module", "modules"], multiple=True),
             click.Option(["--help", "-h", "help_of"], is_flag=False, flag_value=""),
         ],

@@ -17,12 +17,7 @@ from vit_ray.storage import locate
 _SHOWN = 20
 
 
-def run_verify_large(recipe: Recipe, is_dry: bool) -> int:
-    """`run_verify` of a run, decoding however many images it needs."""
-    return 0 if is_dry else run_verify(recipe, is_large=True)
-
-
-def run_verify(recipe: Recipe, *, is_large: bool = False) -> int:
+def run_verify(recipe: Recipe) -> int:
     """Check a data set, or the checkpoints of a run, and print what is wrong; returns 1 if anything
     is.
 
@@ -31,7 +26,7 @@ def run_verify(recipe: Recipe, *, is_large: bool = False) -> int:
     """
     config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
     if list_checkpoints(locate(config.path)):
-        return verify_run(config.path, is_large)
+        return verify_run(config.path)
     open_dataset(config.path)  # an error before Ray starts
     check_shared(connect(recipe), [("verify.path", config.path)])
     report = verify(config.path, decode_fraction=config.decode_fraction)

@@ -38,7 +38,6 @@ def print_usage(command: Command, program: str) -> None:
     for option, meaning in (
         ("RECIPE", "a YAML file, or the name of a recipe that `vit-ray recipes` lists"),
         ("key=value", "changes, in any position, such as optim.learning_rate=3e-4"),
-        *((flag, meaning) for flag, (meaning, _) in command.flags.items()),
         ("--dry-run", f"print the {plan}; start nothing (--recipe adds the recipe)"),
         ("--recipe", "print the resolved recipe; start nothing"),
         (

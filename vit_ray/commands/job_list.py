@@ -46,9 +46,6 @@ class Command:
     """Word given instead of the recipe -> `module:function` that takes the arguments after it."""
     takes_overrides: bool = False
     """`main` also takes the overrides that were typed."""
-    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Option -> its help, and the `module:function` that replaces `main` and `plan`: it takes the
-    recipe and `is_dry`."""
 
     def run(self, recipe: Recipe, overrides: Sequence[str] = ()) -> int | None:
         self._check(recipe)
@@ -86,12 +83,6 @@ _ALL = (
         "cifar10 verify.path=data/cifar10/train",
         needs=("verify",),
         opens=("verify.path",),
-        flags={
-            "--large": (
-                "decode more than 1 GiB of a run's images if its samples are not as planned",
-                "vit_ray.commands.datasets:run_verify_large",
-            )
-        },
     ),
     Command(
         "subset",

@@ -11,23 +11,19 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, read_checkpoint
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
-from vit_ray.commands.trained.batch import MOST_BYTES
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.named_run import NamedRun, find_run
 from vit_ray.storage import locate
 
 
-def verify_run(source: str, is_large: bool) -> int:
+def verify_run(source: str) -> int:
     """Check all checkpoints of a run and print the findings; returns 1 if anything is wrong.
-
-    Args:
-        is_large: decode any number of images to see which of them were replaced.
 
     Raises:
         ValueError: as `find_run`.
     """
     run, num_problems = find_run(source), 0
-    samples = _Samples(run, is_large)
+    samples = _Samples(run)
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
         try:
             checkpoint = read_checkpoint(folder)
@@ -69,12 +65,11 @@ class _Order:
 class _Samples:
     """The samples that a run trained on, by the digests of its checkpoints."""
 
-    def __init__(self, run: NamedRun, is_large: bool) -> None:
+    def __init__(self, run: NamedRun) -> None:
         batches, self._size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
         self._planned = _Order(batches.planned, self._size)
         self._decoded = _Order(lambda step: batches.batch(step)["sample"], self._size)
         self._bytes_of = cache(lambda step: batches.cost(step)[1])
-        self._is_large = is_large
 
     def checked(self, position: Position) -> str:
         """What was found right about the samples of a checkpoint.
@@ -94,11 +89,6 @@ class _Samples:
         numbers = range(progress.digest_from, progress.step)
         size = sum(map(self._bytes_of, numbers))
         cost = f"{len(numbers) * self._size:,} images, up to {size / 2**30:,.2f} GiB"
-        if size > MOST_BYTES and not self._is_large:
-            raise ValueError(
-                f"the samples of {steps} differ from the planned order: a defect, or neighbours of "
-                f"undecodable images; to find out, give --large, which decodes {cost}"
-            )
         print(
             f"decodes the images of {steps}, {cost}, because undecodable ones may be replaced",
             file=sys.stderr,

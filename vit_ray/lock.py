@@ -169,22 +169,6 @@ def sees_lock(folder: Location, number: int) -> bool:
     return True
 
 
-def held_by(folder: Location) -> Owner | None:
-    """The present holder of the folder; None if it looks free. Takes nothing and writes nothing.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    found = _newest(folder)
-    if found is None or found.owner.is_gone():
-        return None
-    if found.owner.is_gone() is None:  # on another machine, where it renews its file
-        written = _file(folder, found.number).info().mtime
-        if written is None or time.time() - written.timestamp() > PATIENCE_S:
-            return None
-    return found.owner
-
-
 def is_lock_file(name: str) -> bool:
     """Whether a file of this name belongs to a lock, or to the check of access rights before it, or
     is what the kill of its process has left of one.

@@ -39,7 +39,6 @@ EVAL_LAST_TOP1: Final = "eval/last_top1"
 EVAL_AVERAGED_TOP1: Final = "eval/averaged_top1"
 DEV_TOP1: Final = "dev/top1"
 DEV_LOSS: Final = "dev/loss"
-DEV_AVERAGED_TOP1: Final = "dev/averaged_top1"
 FEW_SHOT_GROUP: Final = "few_shot/"
 
 AVERAGED: Final = "/averaged_"

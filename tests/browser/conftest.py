@@ -7,8 +7,7 @@ import pytest
 from selenium import webdriver
 
 from docs.screenshots import browsing
-from tests.browser.synthetic_study import PAIR, write_study
-from vit_ray.report.comparison import compare, write_comparison
+from tests.browser.synthetic_study import write_study
 
 
 @pytest.fixture(scope="session")
@@ -20,10 +19,3 @@ def browser() -> Iterator[webdriver.Chrome]:
 @pytest.fixture(scope="session")
 def study_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_study(tmp_path_factory.mktemp("study"))
-
-
-@pytest.fixture(scope="session")
-def comparison_page(study_page: Path) -> Path:
-    made = study_page.with_name("compare.html")
-    write_comparison(compare(f"sqlite:///{study_page.parent}/mlflow.db", "synthetic", PAIR), made)
-    return made

@@ -18,8 +18,6 @@ MODELS = {  # forward GMACs
 }  # fmt: skip
 STARTED_MS = 1_763_000_000_000
 STEPS = range(0, 2000, 20)
-PAIR = ("synthetic-ViT-S/16-data1.0", "synthetic-R50x1-data1.0")
-"""Two of its runs."""
 
 
 def write_study(folder: Path) -> Path:

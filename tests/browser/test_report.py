@@ -24,13 +24,6 @@ NUM_CELLS = 3 * len(MODELS)
 NUM_PAPER = 18
 
 
-@pytest.fixture(params=["study_page", "comparison_page"])
-def page(request: pytest.FixtureRequest) -> Path:
-    """Either page that we write."""
-    made: Path = request.getfixturevalue(request.param)
-    return made
-
-
 @pytest.fixture
 def shown(study_page: Path, browser: webdriver.Chrome) -> webdriver.Chrome:
     """The page, drawn, on a light screen of 1280 pixels."""
@@ -148,8 +141,8 @@ return cut;
 
 
 @pytest.mark.parametrize("width", [1280, 390, A4_WIDTH])
-def test_nothing_is_cut_off(page: Path, browser: webdriver.Chrome, width: int) -> None:
-    show(browser, page, width, media="print" if width == A4_WIDTH else "")
+def test_nothing_is_cut_off(study_page: Path, browser: webdriver.Chrome, width: int) -> None:
+    show(browser, study_page, width, media="print" if width == A4_WIDTH else "")
     assert browser.execute_script("return innerWidth") == width
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert browser.execute_script(CUT_OFF) == []
@@ -158,9 +151,9 @@ def test_nothing_is_cut_off(page: Path, browser: webdriver.Chrome, width: int) -
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_axe_finds_nothing_wrong(
-    page: Path, browser: webdriver.Chrome, width: int, scheme: str
+    study_page: Path, browser: webdriver.Chrome, width: int, scheme: str
 ) -> None:
-    show(browser, page, width, **{"color-scheme": scheme})
+    show(browser, study_page, width, **{"color-scheme": scheme})
     assert axe_violations(browser) == []
 
 

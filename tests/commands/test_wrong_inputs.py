@@ -358,7 +358,6 @@ TRANSFERS = [
         "subset tiny.yaml subset.source=sets/train subset.destination=x subset.keys=sets",
         "subset.keys='sets': no such file; give a text file with a key per line",
     ),
-    ("runs ~no-such-user", "there is no user 'no-such-user' here"),
     ("fork nosuch step=1 name=new", "nosuch: no such run; give the folder of its checkpoints"),
     ("fork mine.yaml step=1 name=new", "mine.yaml is a file; give the folder of the run's check"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file; give the MLflow database"),

@@ -14,7 +14,6 @@ from tests.newcomer.follow import PAGES as FOLLOWED_NAMES
 from tests.newcomer.follow import blocks, script_of
 from vit_ray.commands.cli import split_words
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.commands.trained.compare import parse_words
 from vit_ray.config import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +51,6 @@ def test_every_command_line_is_understood(
         (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
     words = [word for word in words if word not in (*OPTIONS, "optim", "vtab")]  # sections of help
-    if words[0] == "compare":
-        parse_words(words[1:])
-        return
     recipe, overrides = split_words(tuple(words))
     load_recipe(recipe, overrides)
 

@@ -59,8 +59,6 @@ def run_recipe(
     """
 
     def run() -> int | None:
-        if words and words[0] in command.verbs:
-            return int(pkgutil.resolve_name(command.verbs[words[0]])(words[1:]))
         path, overrides = split_words(words)
         recipe = load_recipe(path, overrides)
         note_unread(command, overrides)
@@ -194,8 +192,7 @@ def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
         "all"
     }
     prefixes = [word for word in words if word in known]
-    has_verb = bool(command.verbs.keys() & set(words))  # followed by no recipe
-    others = tuple(word for word in words if word and word not in prefixes and not has_verb)
+    others = tuple(word for word in words if word and word not in prefixes)
     try:
         recipe = load_recipe(*split_words(others)) if others else None
     except ValueError as error:
@@ -257,13 +254,6 @@ vit_ray = _Names(
             "vit_ray.commands.replay:run_replay",
             click.Argument(["log"], type=click.Path(path_type=Path)),
             click.Argument(["uri"]),
-        ),
-        _plain(
-            "The runs in OUTPUT, a folder or bucket (the `output` of recipes; by default `runs`): "
-            "state, step, accuracy, age of the newest checkpoint.",
-            "vit_ray.commands.runs:print_runs",
-            click.Argument(["output"], default="runs"),
-            click.Option(["--json", "as_json"], is_flag=True, help="As a JSON list."),
         ),
         _plain(
             "Class and probability of the images at PATHS (images, folders, parquet files, "

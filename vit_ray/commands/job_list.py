@@ -5,8 +5,8 @@ help, completion and errors about typing mistakes must not wait for.
 """
 
 import pkgutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vit_ray.config import Recipe
 
@@ -42,8 +42,6 @@ class Command:
     """Keys that the recipe must set, checked before anything is imported."""
     opens: tuple[str, ...] = ()
     """Keys of the data sets, weights and sources that must exist before it starts."""
-    verbs: Mapping[str, str] = field(default_factory=dict)
-    """Word given instead of the recipe -> `module:function` that takes the arguments after it."""
     takes_overrides: bool = False
     """`main` also takes the overrides that were typed."""
 
@@ -170,14 +168,11 @@ _ALL = (
     ),
     Command(
         "report",
-        "One HTML page of tables and figures of the recipe's run or experiment, from MLflow; "
-        "`report compare A B [RECIPE] [key=value ...]` shows what differs between two runs or "
-        "sweeps, or two studies, given by name or id.",
+        "One HTML page of tables and figures of the recipe's run or experiment, from MLflow.",
         "vit_ray.commands.report:report_page",
         ("report", "name", "output", "tracking", "plan.price_per_gpu_hour"),
         "digits",
         check="vit_ray.commands.early_checks:check_store",
-        verbs={"compare": "vit_ray.commands.trained.compare:compare_words"},
         takes_overrides=True,
     ),
     Command(

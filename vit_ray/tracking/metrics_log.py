@@ -381,12 +381,6 @@ class MetricsLog(Recorder):
         """The record that opened the file."""
         return next((r for r, _ in self.read(0) if r["kind"] == "start"), None)
 
-    def last_start(self) -> Record | None:
-        """The record that opened the file last; other lines are not parsed."""
-        starts = [line for line in self._lines() if line.startswith(_START)]
-        start = _parsed(starts[-1] if starts else b"")
-        return start if start["kind"] == "start" else None
-
     @property
     def size(self) -> int:
         """Bytes written."""

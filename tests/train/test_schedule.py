@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import get_inverse_sqrt_schedule
 
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.train.optim.schedule import cooldown_start, lr_at
@@ -80,23 +79,6 @@ def test_until_its_cool_down_a_shorter_run_has_the_rates_of_a_longer_one() -> No
     assert rates[0][: start + 1] == rates[1][: start + 1]
     assert rates[0][start + 1] < rates[1][start + 1]
     assert cooldown_start(config, 1) == 0
-
-
-def test_rsqrt_equals_transformers_until_its_cool_down() -> None:
-    sgd = optimizer()
-    theirs = get_inverse_sqrt_schedule(sgd, num_warmup_steps=WARMUP, timescale=7)
-    config = OptimConfig(
-        learning_rate=PEAK, schedule="rsqrt", timescale=7.0, warmup_steps=WARMUP,
-        cooldown_fraction=0.2,
-    )  # fmt: skip
-    rates = []
-    for _ in range(TOTAL):
-        rates.append(theirs.get_last_lr()[0])
-        sgd.step()
-        theirs.step()
-    # big_vision multiplies by what is left of the cool-down: 10 steps here.
-    expected = [rate * min(1.0, (TOTAL - step) / 10) for step, rate in enumerate(rates)]
-    assert [lr_at(step, config, TOTAL) for step in range(TOTAL)] == pytest.approx(expected)
 
 
 def test_steps_fall_to_a_tenth_at_30_60_and_90_percent() -> None:

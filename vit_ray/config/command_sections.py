@@ -305,7 +305,7 @@ class StudyConfig(_Axes):
     """The rows."""
     branch: bool = False
     """Train the longest length of a row, and branch the shorter ones off its checkpoints: only
-    their cool-down is trained (`optim.schedule=cooldown` or `rsqrt`). Such cells are labelled."""
+    their cool-down is trained (`optim.schedule=cooldown`). Such cells are labelled."""
     transfer: tuple[StudyTask, ...] = ()
     """Fine-tunings of each cell after its pre-training."""
     retries: NotNegative = 1

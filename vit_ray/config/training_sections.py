@@ -268,17 +268,13 @@ class OptimConfig(Section):
     `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`, `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 = no clipping."""
-    schedule: Literal["linear", "cosine", "constant", "steps", "cooldown", "rsqrt"] = "cosine"
+    schedule: Literal["linear", "cosine", "constant", "steps", "cooldown"] = "cosine"
     """Learning rate after the warm-up: `steps` multiplies it by 0.1 at each of `decay_at`;
-    `cooldown` is constant and `rsqrt` an inverse square root, both with a cool-down at the end."""
+    `cooldown` is constant, with a cool-down at the end."""
     decay_at: Annotated[tuple[Fraction, ...], UsedIf("schedule", ("steps",))] = (0.3, 0.6, 0.9)
     """Shares of the run at which `schedule=steps` decays; the default is BiT's for fine-tuning."""
-    cooldown_fraction: Annotated[Share, UsedIf("schedule", ("cooldown", "rsqrt"))] = 0.2
-    """Last share of the run, in which `schedule=cooldown` falls linearly and `rsqrt` is multiplied
-    by a linear factor down to 0."""
-    timescale: Annotated[PositiveFloat, UsedIf("schedule", ("rsqrt",))] = 10_000.0
-    """Time scale of `schedule=rsqrt` in steps: after this many steps the rate is 0.71 of the peak,
-    after three times as many 0.5. The default is big_vision's."""
+    cooldown_fraction: Annotated[Share, UsedIf("schedule", ("cooldown",))] = 0.2
+    """Last share of the run, in which `schedule=cooldown` falls linearly."""
     end_learning_rate: Annotated[
         NotNegativeFloat, UsedIf("schedule", ("linear", "cosine", "cooldown"))
     ] = 0.0

@@ -175,11 +175,11 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
                 f"(workers.num_workers={cell.recipe.workers.num_workers}); raise study.max_gpus, "
                 "or lower workers.num_workers"
             )
-        if study.branch and schedule not in ("cooldown", "rsqrt"):
+        if study.branch and schedule != "cooldown":
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, with which "
                 "a shorter run does not equal the start of a longer one; set "
-                "optim.schedule=cooldown or rsqrt"
+                "optim.schedule=cooldown"
             )
         if study.branch and cell.recipe.keeps_best:
             raise ValueError(

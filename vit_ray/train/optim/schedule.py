@@ -11,8 +11,6 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     Linear and cosine decay run from `learning_rate` after the warm-up to `end_learning_rate`
     at `total_steps`; `steps` multiplies by 0.1 at each share of `total_steps` in `decay_at`;
     `cooldown` is constant, and then falls linearly to `end_learning_rate` over its last share.
-    `rsqrt` is big_vision's: peak / sqrt(1 + steps after the warm-up / timescale), and over its last
-    share that times a factor which falls linearly to 0 ("Scaling ViT", arXiv:2106.04560).
     """
     peak, end = config.learning_rate, config.end_learning_rate
     if step < config.warmup_steps:
@@ -24,21 +22,13 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     if config.schedule == "cosine":
         return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if config.schedule == "cooldown":
-        return end + (peak - end) * _cooldown(step, config, total_steps)
-    if config.schedule == "rsqrt":
-        decay = math.sqrt(1.0 + (step - config.warmup_steps) / config.timescale)
-        return peak / decay * _cooldown(step, config, total_steps)
+        left = total_steps - cooldown_start(config, total_steps)
+        return end + (peak - end) * min(1.0, max(0.0, (total_steps - step) / left))
     if config.schedule == "steps":
         return peak * 0.1 ** sum(step / total_steps >= share for share in config.decay_at)
     return peak
 
 
-def _cooldown(step: int, config: OptimConfig, total_steps: int) -> float:
-    """1 until the cool-down, then linearly to 0."""
-    left = total_steps - cooldown_start(config, total_steps)
-    return min(1.0, max(0.0, (total_steps - step) / left))
-
-
 def cooldown_start(config: OptimConfig, total_steps: int) -> int:
-    """Steps before the cool-down of `schedule=cooldown` and `rsqrt`, warm-up included."""
+    """Steps before the cool-down of `schedule=cooldown`, warm-up included."""
     return total_steps - max(1, round(config.cooldown_fraction * total_steps))

@@ -94,6 +94,23 @@ def test_augreg_is_as_its_published_run_is_named() -> None:
     assert augment.min_area == 0.05
 
 
+def test_the_plain_baseline_is_as_its_authors_configuration() -> None:
+    # google-research/big_vision, configs/vit_s16_i1k.py.
+    recipe = load_recipe(FIELD / "vit_s16_imagenet.yaml")
+    optim, model, train = recipe.optim, recipe.model, recipe.train
+    assert told_facts(recipe).total_steps == round(90 * 1_281_167 / 1024)
+    assert (model.name, model.pool, model.positions) == ("ViT-S/16", "gap", "sincos_2d")
+    assert (model.representation, model.dropout, model.head_bias) == (True, 0.0, 0.0)
+    assert (optim.name, optim.learning_rate, optim.clip_norm) == ("adamw", 1e-3, 1.0)
+    assert optim.weight_decay * optim.learning_rate == pytest.approx(1e-4)
+    assert (optim.schedule, optim.warmup_steps) == ("cosine", 10_000)
+    assert (train.loss, train.label_smoothing, train.mixup) == ("softmax", 0.0, 0.2)
+    augment = augmentation_of(model, recipe.data.augment)
+    assert augment.randaugment == RandAugment(2, 10.0)
+    assert (augment.kind, augment.min_area, augment.flip) == ("inception_crop", 0.05, True)
+    assert augmentation_of(model, recipe.data.eval_augment).resize == 256
+
+
 # One for each feature.
 
 

@@ -35,7 +35,7 @@ def converted() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, count, classes in (("small", NUM_SMALL, 3), ("large", NUM_LARGE, 10)):
         _write(folder / f"{name}-images", _squares(count), classes)
-    _write(folder / "photos-images", {**_photographs(), **_odd_images()}, 3)
+    _write(folder / "photos-images", {**photographs(), **odd_images()}, 3)
     (folder / "recipe.yaml").write_text("name: net\nseed: 3\n")
     must_run(
         folder,
@@ -72,7 +72,7 @@ def _squares(count: int) -> dict[str, bytes]:
     return {f"{k:05d}.png": _encoded(Image.fromarray(pixels[k]), "PNG") for k in range(count)}
 
 
-def _photographs() -> dict[str, bytes]:
+def photographs() -> dict[str, bytes]:
     """64 JPEG files of several sizes, qualities and subsamplings, some progressive."""
     sources = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     random, found = np.random.default_rng(7), {}
@@ -96,7 +96,8 @@ def _photographs() -> dict[str, bytes]:
     return found
 
 
-def _odd_images() -> dict[str, bytes]:
+def odd_images() -> dict[str, bytes]:
+    """Of other modes, formats and sizes, and one that EXIF turns."""
     photo = Image.fromarray(load_sample_images().images[1]).resize((320, 213))
     alpha = photo.convert("RGBA")
     alpha.putalpha(Image.linear_gradient("L").resize(alpha.size))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,13 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import boto3
-import numpy as np
-from PIL import Image
-from sklearn.datasets import load_sample_images
 
 from tests.net import cluster
 from tests.net.cluster import Command, Environment, convert_digits, wait_until, write_recipe
-from tests.net.parts.runs import holding
+from tests.net.parts.runs import holding, kill_driver
+from tests.net.sets import photographs
 from tests.net.store import values
 from tests.net.trees import HERE, Tree, checkout
 
@@ -101,10 +100,11 @@ def fault_recovery(folder: Path, _: Environment) -> Figures:
                 wait_until((folder / "held").exists, command.process)
                 time.sleep(1)  # until the checkpoint of step 8 is whole
                 start_s, worker = time.monotonic(), int((folder / "held").read_text())
-                os.kill(worker if struck == "worker" else command.process.pid, 9)
-            if struck == "driver":
-                command.wait()
-                command = Command(own, "pretrain", recipe)
+                if struck == "worker":
+                    os.kill(worker, signal.SIGKILL)
+                else:
+                    kill_driver(command, worker)
+                    command = Command(own, "pretrain", recipe)
             assert command.wait()[0] == 0
             found[f"{struck}, s"] = time.monotonic() - start_s
     return found
@@ -177,15 +177,11 @@ def _timed(own: Environment, *words: str, cwd: Path = cluster.ROOT) -> Figures:
 
 
 def _convert_photographs(folder: Path, own: Environment, target: str) -> Figures:
-    """JPEG files of 500 x 340 pixels from scikit-learn's two photographs."""
-    photographs = [Image.fromarray(one) for one in load_sample_images().images]
-    random = np.random.default_rng(0)
+    found = [*photographs().values()]
     for number in range(IMAGES):
         place = folder / "photographs" / str(number % 10)
         place.mkdir(parents=True, exist_ok=True)
-        left, top = (int(random.integers(0, most)) for most in (140, 87))
-        image = photographs[number % 2].crop((left, top, left + 500, top + 340))
-        image.save(place / f"{number:05d}.jpg", quality=int(random.integers(75, 96)))
+        (place / f"{number:05d}.jpg").write_bytes(found[number % len(found)])
     words = [f"convert.source={folder}/photographs", f"convert.destination={target}"]
     return _timed(own, "convert", str(write_recipe(folder, "convert")), *words)
 

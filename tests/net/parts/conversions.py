@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import re
@@ -18,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from google_crc32c import value as crc32c
 from PIL import Image
-from sklearn.datasets import load_sample_images
 
 import vit_ray
 from tests.net.commands import run_commands
+from tests.net.sets import digest, odd_images, photographs
 
 CLASSES = ["bird", "cat", "dog"]
 Item = tuple[str, str, bytes]  # number as text, class, encoded image or what claims to be one
@@ -88,8 +87,8 @@ def _opened(target: Path) -> list[str]:
 
 
 def _row(key: str, labels: Any, image: Image.Image) -> str:
-    pixels = hashlib.sha256(np.asarray(image.convert("RGB")).tobytes()).hexdigest()[:12]
-    return f"{key} {list(labels)} {image.size} {pixels}"
+    pixels = np.asarray(image.convert("RGB")).tobytes()
+    return f"{key} {list(labels)} {image.size} {digest(pixels)}"
 
 
 def _kind(reason: str) -> str:
@@ -106,25 +105,10 @@ def _kind(reason: str) -> str:
 
 
 def _items() -> list[Item]:
-    """Thirty photographs of many encodings, three of which are no usable images."""
-    photographs = load_sample_images().images
-    items = []
-    for number in range(30):
-        top, left = 7 * number, 11 * number
-        pixels = photographs[number % 2][top : top + 60 + number, left : left + 80 - number]
-        image = Image.fromarray(np.ascontiguousarray(pixels))
-        exif = Image.Exif()
-        exif[0x0112] = 1 + number % 8  # the orientation
-        options: dict[str, Any] = {"quality": 60 + number, "exif": exif}
-        options |= {"progressive": number % 5 == 1, "subsampling": number % 3}
-        mode = {3: "L", 7: "CMYK", 11: "RGBA", 13: "I;16"}.get(number, "RGB")
-        kind, sink = "PNG" if mode in ("RGBA", "I;16") else "JPEG", io.BytesIO()
-        image = image.convert("L").convert(mode) if mode == "I;16" else image.convert(mode)
-        image.save(sink, kind, **(options if kind == "JPEG" else {}))
-        items.append((f"{number:03d}", CLASSES[number % 3], sink.getvalue()))
-    for number, content in {4: b"", 9: b"no image", 14: items[14][2][:900]}.items():
-        items[number] = (*items[number][:2], content)
-    return items
+    """Thirty images, three of which are no usable ones."""
+    images = [*list(photographs().values())[:21], *odd_images().values()]
+    images[4], images[9], images[14] = b"", b"no image", images[14][:900]
+    return [(f"{n:03d}", CLASSES[n % 3], image) for n, image in enumerate(images)]
 
 
 def _folders(source: Path, items: list[Item]) -> Path:

@@ -57,8 +57,9 @@ def record(folder: Path) -> dict[str, Any]:
                 write_recipe(folder, f"not-finite-{policy}", train=loss, **ALONE),
             )
         damaged = folder / "not-finite-skip.yaml"
-        newest = max((folder / "runs" / damaged.stem).glob("step-*"))
-        content = bytearray((shard := next(newest.glob("*.safetensors"))).read_bytes())
+        shards = (folder / "runs" / damaged.stem).glob("step-*/*.safetensors")
+        shard = max(shards)  # of the newest checkpoint
+        content = bytearray(shard.read_bytes())
         content[-8] ^= 1
         shard.write_bytes(content)
         note("newest checkpoint damaged", damaged)

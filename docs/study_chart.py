@@ -6,7 +6,9 @@ python docs/study_chart.py
 import csv
 from pathlib import Path
 
-from vit_ray.report.figures.charts import Axis, Chart, Point, Series, png, svg
+import vl_convert
+
+from vit_ray.report.figures.charts import Axis, Chart, Point, Series, svg
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "benchmarks/results/study_cifar10_cpu_2026-11-25/report.csv"
@@ -35,4 +37,4 @@ def chart() -> Chart:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs/pictures/study.png").write_bytes(png(svg(chart())))
+    (ROOT / "docs/pictures/study.png").write_bytes(vl_convert.svg_to_png(svg(chart()), scale=2))

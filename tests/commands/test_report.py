@@ -43,7 +43,7 @@ def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recip
     page = report(recipe).page
     assert "another" not in page.read_text()
     kept = {item.path for item in MlflowClient(recipe.tracking.uri).list_artifacts(run_id)}
-    assert kept == {"report.html", "report.csv", "report-figures"}
+    assert kept == {"report.html"}
     assert report_page(recipe) == 0
     assert str(page) in capsys.readouterr().out
 

@@ -1,17 +1,11 @@
 """Pages as files: their rules, their figures' names, and two writers of one page."""
 
-import base64
-import gzip
-import hashlib
 import os
 import re
 
 import pytest
-import vl_convert
 
-from vit_ray.report import document
 from vit_ray.report.document import (
-    FILES_LIST,
     Section,
     render,
     replace_file,
@@ -20,35 +14,11 @@ from vit_ray.report.document import (
 )
 from vit_ray.report.figures import charts
 from vit_ray.report.figures.charts import Axis, Chart, Point, Series
-from vit_ray.report.tables import Column, Table, number, percent
+from vit_ray.report.tables import Column, Table, number
 
 
 def chart(title):
     return Chart(title, Axis("x"), Axis("y"), [Series("one", [Point(1, 2)])])
-
-
-@pytest.fixture(scope="module")
-def page():
-    return render("a and b", [Section("Curves", charts=[chart("A figure")])])
-
-
-def test_the_browser_may_run_the_scripts_of_the_page_and_nothing_else(page):
-    policy = re.search('http-equiv="Content-Security-Policy" content="(.*?)"', page).group(1)
-    rules = dict(rule.split(" ", 1) for rule in policy.replace("&#39;", "'").split("; "))
-    assert rules["default-src"] == "'none'"
-    assert (rules["form-action"], rules["base-uri"]) == ("'none'", "'none'")
-    (own,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
-    packed = re.search('<script type="application/gzip" id="vega">(.*?)</script>', page).group(1)
-    scripts = gzip.decompress(base64.b64decode(packed)), own.encode()
-    assert scripts[0] == charts.scripts().encode()
-    digests = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in scripts]
-    assert rules["script-src"].split() == [f"'sha256-{digest}'" for digest in digests]
-
-
-def test_expressions_of_charts_are_interpreted():
-    """To compile them to functions would need `unsafe-eval`."""
-    assert "ast: true" in document._source("page.js")
-    assert "expressionInterpreter" in vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def test_charts_whose_titles_differ_in_signs_alone_have_names_of_their_own():
@@ -95,29 +65,15 @@ def test_the_address_at_the_end_of_a_page_is_a_link_whatever_its_host(host):
     assert "<p>nothing &lt;here&gt;</p>" in render("t", [], opening="nothing <here>")
 
 
-def test_figures_of_an_earlier_page_go_and_others_files_stay(tmp_path):
+def test_figures_of_an_earlier_page_go_and_other_files_stay(tmp_path):
     folder = tmp_path / "figures"
-    table = Table("A table: of numbers", [Column("a", percent)], [[0.5]])
     write_files(folder, [])
     assert not folder.exists()
-    write_files(folder, [Section("s", charts=[chart("First"), chart("Second")], tables=[table])])
-    assert {path.name for path in folder.iterdir()} == {
-        *(f"{name}.{ending}" for name in ("first", "second") for ending in ("svg", "png", "csv")),
-        "a_table.csv", "a_table.tex", FILES_LIST,
-    }  # fmt: skip
-    assert (folder / "second.csv").read_text() == "name,series,x,y\none,one,1,2\n"
-    assert "\n50.00 \\\\\n" in (folder / "a_table.tex").read_text()
+    write_files(folder, [Section("s", charts=[chart("First"), chart("Second")])])
+    assert {path.name for path in folder.iterdir()} == {"first.svg", "second.svg"}
     (folder / "mine.png").write_bytes(b"x")
-    (folder / FILES_LIST).open("a").write("../outside,crafted\n")
-    (tmp_path / "outside.svg").write_text("x")
     write_files(folder, [Section("s", charts=[chart("Second")])])
-    assert {path.name for path in folder.iterdir()} == {
-        "second.svg", "second.png", "second.csv", "mine.png", FILES_LIST,
-    }  # fmt: skip
-    assert (tmp_path / "outside.svg").exists()
-    assert (folder / FILES_LIST).read_text() == "name,title\nsecond,Second\n"
-    write_files(folder, [])
-    assert {path.name for path in folder.iterdir()} == {"mine.png", FILES_LIST}
+    assert {path.name for path in folder.iterdir()} == {"second.svg", "mine.png"}
 
 
 def test_two_that_write_one_page_at_a_time_both_can(tmp_path, monkeypatch):

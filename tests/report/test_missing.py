@@ -1,7 +1,5 @@
 """Half a study: what the page says of its gaps, and which of two runs it shows of one cell."""
 
-import csv
-import json
 import math
 import re
 import sqlite3
@@ -11,7 +9,9 @@ import pytest
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from tests.report.made_pages import made_page
 from tests.tracking.stored_runs import store_run
+from vit_ray.report.figures.charts import STATES
 from vit_ray.report.page import write_report
 from vit_ray.report.runs import Archive
 
@@ -41,8 +41,11 @@ class Store:
         return run_id
 
     def page(self, folder):
-        path = write_report(self.uri, self.study, folder / "page.html").page
-        return unescape(path.read_text()), list(csv.DictReader(path.with_suffix(".csv").open()))
+        made = self.made(folder)
+        return unescape(made.text), made.rows
+
+    def made(self, folder):
+        return made_page(self.uri, self.study, folder / "page.html")
 
 
 @pytest.fixture
@@ -135,13 +138,13 @@ def test_figures_of_a_study_compare_its_cells_alone(store, tmp_path):
         store.run(f"by-{kind}", kind, metrics=tuned, **{"study_cell": "cell-a"})
         child = store.client.search_runs([store.experiment], f"attributes.run_name = 'by-{kind}'")
         store.client.set_tag(child[0].info.run_id, "mlflow.parentRunId", store.study)
-    text, rows = store.page(tmp_path)
-    assert {row["run"] for row in rows} == {"cell-a", "by-finetune", "by-pretrain"}
+    made = store.made(tmp_path)
+    text = made.text
+    assert {row["run"] for row in made.rows} == {"cell-a", "by-finetune", "by-pretrain"}
     assert "cell-a on unknown data reaches 50.00 % top-1 accuracy" in text
     table = text.split("<caption>Table 6: scaling")[1].split("</table>")[0]
     assert "99.00" not in table
-    specs = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
-    drawn = [row["y"] for spec in map(json.loads, specs) for row in spec["data"]["values"]]
+    drawn = [row["y"] for chart in made.charts.values() for row in chart.rows]
     assert {0.4, 0.5} <= {*drawn}
     assert not {0.9, 0.99} & {*drawn}
 
@@ -166,11 +169,12 @@ BEST = {
 
 def test_the_best_evaluation_is_the_result_beside_the_last(store, tmp_path):
     store.run("cell-a", metrics={**WHOLE, **BEST})
-    text, ((row),) = store.page(tmp_path)
+    made = store.made(tmp_path)
+    text, (row,) = made.text, made.rows
     assert (row["top-1 %"], row["last top-1 %"], row["best at step"]) == ("75.0", "50.0", "40.0")
     assert row["measured on"] == "best of 12 evaluations on the test set"
     assert "1 with an accuracy that is the best of 12 evaluations on the test set: cell-a" in text
-    assert [y for _, y in drawn_points(text)] == [0.75]
+    assert [y for _, y in drawn_points(made)] == [0.75]
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED", "RUNNING", "dev split"])
@@ -185,14 +189,14 @@ def test_a_point_that_is_no_result_is_told_from_one_without_pointing_at_it(
                     metrics={"study/exaflops": 3.0, key: 0.25})  # fmt: skip
     losses = [Metric("train/loss", 1.0 / (1 + step), MADE, step) for step in range(100)]
     store.client.log_batch(run, losses)
-    page = write_report(store.uri, store.study, tmp_path / "page.html").page
-    spec = json.loads(page.read_text().split(PLACE)[1].split("</script>")[0])
-    states = {row["y"]: row.get("state") for row in spec["data"]["values"] if "more" in row}
+    made = store.made(tmp_path)
+    states = {row["y"]: row.get("state") for row in made.charts[COMPUTE].rows}
     assert states == {0.5: None, 0.25: status.lower()}
-    words = re.findall('<p class="states">.*?</p>', page.read_text())
-    assert all(status.lower() in one for one in words)
-    assert len(words) == (1 if is_dev else 2)  # the curve too
-    drawing = tmp_path / "page-figures" / "how_does_top_1_accuracy_grow_with_compute.svg"
+    drawn = [chart.states for chart in made.charts.values() if chart.states]
+    assert drawn == [{status.lower(): STATES[status.lower()][0]}] * (
+        1 if is_dev else 2
+    )  # the curve
+    drawing = tmp_path / "page-figures" / f"{COMPUTE}.svg"
     assert status.lower() in drawing.read_text()
 
 
@@ -222,23 +226,24 @@ def test_a_value_that_is_no_number_is_neither_drawn_nor_an_accuracy(store, tmp_p
     store.run("cell-a", metrics=WHOLE)
     store.run("cell-b", metrics={"study/exaflops": 3.0, "eval/top1": value, "train/loss": value})
     store.run("cell-c", metrics={"study/exaflops": value, "eval/top1": 0.25})
-    text, rows = store.page(tmp_path)
+    made = store.made(tmp_path)
+    text, rows = made.text, made.rows
     assert "1 finished without an accuracy, and so in no figure of accuracy: cell-b" in text
     assert "1 finished without exaFLOPs, and so not in figures over compute: cell-c" in text
     held = {row["run"]: (row["exaFLOPs"], row["top-1 %"]) for row in rows}
     assert held == {"cell-a": ("2.0", "50.0"), "cell-b": ("3.0", ""), "cell-c": ("", "25.0")}
-    assert not re.search(r"\b(nan|NaN|Infinity|inf)\b", re.sub("(?s)<script.*?</script>", "", text))
-    assert [run for run, y in drawn_points(text) if not math.isfinite(y)] == []
-    assert {run for run, _ in drawn_points(text)} == {"cell-a"}
+    assert not re.search(r"\b(nan|NaN|Infinity|inf)\b", text)
+    assert drawn_points(made) == [("cell-a", 0.5)]
 
 
-PLACE = 'id="chart-how_does_top_1_accuracy_grow_with_compute">'
+COMPUTE = "how_does_top_1_accuracy_grow_with_compute"
 
 
-def drawn_points(text):
-    """Runs and accuracies of the figure over compute, without the paper's."""
-    spec = json.loads(text.split(PLACE)[1].split("</script>")[0])
-    return [(row["more"]["run"], row["y"]) for row in spec["data"]["values"] if "more" in row]
+def drawn_points(made):
+    """Runs and accuracies of the figure over compute."""
+    (*_, x, y) = (0, 2, 3)
+    rows = made.charts[COMPUTE].values.rows
+    return [(row[0], row[y]) for row in rows if math.isfinite(row[x]) and math.isfinite(row[y])]
 
 
 def test_metrics_of_odd_names_are_as_good_as_any(store, tmp_path):
@@ -269,12 +274,11 @@ def test_an_experiment_of_another_project_is_a_page_of_what_it_has(store, tmp_pa
         store.client.log_param(run, "optim.epochs", "ten")
         if status != "RUNNING":
             store.client.set_terminated(run, status)
-    page = write_report(store.uri, "theirs", tmp_path / "page.html").page
-    text = unescape(page.read_text())
+    made = made_page(store.uri, "theirs", tmp_path / "page.html")
+    text = unescape(made.text)
     assert "1 finished without an accuracy, and so in no figure of accuracy: sgd" in text
     assert "1 failed: adam" in text
-    rows = list(csv.DictReader(page.with_suffix(".csv").open()))
-    assert sorted(row["status"] for row in rows) == ["failed", "finished", "running"]
+    assert sorted(row["status"] for row in made.rows) == ["failed", "finished", "running"]
 
 
 def test_a_run_that_is_deleted_meanwhile_leaves_the_others(store, tmp_path, monkeypatch):
@@ -292,8 +296,6 @@ def test_a_run_that_is_deleted_meanwhile_leaves_the_others(store, tmp_path, monk
         return read(archive, *asked)
 
     monkeypatch.setattr(Archive, "curves", delete_first)
-    text, rows = store.page(tmp_path)
-    assert {row["run"] for row in rows} == {"cell-a", "cell-b"}  # as they were found
-    curves = json.loads(text.split('id="chart-training_loss">')[1].split("</script>")[0])
-    assert {row["y"] for row in curves["data"]["values"]} == {1.0, 0.5, 0.3333333}
-    assert len(curves["data"]["values"]) == 3
+    made = store.made(tmp_path)
+    assert {row["run"] for row in made.rows} == {"cell-a", "cell-b"}  # as they were found
+    assert [row["y"] for row in made.charts["training_loss"].rows] == [1.0, 0.5, 0.3333333]

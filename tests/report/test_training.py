@@ -1,6 +1,5 @@
 """The page of one training: images, errors, time, events, data, from what is in MLflow."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param
 from mlflow.tracking import MlflowClient
 
+from tests.report.made_pages import made_page
 from tests.report.made_runs import made
 from tests.tracking.stored_runs import store_run
 from vit_ray.evaluate.examples import picture, training_files
@@ -106,26 +106,14 @@ def sections(uri, run_id, price=None):
     return {one.title: one for one in training_sections(archive, archive.runs[0], price)}
 
 
-def tables(folder):
-    """Rows of each table of the page's files, by name."""
-    found = {}
-    for path in (folder / "report-figures").glob("*.csv"):
-        with path.open(newline="") as file:
-            found[path.stem] = list(csv.DictReader(file))
-    return found
-
-
 @pytest.fixture(scope="module")
 def page(store, tmp_path_factory):
-    """Text of a page, and its tables."""
     folder = tmp_path_factory.mktemp("page")
-    page = folder / "report.html"
-    write_report(store, record(store), page, price_per_gpu_hour=3.0)
-    return page.read_text(), tables(folder)
+    return made_page(store, record(store), folder / "report.html", price_per_gpu_hour=3.0)
 
 
 def test_images_stand_with_what_they_were_taken_for(page):
-    shown = re.findall(r'<div role="img" aria-label="(.*?)"', page[0])
+    shown = re.findall(r'<div role="img" aria-label="(.*?)"', page.text)
     crafted = CRAFTED.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     crafted = crafted.replace('"', "&#34;")
     assert shown[:4] == [
@@ -133,24 +121,24 @@ def test_images_stand_with_what_they_were_taken_for(page):
         f"{'x' * 300} (75.0%), not class 3",
     ]  # fmt: skip
     assert shown[4:] == [crafted] * 4  # training images, of which nothing is predicted
-    assert page[0].count('<li class="wrong">') == 2
-    assert len(re.findall(r"--strip: url\(data:image/jpeg;base64,[\w+/=]+\)", page[0])) == 2
-    assert "<script>alert" not in page[0]
+    assert page.text.count('<li class="wrong">') == 2
+    assert len(re.findall(r"--strip: url\(data:image/jpeg;base64,[\w+/=]+\)", page.text)) == 2
+    assert "<script>alert" not in page.text
 
 
 def test_the_sections_are_in_the_order_in_which_they_are_read(page):
-    heads = re.findall("<h2>(.*?)</h2>", page[0])
+    heads = re.findall("<h2>(.*?)</h2>", page.text)
     assert heads[:7] == [
         "Learning curves", "Images and errors", "Where the time went", "Events", "Data",
         "How to run it again", "Trainings",
     ]  # fmt: skip
-    assert "pretrain.py &lt;script&gt;" in page[0]
-    assert "goodput 72.0 %" in page[0]
+    assert "pretrain.py &lt;script&gt;" in page.text
+    assert "goodput 72.0 %" in page.text
 
 
 def test_the_best_evaluation_is_marked_on_its_curves_alone(page):
-    rows = page[1]["validation_top_1"]
-    assert [row["state"] for row in rows] == ["", "best evaluation", ""]
+    rows = page.charts["validation_top_1"].rows
+    assert [row.get("state") for row in rows] == [None, "best evaluation", None]
 
 
 def test_the_best_evaluation_is_marked_where_a_long_curve_leaves_it_out(store, monkeypatch):
@@ -164,11 +152,11 @@ def test_the_best_evaluation_is_marked_where_a_long_curve_leaves_it_out(store, m
 
 
 def test_each_class_stands_against_each_in_shares_of_its_images(page):
-    rows = page[1]["confusion_matrix"]
+    rows = page.tables["confusion_matrix"]
     assert len(rows) == 5
     mine = next(row for row in rows if row["class"] == CRAFTED)
     assert (mine["images"], mine[CRAFTED], mine["'=1+1"]) == ("4", "75.0", "25.0")
-    assert 'class="number bar" style="--part: 75.0%"' in page[0]
+    assert 'class="number bar" style="--part: 75.0%"' in page.text
 
 
 def test_of_many_classes_the_most_frequent_errors_stand(store):
@@ -183,7 +171,7 @@ def test_of_few_classes_there_is_no_table(store):
 
 def test_every_second_has_its_price_but_for_those_without_a_place(page):
     """4 GPUs at 3.0 an hour."""
-    rows = {row["spent on"]: row for row in page[1]["where_the_time_went"]}
+    rows = {row["spent on"]: row for row in page.tables["where_the_time_went"]}
     assert {name: float(row["time"]) for name, row in rows.items()} == {
         "training": 7200, "starting": 900, "waiting for a place": 1800, "lost": 100,
     }  # fmt: skip
@@ -191,7 +179,7 @@ def test_every_second_has_its_price_but_for_those_without_a_place(page):
     assert costs == pytest.approx({
         "training": 24.0, "starting": 3.0, "waiting for a place": 0, "lost": 1 / 3,
     })  # fmt: skip
-    assert "Total: 27.33, at 3 per GPU-hour" in page[0]
+    assert "Total: 27.33, at 3 per GPU-hour" in page.text
 
 
 @pytest.mark.parametrize(
@@ -206,12 +194,12 @@ def test_there_is_a_cost_where_there_is_a_price_and_were_gpus(store, more, price
 
 
 def test_a_data_set_is_named_by_its_address(page):
-    (row,) = page[1]["data_sets_of_the_training"]
+    (row,) = page.tables["data_sets_of_the_training"]
     assert row["from"] == "/data/flowers"
 
 
 def test_events_of_all_attempts_are_in_the_order_of_time(page):
-    rows = page[1]["events"]
+    rows = page.tables["events"]
     assert [(row["step"], row["what happened"]) for row in rows] == [
         ("3", f"first {CRAFTED}"), ("7", "later"),
     ]  # fmt: skip

@@ -26,7 +26,7 @@ def report(
     A run in the recipe's output comes before runs of this name in other outputs, and a run without
     a parent before child runs of this name.
 
-    The page, its CSV and its figures are kept as artifacts of that run, unless the store is a copy,
+    The page and its figures are kept as artifacts of that run, unless the store is a copy,
     see `are_own_files`.
 
     Args:
@@ -96,7 +96,7 @@ def report_page(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
     """
     is_typed = any(word.startswith("name=") for word in overrides)
     written = report(recipe, needs_run=is_typed)
-    print(f"report: {written.page}\ntable:  {written.page.with_suffix('.csv')}")
+    print(f"report: {written.page}")
     for line in written.missing:
         print(f"missing: {line}")
     return 1 if written.is_empty else 0

@@ -36,7 +36,7 @@ def write_page(recipe: Recipe, run_id: str | None) -> Written:
 def page_of(recipe: Recipe, run_id: str | None, record: RunRecord) -> Path | None:
     """As `write_page` at the end of a long job, which must not fail because MLflow is away.
 
-    The page, its table and its figures are kept with the run of `record`.
+    The page and its figures are kept with the run of `record`.
     """
     if run_id is None:
         return None

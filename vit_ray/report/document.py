@@ -1,18 +1,14 @@
-"""A page as one self-contained file: its style, its scripts, its figures and its security policy.
+"""A page as one self-contained file: its style, its figures and its security policy.
 
-The policy (a Content-Security-Policy) lets the browser run the two scripts of the page, identified
-by their hashes, and nothing else: the page loads nothing from the network, and no text becomes
-code. The larger script is compressed, which halves the page; the smaller one unpacks it.
+The policy (a Content-Security-Policy) lets the browser run nothing: the page loads nothing from the
+network, and no text becomes code.
 """
 
 import base64
-import csv
-import hashlib
 import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,16 +19,13 @@ from markupsafe import Markup, escape
 
 from vit_ray.report.figures import charts
 from vit_ray.report.figures.charts import Chart
-from vit_ray.report.tables import Column, Table
+from vit_ray.report.tables import Table
 from vit_ray.storage import locate
 
 # Names, labels and values come from recipes and folders of any origin: all are escaped.
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
 )
-_TEMPLATES.policies["json.dumps_kwargs"] = {"sort_keys": True, "separators": (",", ":")}
-FILES_LIST: Final = "list.csv"
-"""File in the folder of figures and tables: the name of each and its title."""
 
 T = TypeVar("T", Chart, Table)
 
@@ -68,7 +61,7 @@ class Section:
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any) -> None:
-    """Write a page, and its figures and tables as files into `files_folder(path)`.
+    """Write a page, and its figures as files into `files_folder(path)`.
 
     Args:
         page: the `.html` file; its folder is created.
@@ -76,13 +69,13 @@ def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any
         parts: as in `render`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    shown, folder = with_content(sections), files_folder(path)
-    replace_file(path, render(title, shown, files=folder.name, **parts).encode())
-    write_files(folder, shown)
+    shown = with_content(sections)
+    replace_file(path, render(title, shown, **parts).encode())
+    write_files(files_folder(path), shown)
 
 
 def files_folder(page: Path) -> Path:
-    """Folder of a page's figures and tables as files."""
+    """Folder of a page's figures as files."""
     return page.with_name(f"{page.stem}-figures")
 
 
@@ -116,7 +109,6 @@ def render(
     missing: Sequence[str] = (),
     origin: str = "Made from MLflow",
     opening: str = "",
-    files: str = "",
 ) -> str:
     """A page as HTML.
 
@@ -126,14 +118,8 @@ def render(
         missing: what it lacks, a sentence for each.
         origin: the source of the page.
         opening: where a reader finds more; an address at its end becomes a link.
-        files: folder of its figures and tables as files, relative to the page.
     """
-    style = _TEMPLATES.get_template("style.css").render(light=charts.LIGHT, dark=charts.DARK)
-    # Our own code and that of libraries, without any text of a run.
-    has_charts = any(section.charts for section in sections)
-    drawing, own = charts.scripts().encode() if has_charts else b"", _source("page.js")
-    digests = [base64.b64encode(hashlib.sha256(one).digest()) for one in (drawing, own.encode())]
-    allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+    style = _TEMPLATES.get_template("style.css").render(colours=charts.COLOURS)
     return _TEMPLATES.get_template("page.html").render(
         title=title,
         sections=sections,
@@ -141,15 +127,11 @@ def render(
         missing=missing,
         origin=origin,
         opening=_with_address(opening),
-        files=files,
         linked=partial(_linked, places=_places(sections)),
-        still=lambda chart: Markup(charts.still(chart)),
+        drawn=lambda chart: Markup(charts.svg(chart)),
         style=Markup(style),
-        packed=charts.packed_scripts() if has_charts else "",
-        script=Markup(own),
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; "
-        "img-src data:; form-action 'none'; base-uri 'none'",
-        licences=_source("licences.txt"),
+        policy="default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; "
+        "base-uri 'none'",
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
@@ -189,43 +171,15 @@ def _with_address(text: str) -> Markup:
     return Markup('{}{}<a href="{}" rel="noopener">{}</a>').format(before, gap, last, last)
 
 
-def _source(name: str) -> str:
-    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
-
-
 def write_files(folder: Path, sections: Sequence[Section]) -> None:
-    """Each chart as SVG, PNG and CSV, each table as CSV and LaTeX, and a list of them.
-
-    Files in an earlier list but not in this one are deleted.
-    """
-    drawn = [chart for section in sections for chart in section.charts]
-    tables = [table for section in sections for table in section.tables]
-    listed = folder / FILES_LIST
-    if not drawn and not tables and not listed.exists():
-        return
-    folder.mkdir(exist_ok=True)
-    old = set()
-    if listed.exists():
-        with listed.open(newline="") as file:
-            old = {row["name"] for row in csv.DictReader(file)}
-
-    def write(chart: Chart) -> None:
-        drawing = charts.svg(chart)
-        replace_file(folder / f"{chart.name}.svg", drawing.encode())
-        replace_file(folder / f"{chart.name}.png", charts.png(drawing))
-        replace_file(folder / f"{chart.name}.csv", chart.values.csv().encode())
-
-    with ThreadPoolExecutor(2) as drawing:  # pixels of one chart while the next is drawn
-        list(drawing.map(write, drawn))
-    for table in tables:
-        replace_file(folder / f"{table.name}.csv", table.csv().encode())
-        replace_file(folder / f"{table.name}.tex", table.latex().encode())
-    rows = [[one.name, one.title] for one in drawn] + [[one.name, one.caption] for one in tables]
-    replace_file(listed, Table("", [Column("name"), Column("title")], rows).csv().encode())
-    for name in old - {str(row[0]) for row in rows}:
-        if re.fullmatch(r"[a-z0-9_]+", name):  # otherwise the file is not ours
-            for ending in ("svg", "png", "csv", "tex"):
-                (folder / f"{name}.{ending}").unlink(missing_ok=True)
+    """Each chart as SVG; those of an earlier page are deleted."""
+    drawings = {f"{chart.name}.svg": chart for section in sections for chart in section.charts}
+    for old in folder.glob("*.svg"):
+        if old.name not in drawings:
+            old.unlink(missing_ok=True)
+    for name, chart in drawings.items():
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / name, charts.svg(chart).encode())
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -1,8 +1,7 @@
 """One HTML page with the results of a study, a sweep or an experiment.
 
 Everything comes from MLflow; the page is one file that loads nothing from the network, so it can be
-mailed, kept with the run, and opened years later. A CSV of its trainings is next to it, and its
-figures and tables are files in a folder.
+mailed, kept with the run, and opened years later. Its figures are files in a folder next to it.
 """
 
 from dataclasses import dataclass, replace
@@ -67,7 +66,7 @@ def write_report(
     *,
     price_per_gpu_hour: float | None = None,
 ) -> Written:
-    """Write the page, the table of trainings as CSV, and the figures and tables as files.
+    """Write the page, and its figures as files.
 
     Args:
         uri: MLflow tracking server or SQLite address; it is only read.
@@ -144,12 +143,11 @@ def write_report(
         origin=f"Made from MLflow experiment {archive.experiment}{whose}",
         opening=archive.opening,
     )
-    document.replace_file(page.with_suffix(".csv"), table.csv().encode())
     return Written(page, missing, not archive.runs)
 
 
 def parts_of(page: Path) -> list[tuple[Path, str]]:
     """The files of `write_report`, each with the artifact folder of the run that keeps it."""
-    parts = [(page, ""), (page.with_suffix(".csv"), "")]
+    parts = [(page, "")]
     folder = document.files_folder(page)
     return [*parts, (folder, folder.name)] if folder.is_dir() else parts

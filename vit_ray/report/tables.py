@@ -74,8 +74,6 @@ class Cell:
     """A cell of a table as the page shows it."""
 
     text: str
-    raw: Value
-    """The key that rows are sorted by; empty if the value is unknown."""
     is_number: bool
     link: str = ""
     bar: float | None = None
@@ -139,7 +137,6 @@ class Table:
                     "-" if value is None
                     else column.form(value) if column.form and not isinstance(value, str)
                     else str(value),
-                    "" if value is None else value,
                     column.form is not None,
                     "" if i else str(link),
                     100 * value if column.is_bar and isinstance(value, float) else None,
@@ -167,17 +164,6 @@ class Table:
             ])  # fmt: skip
         return text.getvalue()
 
-    def latex(self) -> str:
-        """A `tabular` for a paper that uses booktabs, numbers as the page shows them."""
-        shown = [[cell.text for cell in row] for row in self.cells()]
-        heads = [column.title for column in self.columns]
-        head, *lines = [" & ".join(map(_latex, row)) + r" \\" for row in (heads, *shown)]
-        columns = "".join("r" if column.form else "l" for column in self.columns)
-        return "\n".join([
-            f"% {self.caption}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head,
-            r"\midrule", *lines, r"\bottomrule", r"\end{tabular}", "",
-        ])  # fmt: skip
-
 
 def _is_formula(value: Value) -> bool:
     """Whether a spreadsheet would run a cell; a number with a sign is a number."""
@@ -188,11 +174,3 @@ def _is_formula(value: Value) -> bool:
     except ValueError:
         return True
     return False
-
-
-def _latex(text: str) -> str:
-    """Special characters escaped, and a deviation as a sign."""
-    special: dict[str, str | int | None] = {one: f"\\{one}" for one in "&%$#_{}"}
-    for character, name in (("\\", "backslash"), ("~", "asciitilde"), ("^", "asciicircum")):
-        special[character] = rf"\text{name}{{}}"
-    return " ".join(text.split()).translate(str.maketrans(special)).replace("+-", r"$\pm$")

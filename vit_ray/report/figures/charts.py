@@ -1,14 +1,10 @@
-"""The module that makes charts: Vega-Lite, drawn live in the page and into SVG and PNG files.
+"""The module that makes charts: Vega-Lite, drawn into SVG.
 
 A chart is plain data until it is drawn. Colour and shape only show the model's family; the chart
-defines the dash of its lines. In the page colours are CSS variables, so that one drawing works on
-light and dark screens and on paper; files have those of light screens. vl-convert contains the Vega
-scripts (BSD-3-Clause) that the page embeds, and draws without a browser or the network.
+defines the dash of its lines. vl-convert draws without a browser or the network.
 """
 
-import base64
 import functools
-import gzip
 import json
 import math
 import re
@@ -21,7 +17,7 @@ import vl_convert
 from vit_ray.report.tables import Column, Table, file_name, number, percent
 
 WIDTH, HEIGHT = 640, 340
-"""Width of a chart in a file, in pixels; in the page it fills its column."""
+"""Size of a chart in pixels."""
 LONGEST_TABLE: Final = 200
 """Up to this many points, a chart is also shown as a table."""
 MOST_LABELS: Final = 8
@@ -29,24 +25,16 @@ MOST_LABELS: Final = 8
 
 # Okabe and Ito's palette (2008), which colour-blind readers can distinguish; the shapes of the
 # markers differ, too. Reddish purple is darkened for thin lines on a light background.
-LIGHT: Final = {
+COLOURS: Final = {
     "vit": "#0072b2", "resnet": "#008f68", "hybrid": "#d55e00", "axial": "#b0508a",
     "other": "#555c66", "ground": "#ffffff", "panel": "#f6f7f9", "text": "#1b1f24",
     "faint": "#545d68", "rule": "#d9dee4", "notice": "#fff6dd", "mark": "#c98a00",
 }  # fmt: skip
-DARK: Final = {
-    "vit": "#56b4e9", "resnet": "#2fc79c", "hybrid": "#ff8f3d", "axial": "#e39ac6",
-    "other": "#b6bec9", "ground": "#14171b", "panel": "#1d2127", "text": "#e7eaee",
-    "faint": "#a3acb8", "rule": "#39414b", "notice": "#332a10", "mark": "#e69f00",
-}  # fmt: skip
 FAMILIES: Final = {
-    "ViT": ("circle", "\u25cf"),
-    "ResNet": ("square", "\u25a0"),
-    "Hybrid": ("triangle-up", "\u25b2"),
-    "Axial": ("diamond", "\u25c6"),
-    "Other": ("triangle-down", "\u25bc"),
-}
-"""Shape of each family's marks, and the same as a character for the legend of the page."""
+    "ViT": "circle", "ResNet": "square", "Hybrid": "triangle-up", "Axial": "diamond",
+    "Other": "triangle-down",
+}  # fmt: skip
+"""Shape of each family's marks."""
 DASHES: Final = ((1, 0), (6, 4), (2, 3), (9, 3, 2, 3))
 _RING: Final = "M-1,0A1,1,0,1,1,1,0A1,1,0,1,1,-1,0Z"
 BEST: Final = "best evaluation"
@@ -111,15 +99,6 @@ class Axis:
         titled = {"title": self.title, "scale": scale, "axis": marks}
         return {"field": name, "type": "quantitative", **titled}
 
-    @property
-    def short_title(self) -> str:
-        """The title without the text in brackets."""
-        return self.title.partition(" (")[0]
-
-    def exact(self, name: str) -> str:
-        """Expression for the exact value."""
-        return f"format(datum.{name}, '.5~%')" if self.is_percent else f"'' + datum.{name}"
-
 
 def _log_ticks(low: float, high: float) -> dict[float, str]:
     """Values and texts: powers of ten, and also 2 and 5 or 3 times them if there are few."""
@@ -157,7 +136,7 @@ class Point:
     """With `high` an interval of y: a bar at a marked point, else a band along the line."""
     high: float | None = None
     details: Mapping[str, str] = field(default_factory=dict)
-    """Further facts in the tooltip, by name."""
+    """Further columns of the table of values, by name."""
     state: str = ""
     """One of `STATES`, whose mark it has; empty for a result."""
     size: float | None = None
@@ -173,7 +152,7 @@ class Series:
     name: str
     points: Sequence[Point]
     family: str = "Other"
-    """One of `FAMILIES`: its colour, shape and switch."""
+    """One of `FAMILIES`: its colour and shape."""
     dash: int = 0
     """One of `DASHES`."""
     is_faint: bool = False
@@ -205,7 +184,7 @@ class Chart:
     def rows(self) -> list[dict[str, Any]]:
         """Every point that the axes can show, each followed by its seeds."""
         return [
-            _row(line, one, each) | seed
+            _row(line, each) | seed
             for line, one in enumerate(self.series)
             for point in one.points
             for each, seed in _with_seeds(point)
@@ -245,20 +224,15 @@ class Chart:
         return sum(len(one.points) for one in self.series) <= LONGEST_TABLE
 
     @property
-    def has_picker(self) -> bool:
-        """Whether a line can be selected, whose points are then shown."""
-        return sum(one.has_line and not one.has_markers for one in self.series) > 1
-
-    @property
     def has_seeds(self) -> bool:
         """Whether means have the marks of their seeds."""
         return any("seed" in row for row in self.rows)
 
     @property
-    def families(self) -> dict[str, str]:
-        """Character of each family that has points."""
+    def families(self) -> list[str]:
+        """Families that have points."""
         shown = {self.series[row["line"]].family for row in self.rows}
-        return {family: glyph for family, (_, glyph) in FAMILIES.items() if family in shown}
+        return [family for family in FAMILIES if family in shown]
 
     @property
     def states(self) -> dict[str, str]:
@@ -266,57 +240,37 @@ class Chart:
         shown = {row.get("state") for row in self.rows}
         return {word: glyph for word, (glyph, _) in STATES.items() if word in shown}
 
-    def spec(self, *, is_alone: bool = False) -> dict[str, Any]:
-        """The chart for Vega-Lite.
-
-        Args:
-            is_alone: with title and legend inside and its own width, for a file; in the page both
-                are next to the chart.
-        """
+    def spec(self) -> dict[str, Any]:
+        """The chart for Vega-Lite."""
         ends = self.x.range_of([row["x"] for row in self.rows])
         sides = self.y.range_of(
             [row[k] for row in self.rows for k in ("y", "low", "high") if k in row]
         )
-        keys = [*self.families]
-        legend: dict[str, Any] | None = {} if is_alone and len(keys) > 1 else None
+        keys = self.families
+        legend: dict[str, Any] | None = {} if len(keys) > 1 else None
         colour = {"field": "family", "type": "nominal", "title": None, "legend": legend}
-        colours = [f"var(--{key.lower()})" for key in keys]
-        shapes = [FAMILIES[key][0] for key in keys]
+        colours = [COLOURS[key.lower()] for key in keys]
+        shapes = [FAMILIES[key] for key in keys]
         labels = self._end_labels(ends, sides)
         lines = [
-            {"line": line, "name": self.series[line].name, "family": self.series[line].family}
+            {"line": line, "family": self.series[line].family}
             for line in sorted({row["line"] for row in self.rows})
         ]
         words = [f"{glyph} {word}" for word, glyph in self.states.items()]
         longest = max((len(one["text"]) for one in labels if one["is_late"]), default=0)
-        # Expressions for a point's tooltip, and for the same text in screen readers.
-        tip = [
-            "{title: datum.label || datum.name}",
-            f"{{{json.dumps(self.x.short_title)}: {self.x.exact('x')}}}",
-            f"{{{json.dumps(self.y.short_title)}: {self.y.exact('y')}}}",
-            f"isValid(datum.low) ? {{'interval': {self.y.exact('low')} + ' to ' + "
-            f"{self.y.exact('high')}}} : {{}}",
-            "datum.more || {}",
-        ]
-        said = f"datum.tip.title + ': ' + {self.x.exact('x')} + ', ' + {self.y.exact('y')}"
         return {
-            **({"title": {"text": self.title, "subtitle": "; ".join(words)}} if is_alone else {}),
+            "title": {"text": self.title, "subtitle": "; ".join(words)},
             "description": f"{self.title}: {self.y.title} against {self.x.title}",
-            "width": WIDTH if is_alone else "container",
+            "width": WIDTH,
             "height": HEIGHT,
             "autosize": {"type": "fit", "contains": "padding"},
             "padding": {"left": 5, "top": 8, "bottom": 5, "right": 5 + 7 * min(longest, 24)},
             "data": {"values": self.rows},
-            "params": [
-                {"name": "hidden", "value": []},
-                {"name": "picked", "value": None},
-                {"name": "seeds", "value": True},
-            ],
             "transform": [
-                {"lookup": "line", "from": {"data": {"values": lines}, **_COMMON}},
-                {"filter": _IS_SHOWN},
-                {"calculate": f"merge({', '.join(tip)})", "as": "tip"},
-                {"calculate": said, "as": "said"},
+                {
+                    "lookup": "line",
+                    "from": {"data": {"values": lines}, "key": "line", "fields": ["family"]},
+                }
             ],
             "encoding": {
                 "x": self.x.encoding("x", ends),
@@ -361,7 +315,7 @@ class Chart:
         ]
 
     def _intervals(self, low: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        ends = {"y": low, "y2": {"field": "high"}, "tooltip": None}
+        ends = {"y": low, "y2": {"field": "high"}}
         for has_markers, mark in (
             (False, {"type": "area", "opacity": 0.18, "line": False}),
             (True, {"type": "rule", "opacity": 0.7}),
@@ -384,87 +338,73 @@ class Chart:
             for dash, some in dashed.items()
         ]
         faint = [i for i in lines if self.series[i].is_faint]
-        is_faint = f"picked === null ? indexof({faint}, datum.line) >= 0 : datum.line !== picked"
-        bold = "datum.line === picked"
-        if faint:
-            bold += f" || picked === null && indexof({faint}, datum.line) < 0"
+        is_faint = f"indexof({faint}, datum.line) >= 0"
         yield {
             "mark": {"type": "line", "strokeJoin": "round"},
             "transform": [{"filter": f"indexof({lines}, datum.line) >= 0 && !datum.seed"}],
             "encoding": {
-                # PNGs with dashes without gaps, which look solid too, take twice as long.
                 **({"strokeDash": {"condition": tests, "value": [1, 0]}} if tests else {}),
-                "strokeWidth": {"condition": {"test": bold, "value": 3.5}, "value": 2},
+                "strokeWidth": {
+                    "condition": {"test": is_faint, "value": 2},
+                    "value": 3.5 if faint else 2,
+                },
                 "opacity": {"condition": {"test": is_faint, "value": 0.3}, "value": 1},
             },
         }
 
     def _markers(self, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The points of a line without markers appear only when it is selected."""
         marked = [i for i, one in enumerate(self.series) if one.has_markers]
-        seen = f"(indexof({marked}, datum.line) >= 0 || datum.line === picked)"
-        tip = {"tooltip": {"field": "tip"}, "description": {"field": "said"}}
+        seen = f"indexof({marked}, datum.line) >= 0"
         size = {"size": {"field": "size", "type": "quantitative", "legend": None,
                          "scale": {"domain": [0, 1], "range": [90, 380]}}}  # fmt: skip
         mark = {"type": "point", "filled": False, "strokeWidth": 2, "opacity": 1, "size": 75}
         for word in self.states:
             yield {
-                # Hollow marks can be hovered over their whole area: they are filled with the
-                # background colour.
-                "mark": {**mark, "size": 90, "shape": STATES[word][1], "fill": "var(--panel)"},
+                "mark": {**mark, "size": 90, "shape": STATES[word][1], "fill": COLOURS["ground"]},
                 "transform": [{"filter": f"datum.state === '{word}'"}],
-                "encoding": tip,
             }
         if self.has_seeds:
             yield {
                 "mark": {**mark, "filled": True, "size": 16, "strokeWidth": 0, "opacity": 0.7},
-                "transform": [{"filter": "seeds && isValid(datum.seed)"}],
-                "encoding": {**tip, "shape": shape},
+                "transform": [{"filter": "isValid(datum.seed)"}],
+                "encoding": {"shape": shape},
             }
         sized = size if any("size" in row for row in self.rows) else {}
         yield {
-            "mark": {**mark, "filled": True, "stroke": "var(--panel)", "strokeWidth": 1},
+            "mark": {**mark, "filled": True, "stroke": COLOURS["ground"], "strokeWidth": 1},
             "transform": [{"filter": f"{seen} && !datum.state && !datum.seed"}],
-            "encoding": {**tip, "shape": shape, **sized},
+            "encoding": {"shape": shape, **sized},
         }
 
 
 def _end_layers(labels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Texts with an outline in the background colour, readable on top of lines.
-
-    In a narrow page the texts of lines that end late are inside the chart, see page.js.
-    """
+    """Texts with an outline in the background colour, readable on top of lines."""
     text = {"type": "text", "align": "left", "dx": 7, "fontSize": 12, "limit": 175, "aria": False}
-    rim = {**text, "stroke": "var(--panel)", "strokeWidth": 4, "strokeJoin": "round"}
-    for is_late in (True, False):
-        if some := [label for label in labels if label["is_late"] is is_late]:
-            for mark in (rim, text):
-                yield {
-                    "name": f"{'late' if is_late else 'early'}_{'rim' if mark is rim else 'ends'}",
-                    "mark": mark,
-                    "data": {"values": some},
-                    "transform": [{"filter": _IS_SHOWN}],
-                    "encoding": {"text": {"field": "text", "type": "nominal"}},
-                }
+    rim = {**text, "stroke": COLOURS["ground"], "strokeWidth": 4, "strokeJoin": "round"}
+    for mark in (rim, text) if labels else ():
+        yield {
+            "mark": mark,
+            "data": {"values": labels},
+            "encoding": {"text": {"field": "text", "type": "nominal"}},
+        }
 
 
-_COMMON: Final = {"key": "line", "fields": ["name", "family"]}
-_IS_SHOWN: Final = "indexof(hidden, datum.family) < 0"
 _CONFIG: Final[dict[str, Any]] = {
-    "background": "transparent",
+    "background": COLOURS["ground"],
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
     "title": {
-        "color": "var(--text)", "subtitleColor": "var(--faint)", "anchor": "start", "offset": 12,
+        "color": COLOURS["text"], "subtitleColor": COLOURS["faint"], "anchor": "start",
+        "offset": 12,
         "fontSize": 15, "subtitleFontSize": 12, "subtitleFontWeight": "normal",
     },
     "axis": {
-        "labelColor": "var(--faint)", "titleColor": "var(--text)", "gridColor": "var(--rule)",
-        "domainColor": "var(--rule)", "tickColor": "var(--rule)", "labelFontSize": 12,
+        "labelColor": COLOURS["faint"], "titleColor": COLOURS["text"], "gridColor": COLOURS["rule"],
+        "domainColor": COLOURS["rule"], "tickColor": COLOURS["rule"], "labelFontSize": 12,
         "titleFontSize": 12, "titleFontWeight": 500, "titlePadding": 8,
     },
     "legend": {
-        "orient": "bottom", "columns": 4, "labelColor": "var(--text)", "labelFontSize": 12,
+        "orient": "bottom", "columns": 4, "labelColor": COLOURS["text"], "labelFontSize": 12,
         "labelLimit": 240, "symbolSize": 75, "symbolOpacity": 1,
     },
 }  # fmt: skip
@@ -478,54 +418,23 @@ def _with_seeds(point: Point) -> Iterator[tuple[Point, dict[str, str]]]:
         yield Point(point.x, value, point.label, details=details), {"seed": seed}
 
 
-def _row(line: int, one: Series, point: Point) -> dict[str, Any]:
+def _row(line: int, point: Point) -> dict[str, Any]:
     def rounded(value: float) -> float:
         """Counts are kept; other values have seven digits, more than is ever measured."""
         return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
     row: dict[str, Any] = {"x": rounded(point.x), "y": rounded(point.y), "line": line}
-    if point.label and point.label != one.name:
-        row["label"] = point.label
     if point.low is not None and point.high is not None:
         row |= {"low": rounded(point.low), "high": rounded(point.high)}
     if point.size is not None:
         row["size"] = rounded(point.size)
     if point.state:
         row["state"] = point.state
-    return row | ({"more": dict(point.details)} if point.details else {})
+    return row
 
 
 def svg(chart: Chart) -> str:
-    """The chart as a separate file, in the colours of light screens."""
-    ground = {"config": {**_CONFIG, "background": "var(--ground)"}}
-    text = json.dumps({**chart.spec(is_alone=True), **ground})
-    return _vega_svg(re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found.group(1)], text))
-
-
-def png(drawing: str, scale: float = 2.0) -> bytes:
-    """An SVG drawing as pixels on a white background."""
-    return bytes(vl_convert.svg_to_png(drawing, scale=scale))
-
-
-def still(chart: Chart) -> str:
-    """The chart for readers whose browser runs no scripts: SVG in the colours of the page."""
-    return _vega_svg(json.dumps({**chart.spec(), "width": WIDTH}))
-
-
-def _vega_svg(spec: str) -> str:
-    """Coordinates in hundredths of a pixel: more digits only take space."""
-    drawing = str(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]))
+    """The chart as SVG; coordinates in hundredths of a pixel: more digits only take space."""
+    drawing = str(vl_convert.vegalite_to_svg(json.dumps(chart.spec()), allowed_base_urls=[]))
     places = re.compile(r' (?:d|transform)="[^"]*"')
     return places.sub(lambda one: re.sub(r"(\.\d\d)\d+", r"\1", one[0]), drawing)
-
-
-@functools.cache
-def scripts() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, for a self-contained page."""
-    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-
-
-@functools.cache
-def packed_scripts() -> str:
-    """The same, compressed by gzip and encoded in base64."""
-    return base64.b64encode(gzip.compress(scripts().encode(), mtime=0)).decode()

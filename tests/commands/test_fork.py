@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -61,15 +60,13 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
     parent: str, recipe: Recipe
 ) -> None:
     before = {p.name: p.read_bytes() for p in Path(parent).rglob("*") if p.is_file()}
-    code, text = said(
-        parent, f"step={STEP}", "name=lower", "optim.learning_rate=3e-5", "data.exclude=[3,9]"
-    )
+    code, text = said(parent, f"step={STEP}", "name=lower", "optim.learning_rate=3e-5")
     assert code == 0, text
     assert "optim.learning_rate was 0.001 and is 3e-05" in text
     assert {p.name: p.read_bytes() for p in Path(parent).rglob("*") if p.is_file()} == before
     forked = load_recipe(Path("lower.yaml"))
     expected = resolve_run(recipe.with_absolute_paths()).recipe.with_changes(
-        optim={"learning_rate": 3e-5}, data={"exclude": [3, 9]}, name="lower"
+        optim={"learning_rate": 3e-5}, name="lower"
     )
     assert forked == expected
     # Its driver takes it up as any run.
@@ -99,8 +96,6 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7", "name=x", "train.global_batch_size=32"], "divide it: 28, 56"),
         (["step=7", "name=x", "train.global_batch_size=69"], "divide it: 56, 112"),
         (["step=7", "name=x", "optim.steps=7"], "would end after 7 steps"),
-        (["step=7", "name=x", "data.exclude=[70]"], "samples 0 to 69, and not 70"),
-        (["step=7", "name=x", f"data.exclude={[*range(70)]}"], "leaves no image"),
         (["step=7", "name=x", "data.train=small"], "the head of the checkpoint"),
         (["step=7", "name=x", "data.held_out_fraction=0.1"], "the parent has trained on"),
         (["step=7", "name=x", "sed=3"], "unknown key sed"),
@@ -244,37 +239,3 @@ def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(
     code, text = said(*words)
     assert (code, "fork at a step that is a multiple of 2" in text) == (2, True), text
     assert "a multiple of 2" in said(*words, "data.shuffle_window=0")[1]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"fraction": 0.5},
-        {"shuffle_window": 32},
-    ],
-    ids=["plain", "half", "window"],
-)
-def test_excluded_samples_are_never_drawn_and_all_others_keep_their_pixels(
-    sets: Path, data: dict[str, Any]
-) -> None:
-    recipe = recipe_on(sets, data=data)
-    excluded = sorted({0, 5, 17, 33, 69})
-    without = recipe.with_changes(data={"exclude": excluded})
-
-    def drawn(one: Recipe) -> dict[tuple[int, int], Any]:
-        batches, found = SeenBatches(resolve_run(one)), {}
-        for step in range(20):
-            pixels, images = batches.read(step)
-            found |= {(i.sample, i.epoch): p for i, p in zip(images, pixels, strict=True)}
-        return found
-
-    whole, rest = drawn(recipe), drawn(without)
-    samples = {sample for sample, _ in whole}
-    assert {sample for sample, _ in rest} == samples - set(excluded)
-    shared = whole.keys() & rest.keys()
-    assert len(shared) > 0.9 * len(rest) - len(samples)
-    for key in shared:
-        np.testing.assert_array_equal(rest[key], whole[key])
-    held = resolve_run(recipe).num_images - resolve_run(without).num_images
-    assert held == len(samples & set(excluded))

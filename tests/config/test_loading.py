@@ -175,7 +175,6 @@ LISTS = {
     "convert.classes": ["cat", "dog", "cat"],
     "convert.columns": ["caption", "caption"],
     "deduplicate.evaluation_sets": ["data/a", "data/a"],
-    "data.exclude": [5, 6, 5],
     "optim.frozen": ["head", "head"],
     "optim.decay_at": [0.3, 0.3],
     "checkpoint.keep_steps": [5, 6, 5],

@@ -224,7 +224,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
     [
         (
             OnResume.FIXED,
-            "seed data.fraction data.exclude "
+            "seed data.fraction "
             "data.held_out_fraction data.shuffle_window "
             "optim.name optim.frozen "
             "train.loss train.masked_target train.global_batch_size train.overfit_one_batch",

@@ -196,12 +196,6 @@ class DataConfig(Section):
     which may have moved."""
     fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
-    exclude: Annotated[
-        Annotated[tuple[NotNegative, ...], Field(max_length=500)], OnResume.FIXED
-    ] = ()
-    """Numbers of training samples to leave out, as `vit-ray batch` lists them, up to 500. All
-    others keep their numbers and crops, and an epoch is shorter. Fork a run to leave samples out
-    from a later step on; for more than 500 make a data set with `vit-ray subset`."""
     eval: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set on which accuracy is measured; unset = the held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0

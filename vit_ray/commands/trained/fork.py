@@ -173,17 +173,11 @@ def _checked_changes(
                 f"{change}: the tensors of the checkpoint do not fit; start a new run with "
                 "init_from, which loads the weights that fit"
             )
-    if flat[DATA_SET] != now[DATA_SET]:
-        if "data.train" not in given:
-            raise ValueError(
-                f"{resolved.manifest.path} is no longer the data set of {before.name} (its "
-                "fingerprint differs); give data.train=PATH to continue on it anyway"
-            )
-        if before.data.exclude and "data.exclude" not in given:
-            raise ValueError(
-                "data.exclude has numbers of the parent's data set; give data.exclude=[], or "
-                "numbers of the new one"
-            )
+    if flat[DATA_SET] != now[DATA_SET] and "data.train" not in given:
+        raise ValueError(
+            f"{resolved.manifest.path} is no longer the data set of {before.name} (its "
+            "fingerprint differs); give data.train=PATH to continue on it anyway"
+        )
     held_out = recipe.data.held_out_fraction
     is_other = recipe.seed != before.seed or flat[DATA_SET] != now[DATA_SET]
     if held_out > before.data.held_out_fraction or (held_out and is_other):

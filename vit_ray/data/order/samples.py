@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.selection import Selection
+from vit_ray.data.order.selection import RowSelection
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 
 Int64Array = NDArray[np.int64]
@@ -23,7 +23,7 @@ class Rows:
     samples: Int64Array
 
 
-def rows_per_group(manifest: Manifest, rows: Selection | None) -> NDArray[np.integer]:
+def rows_per_group(manifest: Manifest, rows: RowSelection | None) -> NDArray[np.integer]:
     """How many rows of each row group take part."""
     return manifest.rows if rows is None else rows.rows_per_group(manifest)
 
@@ -42,7 +42,7 @@ class Plan:
         self,
         manifest: Manifest,
         seed: int,
-        rows: Selection | None,
+        rows: RowSelection | None,
         is_shuffled: bool = True,
         counts: NDArray[np.integer] | None = None,
         window: ShuffleWindow | None = None,

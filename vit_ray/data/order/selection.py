@@ -5,7 +5,6 @@ lies in a range. Rows were shuffled at conversion, so ranks go through whole row
 that is keyed, and a small share reads a small part of the bytes.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -121,66 +120,6 @@ class RowSelection:
         ends = begins + manifest.rows
         counts = np.minimum(ends, self.last) - np.maximum(begins, self.first)
         return np.maximum(counts, 0)
-
-
-@dataclass(frozen=True)
-class SelectionWithout:
-    """A selection without some samples, which keep their numbers."""
-
-    rows: RowSelection
-    excluded: tuple[int, ...]
-    """Numbers of samples of the selection, each once."""
-
-    @property
-    def count(self) -> int:
-        """Number of selected rows."""
-        return self.rows.count - len(self.excluded)
-
-    @property
-    def is_all(self) -> bool:
-        """Whether no row is left out."""
-        return self.rows.is_all and not self.excluded
-
-    def rows_of_group(self, manifest: Manifest, group: int) -> Int64Array:
-        """The rows of a row group that are selected, ascending."""
-        rows = self.rows.rows_of_group(manifest, group)
-        return rows[~np.isin(rows + manifest.first_samples[group], self.excluded)]
-
-    def rows_per_group(self, manifest: Manifest) -> Int64Array:
-        """How many rows of each row group are selected: int64 (row groups,)."""
-        groups = np.searchsorted(manifest.first_samples, self.excluded, side="right") - 1
-        fewer = np.bincount(groups.astype(np.int64), minlength=manifest.num_row_groups)
-        return self.rows.rows_per_group(manifest) - fewer
-
-
-Selection = RowSelection | SelectionWithout
-
-
-def without_samples(rows: RowSelection, manifest: Manifest, excluded: Collection[int]) -> Selection:
-    """The selection without some samples; those that it does not hold change nothing.
-
-    Raises:
-        ValueError: the data set has no such sample, or none is left.
-    """
-    if wrong := [sample for sample in excluded if sample >= manifest.num_images]:
-        raise ValueError(
-            f"data.exclude: {manifest.path!r} has samples 0 to {manifest.num_images - 1}, and not "
-            f"{wrong[0]}; give numbers as `vit-ray batch` lists them"
-        )
-    samples = np.unique(np.array(list(excluded), np.int64))
-    groups = np.searchsorted(manifest.first_samples, samples, side="right") - 1
-    firsts = manifest.first_samples[groups]
-    held = [
-        sample
-        for sample, first, group in zip(
-            samples.tolist(), firsts.tolist(), groups.tolist(), strict=True
-        )
-        if sample - first in rows.rows_of_group(manifest, group)
-    ]
-    found = SelectionWithout(rows, tuple(held))
-    if not found.count:
-        raise ValueError("data.exclude leaves no image to train on; exclude fewer")
-    return found if held else rows
 
 
 def select(

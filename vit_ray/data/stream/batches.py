@@ -22,7 +22,7 @@ from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw
 from vit_ray.data.images.crops import augmented, cut_crop
 from vit_ray.data.order.partition import BlockShape, Partition, pieces_of
 from vit_ray.data.order.samples import Plan, Rows
-from vit_ray.data.order.selection import Selection
+from vit_ray.data.order.selection import RowSelection
 from vit_ray.data.order.shuffle import ShuffleWindow
 
 Batch = dict[str, NDArray[Any]]
@@ -58,7 +58,7 @@ class StreamSpec:
     manifest: Manifest
     augmentation: Augmentation = field(default_factory=Augmentation)
     seed: int = 0
-    rows: Selection | None = None
+    rows: RowSelection | None = None
     window: ShuffleWindow | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66

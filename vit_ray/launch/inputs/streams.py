@@ -21,9 +21,7 @@ from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.selection import (
     RowSelection,
-    Selection,
     select,
-    without_samples,
 )
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
@@ -88,12 +86,10 @@ def resolve_run(
         fraction=data.fraction,
     )
 
-    def evaluated(manifest: Manifest, rows: Selection | None = None) -> StreamSpec:
+    def evaluated(manifest: Manifest, rows: RowSelection | None = None) -> StreamSpec:
         cut = augmentation_of(recipe.model, data.eval_augment)
         return stream_of(data, recipe.seed, cut, manifest, rows)
 
-    if not needs_train:
-        data = data.model_copy(update={"exclude": ()})
     cut = augmentation_of(recipe.model, data.augment)
     streams = {"train": training_stream(data, recipe.seed, cut, batch, manifest, rows)}
     if data.eval is not None:
@@ -138,8 +134,7 @@ def training_stream(
     rows: RowSelection,
 ) -> StreamSpec:
     """The stream that trains on some rows, in global batches; `data.shuffle_window` is a number."""
-    trained = without_samples(rows, manifest, data.exclude)
-    spec = stream_of(data, seed, augmentation, manifest, None if trained.is_all else trained)
+    spec = stream_of(data, seed, augmentation, manifest, None if rows.is_all else rows)
     assert data.shuffle_window != "auto"
     window = shuffle_window(data.shuffle_window, batch)
     if window is not None:
@@ -153,7 +148,7 @@ def stream_of(
     seed: int,
     augmentation: Augmentation,
     manifest: Manifest,
-    rows: Selection | None,
+    rows: RowSelection | None,
 ) -> StreamSpec:
     """A stream of some rows, or of all, without a shuffle window: as evaluations read it."""
     cache = data.cache_dir and LocalCache(data.cache_dir, int(data.cache_gib * 2**30))

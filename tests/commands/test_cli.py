@@ -325,7 +325,7 @@ def test_help_shows_the_keys_of_a_first_day_and_the_others_on_request() -> None:
 
 def test_help_on_a_small_command_shows_all_that_it_reads() -> None:
     shown = run_cli("subset", "--help").stdout
-    assert "subset.where" in shown
+    assert "subset.keys" in shown
 
 
 def test_defaults_are_those_that_a_recipe_gets() -> None:

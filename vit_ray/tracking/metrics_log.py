@@ -21,12 +21,13 @@ from pathlib import Path
 from types import NoneType
 from typing import IO, Any, Final, Literal, NamedTuple
 
+from filelock import FileLock, Timeout
+
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, FEW_SHOT_GROUP
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
-from vit_ray.tracking.file_lock import lock_file
 
 Record = dict[str, Any]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -423,25 +424,19 @@ def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:
     Raises:
         RuntimeError: the process of an earlier driver still writes it.
     """
-    path = log_path.with_suffix(".lock")
+    path, held = log_path.with_suffix(".lock"), contextlib.ExitStack()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = lock_file(path, RELEASE_S, _end_process)
+        held.enter_context(FileLock(path, RELEASE_S, thread_local=False))
+    except Timeout:
+        raise RuntimeError(
+            f"run {run_name!r}: the recorder of its last driver on this machine has not ended in "
+            f"{RELEASE_S:g} s and still writes {log_path}; end that driver's job (ray job stop), "
+            "then start again"
+        ) from None
     except OSError:  # nothing can be written there: the log itself will warn
-        return contextlib.ExitStack()
-    if held is not None:
-        return held
-    raise RuntimeError(
-        f"run {run_name!r}: the recorder of its last driver on this machine has not ended in "
-        f"{RELEASE_S:g} s and still writes {log_path}; end that driver's job (ray job stop), then "
-        "start again"
-    )
-
-
-def _end_process(reason: str) -> None:
-    """Two processes must not write one log; the driver starts another recorder if it needs one."""
-    logger.error("%s; this process ends", reason)
-    os._exit(1)
+        pass
+    return held
 
 
 def _parsed(line: bytes) -> Record:

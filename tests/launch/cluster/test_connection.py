@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from ray._private import node, worker
+from ray._private import node
 from ray._private.utils import check_version_info
 
 from tests.ports import free_ports
@@ -108,18 +110,52 @@ def test_a_driver_outside_of_the_cluster_is_refused_for_experiments(
         refuse_client()
 
 
-@pytest.mark.parametrize("shows_logs", [True, False])
-def test_a_ray_for_one_command_ends_without_a_pause_unless_it_prints_messages(
-    monkeypatch: pytest.MonkeyPatch, shows_logs: bool
-) -> None:
-    """Ray's own function at exit sleeps; of two functions Python calls the later one first."""
-    calls: list[Any] = []
-    monkeypatch.setattr(os, "environ", {**os.environ, "VIT_RAY_LOGS": str(int(shows_logs))})
-    monkeypatch.setattr(ray, "init", lambda **_: calls.append("init"))
-    monkeypatch.setattr(connection.atexit, "register", calls.append)
-    connection._start(4)
-    assert calls == (["init"] if shows_logs else ["init", ray.shutdown])
-    assert "time.sleep(0.5)" in inspect.getsource(worker.shutdown)
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="vr", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+START = "from vit_ray.launch.cluster.connection import _start; _start(1)"
+
+
+def start(folder: Path, code: str = START, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Ray is started in the folder by a process that ends."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_TMPDIR": str(folder), **environment},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def running_in(folder: str) -> list[str]:
+    """Command lines of this machine's processes that name the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            found.append((process / "cmdline").read_text())
+    return [line for line in found if folder in line]
+
+
+def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder: Path) -> None:
+    looks = f"from {__name__} import running_in; print(running_in({str(short_folder)!r}))"
+    done = start(short_folder, f"{START}; {looks}")
+    assert "raylet" in done.stdout, done.stderr
+    assert list(short_folder.iterdir()) == []
+    deadline = time.monotonic() + 10.0
+    while left := running_in(str(short_folder)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder: Path) -> None:
+    """Also while it has Python's global lock, as where Ray waits for its worker processes."""
+    hang = "import ctypes, ray; ray.init = lambda **_: ctypes.PyDLL(None).sleep(300)"
+    done = start(short_folder, f"{hang}; {START}", RAY_worker_register_timeout_seconds="1")
+    assert done.returncode == -signal.SIGKILL
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: waited 3 s for Ray's processes on this machine")
+    assert "RAY_worker_register_timeout_seconds above 1" in line
 
 
 def test_a_machine_that_is_too_busy_to_start_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +330,9 @@ def test_what_takes_connections_and_is_no_ray_is_told(monkeypatch: pytest.Monkey
 
 def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path: Path) -> None:
     """By Ray itself, before it starts anything."""
-    code = "from vit_ray.launch.cluster.connection import _start; _start(1)"
     folder = tmp_path / ("x" * 60)
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "RAY_TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert "ValueError: Ray could not be started in its folder" in done.stderr
-    assert "set RAY_TMPDIR to a folder of your own" in done.stderr
+    error = start(folder).stderr
+    assert "ValueError: Ray could not be started in a folder in RAY_TMPDIR" in error
+    assert "set RAY_TMPDIR to a folder of your own" in error
+    assert list(folder.iterdir()) == []

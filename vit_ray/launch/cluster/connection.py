@@ -11,10 +11,12 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -50,6 +52,18 @@ KEPT_PROCESSES: Final = "RAY_num_workers_soft_limit"
 training's tasks would have to start theirs again."""
 _NUM_ACTORS: Final = 12
 """Ray's own processes and ours, in addition to those of tasks."""
+
+_REGISTER_TIMEOUT_S: Final = "RAY_worker_register_timeout_seconds"
+"""How long Ray waits for each of its new processes, 60 s by default; then it starts another one,
+without end where a machine is too busy. This process waits three times as long for all of them."""
+# Not a thread: `ray.init` waits for its processes with Python's global lock held.
+_GUARD: Final = """
+import os, signal, sys, time
+time.sleep(float(sys.argv[2]))
+if os.getppid() == int(sys.argv[1]):
+    print(sys.argv[3], file=sys.stderr)
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
 
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
@@ -165,28 +179,32 @@ def has_dashboard() -> bool:
 
 
 def _start(num_cpus: int) -> None:
-    """Start a Ray on this machine.
+    """Start a Ray on this machine, in a folder of its own that is removed at exit.
+
+    A start that takes too long ends this process.
 
     Raises:
-        ValueError: Ray's folder cannot be written, or its path is too long for a socket.
+        ValueError: the folder cannot be written, or its path is too long for a socket.
         RuntimeError: the machine is too busy for it.
     """
     try:
-        with _children_in_a_group_of_their_own():
-            # no limit: Ray's own 30 s
+        folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
+        if not _shows_logs():
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
+        with _children_in_a_group_of_their_own(folder):
             ray.init(
                 address="local",  # not another Ray that happens to run here
                 num_cpus=num_cpus,
                 include_dashboard=has_dashboard(),
                 log_to_driver=_shows_logs(),
                 logging_level=logging.ERROR,
+                _temp_dir=folder,
             )
-        if not _shows_logs():
-            atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
     except OSError as error:
         raise ValueError(
-            "Ray could not be started in its folder, `ray` in RAY_TMPDIR, TMPDIR or /tmp "
-            f"({error}); set RAY_TMPDIR to a folder of your own with a short path"
+            f"Ray could not be started in a folder in RAY_TMPDIR, TMPDIR or /tmp ({error}); set "
+            "RAY_TMPDIR to a folder of your own with a short path"
         ) from error
     except Exception as error:
         if not is_startup_timeout(error):
@@ -198,16 +216,21 @@ def _start(num_cpus: int) -> None:
 
 
 @contextlib.contextmanager
-def _children_in_a_group_of_their_own() -> Iterator[None]:
+def _children_in_a_group_of_their_own(folder: str) -> Iterator[None]:
     """Processes started in the block do not get signals that are sent to this process's group.
 
     Service managers, containers and some terminals send SIGTERM to the whole group: the driver then
     writes a checkpoint, for which it needs its Ray. Inside the block, a terminal's Ctrl-C does not
-    reach this process.
+    reach this process. The group's first process ends this one if the block takes too long.
     """
-    own = os.getpgrp()
-    waiting = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(waiting, process_group=0) as first:
+    own, timeout_s = os.getpgrp(), float(os.environ.get(_REGISTER_TIMEOUT_S, "60"))
+    message = (
+        f"error: waited {3 * timeout_s:g} s for Ray's processes on this machine: it is too busy, "
+        "or has too little memory; run the same command again when less is running, or with "
+        f"{_REGISTER_TIMEOUT_S} above {timeout_s:g}; Ray's logs are in {folder}"
+    )
+    guard = [sys.executable, "-S", "-c", _GUARD, str(os.getpid()), str(3 * timeout_s), message]
+    with subprocess.Popen(guard, process_group=0) as first:
         try:
             os.setpgid(0, first.pid)  # children inherit it
         except PermissionError:  # of a session's leader, which cannot change its group

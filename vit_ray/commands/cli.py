@@ -8,6 +8,7 @@ import os
 import pkgutil
 import re
 import select
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -106,7 +107,10 @@ def _ended(run: Callable[[], int | None]) -> int:
         wants_all = os.environ.get("VIT_RAY_LOGS") == "1"
         text = traceback.format_exc() if wants_all else f"error: {error}"
         print(redact(text), file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        if isinstance(error, ValueError):
+            return 2
+        atexit.unregister(shutil.rmtree)  # of a Ray's folder: a failure's message names its logs
+        return 1
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:

@@ -148,6 +148,21 @@ def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder: Pa
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize(("end", "code", "is_kept"), [
+    ("return 0", 0, False),
+    ("return 3", 3, False),  # stopped, with a checkpoint
+    ("raise ValueError('a wrong key')", 2, False),
+    ("raise RuntimeError('a worker failed; log /tmp/...')", 1, True),
+])  # fmt: skip
+def test_rays_logs_are_kept_where_a_failure_names_them(
+    end: str, code: int, is_kept: bool, short_folder: Path
+) -> None:
+    run = f"import ray, sys; ray.init = lambda **_: 0\ndef run():\n    {START}\n    {end}\n"
+    script = f"{run}from vit_ray.commands.cli import _ended\n"
+    assert start(short_folder, f"{script}sys.exit(_ended(run))").returncode == code
+    assert bool(list(short_folder.iterdir())) == is_kept
+
+
 def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder: Path) -> None:
     """Also while it has Python's global lock, as where Ray waits for its worker processes."""
     hang = "import ctypes, ray; ray.init = lambda **_: ctypes.PyDLL(None).sleep(300)"

@@ -179,7 +179,8 @@ def has_dashboard() -> bool:
 
 
 def _start(num_cpus: int) -> None:
-    """Start a Ray on this machine, in a folder of its own that is removed at exit.
+    """Start a Ray on this machine, in a folder of its own that is removed at exit, unless the
+    command fails.
 
     A start that takes too long ends this process.
 

@@ -173,11 +173,14 @@ def test_ray_job_stop_makes_a_checkpoint(
     goes_on_to_the_same_weights(recipe, undisturbed)
 
 
-def test_sigterm_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_checkpoint(
-    digits: Digits, folder: Path, undisturbed: Recipe
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_checkpoint(
+    number: signal.Signals, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:
-    """As a service manager, a container's stop and some terminals send it."""
-    recipe = long_recipe("group-told-to-stop", digits, folder)
+    """As a service manager, a container's stop and some terminals send SIGTERM, a closed terminal
+    SIGHUP.
+    """
+    recipe = long_recipe(f"group-got-{number.name}", digits, folder)
     command = [sys.executable, str(ROOT / "jobs/pretrain.py"), str(write_recipe(recipe, folder))]
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     driver = subprocess.Popen(
@@ -187,7 +190,7 @@ def test_sigterm_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_che
     deadline = time.monotonic() + 180
     while not checkpoint_steps(recipe) and time.monotonic() < deadline and driver.poll() is None:
         time.sleep(0.1)
-    os.killpg(driver.pid, signal.SIGTERM)
+    os.killpg(driver.pid, number)
     output, _ = driver.communicate(timeout=180)
     assert driver.returncode == 3, output
     assert EventKind.STOPPED in kinds_of(recipe)

@@ -126,6 +126,13 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_mlflow_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give recipes a store; MLflow sets the first one itself."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def schema_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Copy MLflow's schema into each new SQLite file: making it takes more than a second."""
     utils = sys.modules.get("mlflow.store.db.utils")

@@ -15,6 +15,7 @@ from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import connection
 from vit_ray.storage import Location
+from vit_ray.tracking.mlflow_client import open_client
 
 
 def recipe_of(folder: Path, **sections: Any) -> Recipe:
@@ -59,6 +60,15 @@ def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: 
     assert "RAY_ADDRESS=foo is not an address" in bad["Ray"]
     assert "not a database" in bad["MLflow"]
     assert "no right to write there" in bad["output"]
+
+
+def test_a_deleted_experiment_is_a_fault(tmp_path: Path, machine: None) -> None:
+    recipe = recipe_of(tmp_path)
+    client = open_client(recipe.tracking.uri)
+    client.delete_experiment(client.create_experiment(recipe.tracking.experiment))
+    found = findings(recipe)["MLflow"]
+    assert not found.is_good
+    assert "has been deleted in MLflow; restore it with" in found.text
 
 
 def test_a_cluster_that_refuses_this_machines_token_is_a_fault(

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import _validate_tag
 from pydantic import ValidationError
 from ray._private.label_utils import validate_label_selector
 
@@ -31,6 +33,29 @@ def path(tmp_path: Path) -> Path:
 def test_every_shipped_recipe_loads_and_names_its_command(recipe: Path) -> None:
     load_recipe(recipe)
     assert f"jobs/recipes/{recipe.relative_to(ROOT / 'jobs' / 'recipes')}" in recipe.read_text()
+
+
+def test_mlflows_variables_give_what_the_recipe_does_not_say(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
+    found = load_recipe(path, ["tracking.experiment=mine"]).tracking
+    assert (found.uri, found.experiment) == ("http://me:hunter2@mlflow:5000", "mine")
+    assert "tracking.uri=http://mlflow:5000 is taken from MLFLOW_TRACKING_URI" in caplog.text
+    assert "MLFLOW_EXPERIMENT_NAME" not in caplog.text
+    assert load_recipe(path).tracking.experiment == "team"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    with pytest.raises(ValueError, match=r"tracking\.uri"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["50%", "a(b)", "a" * 251, "a/../b", "/a"])
+def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path: Path, name: str) -> None:
+    with pytest.raises(MlflowException):
+        _validate_tag(name, "x")
+    with pytest.raises(ValueError, match=r"tracking\.tags"):
+        load_recipe(path, {"tracking.tags": {name: "x"}})
 
 
 def test_numbers_may_be_written_with_an_exponent_and_no_point(path: Path) -> None:

@@ -40,7 +40,7 @@ SECRET = "hunter2"
         ("mysql://u:7#hunter2@db/m", "mysql://db/m"),
         ("mysql://u:7 hunter2@db/m", "mysql://db/m"),
         ("lost mysql://u:7/hunter2@db/m now", "lost mysql://db/m now"),
-        ("https://h/a?X-Amz-Date=1&sig=hunter2", "https://h/a?X-Amz-Date=***&sig=***"),
+        ("https://h/a?X-Amz-Date=1&sig=hunter2", "https://h/a?X-Amz-Date=1&sig=***"),
         (
             "mysql://h/m?sslpassword=hunter2&charset=utf8",
             "mysql://h/m?sslpassword=***&charset=utf8",
@@ -70,6 +70,7 @@ def test_a_secret_is_taken_out_of_an_address(text, safe):
         "sqlite:///runs/mlflow.db",
         "sqlite:////srv/a:b@c/mlflow.db",
         "http://[::1]:5000/a@b",
+        "see https://wiki.example.org/page?id=12&view=all#top",
     ],
 )
 def test_what_is_no_secret_stays(text):

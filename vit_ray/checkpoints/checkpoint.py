@@ -106,6 +106,8 @@ class Position:
     recipe: dict[str, Any]
     data_fingerprint: str
     tracking_run_id: str | None = None
+    init_run_id: str | None = None
+    """MLflow run whose weights the run began with."""
     versions: dict[str, str] = field(default_factory=dict)
     data_terms: dict[str, str] = field(default_factory=dict)
     """`license` and `source_url` of the training set, where its maker gave them."""

@@ -132,7 +132,7 @@ def _ray(_: Recipe) -> str:
 
 
 def _mlflow(recipe: Recipe) -> str:
-    from vit_ray.tracking.mlflow_client import reached_client, safe_uri
+    from vit_ray.tracking.mlflow_client import reached_client, refuse_deleted, safe_uri
 
     uri = recipe.tracking.uri
     file = sqlite_file(uri)
@@ -141,7 +141,9 @@ def _mlflow(recipe: Recipe) -> str:
         if not os.access(above, os.W_OK):
             raise ValueError(f"{file} cannot be created in {above}; choose another tracking.uri")
         return f"{file} will be created"
-    reached_client(uri)
+    experiment = reached_client(uri).get_experiment_by_name(recipe.tracking.experiment)
+    if experiment is not None:
+        refuse_deleted(experiment)
     return f"{safe_uri(uri)} answers"
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -11,8 +12,14 @@ from typing import Any, Final
 import yaml
 
 from vit_ray.config.recipe import Recipe, recipe_from_dict
+from vit_ray.config.secrets import redact
 from vit_ray.config.shipped_recipes import recipe_names, require_one_recipe, shipped_recipe
 from vit_ray.own_parts import trust_named
+
+MLFLOW_VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
+"""Environment variables that give keys of `tracking` which a recipe does not set."""
+
+logger = logging.getLogger(__name__)
 
 
 def load_recipe(
@@ -35,9 +42,20 @@ def load_recipe(
     """
     require_one_recipe(str(path))
     tree = changed(_read_tree(Path(path), seen=()), overrides or ())
+    _add_mlflow_variables(tree)
     recipe = recipe_from_dict(tree, where=str(path))
     trust_named(tree)
     return recipe
+
+
+def _add_mlflow_variables(tree: dict[str, Any]) -> None:
+    """Fill the keys of MLflow that the recipe leaves out from MLflow's own variables."""
+    tracking = tree.get("tracking", {})
+    for key, variable in MLFLOW_VARIABLES.items():
+        value = os.environ.get(variable)
+        if value and isinstance(tracking, dict) and key not in tracking:
+            tree["tracking"] = tracking = {**tracking, key: value}
+            logger.warning("tracking.%s=%s is taken from %s", key, redact(value), variable)
 
 
 def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,13 @@ RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag with the folder of the run's checkpoints: two outputs may have runs of one name."""
 INIT_RUN: Final = "vit_ray.init_run"
 """Tag with the run whose weights it began with."""
+GROUP: Final = "vit_ray.group"
+"""Tag that is equal for runs that differ by the seed alone."""
 SHOWN_TAGS: Final = (
     "init_from", "vit_ray.kind", "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
     "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
     "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
-    "vit_ray.failure", "vit_ray.error",
+    "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,
 )  # fmt: skip
 """Tags that users read on a run's page; a training has three or four of them."""
 _HIDDEN: Final = "mlflow."

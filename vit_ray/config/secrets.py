@@ -26,6 +26,11 @@ _QUERY: Final = re.compile(
     r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
     r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
 )
+_WEB_ADDRESS: Final = re.compile(r"""https?://[^\s'"<>]*""")
+_SECRET_NAME: Final = re.compile(
+    r"""(?<=[?&;])([\w.-]*(?:pass|pwd|token|secret|key|sig|cred|auth)[\w.-]*)=[^\s&;'"<>]*""", re.I
+)
+"""Of a link only these are secrets: a page's address needs its other values."""
 # Characters that a terminal interprets or shows in another order, in file names and errors.
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -36,7 +41,12 @@ def redact(text: str) -> str:
     if "://" not in text:
         return text
     text = _DATABASE.sub(r"\g<scheme>", _DATABASE_ALONE.sub(r"\g<scheme>", text))
-    return _QUERY.sub(r"\1=***", _WEB.sub("", text))
+    text, end, parts = _WEB.sub("", text), 0, list[str]()
+    for link in _WEB_ADDRESS.finditer(text):
+        parts.append(_QUERY.sub(r"\1=***", text[end : link.start()]))
+        parts.append(_SECRET_NAME.sub(r"\1=***", link[0]))
+        end = link.end()
+    return "".join([*parts, _QUERY.sub(r"\1=***", text[end:])])
 
 
 def userinfo(uri: str) -> str:

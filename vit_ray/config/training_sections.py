@@ -3,6 +3,7 @@
 import re
 from functools import cache
 from importlib.metadata import entry_points
+from posixpath import normpath
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -26,6 +27,8 @@ from vit_ray.model_aliases import resolved_model
 
 _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
 """Addresses of MLflow's that are a single word."""
+_TAG_NAME: Final = re.compile(r"[/\w.\- :]{1,250}")
+"""Names that MLflow accepts (`mlflow.utils.validation`, 3.17)."""
 MOST_BLOCKS: Final = 1000
 """Limit for a model's sizes; more is a typing error that would take hours to build."""
 OWN_ACCURACIES: Final = (
@@ -545,6 +548,12 @@ class TrackingConfig(Section):
             raise ValueError(
                 f"the tag {taken[0]!r} is reserved (mlflow.*, vit_ray.*); choose another name"
             )
+        for name in tags:
+            if not _TAG_NAME.fullmatch(name) or normpath(name) != name or name[0] in "/.":
+                raise ValueError(
+                    f"MLflow does not accept the tag {name[:40]!r}; give a name of at most 250 "
+                    "letters, digits, _ - . : / and blanks, which is not a path like a/../b"
+                )
         return tags
 
     @field_validator("uri")

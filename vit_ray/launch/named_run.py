@@ -5,6 +5,7 @@ the same name says now. Nothing in the run is written.
 """
 
 import copy
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, folder_name, open_checkpo
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE, step_of
-from vit_ray.config.loading import changed
+from vit_ray.config.loading import MLFLOW_VARIABLES, changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
@@ -200,7 +201,8 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
         return source, locate(source)
     from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri  # MLflow: seconds
 
-    uri = changed({}, overrides).get("tracking", {}).get("uri") or TrackingConfig().uri
+    uri = changed({}, overrides).get("tracking", {}).get("uri")
+    uri = uri or os.environ.get(MLFLOW_VARIABLES["uri"]) or TrackingConfig().uri
     require_store(uri)
     try:
         run = open_client(uri).get_run(source)

@@ -172,12 +172,14 @@ def run_prepared(
         recipe.data.eval is None and recipe.data.held_out_fraction > 0
     )
     origin: dict[str, str] = {}
+    init_run = position.init_run_id if position else None
     if recipe.init_from is not None and position is None:
         from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
 
         # The folder's name is not enough: another run may use it later.
-        if run_id := meta_state_of(recipe.init_from).run_id:
-            origin = {INIT_RUN: run_id}
+        init_run = meta_state_of(recipe.init_from).run_id
+    if init_run:
+        origin[INIT_RUN] = init_run
     branched = locate(recipe.run_folder).child(NOTE)
     if prepared.trains and position is not None and branched.exists():
         origin[TAG] = branched.read().decode()
@@ -206,7 +208,7 @@ def run_prepared(
             if parent is None
             else contextlib.nullcontext(),
         ):
-            job = _job(prepared, cluster, run)
+            job = _job(prepared, cluster, run, init_run)
             if prepared.trains:
                 Thread(target=_import_ahead, daemon=True).start()
             try:
@@ -230,7 +232,9 @@ def run_prepared(
         return result
 
 
-def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob:
+def _job(
+    prepared: PreparedRun, cluster: ClusterShape, run: OpenRun, init_run: str | None
+) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
     few_shot = resolved.streams.get("few_shot_train")
     return TrainJob(
@@ -253,6 +257,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
         answers=prepared.answers,
         until_step=prepared.until_step,
+        init_run_id=init_run,
     )
 
 

@@ -9,6 +9,7 @@ with hide_modules("pandas", "scipy"):
     from mlflow.entities import (
         Dataset,
         DatasetInput,
+        Experiment,
         InputTag,
         LoggedModel,
         LoggedModelOutput,
@@ -24,6 +25,7 @@ with hide_modules("pandas", "scipy"):
 __all__ = [
     "Dataset",
     "DatasetInput",
+    "Experiment",
     "InputTag",
     "LoggedModel",
     "LoggedModelOutput",

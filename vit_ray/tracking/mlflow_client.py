@@ -29,7 +29,7 @@ from vit_ray.metric_names import (
     TRAIN_LOSS,
 )
 from vit_ray.mlflow_internals import VIEW, VIEW_TAG, engine_of, runs_page, view_state
-from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
+from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException
 
 _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
@@ -217,12 +217,21 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
                 raise
         found = client.get_experiment_by_name(name)
     assert found is not None
-    if found.lifecycle_stage != "active":
-        raise ValueError(
-            f"tracking.experiment={name!r} has been deleted in MLflow; restore it with `mlflow "
-            f"experiments restore --experiment-id {found.experiment_id}` or choose another name"
-        )
+    refuse_deleted(found)
     return str(found.experiment_id)
+
+
+def refuse_deleted(experiment: Experiment) -> None:
+    """
+    Raises:
+        ValueError: the experiment has been deleted, so that its name cannot be used.
+    """
+    if experiment.lifecycle_stage != "active":
+        raise ValueError(
+            f"tracking.experiment={experiment.name!r} has been deleted in MLflow; restore it with "
+            f"`mlflow experiments restore --experiment-id {experiment.experiment_id}` or choose "
+            "another name"
+        )
 
 
 def share_view(client: MlflowClient, experiment: str) -> bool:

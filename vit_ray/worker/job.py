@@ -50,6 +50,8 @@ class TrainJob:
     """Names of the data set's classes, for display."""
     data_terms: Mapping[str, str] = field(default_factory=dict)
     """Licence and source address of the training set, if its maker gave them."""
+    init_run_id: str | None = None
+    """MLflow run whose weights it began with, for its checkpoints."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
 

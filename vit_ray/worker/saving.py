@@ -213,6 +213,7 @@ def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Po
         recipe=job.recipe.recorded(),
         data_fingerprint=job.data_fingerprint,
         data_terms=dict(job.data_terms),
+        init_run_id=job.init_run_id,
         versions={"ray": version("ray"), "torch": torch.__version__},
     )
 

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from joblib import cpu_count
@@ -18,9 +19,11 @@ from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.record import run_metadata
 from vit_ray.launch.record.run_metadata import (
     data_inputs,
     git_commit,
+    group_of,
     machine_facts,
     recipe_yaml,
     run_facts,
@@ -96,7 +99,9 @@ def test_tags_say_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
     tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     assert tags["vit_ray.kind"] == "sweep_trial"
     shown = {key for key in tags if not stored_tag(key).startswith("mlflow.")}  # what pages show
-    assert shown == {"init_from", "vit_ray.kind", "vit_ray.cluster", "vit_ray.run_folder"}
+    assert shown == {
+        "init_from", "vit_ray.kind", "vit_ray.cluster", "vit_ray.run_folder", "vit_ray.group",
+    }  # fmt: skip
     assert tags["data.eval"] == "a/test"
     assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
     assert tags["mlflow.user"] == getpass.getuser()
@@ -166,3 +171,38 @@ def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
     of_trial = run_facts(recipe, "sweep_trial", resolved_run(), cluster, parent)
     assert of_trial["mlflow.source.name"] == "vit-ray sweep digits_sweep"
     assert "    vit-ray sweep digits_sweep\n" in of_trial["mlflow.note.content"]
+
+
+def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIT_RAY_GIT_COMMIT", "abc")
+
+    def group(commit: str = "abc", fingerprint: str = "f", **changes: Any) -> str:
+        monkeypatch.setenv("VIT_RAY_GIT_COMMIT", commit)
+        resolved = resolved_run()
+        resolved.streams["train"].manifest.fingerprint = fingerprint
+        return group_of(load_recipe("digits", changes), resolved)
+
+    one = group()
+    assert group(seed=1, name="other", output="elsewhere", **{"data.train": "moved/train"}) == one
+    assert group(**{"optim.learning_rate": 0.5}) != one
+    assert group(fingerprint="e") != one
+    assert group(commit="abd") != one
+
+
+def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
+    installed = tmp_path / "venv" / "run_metadata.py"
+    installed.parent.mkdir()
+    installed.write_text("")
+    (tmp_path / "own.py").write_text("")
+    for words in (
+        ["init"], ["add", "own.py"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "own"],
+    ):  # fmt: skip
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    monkeypatch.setattr(run_metadata, "__file__", str(installed))
+    assert git_commit() == "unknown"
+    subprocess.run(["git", "-C", str(tmp_path), "add", "venv"], check=True)
+    assert git_commit().endswith("+")

@@ -5,6 +5,7 @@ differ, draws what a sweep or a study varies.
 """
 
 import getpass
+import hashlib
 import json
 import os
 import platform
@@ -19,8 +20,8 @@ import yaml
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
-from vit_ray.config.recorded_recipe import RUN_FOLDER
-from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
+from vit_ray.config.recorded_recipe import GROUP, RUN_FOLDER
+from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
@@ -84,6 +85,7 @@ def run_facts(
         **recipe.tracking.tags,
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         "vit_ray.kind": kind,
+        GROUP: group_of(recipe, resolved),
         "vit_ray.git_commit": git_commit(),
         "vit_ray.data_fingerprint": resolved.manifest.fingerprint,
         "vit_ray.cluster": str(cluster),
@@ -93,6 +95,16 @@ def run_facts(
         "mlflow.source.type": "JOB",
         NOTE: description(recipe, resolved, command),
     }
+
+
+def group_of(recipe: Recipe, resolved: ResolvedRun) -> str:
+    """Digest of what two runs share that differ by the seed alone: recipe, data sets, commit."""
+    flat = recipe.flat()
+    left_out = {"seed", "data.train", *EVALUATED_SETS, *unused_keys(flat)}
+    decides = {k: v for k, v in flat.items() if is_trained(k) and k not in left_out}
+    data = {name: spec.manifest.fingerprint for name, spec in resolved.streams.items()}
+    text = json.dumps([decides, data, git_commit()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str = "") -> str:
@@ -186,9 +198,11 @@ def git_commit() -> str:
     if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
         return commit
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
-    asked = ["rev-parse", "HEAD"], ["status", "--porcelain"]
+    # An installed package may be in an ignored folder of a repository that is the user's own.
+    is_tracked = ["ls-files", "--error-unmatch", os.path.basename(__file__)]
+    asked = is_tracked, ["rev-parse", "HEAD"], ["status", "--porcelain"]
     try:
-        commit, changes = (
+        _, commit, changes = (
             subprocess.run(
                 [*git, *words], capture_output=True, text=True, check=True, timeout=GIT_S
             ).stdout.strip()

@@ -15,12 +15,12 @@ from botocore.exceptions import ClientError
 
 from tests.cluster.test_manifests import CLUSTER
 from tests.data import s3_server
+from tests.data.converted_set import converted_set
 from vit_ray import s3
 from vit_ray.data import open_dataset
 from vit_ray.lock import hold_lock
 from vit_ray.storage import locate
 
-SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 OTHERS = ("imagenet21k/new", "mlflow/1/weights", "runs/a/step-1", "elsewhere")
 
 
@@ -34,8 +34,8 @@ def store() -> Iterator[int]:
             owner.create_bucket(Bucket=bucket)
             for key in OTHERS:
                 owner.put_object(Bucket=bucket, Key=key, Body=b"theirs")
-        for file in (file for file in SET.rglob("*") if file.is_file()):
-            key = f"imagenet21k/train/{file.relative_to(SET)}"
+        for file in (file for file in converted_set().rglob("*") if file.is_file()):
+            key = f"imagenet21k/train/{file.relative_to(converted_set())}"
             owner.put_object(Bucket="team", Key=key, Body=file.read_bytes())
         yield port
 

@@ -16,6 +16,7 @@ import pytest
 import ray
 from click.testing import CliRunner
 
+from tests.data.converted_set import converted_set
 from tests.data.pictures import jpeg
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
@@ -28,7 +29,6 @@ from vit_ray.lock import is_lock_file
 from vit_ray.models.weights import save_weights
 
 RECIPE = "base: digits\nname: mine\ntracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
-KEPT_SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 FILES = {
     "mine.yaml": RECIPE.encode(),
     "empty.yaml": b"",
@@ -46,7 +46,6 @@ FILES = {
     "based_on_two.yaml": b"base: [digits, cifar10]\nname: x\n",
     "hollow.yaml": b"base: digits\nname: mine\noptim:\n",
     "none.csv": b"",
-    "done/manifest.parquet": (KEPT_SET / "manifest.parquet").read_bytes(),
     "runs/old/step-00000010/meta.json": b"{",
     "recipes/inner.yaml": RECIPE.encode(),
     "note.txt": b"hello\n",
@@ -400,7 +399,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def newcomers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the command, with files of all kinds; Ray does not start."""
-    for name, content in FILES.items():
+    manifest = (converted_set() / "manifest.parquet").read_bytes()
+    for name, content in {**FILES, "done/manifest.parquet": manifest}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
@@ -465,12 +465,12 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
 
 def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path: Path) -> None:
     """As to write the images of a set again; the kept set has its shards as the split `part`."""
-    places = [f"convert.source={KEPT_SET}", f"convert.destination={tmp_path / 'new'}"]
+    places = [f"convert.source={converted_set()}", f"convert.destination={tmp_path / 'new'}"]
     chosen = load_recipe("digits", [*places, "convert.split=part"])
     check_places(COMMANDS["convert"], chosen)
     assert chosen.convert is not None
     assert [unit.format for unit in units_of(chosen.convert)] == ["huggingface"]
-    (tmp_path / "manifest.parquet").write_bytes((KEPT_SET / "rejected.parquet").read_bytes())
+    (tmp_path / "manifest.parquet").write_bytes((converted_set() / "rejected.parquet").read_bytes())
     places[0] = f"convert.source={tmp_path}"
     check_places(COMMANDS["convert"], load_recipe("digits", places))
 

@@ -11,12 +11,11 @@ import pytest
 
 from tests import hosts
 from tests.conftest import ROOT
+from tests.data.converted_set import converted_set
 from tests.end_to_end.runs import write_recipe
 from tests.hosts import Host
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
-
-SET = ROOT / "tests" / "net" / "kept" / "set"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def test_a_run_is_refused_by_the_nodes_that_do_not_see_its_folders(
     members: dict[str, Host], own: Path, tmp_path: Path
 ) -> None:
     first, reader = (f"{name} ({members[name].address})" for name in ("first", "reader"))
-    shutil.copytree(SET, own / "set")
+    shutil.copytree(converted_set(), own / "set")
     recipe = recipe_with(
         "refused", output=str(own / "runs"), data={"train": str(own / "set"), "eval": None},
         optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 4},
@@ -70,7 +69,7 @@ def test_a_run_is_refused_by_the_nodes_that_do_not_see_its_folders(
     assert f"data.train={own / 'set'}: not on {first}, {reader}; give" in line
     # With data on their own disks, nodes that only read need nothing else.
     for name in ("first", "reader"):
-        shutil.copytree(SET, folder_of(members[name], own) / "set")
+        shutil.copytree(converted_set(), folder_of(members[name], own) / "set")
     line = refused(members["head"], recipe, tmp_path)
     assert f": output={own / 'runs'}: not on {first}; give" in line
     assert "data.train" not in line

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.converted_set import converted_set
 from tests.data.denying_s3 import ACTIONS, Rights, serve_s3_with_rights
 from tests.ports import free_ports
 from tests.recipes import recipe_with
@@ -19,7 +20,6 @@ from vit_ray.launch.resuming import find_resume_point
 from vit_ray.retry import DeniedError, with_retries
 from vit_ray.storage import RIGHTS_PROBE, Location, check_rights, locate, needing_right
 
-SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 ALL = tuple(ACTIONS)
 
 
@@ -31,7 +31,9 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def allow() -> Iterator[Callable[[Rights], None]]:
-    files = {f"train/{p.relative_to(SET)}": p.read_bytes() for p in SET.rglob("*") if p.is_file()}
+    folder = converted_set()
+    places = [path for path in folder.rglob("*") if path.is_file()]
+    files = {f"train/{path.relative_to(folder)}": path.read_bytes() for path in places}
     with serve_s3_with_rights({"sets": files, "weights": {"w.npz": b""}, "runs": {}}) as allowing:
         yield allowing
 

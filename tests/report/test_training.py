@@ -44,14 +44,13 @@ def store(tmp_path_factory):
     return uri
 
 
-def record(uri, *, num_classes=5, gpu_hours=4 * 8200 / 3600, files=True):
+def record(uri, *, num_classes=5, files=True):
     """A finished training whose every second image is wrong; its id."""
     client = MlflowClient(uri)
     run = made({"workers.num_workers": 4}, kind="pretrain",
                **{"mlflow.source.name": f"pretrain.py {CRAFTED}"})  # fmt: skip
     run_id = client.create_run("1", run_name=CRAFTED, tags=run.tags).info.run_id
     values = {**run.run.data.metrics, **METRICS}
-    values |= {"cost/gpu_hours": gpu_hours} if gpu_hours else {}
     curve = [Metric("eval/top1", 0.1 * step / 10, step, step) for step in (10, 20, 30)]
     client.log_batch(
         run_id,
@@ -100,16 +99,16 @@ def record(uri, *, num_classes=5, gpu_hours=4 * 8200 / 3600, files=True):
     return run_id
 
 
-def sections(uri, run_id, price=None):
+def sections(uri, run_id):
     """By title, without a page."""
     archive = Archive(uri, run_id)
-    return {one.title: one for one in training_sections(archive, archive.runs[0], price)}
+    return {one.title: one for one in training_sections(archive, archive.runs[0])}
 
 
 @pytest.fixture(scope="module")
 def page(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    return made_page(store, record(store), folder / "report.html", price_per_gpu_hour=3.0)
+    return made_page(store, record(store), folder / "report.html")
 
 
 def test_images_stand_with_what_they_were_taken_for(page):
@@ -169,28 +168,11 @@ def test_of_few_classes_there_is_no_table(store):
     assert not sections(store, record(store, num_classes=4))["Images and errors"].tables
 
 
-def test_every_second_has_its_price_but_for_those_without_a_place(page):
-    """4 GPUs at 3.0 an hour."""
+def test_every_second_has_its_class(page):
     rows = {row["spent on"]: row for row in page.tables["where_the_time_went"]}
     assert {name: float(row["time"]) for name, row in rows.items()} == {
         "training": 7200, "starting": 900, "waiting for a place": 1800, "lost": 100,
     }  # fmt: skip
-    costs = {name: float(row["cost"]) for name, row in rows.items()}
-    assert costs == pytest.approx({
-        "training": 24.0, "starting": 3.0, "waiting for a place": 0, "lost": 1 / 3,
-    })  # fmt: skip
-    assert "Total: 27.33, at 3 per GPU-hour" in page.text
-
-
-@pytest.mark.parametrize(
-    ("more", "price", "cost"),
-    [({}, None, None), ({"gpu_hours": None}, 3.0, None), ({}, 3.0, 24.0)],
-)
-def test_there_is_a_cost_where_there_is_a_price_and_were_gpus(store, more, price, cost):
-    (table,) = sections(store, record(store, **more), price)["Where the time went"].tables
-    trained = {c.title: v for c, v in zip(table.columns, table.rows[0], strict=True)}
-    assert trained["spent on"] == "training"
-    assert trained.get("cost") == cost
 
 
 def test_a_data_set_is_named_by_its_address(page):
@@ -292,9 +274,9 @@ def test_the_page_says_where_the_model_card_is(store):
 def test_the_time_of_several_trainings_is_one_sum(store):
     runs = [Archive(store, record(store, files=False)).runs[0] for _ in range(2)]
     untold = made()  # of an earlier version
-    (table,) = time_section([*runs, untold], 3.0).tables
-    assert table.rows[0] == ["training", 14_400.0, 0.72, 48.0]
-    assert with_content([time_section([untold], 3.0)]) == []
+    (table,) = time_section([*runs, untold]).tables
+    assert table.rows[0] == ["training", 14_400.0, 0.72]
+    assert with_content([time_section([untold])]) == []
 
 
 def test_the_page_says_what_a_perfect_loader_would_gain():
@@ -302,7 +284,5 @@ def test_the_page_says_what_a_perfect_loader_would_gain():
         made(metrics={"run/wall_s": 900.0, "run/training_s": 400.0, "run/data_wait_s": wait_s})
         for wait_s in (200.0, 40.0)
     ]
-    assert (
-        "With a perfect loader training is at least 30% faster." in time_section(runs, None).texts
-    )
-    assert "perfect" not in " ".join(time_section([made(metrics={"run/wall_s": 9.0})], None).texts)
+    assert "With a perfect loader training is at least 30% faster." in time_section(runs).texts
+    assert "perfect" not in " ".join(time_section([made(metrics={"run/wall_s": 9.0})]).texts)

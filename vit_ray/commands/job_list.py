@@ -170,7 +170,7 @@ _ALL = (
         "report",
         "One HTML page of tables and figures of the recipe's run or experiment, from MLflow.",
         "vit_ray.commands.report:report_page",
-        ("name", "output", "tracking", "plan.price_per_gpu_hour"),
+        ("name", "output", "tracking"),
         "digits",
         check="vit_ray.commands.early_checks:check_store",
         takes_overrides=True,

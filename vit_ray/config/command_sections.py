@@ -415,8 +415,6 @@ class PlanConfig(Section):
     """Training images, if not read from `data.train`."""
     num_classes: Positive | None = None
     """Classes, if not read from `data.train`."""
-    price_per_gpu_hour: PositiveFloat | None = None
-    """Price of one GPU-hour, in any currency; unset = plans and runs show no costs."""
 
     def problems(self) -> dict[str, object]:
         images, classes = self.num_images, self.num_classes

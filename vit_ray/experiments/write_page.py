@@ -29,7 +29,6 @@ def write_page(recipe: Recipe, run_id: str | None) -> Written:
         uri,
         selection,
         metrics_log_path(recipe.run_folder).with_name("report.html"),
-        price_per_gpu_hour=recipe.plan.price_per_gpu_hour,
     )
 
 

@@ -312,7 +312,7 @@ def _record_cost(
     cost, spent = training_cost(prepared.resolved, step), run.control.account()
     # A checkpoint includes the days of drivers whose log is elsewhere, but not of steps done twice.
     known_days = run.control.status().metrics.get(COST_CORE_DAYS, 0.0)
-    paid = spent.metrics(use_gpu=use_gpu, price=prepared.recipe.plan.price_per_gpu_hour)
+    paid = spent.metrics(use_gpu=use_gpu)
     cost |= {**paid, COST_CORE_DAYS: max(known_days, spent.core_days)}
     # Before the end, which comes next; the cost of an earlier record is replaced.
     run.record.metrics(step, cost, ANSWER_LIMIT_S, again=True)

@@ -16,8 +16,6 @@ from typing import Final, TypeVar
 
 from vit_ray.metric_names import (
     COST_GPU_HOURS,
-    COST_PRICE,
-    COST_PRICE_TRAINING,
     RUN_GOODPUT,
     RUN_GROUP,
     RUN_WALL_S,
@@ -139,22 +137,17 @@ class Account:
         """Share of the wall clock that trained what had not been trained before."""
         return self.seconds[TimeClass.TRAINING] / self.wall_s if self.wall_s > 0 else 0.0
 
-    def metrics(self, *, use_gpu: bool = False, price: float | None = None) -> dict[str, float]:
+    def metrics(self, *, use_gpu: bool = False) -> dict[str, float]:
         """`run/goodput`, `run/wall_s`, and `run/<class>_s` for each class.
 
         Args:
             use_gpu: a worker has a GPU. Adds the hours in which they were held: of all seconds but
                 those without workers (stopped, waiting for a place).
-            price: of a GPU-hour. Adds that of these hours, and of the goodput's part of them.
         """
         parts = {f"{RUN_GROUP}{kind}_s": value for kind, value in self.seconds.items()}
         if use_gpu:
             held = [s for kind, s in self.worker_seconds.items() if kind not in UNPAID]
             parts[COST_GPU_HOURS] = sum(held) / 3600
-            if price is not None:
-                parts[COST_PRICE] = price * parts[COST_GPU_HOURS]
-                trained_s = self.worker_seconds[TimeClass.TRAINING]
-                parts[COST_PRICE_TRAINING] = price * trained_s / 3600
         return {RUN_GOODPUT: self.goodput, RUN_WALL_S: self.wall_s, **parts}
 
 
@@ -336,6 +329,4 @@ def describe_goodput(metrics: Mapping[str, float]) -> str:
     waits = (metrics.get(f"{RUN_GROUP}{k}_s", 0.0) for k in (TimeClass.TRAINING, TimeClass.DATA))
     if gain := loader_gain(*waits):
         text += f"; {gain}"
-    if (price := metrics.get(COST_PRICE)) is not None:
-        text += f"; price {price:,.2f}, {metrics[COST_PRICE_TRAINING]:,.2f} of it for training"
     return text

@@ -63,8 +63,6 @@ def write_report(
     uri: str,
     experiment_or_parent_run_id: str,
     output_path: str | Path,
-    *,
-    price_per_gpu_hour: float | None = None,
 ) -> Written:
     """Write the page, and its figures as files.
 
@@ -72,7 +70,6 @@ def write_report(
         uri: MLflow tracking server or SQLite address; it is only read.
         experiment_or_parent_run_id: name of an experiment, or id of a run whose children count.
         output_path: the `.html` file; its folder is created.
-        price_per_gpu_hour: in any currency, for the cost of the trainings' time.
 
     Raises:
         ValueError: there is no such store, experiment or run.
@@ -95,8 +92,8 @@ def write_report(
     curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
     shown, shared = table.without_shared(_SHARED)
     every = Section("Trainings", [f"All rows: {shared}."] if shared else [], tables=[shown])
-    alone = training_sections(archive, runs[0], price_per_gpu_hour) if len(runs) == 1 else []
-    time = [] if alone else [time_section(runs, price_per_gpu_hour)]
+    alone = training_sections(archive, runs[0]) if len(runs) == 1 else []
+    time = [] if alone else [time_section(runs)]
     sections = [Section("Sweep", charts=sweep_charts(runs)), curves, *alone, every]
     if is_study or len({run.metrics.get(STUDY_EXAFLOPS) for run in compared}) > MIN_AMOUNTS:
         compute, sentences = figures.against_compute(compared), fit_sentences(laws)

@@ -27,12 +27,8 @@ _PICTURES = {
 """Files of a run, see `evaluate/examples.py`, and titles."""
 
 
-def training_sections(archive: Archive, run: RecordedRun, price: float | None) -> list[Section]:
-    """Images with predictions, confusion, where the time went, events, data, how to run it again.
-
-    Args:
-        price: per GPU-hour.
-    """
+def training_sections(archive: Archive, run: RecordedRun) -> list[Section]:
+    """Images with predictions, confusion, time, events, data, how to run it again."""
     tested = "held-out" if run.is_on_dev(EVAL_TOP1) else "test"
     pictures = {n: _gallery(archive, run, n, t.format(tested)) for n, t in _PICTURES.items()}
     shown = [one for name, one in pictures.items() if one and name.startswith("evaluation/")]
@@ -48,7 +44,7 @@ def training_sections(archive: Archive, run: RecordedRun, price: float | None) -
         again.append(f"Model card: {card}")
     return [
         Section("Images and errors", galleries=shown, tables=[*_confusion(archive, run)]),
-        time_section([run], price),
+        time_section([run]),
         Section("Events", tables=[_events(archive, run)]),
         Section("Data", tables=[_data(run)], galleries=[seen] if seen else []),
         Section("How to run it again", again),

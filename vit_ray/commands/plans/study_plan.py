@@ -232,32 +232,27 @@ def _planned_task(recipe: Recipe, num_gpus: int) -> PlannedTask:
 
 
 def describe_study(recipe: Recipe) -> str:
-    """Every cell with images, steps, compute, hours and cost, for `--dry-run`; starts nothing.
+    """Every cell with images, steps, compute and hours, for `--dry-run`; starts nothing.
 
     Raises:
         ValueError: as `plan_study`.
     """
     plan = plan_study(recipe)
     table: list[tuple[str, ...]] = [(
-        "cell", "images", "steps", "exaFLOPs", "GPUs", "GPU-hours", "of transfer", "hours", "cost",
+        "cell", "images", "steps", "exaFLOPs", "GPUs", "GPU-hours", "of transfer", "hours",
     )]  # fmt: skip
     for one in plan.cells:
-        facts, cost = one.facts, _cost(recipe, one.gpu_hours)
+        facts = one.facts
         table.append((
             one.cell.name, f"{facts.num_images:,}", f"{facts.total_steps:,}",
             f"{facts.exaflops:,.4g}", str(one.num_gpus), f"{one.gpu_hours:,.4g}",
-            f"{one.transfer_hours:,.4g}", f"{one.hours:,.4g}", cost,
+            f"{one.transfer_hours:,.4g}", f"{one.hours:,.4g}",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table
     ]
     return "\n".join([*lines, "", *_totals(plan)])
-
-
-def _cost(recipe: Recipe, gpu_hours: float) -> str:
-    price = recipe.plan.price_per_gpu_hour
-    return "-" if price is None else f"{gpu_hours * price:,.2f}"
 
 
 def _totals(plan: StudyPlan) -> list[str]:
@@ -280,9 +275,6 @@ def _totals(plan: StudyPlan) -> list[str]:
         "reading        "
         + describe_sharing((one.cell.name, one.cell.recipe) for one in plan.cells),
     ]
-    if config.price_per_gpu_hour is not None:
-        cost = _cost(plan.recipe, plan.gpu_hours)
-        lines.append(f"cost           {cost}, at {config.price_per_gpu_hour:g} per GPU-hour")
     try:
         plan.check_budget()
     except ValueError as error:

@@ -151,21 +151,6 @@ def test_the_cost_of_each_stage_by_a_clock_that_ticks_when_it_is_read(
     }  # fmt: skip
 
 
-def test_the_cost_of_a_run_on_one_batch_is_of_that_batch(
-    sets: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = list[int]()
-
-    def noted(*drawn: Any) -> list[CropBox]:
-        measured.extend(drawn[-1].tolist())
-        return draw_boxes(*drawn)
-
-    monkeypatch.setattr("vit_ray.launch.inputs.stream_cost.draw_boxes", noted)
-    resolved = resolve_run(recipe_on(sets, train={"overfit_one_batch": True}))
-    stream_cost(resolved, 3)
-    assert measured == SeenBatches(resolved).planned(3).tolist()
-
-
 def test_the_cost_is_measured_with_a_few_row_groups_in_memory_at_a_time(
     sets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,14 +128,6 @@ def test_steps_before_one_that_cannot_be_read_are_read_once() -> None:
     assert asked == [0, 1, 2, 2]
 
 
-def test_a_run_on_one_batch_had_it_in_each_step(recipe: Recipe) -> None:
-    first = training_batches(recipe)[0]["sample"]
-    places = range(4 * len(first), 7 * len(first), len(first))
-    digest = add_digests(*(samples_digest(place, first) for place in places))
-    one_batch = recipe.with_changes(train={"overfit_one_batch": True})
-    assert said(begin(one_batch, f"{digest:016x}"))[0] == 0
-
-
 def test_digests_of_two_checkpoints_are_of_the_same_order(recipe: Recipe) -> None:
     batches = SeenBatches(find_run(begin(recipe, "")).resolved)
     order = _Order(batches.planned, recipe.train.global_batch_size)

@@ -227,7 +227,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
             "seed data.fraction "
             "data.held_out_fraction data.shuffle_window "
             "optim.name optim.frozen "
-            "train.loss train.masked_target train.global_batch_size train.overfit_one_batch",
+            "train.loss train.masked_target train.global_batch_size",
         ),
         (
             OnResume.FREE,

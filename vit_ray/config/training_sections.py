@@ -372,9 +372,6 @@ class TrainConfig(Section):
     the step. Three such steps in a row stop the run."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics."""
-    overfit_one_batch: Annotated[bool, OnResume.FIXED] = False
-    """Train on the first batch again and again: a test that model and optimizer can learn it, and a
-    measure of the speed without loading. Its accuracy is no result, and MLflow says so."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None
     """First and last step of a profiler trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None

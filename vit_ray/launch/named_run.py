@@ -34,7 +34,7 @@ from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DECIDES_BATCHES: Final = (
     "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
-    "train.cutmix", "train.overfit_one_batch",
+    "train.cutmix",
 )  # fmt: skip
 """Prefixes of the keys that decide what a step sees."""
 

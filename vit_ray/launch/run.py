@@ -323,7 +323,6 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
     """Log a finished training with a head as a model of MLflow."""
     recipe, config = prepared.recipe, prepared.recipe.tracking
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
-    has_head &= not recipe.train.overfit_one_batch
     if config.log_model and result.is_complete and has_head:
         classes, use = prepared.resolved.manifest.classes, used_sections(recipe.recorded())
         card = card_of(recipe, classes, result.checkpoint)

@@ -6,7 +6,6 @@ training is repeated from its checkpoint: imports and compiled code stay.
 """
 
 import contextlib
-import itertools
 import os
 import platform
 import warnings
@@ -278,10 +277,8 @@ def _training_batches(
     if job.kind != "train" or samples_seen >= job.last_step * batch:
         return iter(())  # nothing of the run is left, or only its last evaluation
     share = batch // world_size
-    repeats = job.recipe.train.overfit_one_batch
-    start, stop = (0, batch) if repeats else (samples_seen, job.last_step * batch)
-    batches = open_batches(_refusing(streams.training_batches(share, start, stop)), device)
-    return itertools.cycle(batches) if repeats else batches
+    batches = streams.training_batches(share, samples_seen, job.last_step * batch)
+    return open_batches(_refusing(batches), device)
 
 
 def _refusing(batches: Iterable[Any]) -> Iterator[Any]:

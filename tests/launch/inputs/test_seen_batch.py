@@ -197,21 +197,6 @@ def test_masked_patches_are_those_that_the_objective_corrupts(sets: Path) -> Non
     assert 0.3 < (shown == 128).all(2).float().mean() < 0.5
 
 
-def test_each_step_of_one_batch_again_and_again_is_shown_with_the_first(sets: Path) -> None:
-    recipe = recipe_on(sets, train={"overfit_one_batch": True})
-    batches = batches_of(recipe)
-    first, images = batches.read(0)
-    later, again = batches.read(9)
-    np.testing.assert_array_equal(first, later)
-    assert [one.sample for one in again] == [one.sample for one in images]
-    assert batches.cost(0) == batches.cost(9)
-    np.testing.assert_array_equal(training_batches(recipe)[9]["image"], first)
-    with pytest.raises(IndexError):
-        _ = training_batches(recipe)[20]
-    with pytest.raises(ValueError, match="each step has the images of step 0"):
-        list(batches.steps_of(3))
-
-
 def test_each_row_group_is_read_once(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, reads = list[int](), RowGroupReader.read
 

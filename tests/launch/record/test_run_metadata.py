@@ -118,10 +118,6 @@ def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
     recipe = load_recipe("digits_sweep", TRIALS).with_changes(tracking=about)
     tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
-    repeats = recipe.with_changes(train={"overfit_one_batch": True})
-    tags = run_facts(repeats, "pretrain", resolved_run(), ClusterShape(1, 2, 0, 0.0))
-    assert tags["mlflow.note.content"].startswith("Trained on one batch again and again")
-    assert trained_params(repeats)["train.overfit_one_batch"] == "True"
     assert (tags["team"], tags["data.eval"]) == ("vision", "a/test")
     with pytest.raises(ValueError, match=r"tracking\.tags.*'vit_ray\.kind' is reserved"):
         recipe.with_changes(tracking={"tags": {"vit_ray.kind": "mine"}})

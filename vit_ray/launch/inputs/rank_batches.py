@@ -45,13 +45,11 @@ class RankBatches(Sequence[Batch]):
         *,
         start: int = 0,
         is_training: bool = True,
-        repeats: bool = False,
     ) -> None:
         """No image is read yet.
 
         Args:
             start: position of the first step's first sample, over all epochs joined.
-            repeats: each step has the batch of the first.
 
         Raises:
             ValueError: the rank is not below `world_size`, or the global batch does not divide by
@@ -67,7 +65,7 @@ class RankBatches(Sequence[Batch]):
         counts = rows_per_group(spec.manifest, spec.rows)
         self._rank, self._share = rank, global_batch_size // world_size
         self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training, counts)
-        self._steps, self._repeats = range(steps), repeats
+        self._steps = range(steps)
         self._reader: tuple[int, BatchReader] | None = None
 
     def __len__(self) -> int:
@@ -83,8 +81,6 @@ class RankBatches(Sequence[Batch]):
             part.__dict__ = {**self.__getstate__(), "_steps": self._steps[at]}
             return part
         step = self._steps[at]
-        if self._repeats:
-            step = 0
         # Of this process: open files of a parent are not shared with the workers of a DataLoader.
         if self._reader is None or self._reader[0] != os.getpid():
             if multiprocessing.parent_process() is not None:
@@ -109,7 +105,4 @@ def training_batches(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Rank
     """
     run = resolve_run(recipe)
     size = recipe.train.global_batch_size
-    repeats = recipe.train.overfit_one_batch
-    return RankBatches(
-        run.streams["train"], size, run.total_steps, rank, world_size, repeats=repeats
-    )
+    return RankBatches(run.streams["train"], size, run.total_steps, rank, world_size)

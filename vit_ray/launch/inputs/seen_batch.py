@@ -139,10 +139,8 @@ class SeenBatches:
         """(step, epoch, place in the batch) of each time that the run has a sample, by epoch.
 
         Raises:
-            ValueError: the data set has no such sample, or each step has the first batch.
+            ValueError: the data set has no such sample.
         """
-        if self._recipe.train.overfit_one_batch:
-            raise ValueError("train.overfit_one_batch: each step has the images of step 0")
         total = self._spec.manifest.num_images
         if not 0 <= sample < total:
             raise ValueError(f"sample={sample}: the data set has samples 0 to {total - 1}")
@@ -158,8 +156,7 @@ class SeenBatches:
                 yield step, epoch, place
 
     def _positions(self, step: int) -> NDArray[np.int64]:
-        start = 0 if self._recipe.train.overfit_one_batch else step * self._size
-        return np.arange(start, start + self._size, dtype=np.int64)
+        return np.arange(step * self._size, (step + 1) * self._size, dtype=np.int64)
 
     def _located(self, sample: int, epoch: int, step: int, place: int) -> SeenImage:
         """A sample of the data set, and the box that is cut out of it in an epoch."""

@@ -54,7 +54,7 @@ def stream_cost(resolved: ResolvedRun, step: int) -> dict[str, float]:
     spec = replace(spec, cache=None)
     counts = rows_per_group(spec.manifest, spec.rows)
     plan = BatchReader(StreamJob(spec, Partition(1, size), 0, True, counts)).plan
-    start = 0 if resolved.recipe.train.overfit_one_batch else step * size
+    start = step * size
     threads = cv2.getNumThreads()
     cv2.setNumThreads(0)  # as a reading task
     try:

@@ -117,12 +117,11 @@ def reads_of(recipe: Recipe) -> str:
     """The part of a recipe that decides its training stream: equal texts mean equal streams."""
     train, optim = recipe.train, recipe.optim
     data = recipe.data.model_dump(mode="json", exclude={"eval", "eval_augment"})
-    how = train.global_batch_size, train.overfit_one_batch
-    length = optim.steps, optim.epochs, optim.images
+    how = train.global_batch_size, optim.steps, optim.epochs, optim.images
     workers = recipe.workers.model_dump(
         mode="json", include={"num_workers", "cpus_per_worker", "label_selector"}
     )
-    return json.dumps([data, recipe.seed, recipe.model.sides, how, length, workers])
+    return json.dumps([data, recipe.seed, recipe.model.sides, how, workers])
 
 
 def training_stream(

@@ -36,9 +36,6 @@ from vit_ray.tracking.metrics_log import RunOpening
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 SOURCE_NAME: Final = "mlflow.source.name"
 NOTE: Final = "mlflow.note.content"
-ONE_BATCH: Final = (
-    "Trained on one batch again and again (train.overfit_one_batch): its accuracy is no result."
-)
 GIT_S: Final = 10.0
 """Time limit of a git command, for a slow folder."""
 _CONTEXTS: Final = {
@@ -111,11 +108,7 @@ def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str
     """The run's description in MLflow, Markdown: the user's own, the result, model, data, length
     and command.
     """
-    first = [
-        ONE_BATCH if recipe.train.overfit_one_batch else "",
-        recipe.tracking.description or "",
-        result,
-    ]
+    first = [recipe.tracking.description or "", result]
     what = (
         f"{recipe.model.name} on {resolved.num_images:,} images of "
         f"{resolved.manifest.num_classes:,} classes, {resolved.total_steps:,} steps of "

@@ -230,9 +230,7 @@ def test_timm_is_given_no_architecture_for_what_it_would_compute_otherwise(
 
 def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Path) -> None:
     _, run = trained_run(tmp_path)
-    path = export_to(
-        tmp_path, run, layout="huggingface", license="apache-2.0", data_license="CC BY 4.0"
-    )
+    path = export_to(tmp_path, run, layout="huggingface", license="apache-2.0")
     card = ModelCard.load(path / "README.md")
     assert (card.data.license, card.data.library_name) == ("apache-2.0", "transformers")
     (result,) = card.data.eval_results
@@ -248,7 +246,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Pat
     assert float(compute) == pytest.approx(exaflops, rel=0.1)
     print_of_data = open_dataset(str(tmp_path / "data/train")).fingerprint
     assert f"| fingerprint of the data | {print_of_data} |" in card.text
-    for fact in ("CC BY 4.0", "data/train", "2 worker-hours", "0123abc", "name: ViT"):
+    for fact in ("data/train", "2 worker-hours", "0123abc", "name: ViT"):
         assert fact in card.text
     assert "secret" not in card.content
     assert str(tmp_path) not in card.content

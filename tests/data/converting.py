@@ -28,7 +28,6 @@ def convert(source: Any, destination: Any, *, seed: int = 0, **options: Any) -> 
 def one_by_one(
     work: Callable[..., Any],
     items: Sequence[Any],
-    num_cpus: float,
     *shared: Any,
     shown: Shown | None = None,
 ) -> list[Any]:

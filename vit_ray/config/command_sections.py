@@ -60,16 +60,11 @@ class ConvertConfig(Section):
     """Field of the source with the image: a column of parquet, a suffix of a tar's files, a feature
     of TFRecord, or the field of CSV or JSON with its path; unset = the only field with a usual name
     for images, such as `image` or `path`."""
-    keep_damaged_archives: bool = False
-    """Keep the images before the damage in a truncated or broken tar, instead of rejecting the
-    tar."""
     shrink_to: Positive | None = None
-    """Re-encode images whose shorter side is longer than this many pixels, as JPEG; unset = keep
-    every size."""
-    shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
-    """JPEG quality of re-encoded images."""
+    """Re-encode images whose shorter side is longer than this many pixels, as JPEG of
+    quality 95; unset = keep every size."""
     apply_orientation: bool = False
-    """Rotate and mirror images as their EXIF says, and re-encode those as JPEG of `shrink_quality`;
+    """Rotate and mirror images as their EXIF says, and re-encode those as JPEG of quality 95;
     `false` keeps the stored pixels, as other training pipelines do."""
     license: str | None = None
     """Licence of the images, kept in the manifest of the set and of its subsets."""
@@ -84,8 +79,6 @@ class ConvertConfig(Section):
     """Copy no images: for parquet files in the layout of the Hugging Face hub, local or `s3://`,
     write only a manifest, labels and checksums for the files in place. These files are never
     written and must not change. The report says what this costs in reading."""
-    cpus_per_task: PositiveFloat = 1.0
-    """CPUs that one conversion task reserves."""
 
     def problems(self) -> dict[str, object]:
         wrong = [key for key in ("shrink_to", "apply_orientation") if getattr(self, key)]
@@ -344,9 +337,6 @@ class ExportConfig(Section):
     license: str | None = None
     """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; shown in the
     card."""
-    data_license: str | None = None
-    """Licence of the training data, as a sentence; shown in the card. Unset = as given at
-    conversion."""
 
     def problems(self) -> dict[str, object]:
         address = re.fullmatch(r"hf://[\w-][\w.-]*/[\w-][\w.-]*", self.push or "hf://a/b")
@@ -398,8 +388,6 @@ class InspectConfig(Section):
     """Local folder to write the figures to."""
     num_images: Positive = 128
     """Images over which attention distance is averaged; the default is the paper's."""
-    averaged: bool | None = None
-    """Averaged weights of a checkpoint; unset = if it has them."""
 
 
 class PlanConfig(Section):

@@ -31,15 +31,15 @@ def square(item: int) -> int:
 
 
 def test_every_item_is_worked_on_once(ray_cluster: None) -> None:
-    assert sorted(run_tasks(square, [1, 2, 3], 0.5)) == [1, 4, 9]
-    assert run_tasks(square, [], 0.5) == []
+    assert sorted(run_tasks(square, [1, 2, 3])) == [1, 4, 9]
+    assert run_tasks(square, []) == []
 
 
 def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match=r"^seven is no good$"):
-        run_tasks(square, [1, 7], 0.5)
+        run_tasks(square, [1, 7])
     with pytest.raises(OSError, match=r"^the store is away; reading eight failed after 10 att"):
-        run_tasks(square, [1, 8], 0.5)
+        run_tasks(square, [1, 8])
 
 
 def fail_first(item: int) -> None:
@@ -55,7 +55,7 @@ def test_after_an_error_the_other_items_are_not_processed(
     plain = ray.cancel
     monkeypatch.setattr(ray, "cancel", lambda task: cancelled.append(task) or plain(task))
     with pytest.raises(ValueError, match="the first is no good"):
-        run_tasks(fail_first, range(100), 1.0)
+        run_tasks(fail_first, range(100))
     assert len(cancelled) >= 99 - ray.cluster_resources()["CPU"]
 
 
@@ -67,7 +67,7 @@ def test_tasks_are_started_as_others_end(
     monkeypatch.setattr(
         ray, "wait", lambda some, **keys: most.append(len(some)) or plain(some, **keys)
     )
-    assert sorted(run_tasks(square, range(20, 60), 0.5)) == [n * n for n in range(20, 60)]
+    assert sorted(run_tasks(square, range(20, 60))) == [n * n for n in range(20, 60)]
     assert max(most) == 3
 
 
@@ -80,7 +80,7 @@ def test_a_task_whose_process_dies_again_and_again_is_an_error(
 ) -> None:
     monkeypatch.setattr("vit_ray.data.prepare.run_tasks._RETRIES", 1)
     with pytest.raises(OSError, match=r"^a task died 2 times: .*; run the same command again, wh"):
-        run_tasks(die, [1], 0.5)
+        run_tasks(die, [1])
 
 
 def half_done(item: int) -> int:
@@ -105,7 +105,7 @@ def test_tasks_report_what_they_have_done_while_others_work(
             time.sleep(0.05)
     assert (0, 60, 3) in seen
     seen.clear()
-    assert sorted(run_tasks(half_done, [1, 2], 0.5, shown=Shown("working", 3))) == [1, 2]
+    assert sorted(run_tasks(half_done, [1, 2], shown=Shown("working", 3))) == [1, 2]
     assert seen[-1] == (2, 3, 2)
 
 

@@ -13,7 +13,9 @@ from vit_ray.models.weights.state_dicts import LoadReport
 _NO_CLASSES = 1
 
 
-def load_trained_model(recipe: Recipe, averaged: bool | None) -> tuple[nn.Module, LoadReport]:
+def load_trained_model(
+    recipe: Recipe, averaged: bool | None = None
+) -> tuple[nn.Module, LoadReport]:
     """The recipe's model with the weights of `init_from` and their number of classes.
 
     Args:

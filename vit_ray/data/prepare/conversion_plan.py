@@ -41,9 +41,7 @@ RESULT: Final = "shard-{:06d}.json"
 """File with the result of a shard in the staging folder."""
 STAGING_VERSION: Final = 6
 """Version of what the staging folder holds; raised when a restart could not read it."""
-_DO_NOT_DECIDE: Final = {
-    "destination", "keep_damaged_archives", "max_rejected_fraction", "cpus_per_task",
-}  # fmt: skip
+_DO_NOT_DECIDE: Final = {"destination", "max_rejected_fraction"}
 """Keys of `convert` that may change between a conversion and its restart."""
 
 
@@ -109,7 +107,7 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan:
         if folder.child(MANIFEST_FILE).exists():
             return plan  # committed, except for the files next to the manifest
         planned = read_record(staging)
-        changes = planned and changes_since(planned, units_of(config), config.cpus_per_task)
+        changes = planned and changes_since(planned, units_of(config))
         if not changes:
             return plan
         _LOG.warning(
@@ -154,7 +152,7 @@ def _num_shards(config: ConvertConfig, seed: int, index: SourceIndex) -> int:
         places = np.arange(count, dtype=np.int64)
         sample = list(index.entries(shuffled_rows(index.num_images, seed, places)))
         parts = [sample[at : at + _SAMPLED_PER_TASK] for at in range(0, count, _SAMPLED_PER_TASK)]
-        sizes = run_tasks(written_bytes, parts, config.cpus_per_task, config)
+        sizes = run_tasks(written_bytes, parts, config)
         written = float(sum(sizes)) / count * index.num_images
     return shards_for(written, index.num_images, config)
 

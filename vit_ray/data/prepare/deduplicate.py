@@ -92,7 +92,6 @@ def deduplicate(
     source: str,
     evaluation_sets: list[str],
     destination: str,
-    num_cpus: float = 1.0,
 ) -> DeduplicateReport:
     """Write the manifest of a data set without the images of evaluation sets.
 
@@ -102,9 +101,9 @@ def deduplicate(
     """
     refuse_taken(destination)
     whole = open_dataset(source)
-    known = _index(evaluation_sets, num_cpus)
+    known = _index(evaluation_sets)
     shown = Shown(f"comparing {source}", whole.num_images, "duplicates")
-    results = run_tasks(_duplicates_in, _files_of(whole), num_cpus, whole, known, shown=shown)
+    results = run_tasks(_duplicates_in, _files_of(whole), whole, known, shown=shown)
     found = [row for rows, _ in results for row in rows]
     undecodable = sum(undecodable for _, undecodable in results), known.num_undecodable
     origin = {"evaluation_sets": evaluation_sets, "max_distance": MAX_DISTANCE}
@@ -163,13 +162,13 @@ class _Known:
     num_undecodable: int
 
 
-def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
+def _index(evaluation_sets: list[str]) -> _Known:
     described: list[tuple[tuple[str, str], _Described]] = []
     for path in evaluation_sets:
         manifest = open_dataset(path)
         shown = Shown(f"reading {path}", manifest.num_images)
         files = _files_of(manifest)
-        for _, images in sorted(run_tasks(_described_in, files, num_cpus, manifest, shown=shown)):
+        for _, images in sorted(run_tasks(_described_in, files, manifest, shown=shown)):
             described += [((path, key), image) for key, image in images]
     return known_from(described)
 

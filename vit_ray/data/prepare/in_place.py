@@ -54,7 +54,7 @@ def index_in_place(config: ConvertConfig) -> SourceIndex:
     """
     units = units_of(config)
     shown = Shown(f"reading labels of {config.source}")
-    facts = dict(run_tasks(_facts, units, config.cpus_per_task, shown=shown))
+    facts = dict(run_tasks(_facts, units, shown=shown))
     found: list[InPlace] = [facts[unit.id] for unit in units]
     declared = [(u.path, f.declared) for u, f in zip(units, found, strict=True) if f.declared]
     classes, are_indices = class_names(
@@ -65,7 +65,7 @@ def index_in_place(config: ConvertConfig) -> SourceIndex:
     )
     rows = [sum(count for count, _ in one.groups) for one in found]
     names = [f"{unit.name} {count}" for unit, count in zip(units, rows, strict=True)]
-    versions = versions_of(units, config.cpus_per_task)
+    versions = versions_of(units)
     return SourceIndex(
         [],
         rows,

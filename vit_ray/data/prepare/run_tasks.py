@@ -39,7 +39,6 @@ def _run(
 def run_tasks(
     work: Callable[..., Any],
     items: Sequence[Any],
-    num_cpus: float,
     *shared: Any,
     shown: Shown | None = None,
 ) -> list[Any]:
@@ -59,11 +58,7 @@ def run_tasks(
         return []
     results: list[Any] = []
     references = [ray.put(one) for one in shared]
-    task: Any = ray.remote(
-        num_cpus=num_cpus,
-        scheduling_strategy="SPREAD",
-        max_retries=_RETRIES,
-    )(_run)
+    task: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=_RETRIES)(_run)
     with shown_progress(shown, len(items), results.__len__) as tally:
         started = (task.remote(work, references, tally, *one) for one in enumerate(items))
         with contextlib.closing(_ended(started)) as ended:
@@ -89,8 +84,7 @@ def _ended(started: Iterator[Any]) -> Generator[tuple[Any, str], None, None]:
             except (NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
                 raise OSError(
                     f"a task died {_RETRIES + 1} times: {str(error).splitlines()[0]}; run the same "
-                    "command again, which keeps what is done; if memory was short, with a larger "
-                    "cpus_per_task"
+                    "command again, which keeps what is done"
                 ) from error
             yield found
     finally:

@@ -30,7 +30,6 @@ def subset(
     fraction: float | None = None,
     keys: str | None = None,
     seed: int = 0,
-    num_cpus: float = 1.0,
 ) -> Manifest:
     """Write the manifest of a subset of a data set.
 
@@ -48,7 +47,7 @@ def subset(
         text = ", ".join(f"{name}={value}" for name, value in given.items())
         raise ValueError(f"subset: {text}; give one of the three")
     if keys is not None:
-        return _listed(whole, destination, keys, num_cpus)
+        return _listed(whole, destination, keys)
     wanted = count if count is not None else round(whole.num_images * (fraction or 0))
     if not 0 < wanted <= whole.num_images:
         raise ValueError(
@@ -64,14 +63,14 @@ def subset(
     return derive(whole, left_out, destination, origin, groups=order[: last + 1])
 
 
-def _listed(whole: Manifest, destination: str, keys: str, num_cpus: float) -> Manifest:
+def _listed(whole: Manifest, destination: str, keys: str) -> Manifest:
     """The images whose keys are listed."""
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     content = locate(keys).read()
     listed = set(filter(None, content.decode("utf-8-sig").splitlines()))
     files = [int(index) for index in np.unique(whole.file_index)]
     shown = Shown(f"reading {whole.path}", whole.num_images)
-    results = run_tasks(_unlisted_rows, files, num_cpus, whole, listed, shown=shown)
+    results = run_tasks(_unlisted_rows, files, whole, listed, shown=shown)
     left_out = {group: rows for found, _ in results for group, rows in found.items()}
     taken = {key for _, found in results for key in found}
     if missing := sorted(listed - taken):

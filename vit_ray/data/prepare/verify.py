@@ -46,7 +46,7 @@ class VerifyReport:
         )
 
 
-def verify(path: str, *, decode_fraction: float = 0.01, num_cpus: float = 1.0) -> VerifyReport:
+def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
     """Check every file and every checksum of a data set, and decode a sample of the images.
 
     Args:
@@ -58,7 +58,7 @@ def verify(path: str, *, decode_fraction: float = 0.01, num_cpus: float = 1.0) -
     manifest = open_dataset(path)
     used = [int(index) for index in np.unique(manifest.file_index)]
     shown = Shown(f"verifying {path}", manifest.num_images, "problems")
-    checks = run_tasks(check_file, used, num_cpus, manifest, decode_fraction, shown=shown)
+    checks = run_tasks(check_file, used, manifest, decode_fraction, shown=shown)
     problems = [problem for check in checks for problem in check.problems]
     return VerifyReport(
         num_files=len(used),

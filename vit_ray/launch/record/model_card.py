@@ -149,7 +149,7 @@ def _training_facts(
     def terms_of(name: str) -> str:
         return (position.data_terms if position else {}).get(name, "not given")
 
-    licence = config.data_license or terms_of("license")
+    licence = terms_of("license")
     if position is None:
         return {"weights": _place(str(recipe.init_from)), "licence of the data": licence}
     progress, compute = position.progress, _UNKNOWN

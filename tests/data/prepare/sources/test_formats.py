@@ -192,7 +192,7 @@ def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(
     with pytest.raises(
         ValueError, match=rf"{name}' is compressed with {kind}; decompress it first"
     ):
-        converted(tmp_path / name, tmp_path / "set", keep_damaged_archives=True)
+        converted(tmp_path / name, tmp_path / "set")
 
 
 def test_a_folder_of_packed_archives_is_named(tmp_path: Path) -> None:

@@ -98,9 +98,6 @@ def test_a_file_without_its_footer_is_named(serial: None, tmp_path: Path) -> Non
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"b.parquet is damaged at byte .*footer cannot be read"):
         converted(tmp_path / "source", tmp_path / "set")
-    rows = converted(tmp_path / "source", tmp_path / "set", keep_damaged_archives=True)
-    assert {key.split("/")[0] for key in rows} == {"a"}
-    assert list(rejections(tmp_path / "set")) == ["b.parquet"]
 
 
 @pytest.mark.parametrize(

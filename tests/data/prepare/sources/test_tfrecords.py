@@ -232,7 +232,6 @@ def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path: Path) -> None:
     pixels = np.asarray(Image.open(io.BytesIO(found[0].read())))
     assert pixels.tolist() == [[255 if row in (2, 3) else 0] * 8 for row in range(8)]
     assert found[2].read() == bright
-    # What stands before damage can be taken (`convert.keep_damaged_archives`).
     before: list[IndexEntry] = []
     (tmp_path / "cut.tfrecord").write_bytes((dark + as_it_is)[:-20])
     unit = SourceUnit(

@@ -177,7 +177,7 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
         raise ValueError(
             f"{what} of other settings: {other}; put these back, or choose another folder"
         )
-    changes = changes_since(record, units_of(config), config.cpus_per_task)
+    changes = changes_since(record, units_of(config))
     if changes:
         raise ValueError(
             f"{what}, and its source has changed since: {text_of_changes(changes)}; choose "

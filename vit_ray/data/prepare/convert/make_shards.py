@@ -67,7 +67,7 @@ def make_shards(plan: Plan, config: ConvertConfig) -> None:
     # About: shards of files that are read in place differ in size.
     num_images = round(plan.num_images * len(missing) / plan.num_shards)
     shown = Shown(f"converting to {config.destination}", num_images, "rejected")
-    run_tasks(make_shard, missing, config.cpus_per_task, plan, config, shown=shown)
+    run_tasks(make_shard, missing, plan, config, shown=shown)
 
 
 def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:

@@ -35,6 +35,8 @@ _MOST_SCANS: Final = 100
 """Of a JPEG file, each of which a decoder passes over all pixels for: progressive files have about
 10, and libjpeg-turbo's own tests of hostile files allow 500."""
 
+_JPEG_QUALITY: Final = 95
+"""Of images that are encoded again."""
 _MOST_JPEG_PIXELS: Final = 65_500
 """Of a side, in libjpeg (JPEG_MAX_DIMENSION)."""
 
@@ -149,7 +151,7 @@ def checked(
                 pixels = _shrunk(pixels, config.shrink_to)
             if turned != 1 or pixels is not decoded:
                 _check_sides(pixels.shape)
-                image = encode_jpeg(pixels, config.shrink_quality)
+                image = encode_jpeg(pixels, _JPEG_QUALITY)
                 found = _rewritten(image, writer)
             size = pixels.shape[:2]
     index = None

@@ -54,11 +54,9 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)
 
 
-def changes_since(
-    record: SourceRecord, units: list[SourceUnit], num_cpus: float
-) -> dict[str, dict[str, str]]:
+def changes_since(record: SourceRecord, units: list[SourceUnit]) -> dict[str, dict[str, str]]:
     """What a source has of units that are `new`, `changed` or `gone`: path by id, by kind."""
-    then, now = record.units, versions_of(units, num_cpus)
+    then, now = record.units, versions_of(units)
     paths = {unit.id: unit.path for unit in units}
     kinds = {
         "new": {i: paths[i] for i in now if i not in then},

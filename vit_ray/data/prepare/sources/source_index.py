@@ -30,7 +30,6 @@ from vit_ray.data.prepare.sources.entries import (
     DamagedUnitError,
     IndexEntry,
     SourceUnit,
-    rejected,
     storable,
 )
 from vit_ray.data.prepare.sources.formats import (
@@ -251,8 +250,8 @@ def index_units(
     """The facts of each unit; those in the staging folder are reused for unchanged units.
 
     Raises:
-        ValueError: a unit is damaged, and `convert.keep_damaged_archives` is not set. Its facts are
-            removed, so that a repaired file of equal size and time is read again.
+        ValueError: a unit is damaged. Its facts are removed, so that a repaired file of equal size
+            and time is read again.
     """
     files = {unit.id: staging.child(f"{unit.staged}.json") for unit in units}
     done = {info.base_name for info in staging.list_files()}
@@ -262,14 +261,12 @@ def index_units(
             staging.child(name).delete()  # of other settings, or of a source that has changed
     known = [unit for unit in units if f"{unit.staged}.json" in done]
     then = read_many_facts(files[unit.id] for unit in known)
-    now = versions_of(known, config.cpus_per_task)
+    now = versions_of(known)
     same = {u.id for u, facts in zip(known, then, strict=True) if facts["version"] == now[u.id]}
     missing = [unit for unit in units if unit.id not in same]
     shown = Shown(f"indexing {config.source}")
-    run_tasks(_index, missing, config.cpus_per_task, staging.uri, shown=shown)
+    run_tasks(_index, missing, staging.uri, shown=shown)
     found = [UnitFacts(**facts) for facts in read_many_facts(files[unit.id] for unit in units)]
-    if config.keep_damaged_archives:
-        return found
     damages = [fact.damage for fact in found if fact.damage]
     for unit, fact in zip(units, found, strict=True):
         if fact.damage:
@@ -277,20 +274,19 @@ def index_units(
     if damages:
         listed = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
         raise ValueError(
-            f"convert: {len(damages)} files of the source are damaged: {listed}; replace them, or "
-            "set convert.keep_damaged_archives=true to keep the images before the damage"
+            f"convert: {len(damages)} files of the source are damaged: {listed}; replace them"
         )
     return found
 
 
-def versions_of(units: list[SourceUnit], num_cpus: float) -> dict[str, str]:
+def versions_of(units: list[SourceUnit]) -> dict[str, str]:
     """The present version of each unit, by its id.
 
     Args:
         units: with the columns and label field with which they are indexed.
     """
     shown = Shown("comparing the source with what was converted")
-    return dict(run_tasks(_id_and_version, units, num_cpus, shown=shown))
+    return dict(run_tasks(_id_and_version, units, shown=shown))
 
 
 def _id_and_version(unit: SourceUnit) -> tuple[str, str]:
@@ -330,7 +326,6 @@ def _write_index(unit: SourceUnit, staging: Location) -> UnitFacts:
                 yield replace(entry, version=version) if is_of_unit else entry
         except DamagedUnitError as error:
             facts.damage = str(error)
-            yield storable(rejected(unit.path, unit.name, facts.damage))
 
     with parquet_output(staging.child(f"{unit.staged}.parquet"), INDEX_SCHEMA) as writer:
         for piece in in_pieces(entries()):

@@ -59,8 +59,8 @@ from vit_ray.data.prepare.digits import write_digits
 from vit_ray.launch.run import train
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.train.objective import make_loss
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.objective import make_loss
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver

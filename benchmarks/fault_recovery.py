@@ -195,7 +195,7 @@ def recovery(name: str, run: Run) -> str:
 
 def poison_one_batch() -> None:
     """Called by Ray in every process that it starts."""
-    from vit_ray.train import objective
+    from vit_ray.training import objective
 
     plain, passes = objective.classification_loss, itertools.count(1)
 

@@ -49,7 +49,7 @@ from vit_ray.measure.devices import find_device, peak_flops
 from vit_ray.models import build_model
 from vit_ray.models.catalog import find_spec
 from vit_ray.models.flops import forward_macs
-from vit_ray.train.memory.out_of_memory import unless_out_of_memory
+from vit_ray.training.memory.out_of_memory import unless_out_of_memory
 
 NUM_CLASSES = 1000
 IMAGE_SIZE = 224

@@ -12,7 +12,7 @@ step is the median after three steps to warm up (the job's: after the first), th
 rounds. In bf16 the bare loop and the engine both keep bf16 weights and gradients and an fp32 master
 that AdamW steps; the loop under autocast, which keeps fp32 weights only, is there to compare. On a
 GPU where there is one; the batch is halved while any row runs out of its memory, and its peak
-stands beside what `vit_ray.train.memory.memory_estimate` predicts, which does not know --compile.
+stands beside what `vit_ray.training.memory.memory_estimate` predicts, which knows no --compile.
 MFU is against the dense peak. The bare loops need torch alone; a row whose libraries are missing or
 that has not ended after `--row-s`, is listed as such. The table is printed after every row.
 """
@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.result import finish, header, machine
-from vit_ray.train.memory.out_of_memory import unless_out_of_memory
+from vit_ray.training.memory.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
 GPU_BAR, CPU_BAR = 1.03, 1.05  # whole job over bare loop; on a CPU at steps of 0.5 s or more
@@ -84,7 +84,7 @@ class MasterAdamW:
 def bare_loop(args: argparse.Namespace, autocast: bool = False) -> Measured:
     """Plain torch: AdamW with clipping; nothing else."""
     from vit_ray.models import build_model
-    from vit_ray.train.engine.compiling import compile_model
+    from vit_ray.training.engine.compiling import compile_model
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,7 +126,7 @@ def peak_gib() -> float | None:
 
 
 def predicted_gib(recipe: Any, batch: int) -> float | None:
-    from vit_ray.train.memory.memory_estimate import estimate_memory
+    from vit_ray.training.memory.memory_estimate import estimate_memory
 
     if not torch.cuda.is_available():
         return None
@@ -140,9 +140,9 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     from vit_ray.checkpoints.checkpoint import Progress
     from vit_ray.measure.meters import Compute
     from vit_ray.models import build_model
-    from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
-    from vit_ray.train.loop import RankContext, run_training
-    from vit_ray.train.objective import classification_loss, normalize
+    from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+    from vit_ray.training.loop import RankContext, run_training
+    from vit_ray.training.objective import classification_loss, normalize
 
     recipe = recipe_of(args, "", "").with_changes(train={"zero_stage": zero_stage})
     use_gpu = torch.cuda.is_available()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import pickle
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import vit_ray
 from docs.reference_hook import api_names, api_page
@@ -30,24 +28,7 @@ def test_every_name_is_the_rooms_own() -> None:
     for name in vit_ray._ROOMS:
         room = importlib.import_module(f"vit_ray.{vit_ray._ROOMS[name]}")
         assert getattr(vit_ray, name) is getattr(room, name)
-    assert set(vit_ray.__all__) == {*vit_ray._ROOMS, "train", "evaluate"}
-
-
-@pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_a_package_is_called_as_the_function_of_its_name(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before and after modules of it are imported, which sets the package's attribute."""
-    called: list[object] = []
-    monkeypatch.setattr(f"vit_ray.launch.run.{name}", lambda *words, **more: (words, more))
-    monkeypatch.delattr(vit_ray, name, raising=False)
-    for module in ("objective", "optim") if name == "train" else ("accuracy",):
-        called.append(getattr(vit_ray, name)("recipe", until_step=5))
-        importlib.import_module(f"vit_ray.{name}.{module}")
-    called.append(getattr(vit_ray, name)("recipe", until_step=5))
-    assert called == [(("recipe",), {"until_step": 5})] * len(called)
-    received = pickle.loads(cloudpickle.dumps(getattr(vit_ray, name)))  # as in a user's task
-    assert received is getattr(vit_ray, name)
+    assert set(vit_ray.__all__) == {*vit_ray._ROOMS}
 
 
 def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_page() -> None:

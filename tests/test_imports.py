@@ -20,9 +20,9 @@ EVERYONE |= {
 }
 BELOW = {
     "worker",
-    "train",
+    "training",
     "checkpoints",
-    "evaluate",
+    "evaluation",
     "data",
     "report",
     "tracking",
@@ -35,10 +35,10 @@ ALLOWED = {
     "commands": BELOW | {"experiments", "launch"},
     "experiments": BELOW | {"launch"},
     "launch": BELOW,
-    "worker": {"train", "checkpoints", "evaluate", "models", "measure", "deepspeed_internals"},
-    "train": {"checkpoints", "evaluate", "models", "measure", "deepspeed_internals"},
+    "worker": {"training", "checkpoints", "evaluation", "models", "measure", "deepspeed_internals"},
+    "training": {"checkpoints", "evaluation", "models", "measure", "deepspeed_internals"},
     "checkpoints": {"models", "measure", "deepspeed_internals"},
-    "evaluate": {"models", "measure"},
+    "evaluation": {"models", "measure"},
     "data": {"measure"},
     "tracking": set(),
     "report": {"measure"},
@@ -66,9 +66,9 @@ FOREIGN = {
     "measure": {"ray", "deepspeed", "mlflow"},
     "report": {"ray", "torch", "deepspeed"},
     "tracking": {"torch", "deepspeed"},
-    "evaluate": {"ray", "deepspeed", "mlflow"},
+    "evaluation": {"ray", "deepspeed", "mlflow"},
     "checkpoints": {"ray", "mlflow"},
-    "train": {"ray", "mlflow"},
+    "training": {"ray", "mlflow"},
 }
 # Rooms inside the data room, likewise.
 DATA_ROOMS = {

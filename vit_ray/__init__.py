@@ -2,12 +2,11 @@
 
 import importlib
 import os
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vit_ray.config import Recipe, load_recipe
-    from vit_ray.evaluate.few_shot import few_shot_accuracy
+    from vit_ray.evaluation.few_shot import few_shot_accuracy
     from vit_ray.launch.inputs.dataset import open_dataset
     from vit_ray.launch.inputs.rank_batches import training_batches
     from vit_ray.launch.run import evaluate, finetune, train
@@ -45,12 +44,12 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 __version__ = "0.1.0"
 
-_CALLABLE = ("evaluate", "train")
 # Imported on first use: torch, Ray and MLflow take seconds.
 _ROOMS = {
     "Recipe": "config",
     "build_model": "models",
-    "few_shot_accuracy": "evaluate.few_shot",
+    "evaluate": "launch.run",
+    "few_shot_accuracy": "evaluation.few_shot",
     "finetune": "launch.run",
     "forward_macs": "models.flops",
     "load": "launch.trained_model",
@@ -59,31 +58,14 @@ _ROOMS = {
     "model_names": "models",
     "open_dataset": "launch.inputs.dataset",
     "save_weights": "models.weights",
+    "train": "launch.run",
     "training_batches": "launch.inputs.rank_batches",
     "training_exaflops": "models.flops",
     "trust_modules": "own_parts",
 }
 
 
-class CallableRoom(ModuleType):
-    """A package that is also a function: `vit_ray.train(recipe)` trains.
-
-    Calling it calls the function of the same name in `vit_ray.launch.run`; `vit_ray.api` has the
-    documentation.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """By name, like any module: functions that are sent to workers refer to it."""
-        return importlib.import_module, (self.__name__,)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        function = getattr(importlib.import_module("vit_ray.launch.run"), self.__name__[8:])
-        return function(*args, **options)
-
-
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE:
-        return importlib.import_module(f"vit_ray.{name}")
     if name not in _ROOMS:
         raise AttributeError(f"module 'vit_ray' has no attribute {name!r}")
     return getattr(importlib.import_module(f"vit_ray.{_ROOMS[name]}"), name)

@@ -15,7 +15,7 @@ from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
 from vit_ray.commands.plans.plan import describe_sharing
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.train.memory.memory_estimate import estimate_memory
+from vit_ray.training.memory.memory_estimate import estimate_memory
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "jobs" / "recipes"

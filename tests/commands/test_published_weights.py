@@ -31,7 +31,7 @@ from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.models.weights import save_weights
-from vit_ray.train.objective import build_objective, normalize
+from vit_ray.training.objective import build_objective, normalize
 
 TINY = {"width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 16}
 OURS = {"mean": [0.5] * 3, "std": [0.5] * 3}

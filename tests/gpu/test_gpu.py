@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints.written import write_snapshot
 from tests.models.small import small_model
 from tests.recipes import recipe_with
-from tests.train.engine_runs import OPTIM, batch, loss_of, position
+from tests.training.engine_runs import OPTIM, batch, loss_of, position
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
@@ -22,11 +22,11 @@ from vit_ray.measure.devices import find_device
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.dropout import keyed_dropout
 from vit_ray.storage import locate
-from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.train.loop import Batch
-from vit_ray.train.memory.largest_batch import try_micro_batches
-from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.optim.optimizers import build_optimizer
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.loop import Batch
+from vit_ray.training.memory.largest_batch import try_micro_batches
+from vit_ray.training.objective import build_objective, make_loss
+from vit_ray.training.optim.optimizers import build_optimizer
 from vit_ray.worker.prefetch import device_batches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

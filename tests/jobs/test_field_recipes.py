@@ -18,8 +18,8 @@ import torch
 from tests.conftest import ROOT
 from tests.data.pictures import encoded
 from tests.jobs.headers import commands, header, stated_cost
-from tests.train.engine_runs import PLAIN_LINEAR
-from tests.train.ranks import run_ranks
+from tests.training.engine_runs import PLAIN_LINEAR
+from tests.training.ranks import run_ranks
 from tests.worker.fakes import FakeRun, write_now
 from vit_ray.checkpoints.checkpoint import Progress, open_checkpoint
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
@@ -31,8 +31,8 @@ from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import training_crop
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.storage import locate
-from vit_ray.train.engine.collectives import all_sum
-from vit_ray.train.loop import RankContext
+from vit_ray.training.engine.collectives import all_sum
+from vit_ray.training.loop import RankContext
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob

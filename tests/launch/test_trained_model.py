@@ -19,9 +19,9 @@ import vit_ray
 from tests.data.pictures import jpeg
 from tests.data.small_sets import SHARD, write_encoded
 from tests.models.small import TINY_VIT, small_model
-from tests.train.engine_runs import build_engine
-from tests.train.ranks import run_ranks
 from tests.trained_runs import tiny_recipe, write_run
+from tests.training.engine_runs import build_engine
+from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.commands.trained.export import export
 from vit_ray.config.training_sections import TrainConfig
@@ -33,7 +33,7 @@ from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.trained_model import class_names
 from vit_ray.models.weights import save_weights
-from vit_ray.train.objective import build_objective
+from vit_ray.training.objective import build_objective
 from vit_ray.worker.evaluation import _predictions
 
 CLASSES = ["cat", "dog", "emu", "fox", "gnu"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.models.small import TINY_VIT, small_model, some_images
 from tests.recipes import recipe_with
-from vit_ray.evaluate.inspection import position_vectors
+from vit_ray.evaluation.inspection import position_vectors
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective

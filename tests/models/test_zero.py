@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.ranks import run_ranks
+from tests.training.ranks import run_ranks
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ def learning_rates(optim: Any, total_steps: int) -> list[float]:
     """The rate of each step of a section `optim`."""
     lr_at = first_of(
         "vit_ray.training.schedule:lr_at",
+        "vit_ray.training.optim.schedule:lr_at",
         "vit_ray.train.optim.schedule:lr_at",
     )
     return [lr_at(step, optim, total_steps) for step in range(total_steps)]

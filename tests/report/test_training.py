@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 from tests.report.made_pages import made_page
 from tests.report.made_runs import made
 from tests.tracking.stored_runs import store_run
-from vit_ray.evaluate.examples import picture, training_files
+from vit_ray.evaluation.examples import picture, training_files
 from vit_ray.report import runs as report_runs
 from vit_ray.report.document import with_content
 from vit_ray.report.figures.chart_list import curve_series

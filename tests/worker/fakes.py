@@ -19,7 +19,7 @@ from vit_ray.config import Recipe
 from vit_ray.measure.goodput import Work
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
-from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, StepResult
+from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, StepResult
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob

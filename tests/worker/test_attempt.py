@@ -23,8 +23,8 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpo
 from vit_ray.checkpoints.sample_digest import samples_digest
 from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
-from vit_ray.train.loop import EvaluationCutError
-from vit_ray.train.memory.micro_batch import known_images, limit_key
+from vit_ray.training.loop import EvaluationCutError
+from vit_ray.training.memory.micro_batch import known_images, limit_key
 from vit_ray.worker.attempt import Attempt, run_attempt
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.setup import device_name

@@ -12,15 +12,15 @@ from sklearn.metrics import average_precision_score, top_k_accuracy_score
 
 from tests.models.small import small_model
 from tests.recipes import recipe_with
-from tests.train.engine_runs import build_engine
-from tests.train.pretended_device import PretendedGpu
-from tests.train.ranks import run_ranks
+from tests.training.engine_runs import build_engine
+from tests.training.pretended_device import PretendedGpu
+from tests.training.ranks import run_ranks
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray import trust_modules
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
-from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
-from vit_ray.evaluate.ground_truth import Answers
-from vit_ray.train.loop import EvaluationCutError
+from vit_ray.evaluation.few_shot import FewShot, few_shot_accuracy
+from vit_ray.evaluation.ground_truth import Answers
+from vit_ray.training.loop import EvaluationCutError
 from vit_ray.worker import evaluation
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
 

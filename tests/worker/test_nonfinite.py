@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.ranks import run_ranks
+from tests.training.ranks import run_ranks
 from tests.worker.fakes import FakeEngine, Worker, batches, make_job
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.worker.job import UnrecoverableError

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.pretended_device import PretendedGpu
-from vit_ray.train.loop import Batch
+from tests.training.pretended_device import PretendedGpu
+from vit_ray.training.loop import Batch
 from vit_ray.worker.prefetch import Prefetched, SideStream, device_batches
 
 

@@ -15,8 +15,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests import hosts
-from tests.train.engine_runs import GLOBAL_BATCH, build_engine, run_steps
-from tests.train.ranks import run_ranks
+from tests.training.engine_runs import GLOBAL_BATCH, build_engine, run_steps
+from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.worker.process_group import (
     RankPlace,

@@ -34,7 +34,7 @@ def check_model(recipe: Recipe) -> None:
         import torch  # for this model only: seconds
 
         from vit_ray.models.flops import forward_macs
-        from vit_ray.train.objective import build_objective
+        from vit_ray.training.objective import build_objective
 
         forward_macs(model.name, 2, model.image_size, **model.options())
         with torch.device("meta"):
@@ -72,8 +72,8 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
         return
     import torch  # for these parts only: seconds
 
-    from vit_ray.train.objective import classification_loss, per_image
-    from vit_ray.train.optim.optimizers import state_types
+    from vit_ray.training.objective import classification_loss, per_image
+    from vit_ray.training.optim.optimizers import state_types
 
     state_types(recipe.optim)
     logits, labels = torch.zeros(2, num_classes), torch.zeros(2, 1, dtype=torch.int64)

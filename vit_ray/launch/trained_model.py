@@ -39,7 +39,7 @@ from vit_ray.models import build_model
 from vit_ray.models.layers import Head
 from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate
-from vit_ray.train.objective import normalize
+from vit_ray.training.objective import normalize
 
 logger = logging.getLogger(__name__)
 

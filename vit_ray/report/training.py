@@ -24,7 +24,7 @@ _PICTURES = {
     "evaluation/errors": "Which errors have the highest loss?",
     "images/training": "What do the training images look like to the model?",
 }
-"""Files of a run, see `evaluate/examples.py`, and titles."""
+"""Files of a run, see `evaluation/examples.py`, and titles."""
 
 
 def training_sections(archive: Archive, run: RecordedRun) -> list[Section]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.evaluate.examples import NUM_TRAINING, training_files
+from vit_ray.evaluation.examples import NUM_TRAINING, training_files
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
 from vit_ray.metric_names import (
@@ -22,8 +22,8 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import Callback, own_part
-from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.train.loop import (
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.loop import (
     Batch,
     Ending,
     EvaluationCutError,
@@ -32,7 +32,7 @@ from vit_ray.train.loop import (
     as_tensor,
     run_training,
 )
-from vit_ray.train.memory.out_of_memory import is_out_of_memory
+from vit_ray.training.memory.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy

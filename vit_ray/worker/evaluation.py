@@ -14,13 +14,13 @@ from torch import Tensor
 
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import EvalConfig
-from vit_ray.evaluate.accuracy import AccuracySums
-from vit_ray.evaluate.average_precision import ClassScores, mean_average_precision
-from vit_ray.evaluate.confusion import Confusion
-from vit_ray.evaluate.examples import ExampleImages, example_files
-from vit_ray.evaluate.few_shot import FewShot
-from vit_ray.evaluate.ground_truth import Answers
-from vit_ray.evaluate.weight_pictures import FirstLayer
+from vit_ray.evaluation.accuracy import AccuracySums
+from vit_ray.evaluation.average_precision import ClassScores, mean_average_precision
+from vit_ray.evaluation.confusion import Confusion
+from vit_ray.evaluation.examples import ExampleImages, example_files
+from vit_ray.evaluation.few_shot import FewShot
+from vit_ray.evaluation.ground_truth import Answers
+from vit_ray.evaluation.weight_pictures import FirstLayer
 from vit_ray.metric_names import (
     DEV_GROUP,
     EVAL_GROUP,
@@ -28,11 +28,11 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind
 from vit_ray.own_parts import Metric, own_part
-from vit_ray.train.engine.collectives import all_rows, all_sum, all_sum_array, read_by_first
-from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
-from vit_ray.train.memory.out_of_memory import is_out_of_memory
-from vit_ray.train.objective import classification_loss, normalize, per_image
+from vit_ray.training.engine.collectives import all_rows, all_sum, all_sum_array, read_by_first
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.loop import Batch, EvaluationCutError, as_tensor
+from vit_ray.training.memory.out_of_memory import is_out_of_memory
+from vit_ray.training.objective import classification_loss, normalize, per_image
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink

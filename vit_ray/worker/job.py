@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config import Recipe
-from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.worker.run_link import ControlsRun, RecordsRun
 
 if TYPE_CHECKING:  # the controller, which carries a job, needs no torch

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vit_ray.train.loop import Batch, as_tensor
+from vit_ray.training.loop import Batch, as_tensor
 
 T = TypeVar("T")
 Item = TypeVar("Item")

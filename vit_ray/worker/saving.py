@@ -22,7 +22,7 @@ from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
-from vit_ray.train.engine.elastic_state import TrainingState
+from vit_ray.training.engine.elastic_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.pool_link import GroupBrokenError
 from vit_ray.worker.run_link import RunLink

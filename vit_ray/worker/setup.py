@@ -12,11 +12,11 @@ from vit_ray.measure.meters import Compute
 from vit_ray.models.parameter_groups import part_of
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
-from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.train.loop import Batch
-from vit_ray.train.memory.largest_batch import largest_micro_batch, try_micro_batches
-from vit_ray.train.memory.memory_estimate import step_macs
-from vit_ray.train.memory.micro_batch import (
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.loop import Batch
+from vit_ray.training.memory.largest_batch import largest_micro_batch, try_micro_batches
+from vit_ray.training.memory.memory_estimate import step_macs
+from vit_ray.training.memory.micro_batch import (
     CPU_MOST,
     known_images,
     limit_key,
@@ -25,7 +25,7 @@ from vit_ray.train.memory.micro_batch import (
     note_images,
     trial_key,
 )
-from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,

@@ -27,10 +27,10 @@ from vit_ray.measure.goodput import TimeClass
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import Location, locate
-from vit_ray.train.engine.collectives import all_max, all_sum
-from vit_ray.train.engine.deepspeed_setup import warm_up_process
-from vit_ray.train.loop import Batch, RankContext
-from vit_ray.train.memory.out_of_memory import is_out_of_memory
+from vit_ray.training.engine.collectives import all_max, all_sum
+from vit_ray.training.engine.deepspeed_setup import warm_up_process
+from vit_ray.training.loop import Batch, RankContext
+from vit_ray.training.memory.out_of_memory import is_out_of_memory
 from vit_ray.worker.attempt import Attempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob, UnrecoverableError

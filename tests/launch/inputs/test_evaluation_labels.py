@@ -14,7 +14,7 @@ from vit_ray.config import Recipe
 from vit_ray.data.format.labels import keys
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare.subset import subset
-from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.launch.inputs import evaluation_labels as benchmark
 from vit_ray.launch.inputs.evaluation_labels import answers_of
 from vit_ray.launch.prepared_run import prepare_evaluation

@@ -27,7 +27,7 @@ from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.models.layers import cut_patches
 from vit_ray.models.masked import draw_corruption
-from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.training.objective import build_objective, make_loss
 
 NUM_IMAGES = {"large": 70, "small": 37}
 

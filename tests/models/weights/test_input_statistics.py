@@ -12,7 +12,7 @@ from transformers import ViTImageProcessor
 from tests.models.small import small_model
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR, statistics_beside
-from vit_ray.train.objective import normalize
+from vit_ray.training.objective import normalize
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 

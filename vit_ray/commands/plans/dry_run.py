@@ -13,9 +13,9 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.experiments.search_space import point_text, points_of
 from vit_ray.experiments.sweep import sweep_of, trial_recipe
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.train.memory.largest_batch import largest_micro_batch
-from vit_ray.train.memory.memory_estimate import estimate_memory
-from vit_ray.train.memory.micro_batch import micro_batch_size
+from vit_ray.training.memory.largest_batch import largest_micro_batch
+from vit_ray.training.memory.memory_estimate import estimate_memory
+from vit_ray.training.memory.micro_batch import micro_batch_size
 
 
 def describe_training(recipe: Recipe) -> str:

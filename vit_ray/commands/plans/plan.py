@@ -30,8 +30,8 @@ from vit_ray.measure.step_time import (
 from vit_ray.models.flops import forward_macs
 from vit_ray.report.tables import first_of
 from vit_ray.storage import locate
-from vit_ray.train.memory.largest_batch import largest_micro_batch
-from vit_ray.train.memory.memory_estimate import (
+from vit_ray.training.memory.largest_batch import largest_micro_batch
+from vit_ray.training.memory.memory_estimate import (
     count_parameters,
     estimate_memory,
     run_exaflops,

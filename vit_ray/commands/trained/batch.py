@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 
 from vit_ray.config.secrets import redact
 from vit_ray.data.images.crops import UInt8Array, decode
-from vit_ray.evaluate.contact_sheet import SIDE, sheet, square, strip
+from vit_ray.evaluation.contact_sheet import SIDE, sheet, square, strip
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
 from vit_ray.launch.inputs.stream_cost import STAGES, stream_cost
 from vit_ray.launch.named_run import NamedRun, find_run

@@ -183,8 +183,8 @@ class SeenBatches:
             return images, None
         import torch  # seconds, of recipes that need it
 
-        from vit_ray.train.mixing import draw_mixing, mix_images
-        from vit_ray.train.objective import normalize
+        from vit_ray.training.mixing import draw_mixing, mix_images
+        from vit_ray.training.objective import normalize
 
         pixels, numbers = torch.from_numpy(images), torch.from_numpy(samples)
         if train.mixes:

@@ -24,7 +24,7 @@ from vit_ray.data.order.selection import (
     select,
 )
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.evaluate.few_shot import require_shots
+from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.shuffle_window import rows_per_task, shuffle_window, window_rows
 from vit_ray.launch.model_checks import check_model, check_own_parts

@@ -1,0 +1,73 @@
+"""Mean average precision of several ranks' batches, against scikit-learn on all images at once."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score
+
+from vit_ray.evaluation import average_precision
+from vit_ray.evaluation.average_precision import ClassScores, mean_average_precision
+
+NUM_IMAGES, NUM_CLASSES, MOST_LABELS = 90, 7, 4
+
+
+def made(num_steps):
+    """Scores (of so many different values, 0: all different), labels and the last padding rows.
+
+    Class 6 has no image, some images have no label, and some have one twice.
+    """
+    rng = np.random.default_rng(3)
+    scores = rng.normal(size=(NUM_IMAGES, NUM_CLASSES)).astype(np.float32)
+    if num_steps:
+        scores = np.round(scores * num_steps / 6).astype(np.float32)
+    labels = rng.integers(-1, NUM_CLASSES - 1, (NUM_IMAGES, MOST_LABELS))
+    labels[:8] = -1
+    weights = np.ones(NUM_IMAGES)
+    weights[-5:] = 0
+    return scores, labels, weights
+
+
+def expected(scores, labels, weights):
+    real = weights > 0
+    truth = np.zeros((NUM_IMAGES, NUM_CLASSES + 1), bool)
+    truth[np.arange(NUM_IMAGES)[:, None], labels] = True
+    truth = truth[real, :NUM_CLASSES]
+    held = truth.any(axis=0)
+    assert held.sum() == NUM_CLASSES - 1
+    return average_precision_score(truth[:, held], scores[real][:, held], average="macro")
+
+
+def measured(scores, labels, weights, num_ranks, batch=10):
+    ranks = [ClassScores() for _ in range(num_ranks)]
+    for number, first in enumerate(range(0, NUM_IMAGES, batch)):
+        part = slice(first, first + batch)
+        ranks[number % num_ranks].add_batch(
+            *(torch.from_numpy(one[part]) for one in (scores, labels, weights))
+        )
+    positives = np.concatenate([rank.positives() for rank in ranks])
+    return mean_average_precision(positives, sum(rank.at_least(positives) for rank in ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 16])
+@pytest.mark.parametrize("num_steps", [0, 3, 12])
+def test_it_is_scikit_learns_however_the_images_are_dealt(num_steps, num_ranks):
+    """Of 16 ranks 7 have no batch; few steps give many equal scores."""
+    found = measured(*made(num_steps), num_ranks)
+    assert found == pytest.approx(expected(*made(num_steps)), rel=1e-12)
+
+
+def test_without_any_label_there_is_none():
+    scores, labels, weights = made(0)
+    assert measured(scores, np.full_like(labels, -1), weights, 2) is None
+
+
+def test_scores_beyond_the_limit_are_not_held(monkeypatch):
+    scores, labels, weights = map(torch.from_numpy, made(0))
+    held = ClassScores()
+    monkeypatch.setattr(average_precision, "MOST_BYTES", 4 * 10 * NUM_CLASSES)
+    held.add_batch(scores[:10], labels[:10], weights[:10])
+    assert held.is_whole
+    assert len(held.positives())
+    held.add_batch(scores[10:], labels[10:], weights[10:])
+    assert not held.is_whole
+    assert not len(held.positives())

@@ -1,0 +1,143 @@
+"""Images kept of an evaluation: the same ones however they are dealt to ranks and batches."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.special import expit, softmax
+
+from vit_ray.evaluation.contact_sheet import strip
+from vit_ray.evaluation.examples import (
+    KINDS,
+    SIDE,
+    ExampleImages,
+    example_files,
+    square,
+    training_files,
+)
+
+NUM_IMAGES, NUM_CLASSES = 60, 5
+NO_PREDICTION = {"predicted": None, "probability": None, "loss": None}
+NAMES = ["a", 'b "quoted"', "<b>", "=1+1", "e"]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Images whose every pixel is four times their number; some are right, some have no label."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(NUM_IMAGES, NUM_CLASSES))
+    labels = np.stack([rng.integers(0, NUM_CLASSES, NUM_IMAGES), np.full(NUM_IMAGES, -1)], axis=1)
+    labels[::7] = -1
+    labels[::5, 1] = 4
+    shades = np.arange(NUM_IMAGES, dtype=np.uint8) * 4
+    return {
+        "images": np.broadcast_to(shades[:, None, None, None], (NUM_IMAGES, 4, 4, 3)).copy(),
+        "samples": np.arange(NUM_IMAGES),
+        "logits": logits,
+        "labels": labels,
+        "losses": rng.uniform(0, 9, NUM_IMAGES),
+        "weights": (np.arange(NUM_IMAGES) < NUM_IMAGES - 4).astype(np.float32),
+    }
+
+
+def kept(whole, num_ranks, order):
+    ranks = [ExampleImages() for _ in range(num_ranks)]
+    for number, part in enumerate(np.array_split(order, 9)):
+        columns = {
+            key: value[part] if key == "samples" else torch.from_numpy(value[part])
+            for key, value in whole.items()
+        }
+        ranks[number % num_ranks].add_batch(**columns)
+    all_ranks = np.concatenate([one.candidates(rank) for rank, one in enumerate(ranks)])
+    rows = sum(one.chosen(all_ranks, rank) for rank, one in enumerate(ranks))
+    return example_files(rows, NAMES)
+
+
+def shades(picture):
+    """A quarter of the shade of each square of a row, which a JPEG keeps nearly."""
+    pixels = np.asarray(Image.open(io.BytesIO(picture)))
+    assert pixels.shape[0] > SIDE  # the captions
+    return [round(int(pixels[9, first + 9, 0]) / 4) for first in range(0, pixels.shape[1], SIDE)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 12])
+def test_the_first_and_the_worst_of_all_ranks_are_kept(whole, num_ranks):
+    files = kept(whole, num_ranks, np.random.default_rng(num_ranks).permutation(NUM_IMAGES))
+    real = [i for i in range(NUM_IMAGES - 4) if whole["labels"][i, 0] >= 0 or i % 5 == 0]
+    predicted = whole["logits"].argmax(axis=1)
+    wrong = [i for i in real if predicted[i] not in whole["labels"][i]]
+    worst = sorted(wrong, key=lambda i: -whole["losses"][i])[: KINDS["errors"]]
+    for kind, chosen in (("examples", real[: KINDS["examples"]]), ("errors", worst)):
+        about = json.loads(files[f"{kind}.json"])
+        assert [one["sample"] for one in about] == chosen
+        assert shades(files[f"{kind}.jpg"]) == chosen
+        for one, i in zip(about, chosen, strict=True):
+            assert one["classes"] == [NAMES[k] for k in whole["labels"][i] if k >= 0]
+            assert one["predicted"] == NAMES[predicted[i]]
+            assert one["loss"] == pytest.approx(whole["losses"][i])
+            assert one["probability"] == pytest.approx(softmax(whole["logits"][i]).max(), rel=1e-6)
+
+
+def test_without_errors_there_is_no_picture_of_them(whole):
+    right = {**whole, "labels": whole["logits"].argmax(axis=1)[:, None]}
+    assert {*kept(right, 2, np.arange(NUM_IMAGES))} == {"examples.jpg", "examples.json"}
+
+
+def test_losses_and_scores_that_are_no_numbers_do_no_harm(whole):
+    bad = {**whole, "losses": np.full(NUM_IMAGES, np.nan), "logits": whole["logits"] * np.inf}
+    files = kept(bad, 2, np.arange(NUM_IMAGES))
+    assert len(json.loads(files["errors.json"])) == KINDS["errors"]
+
+
+@pytest.mark.parametrize(("shape", "edge"), [((32, 64), 24), ((300, 100), 32), ((96, 96), 0)])
+def test_a_square_keeps_the_image_whole(shape, edge):
+    """White on black: bars on the short side, in the middle, and nothing is cut off."""
+    drawn = square(np.full((*shape, 3), 255, np.uint8))
+    assert drawn.shape == (SIDE, SIDE, 3)
+    across = drawn[..., 0] if shape[0] < shape[1] else drawn[..., 0].T
+    assert (across[edge : SIDE - edge] == 255).all()
+    assert not across[:edge].any()
+    assert not across[SIDE - edge :].any()
+
+
+def test_training_crops_have_their_classes():
+    images = 4 * np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 8, 8, 3), np.uint8)
+    labels = np.array([[0, 2], [1, -1], [-1, -1]], np.int32)
+    files = training_files(images, [7, 8, 9], labels, NAMES)
+    assert shades(files["training.jpg"]) == [0, 1, 2]
+    assert json.loads(files["training.json"]) == [
+        {**NO_PREDICTION, "sample": 7, "classes": ["a", "<b>"]},
+        {**NO_PREDICTION, "sample": 8, "classes": ['b "quoted"']},
+        {**NO_PREDICTION, "sample": 9, "classes": []},
+    ]
+
+
+def test_a_model_of_sigmoids_gives_each_class_its_own_probability(whole):
+    ranks = ExampleImages(is_sigmoid=True)
+    ranks.add_batch(**{k: v if k == "samples" else torch.from_numpy(v) for k, v in whole.items()})
+    files = example_files(ranks.chosen(ranks.candidates(0), 0), NAMES)
+    for one in json.loads(files["examples.json"]):
+        best = whole["logits"][one["sample"]].max()
+        assert one["probability"] == pytest.approx(expit(best), rel=1e-6)
+
+
+def test_captions_are_below_their_own_image_and_no_wider():
+    """The same letters as the text alone gives; a long text ends before the next square."""
+    squares = [np.zeros((SIDE, SIDE, 3), np.uint8)] * 3
+    alone, in_row = (
+        np.asarray(Image.open(io.BytesIO(strip(some, captions))))[SIDE:, :, 0] < 128
+        for some, captions in ((squares[:1], [["true: 5"]]), (squares, [[], ["true: 5"], []]))
+    )
+    assert alone.any()
+    assert (in_row[2:, SIDE : 2 * SIDE] == alone[2:]).all()  # JPEG mixes rows at the edge
+    assert not in_row[2:, :SIDE].any()
+    wide = Image.open(io.BytesIO(strip(squares, [["W" * 50], [], []])))
+    assert (np.asarray(wide)[SIDE + 2 :, SIDE:, 0] > 128).all()
+
+
+def test_a_class_name_of_several_lines_is_one_line_of_its_caption():
+    square_only = [np.zeros((SIDE, SIDE, 3), np.uint8)]
+    assert strip(square_only, [["great\nauk"]]) == strip(square_only, [["great auk"]])

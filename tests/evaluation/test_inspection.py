@@ -1,0 +1,269 @@
+"""The four figures of inspection: arrays against hand-made and independent ones, and files."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.decomposition import PCA
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import ViTForImageClassification
+
+from tests.models.small import FAMILIES, small_model
+from tests.parts import ConvNet
+from vit_ray.evaluation.inspection import (
+    attention_figures,
+    filter_components,
+    first_kernel,
+    mean_attention_distance,
+    output_row,
+    position_similarity,
+    position_vectors,
+    roll,
+    tiled,
+)
+from vit_ray.evaluation.inspection_figures import inspect_model, overlay
+from vit_ray.models.weights import save_weights
+
+
+def pictures(count: int = 3, size: tuple[int, int] = (32, 32)) -> Any:
+    """Seeded uint8 pictures."""
+    return np.random.default_rng(0).integers(0, 256, (count, *size, 3), dtype=np.uint8)
+
+
+def test_filter_components_are_those_of_scikit_learn() -> None:
+    kernel = np.random.default_rng(0).normal(size=(40, 3, 4, 4)).astype(np.float32)
+    components, variance = filter_components(kernel, count=5)
+    pca = PCA(5).fit(kernel.reshape(40, -1))
+    np.testing.assert_allclose(variance, pca.explained_variance_ratio_, rtol=1e-4)
+    for ours, theirs in zip(components, pca.components_, strict=True):
+        theirs = theirs.reshape(3, 4, 4).transpose(1, 2, 0)
+        # Up to the sign, which a principal component does not have.
+        assert abs(np.corrcoef(ours.flatten(), theirs.flatten())[0, 1]) == pytest.approx(
+            1, abs=1e-4
+        )
+        assert (ours.min(), ours.max()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("ViT", (32, 3, 8, 8)),
+        ("R+ViT", (64, 3, 7, 7)),
+        ("ResNet", (64, 3, 7, 7)),
+        ("AxialResNet", (64, 3, 7, 7)),
+    ],
+)
+def test_the_first_kernel_is_the_one_that_sees_the_pixels(
+    family: str, shape: tuple[int, ...]
+) -> None:
+    kernel = first_kernel(small_model(family))
+    assert kernel is not None
+    assert kernel.shape == shape
+
+
+def test_a_model_of_ones_own_has_the_figures_that_it_can_have(tmp_path: Path) -> None:
+    found = inspect_model(ConvNet(3, (32, 32)), pictures(), tmp_path)
+    assert isinstance(found["filters"], Path)
+    without = inspect_model(torch.nn.Linear(2, 2), pictures(), tmp_path)
+    assert without["filters"] == "the model has no convolution of the pixels"
+    for figures in (found, without):
+        assert "has no attention over the whole image" in str(figures["attention_rollout"])
+
+
+def test_position_similarity_is_a_cosine_for_each_pair_of_patches() -> None:
+    vectors = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+    similarity = position_similarity(vectors)
+    assert similarity.shape == (2, 3, 2, 3)
+    a, b = vectors[0, 2], vectors[1, 1]
+    cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+    assert similarity[0, 2, 1, 1] == pytest.approx(cosine, rel=1e-5)
+    np.testing.assert_allclose(similarity[1, 2, 1, 2], 1, rtol=1e-6)
+
+
+def test_each_tile_stands_where_its_patch_does() -> None:
+    similarity = np.random.default_rng(0).normal(size=(2, 3, 2, 3)).astype(np.float32)
+    tiles = tiled(similarity)
+    assert tiles.shape == (2 + 1 + 2, 3 + 1 + 3 + 1 + 3)
+    for row, column in np.ndindex(2, 3):
+        tile = tiles[3 * row : 3 * row + 2, 4 * column : 4 * column + 3]
+        np.testing.assert_array_equal(tile, similarity[row, column])
+    assert np.isnan(tiles[2]).all()
+    assert np.isnan(tiles[:, [3, 7]]).all()
+
+
+@pytest.mark.parametrize("positions", ["learned_1d", "learned_2d"])
+def test_position_vectors_are_what_patches_get_without_the_class_tokens(positions: str) -> None:
+    model = small_model("ViT", image_size=(16, 40), positions=positions)
+    vectors = position_vectors(model)
+    assert vectors is not None
+    assert vectors.shape == (2, 5, 32)
+    state = model.state_dict()
+    if positions == "learned_1d":
+        expected = state["positions.0.table"][0, 1 + 5 + 3]
+    else:
+        expected = torch.cat([state["positions.0.columns"][3], state["positions.0.rows"][1]])
+    np.testing.assert_allclose(vectors[1, 3], expected.numpy(), rtol=1e-6)
+    assert position_vectors(small_model("ViT", positions="none")) is None
+
+
+def test_attention_to_one_patch_has_the_distance_to_it() -> None:
+    # A 2 x 3 grid; each head of one image sends all queries to one patch, the class token included.
+    weights = torch.zeros(1, 2, 7, 7)
+    weights[0, 0, :, 1 + 0] = 1
+    weights[0, 1] = torch.eye(7)
+    distances = mean_attention_distance(weights, (2, 3), patch_size=16)
+    # To the corner (0, 0) from (0,0) (0,1) (0,2) (1,0) (1,1) (1,2), by Pythagoras.
+    corner = 16 * np.mean([0, 1, 2, 1, 2**0.5, 5**0.5])
+    np.testing.assert_allclose(distances, [corner, 0], rtol=1e-6)
+
+
+def test_attention_to_the_class_token_does_not_shorten_the_distance() -> None:
+    even = torch.full((1, 1, 5, 5), 0.2)
+    mostly_class = torch.full((1, 1, 5, 5), 0.05)
+    mostly_class[..., 0] = 0.8
+    without = torch.full((1, 1, 4, 4), 0.25)
+    # On a 2 x 2 grid the distances from any patch are 0, 1, 1 and root 2.
+    expected = (2 + 2**0.5) / 4
+    for weights in (even, mostly_class, without):
+        assert mean_attention_distance(weights, (2, 2), 1)[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 300_000, 2**30])
+def test_the_figures_of_any_budget_are_those_of_transformers_attention(
+    budget_bytes: int, tmp_path: Path
+) -> None:
+    model = small_model("ViT").eval()
+    images = pictures(7)
+    save_weights(model, tmp_path, "huggingface")
+    peer = ViTForImageClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+        layers = [a.numpy() for a in peer(pixels, output_attentions=True).attentions]
+    places = [(row, column) for row in range(4) for column in range(4)]
+    apart = np.array([[8 * math.dist(a, b) for b in places] for a in places])
+    expected, paths = np.zeros((2, 4)), []
+    for index, layer in enumerate(layers):
+        paths.append((layer.mean(axis=1) + np.eye(17)) / 2)
+        for head in range(4):
+            patches = layer[:, head, 1:, 1:]
+            rows = patches / patches.sum(axis=-1, keepdims=True)
+            expected[index, head] = (rows * apart).sum(axis=-1).mean()
+    expected_rollouts = (paths[1] @ paths[0])[:, 0, 1:].reshape(7, 4, 4)
+    distances, rollouts = attention_figures(model, images, budget_bytes)
+    np.testing.assert_allclose(distances, expected, rtol=1e-5)
+    np.testing.assert_allclose(rollouts, expected_rollouts, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_attention_of_one_image_and_layer_is_held_at_a_time() -> None:
+    model = small_model("ViT", depth=8, image_size=128).eval()
+    images = pictures(3, (128, 128))
+    matrix = 4 * (4 * 257**2)  # heads x float32 over 256 patches and the class token
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        attention_figures(model, images, budget_bytes=0)
+    changes = [
+        event.nbytes()
+        for event in sorted(_events(recorded), key=lambda event: event.start_ns())
+        if event.name() == "[memory]"
+    ]
+    # Logits and their softmax, and in float64 a rollout, a layer and their product.
+    assert matrix < max(np.cumsum(changes)) < 5 * matrix
+
+
+def _events(recorded: profile) -> Any:
+    assert recorded.profiler is not None
+    return recorded.profiler.kineto_results.events()
+
+
+def test_rollout_follows_a_hand_made_path() -> None:
+    # Layer 1: patch 2 looks at patch 3. Layer 2: the class token looks at patch 2. So half of the
+    # class token's row stays its own, and of the other half, half is patch 2 and half patch 3.
+    first, second = torch.eye(5)[None, None].clone(), torch.eye(5)[None, None].clone()
+    first[0, 0, 2] = torch.eye(5)[3]
+    second[0, 0, 0] = torch.eye(5)[2]
+    rollout = output_row(roll(roll(None, first), second), (2, 2), has_class_token=True)
+    np.testing.assert_allclose(rollout[0], [[0, 0.25], [0.25, 0]])
+
+
+def test_rollout_averages_heads_and_without_a_class_token_all_rows() -> None:
+    heads = torch.zeros(1, 2, 4, 4)
+    heads[0, 0, :, 1], heads[0, 1, :, 2] = 1, 1
+    rollout = output_row(roll(None, heads), (2, 2), has_class_token=False)
+    # Half residual: each row keeps 1/2; patches 1 and 2 get 1/4 of every row more.
+    np.testing.assert_allclose(rollout[0], [[1 / 8, 1 / 8 + 1 / 4], [1 / 8 + 1 / 4, 1 / 8]])
+
+
+def test_an_axial_model_has_no_attention_over_the_image() -> None:
+    with pytest.raises(ValueError, match="an axial ViT attends along lines"):
+        attention_figures(small_model("Axial-ViT"), pictures())
+
+
+def test_inspection_leaves_the_mode_of_a_model_as_it_was() -> None:
+    model = small_model("ViT", dropout=0.5).train()
+    first, _ = attention_figures(model, pictures())
+    again, _ = attention_figures(model, pictures())
+    assert model.training
+    np.testing.assert_array_equal(first, again)
+
+
+def test_an_overlay_is_bright_where_the_rollout_is_and_dark_elsewhere() -> None:
+    image = np.full((32, 32, 3), 200, dtype=np.uint8)
+    rollout = np.zeros((4, 4), dtype=np.float32)
+    rollout[0, 0] = 1
+    lit = overlay(image, rollout, patch_size=4)
+    assert lit.shape == image.shape
+    assert lit[:8, :8].mean() > 100
+    assert lit[20:, 20:].max() < 20
+    assert lit.max() == 200
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "missing"),
+    [
+        ("ViT", {}, set()),
+        ("ViT", {"pool": "gap", "positions": "learned_2d"}, set()),
+        ("ViT", {"positions": "relative"}, {"position_similarity"}),
+        ("R+ViT", {}, set()),
+        ("Axial-ViT", {}, {"attention_distance", "attention_rollout"}),
+        ("ResNet", {}, {"position_similarity", "attention_distance", "attention_rollout"}),
+    ],
+)
+def test_every_figure_that_a_model_has_is_drawn(
+    family: str, options: dict[str, Any], missing: set[str], tmp_path: Path
+) -> None:
+    assert family in FAMILIES
+    results = inspect_model(small_model(family, **options), pictures(), tmp_path / "figures")
+    assert set(results) == {
+        "filters",
+        "position_similarity",
+        "attention_distance",
+        "attention_rollout",
+    }
+    for name, result in results.items():
+        assert isinstance(result, str) == (name in missing)
+        if isinstance(result, Path):
+            with Image.open(result) as drawn:
+                saturation = np.asarray(drawn.convert("HSV"))[..., 1]
+            # Colour that is neither paper nor ink: tiles and pictures fill pages, dots do not.
+            least = 0.0005 if name == "attention_distance" else 0.2
+            assert (saturation > 60).mean() > least
+
+
+def test_the_picture_and_its_rollout_are_of_the_same_image(tmp_path: Path) -> None:
+    model = small_model("ViT").eval()
+    images = pictures(2)
+    _, together = attention_figures(model, images)
+    for index in range(2):
+        _, alone = attention_figures(model, images[index : index + 1])
+        np.testing.assert_allclose(together[index], alone[0], rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_models_can_be_inspected(tmp_path: Path) -> None:
+    model: nn.Module = small_model("ViT").bfloat16()
+    results = inspect_model(model, pictures(), tmp_path)
+    assert all(isinstance(result, Path) for result in results.values())

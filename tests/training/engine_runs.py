@@ -1,0 +1,176 @@
+"""Runs of the engine on small random batches, as the ranks of a test execute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.checkpoints.written import write_snapshot
+from tests.training.ranks import run_ranks
+from vit_ray.checkpoints.checkpoint import Position, Progress
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.models import build_model
+from vit_ray.storage import locate
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.objective import classification_loss, freeze, normalize
+
+GLOBAL_BATCH = 8
+# ZeRO 3 puts its own in place for the rest of the process, whose sums are taken in another order.
+PLAIN_LINEAR = torch.nn.functional.linear
+OPTIM = OptimConfig(name="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=1.0)
+
+
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+
+
+class Run(NamedTuple):
+    """What a run of some steps came to."""
+
+    losses: list[float]
+    averaged: torch.Tensor
+    """Logits of `IMAGES` with the averaged weights, after the last step."""
+
+
+def loss_of(train: TrainConfig) -> Any:
+    def loss(module: Any, images: torch.Tensor, labels: torch.Tensor, *_: Any) -> torch.Tensor:
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        return classification_loss(module(normalize(images, dtype)), labels, train).mean()
+
+    return loss
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randint(0, 256, (GLOBAL_BATCH, 8, 8, 3), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, 5, (GLOBAL_BATCH, 1), generator=generator)
+
+
+def small_model(name: str = "ViT") -> torch.nn.Module:
+    torch.manual_seed(0)
+    # Odd sizes: nothing divides evenly by the ranks.
+    return build_model(
+        name,
+        5,
+        image_size=8,
+        depth=2,
+        width=30,
+        mlp_dim=50,
+        num_heads=3,
+        patch_size=4,
+        head_bias=-1.0,
+    )
+
+
+def build_engine(
+    train: TrainConfig, world_size: int, micro: int, optim: Any = OPTIM, model: Any = None
+) -> DeepSpeedEngine:
+    torch.nn.functional.linear = PLAIN_LINEAR
+    model = model or small_model()
+    freeze(model, optim.frozen)
+    return DeepSpeedEngine(
+        model,
+        train,
+        optim,
+        micro_batch_size=micro,
+        accumulation_steps=GLOBAL_BATCH // (micro * world_size),
+        loss_function=loss_of(train),
+    )
+
+
+def optim_of(config: dict[str, Any]) -> OptimConfig:
+    return OptimConfig.model_validate(config["optim"]) if "optim" in config else OPTIM
+
+
+def run_steps(engine: DeepSpeedEngine, first: int, last: int, micro: int) -> list[float]:
+    """Mean losses of steps [first, last) on this rank's share of each global batch."""
+    share = GLOBAL_BATCH // engine.world_size
+    losses = []
+    for step in range(first, last):
+        images, labels = batch(step)
+        mine = slice(engine.rank * share, (engine.rank + 1) * share)
+        pieces = zip(images[mine].split(micro), labels[mine].split(micro), strict=True)
+        total = sum(engine.backward(i, la, torch.arange(len(i))) for i, la in pieces)
+        engine.step(1e-2)
+        mean = torch.as_tensor(total) * micro / share
+        torch.distributed.all_reduce(mean)
+        losses.append(float(mean) / engine.world_size)
+    return losses
+
+
+def position(engine: DeepSpeedEngine, step: int) -> Position:
+    return Position(
+        Progress(step=step),
+        applied_steps=engine.state.applied_steps,
+        samples_seen=step * GLOBAL_BATCH,
+        global_batch_size=GLOBAL_BATCH,
+        shapes=engine.state.shapes,
+        recipe={},
+        data_fingerprint="",
+    )
+
+
+def finished(engine: DeepSpeedEngine, losses: list[float]) -> Run:
+    with engine.averaged():
+        run = Run(losses, engine.predict(IMAGES.to(engine.dtype))[1])
+    engine.close()
+    return run
+
+
+def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Run]:
+    """For each config: a run of 5 steps, saved after 2; the checkpoint lies in folder/NAME.
+
+    It is written from the memory of a snapshot of the first weights.
+    """
+    world_size = torch.distributed.get_world_size()
+    results = {}
+    for config in configs:
+        name, micro = config["name"], config["micro"]
+        train = TrainConfig.model_validate(config["train"])
+        engine = build_engine(train, world_size, micro, optim_of(config))
+        memory = engine.state.snapshot(position(engine, 0)).content
+        losses = run_steps(engine, 0, 2, micro)
+        target = locate(folder).child(name).child("step-00000002")
+        taken = engine.state.snapshot(position(engine, 2), memory)
+        assert taken.content is memory
+        write_snapshot(taken, target)
+        torch.distributed.barrier()
+        losses += run_steps(engine, 2, 5, micro)
+        results[name] = finished(engine, losses)
+    return results
+
+
+def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[Any, Run]:
+    """For each config: steps 2 to 4 after resuming from folder/FROM."""
+    world_size = torch.distributed.get_world_size()
+    results = {}
+    for config in configs:
+        train = TrainConfig.model_validate(config["train"])
+        checkpoint = newest_checkpoint(locate(folder).child(config["from"]))
+        assert checkpoint is not None
+        engine = build_engine(train, world_size, config["micro"], optim_of(config))
+        engine.restore(checkpoint)
+        losses = run_steps(engine, 2, 5, config["micro"])
+        results[config["name"], config["from"]] = finished(engine, losses)
+    return results
+
+
+class StraightRuns:
+    """Of 5 steps, each trained when it is first asked for; as saved after 2 they lie in
+    folder/WORLD/NAME.
+    """
+
+    def __init__(self, folder: str, train: Callable[..., dict[str, Run]] = straight_and_saved):
+        self._folder, self._train = folder, train
+        self._runs: dict[tuple[int, str], Run] = {}
+
+    def of(self, world: int, configs: Iterable[dict[str, Any]]) -> dict[str, Run]:
+        """By the names of the configs."""
+        names = {config["name"]: config for config in configs}
+        new = [config for name, config in names.items() if (world, name) not in self._runs]
+        if new:
+            found = run_ranks(world, self._train, new, f"{self._folder}/{world}")[0]
+            self._runs |= {(world, name): run for name, run in found.items()}
+        return {name: self._runs[world, name] for name in names}

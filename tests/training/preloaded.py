@@ -1,0 +1,11 @@
+"""What the server that ranks are forked off has imported, once for all of them."""
+
+import pytest  # noqa: F401
+import scipy.stats  # noqa: F401
+import sklearn.datasets  # noqa: F401
+
+import tests.training.golden_runs
+import tests.worker.fakes  # noqa: F401
+from vit_ray.training.engine.deepspeed_setup import warm_up_process
+
+warm_up_process()

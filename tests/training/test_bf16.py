@@ -1,0 +1,197 @@
+"""Steps against exact gradients: where masters of bf16 start, how passes and ranks are summed."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.engine_runs import IMAGES, PLAIN_LINEAR, loss_of, small_model
+from tests.training.ranks import run_ranks
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+
+WORLD, PASSES, MICRO = 2, 64, 2
+KINDS = [
+    (stage, offload) for stage in range(4) for offload in (False, True) if stage or not offload
+]
+# Rate 1 and no momentum yet: the first step's change is the gradient itself.
+SGD = OptimConfig(name="sgd", learning_rate=1.0, momentum=0.9, clip_norm=0.0)
+
+
+def model_with_gradients() -> nn.Module:
+    """All parameters get a gradient, and none of the head's is a number of bf16."""
+    nn.functional.linear = PLAIN_LINEAR
+    model = small_model()
+    nn.init.normal_(model.head.weight, std=0.5)
+    nn.init.constant_(model.head.bias, -10.02)
+    return model
+
+
+def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + index)
+    images = torch.randint(0, 256, (MICRO, 8, 8, 3), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, 5, (MICRO, 1), generator=generator), torch.arange(MICRO)
+
+
+def masters(engine: DeepSpeedEngine) -> dict[tuple[str, int], Tensor]:
+    return {(f.name, f.start): f.weight.clone() for f in engine.state.owned}
+
+
+def logits_with_exact_bias(engine: DeepSpeedEngine, parts: Any = None) -> tuple[Tensor, Tensor]:
+    """What the engine predicts; and its features through its bf16 kernel, with the fp32 bias."""
+    products: list[Tensor] = []
+    hook = engine._engine.module.head.register_forward_pre_hook(
+        lambda head, args: products.append(PLAIN_LINEAR(args[0], head.weight).float())
+    )
+    logits = engine.predict(IMAGES.to(engine.dtype))[1]
+    hook.remove()
+    bias = torch.zeros(5)
+    for name, start, values in parts or [(f.name, f.start, f.weight) for f in engine.state.owned]:
+        if name == "head.bias":
+            bias[start : start + len(values)] = values
+    torch.distributed.all_reduce(bias)
+    return logits, products[0].detach() + bias
+
+
+def exact_biases(rank: int, stage: int) -> list[tuple[Tensor, Tensor]]:
+    """At the start, after steps, within the averaged weights, and after them."""
+    train = TrainConfig(zero_stage=stage, averaging=0.5)  # type: ignore[arg-type]
+    optim = OptimConfig(learning_rate=1e-3, clip_norm=0.0)
+    engine = DeepSpeedEngine(
+        model_with_gradients(), train, optim, micro_batch_size=MICRO, accumulation_steps=1,
+        loss_function=loss_of(train),
+    )  # fmt: skip
+    found = [logits_with_exact_bias(engine)]
+    for index in range(3):
+        engine.backward(*micro_batch(rank, index))
+        engine.step(1e-3)
+    found.append(logits_with_exact_bias(engine))
+    assert engine.average is not None
+    parts = [(n, start, v) for n, some in engine.average.by_name().items() for start, v in some]
+    with engine.averaged():
+        found.append(logits_with_exact_bias(engine, parts))
+    found.append(logits_with_exact_bias(engine))
+    engine.close()
+    return found
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+def test_the_bias_that_is_added_is_the_fp32_one(stage: int) -> None:
+    """In steps of 0.001 at -10, where bf16 has numbers 0.0625 apart."""
+    for rank in run_ranks(WORLD, exact_biases, stage):
+        for logits, expected in rank:
+            assert torch.equal(logits, expected)
+        start, moved, averaged, after = (logits for logits, _ in rank)
+        assert not torch.equal(start, moved)
+        assert not torch.equal(moved, averaged)
+        assert torch.equal(moved, after)
+
+
+def measure(rank: int, stage: int, offload: bool, precision: Any, passes: int) -> dict[str, Any]:
+    """Masters at the start, after a step at rate 0 and after one at rate 1; the latter's norm."""
+    train = TrainConfig(precision=precision, zero_stage=stage, offload=offload)
+    engine = DeepSpeedEngine(
+        model_with_gradients(),
+        train,
+        SGD,
+        micro_batch_size=MICRO,
+        accumulation_steps=passes,
+        loss_function=loss_of(train),
+    )
+    found: dict[str, Any] = {"start": masters(engine)}
+    for name, rate in (("still", 0.0), ("moved", 1.0)):
+        for entry in engine._engine.optimizer.optimizer.state.values():
+            entry["momentum_buffer"].zero_()
+        for index in range(passes):
+            engine.backward(*micro_batch(rank, index))
+        found["norm"] = float(engine.step(rate).grad_norm)
+        found[name] = masters(engine)
+    engine.close()
+    return found
+
+
+@functools.cache
+def measured(kind: Any, precision: str, passes: int) -> list[dict[str, Any]]:
+    """Of each rank."""
+    return run_ranks(WORLD, measure, *kind, precision, passes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_start_from_the_weights_before_they_were_rounded(kind: Any) -> None:
+    whole = {name: p.detach().flatten() for name, p in model_with_gradients().named_parameters()}
+    count = 0
+    for rank in measured(kind, "bf16", PASSES):
+        for (name, start), weight in rank["start"].items():
+            assert torch.equal(weight, whole[name][start : start + len(weight)]), name
+            count += len(weight)
+    assert count == sum(len(weight) for weight in whole.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_at_rate_0_changes_no_bit(kind: Any) -> None:
+    for rank in measured(kind, "bf16", PASSES):
+        for key, weight in rank["start"].items():
+            assert torch.equal(rank["still"][key], weight), key
+
+
+def mean_gradient(train: TrainConfig, dtype: torch.dtype, passes: int) -> dict[str, Tensor]:
+    """Of every pass of all ranks by plain torch, summed in float64."""
+    model = model_with_gradients().to(dtype)
+    total = {name: torch.zeros(p.numel()).double() for name, p in model.named_parameters()}
+    for rank in range(WORLD):
+        for index in range(passes):
+            model.zero_grad()
+            loss_of(train)(model, *micro_batch(rank, index), 0).backward()
+            for name, parameter in model.named_parameters():
+                total[name] += parameter.grad.double().flatten() / (WORLD * passes)
+    return total
+
+
+def error_of_steps(runs: Any, exact: dict[str, Tensor]) -> float:
+    """Of the step at rate 1, relative to the gradient."""
+    error = whole = 0.0
+    for rank in runs:
+        for (name, start), weight in rank["still"].items():
+            gradient = exact[name][start : start + len(weight)]
+            change = (weight - rank["moved"][name, start]).double()
+            error += float((change - gradient).square().sum())
+            whole += float(gradient.square().sum())
+    return (error / whole) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def gradient_of_bf16() -> dict[str, Tensor]:
+    return mean_gradient(TrainConfig(), torch.bfloat16, PASSES)
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_are_summed_in_fp32(gradient_of_bf16: dict[str, Tensor], kind: Any) -> None:
+    # Measured: 0.86 % where sums are rounded to bf16 after every pass. In fp32, what is left is
+    # that workers send their sums in bf16, rounded once: 0.06 to 0.21 %.
+    assert error_of_steps(measured(kind, "bf16", PASSES), gradient_of_bf16) < 0.004
+
+
+FEW = 3  # passes
+
+
+@pytest.fixture(scope="module")
+def gradient_of_fp32() -> dict[str, Tensor]:
+    return mean_gradient(TrainConfig(precision="fp32"), torch.float32, FEW)
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("kind", [KINDS[0], *KINDS[:0:-1]])
+def test_a_step_in_fp32_is_the_mean_gradient_of_all_passes_and_ranks(
+    gradient_of_fp32: dict[str, Tensor], kind: Any
+) -> None:
+    runs = measured(kind, "fp32", FEW)
+    # Adam and clipping undo a factor of the gradient, so that only such a step shows one.
+    assert error_of_steps(runs, gradient_of_fp32) < 1e-6
+    norm = float(torch.cat(list(gradient_of_fp32.values())).norm())
+    assert [rank["norm"] for rank in runs] == pytest.approx([norm] * WORLD, rel=1e-6)

@@ -1,0 +1,106 @@
+"""Numbers and arrays of several ranks together, and their rows in one place, passed in parts."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.ranks import run_ranks
+from vit_ray.training.engine.collectives import (
+    all_max,
+    all_rows,
+    all_sum,
+    all_sum_array,
+    read_by_first,
+)
+
+COUNTS = (5, 0, 11)
+ROW_BYTES = 3 * 4
+ALL = np.arange(3 * sum(COUNTS), dtype=np.float32).reshape(-1, 3)
+
+
+def gathered(rank: int) -> tuple[list[int], Any]:
+    """Bytes of all ranks in each collective call, and results by the bound that was given."""
+    calls: list[int] = []
+    plain = torch.distributed.all_gather
+
+    def counted(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        calls.append(sum(part.nbytes for part in parts))
+        plain(parts, mine)
+
+    torch.distributed.all_gather = counted
+    first = sum(COUNTS[:rank])
+    mine, device = ALL[first : first + COUNTS[rank]], torch.device("cpu")
+    results = {
+        "small": all_rows(mine, device, most_bytes=100),
+        "row": all_rows(mine, device, most_bytes=1),
+        "whole": all_rows(mine, device),
+        "numbers": all_rows(mine[:, 0].astype(np.int64), device, most_bytes=48),
+        "nothing": all_rows(mine[:0], device),
+    }
+    return calls, results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[list[int], Any]]:
+    return run_ranks(3, gathered)
+
+
+@pytest.mark.parametrize("bound", ["small", "row", "whole"])
+def test_all_ranks_get_all_rows_in_rank_order_however_many_each_has(
+    ranks: list[tuple[list[int], Any]], bound: str
+) -> None:
+    for _, results in ranks:
+        assert results[bound].dtype == np.float32
+        assert np.array_equal(results[bound], ALL)
+
+
+def test_plain_numbers_and_no_rows_at_all_are_rows_too(
+    ranks: list[tuple[list[int], Any]],
+) -> None:
+    for _, results in ranks:
+        assert results["numbers"].tolist() == ALL[:, 0].tolist()
+        assert results["nothing"].shape == (0, 3)
+
+
+def test_no_more_than_the_bound_is_on_a_device_at_a_time(
+    ranks: list[tuple[list[int], Any]],
+) -> None:
+    counting = 3 * 8  # one number of each rank
+    two_rows, one_row = 3 * 2 * ROW_BYTES, 3 * ROW_BYTES
+    small = [counting, *[two_rows] * 5, one_row]  # the 11 rows of the longest, 2 at a time
+    row = [counting, *[one_row] * 11]
+    whole = [counting, 11 * one_row]
+    numbers = [counting, *[3 * 2 * 8] * 5, 3 * 8]
+    expected = [*small, *row, *whole, *numbers, counting]
+    for calls, _ in ranks:
+        assert calls == expected
+        assert max(calls[: len(small)]) <= 100
+
+
+# Sums that are exact in fp64, in any order, and in nothing less.
+NUMBERS = [(2.0**53 - 8, 2.0**-10), (3.0, -(2.0**40)), (4.0, 0.25)]
+
+
+def reduced(rank: int) -> dict[str, Any]:
+    device = torch.device("cpu")
+    array = np.outer(NUMBERS[rank], np.arange(3.0))
+    all_sum_array(array, device)
+    first, second = NUMBERS[rank]
+    return {
+        "sum": all_sum([first, torch.tensor(second, dtype=torch.float64), rank == 1], device),
+        "max": all_max([first, second], device),
+        "array": array,
+        "first": read_by_first(lambda: 7 + rank, device),
+    }
+
+
+def test_sums_and_maxima_are_those_of_all_ranks_to_the_last_bit() -> None:
+    firsts, seconds = zip(*NUMBERS, strict=True)
+    for found in run_ranks(3, reduced):
+        assert found["sum"] == [sum(firsts), sum(seconds), 1.0]
+        assert found["max"] == [max(firsts), max(seconds)]
+        sums = np.array(found["sum"][:2])
+        assert np.array_equal(found["array"], np.outer(sums, np.arange(3.0)))
+        assert found["first"] == 7

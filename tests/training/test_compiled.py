@@ -1,0 +1,155 @@
+"""A compiled engine against the same one uncompiled."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.models.small import small_model, some_images
+from tests.training.engine_runs import IMAGES, build_engine, run_steps
+from tests.training.ranks import run_ranks
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.models import build_model
+from vit_ray.training.engine.compiling import compile_failures, compile_model
+
+# Backend, ZeRO stage (the recipe refuses 3), precision, activation checkpointing. Only inductor
+# makes machine code, which takes long; the other captures the same graphs, and runs them as torch.
+KINDS = [
+    ("aot_eager", 0, "fp32", 0),
+    ("aot_eager", 1, "fp32", 1),
+    ("aot_eager", 2, "bf16", 1),
+    ("inductor", 2, "fp32", 1),
+]
+
+
+def trained(backend: str, **train: Any) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses of 3 steps of 4 passes; averaged logits and features; graphs that were captured."""
+    from deepspeed.accelerator import get_accelerator
+
+    torch._dynamo.reset()
+    counters.clear()
+    get_accelerator().set_compile_backend(backend)
+    world_size = torch.distributed.get_world_size()
+    engine = build_engine(TrainConfig(averaging=0.5, **train), world_size, 2)
+    losses = run_steps(engine, 0, 3, 2)
+    with engine.averaged():
+        outputs = list(engine.predict(IMAGES.to(engine.dtype)))
+    assert (engine.compile_s() > 0) is train["compile"]
+    engine.close()
+    return losses, outputs, counters["stats"]["unique_graphs"]
+
+
+def compiled_and_eager(rank: int) -> dict[Any, Any]:
+    """By kind: (compiled, eager)."""
+    found = {}
+    for backend, stage, precision, every in KINDS:
+        train = {"zero_stage": stage, "precision": precision, "activation_checkpointing": every}
+        found[backend, stage, precision, every] = [
+            trained(backend, **train, compile=compiled) for compiled in (True, False)
+        ]
+    return found
+
+
+def assert_same_training(compiled: Any, eager: Any, tolerance: float) -> None:
+    """Losses within `tolerance`; outputs within it of the largest."""
+    assert compiled[0] == pytest.approx(eager[0], rel=tolerance)
+    for ours, theirs in zip(compiled[1], eager[1], strict=True):
+        largest = float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * largest)
+    assert eager[2] == 0
+    assert compiled[2] > 0
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("family", ["ViT", "Axial-ViT", "R+ViT"])
+def test_a_deeper_model_takes_no_more_compiling(family: str) -> None:
+    """All blocks run the code of one; the last one's, which computes less, is another."""
+    found = []
+    for depth in (3, 6):
+        torch._dynamo.reset()
+        counters.clear()
+        model = small_model(family, depth=depth)
+        compile_model(model, "aot_eager", may_fail=False)
+        model(some_images()).sum().backward()
+        found.append((counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]))
+    assert found[0] == found[1]
+    assert 1 <= found[0][0] <= 3
+
+
+def test_what_cannot_be_compiled_stays_eager_where_nobody_asked_for_it() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no C compiler")
+
+    torch._dynamo.reset()
+    model, images = small_model("ViT").eval(), some_images()
+    expected = model(images)
+    torch._dynamo.register_backend(broken, "broken")
+    compile_model(model, "broken", may_fail=True)
+    before = len(compile_failures())
+    assert torch.equal(model(images), expected)
+    failures = compile_failures()[before:]
+    assert len(failures) >= 1
+    assert all("no C compiler" in failure for failure in failures)
+    torch._dynamo.reset()
+    compile_model(model, "broken", may_fail=False)
+    with pytest.raises(RuntimeError, match="no C compiler"):
+        model(images)
+
+
+@pytest.mark.parametrize(
+    ("value", "stage", "has_gpu", "compiles"),
+    [
+        ("auto", 2, True, True),
+        ("auto", 3, True, False),
+        ("auto", 0, False, False),
+        (True, 0, False, True),
+        (False, 0, True, False),
+    ],
+)
+def test_models_are_compiled_on_gpus_unless_said_otherwise(
+    value: Any, stage: Any, has_gpu: bool, compiles: bool
+) -> None:
+    assert TrainConfig(compile=value, zero_stage=stage).compiles(has_gpu) is compiles
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[Any, Any]:
+    return run_ranks(1, compiled_and_eager)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_engine_trains_as_an_eager_one(runs: dict[Any, Any], kind: Any) -> None:
+    compiled, eager = runs[kind]
+    # Captured operations are taken apart: fp32 rounds elsewhere, bf16 to 8 bits in more places.
+    # Adam divides by the root of tiny second moments, which magnifies it.
+    assert_same_training(compiled, eager, 1e-4 if "fp32" in kind else 3e-2)
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("name", ["R50x1", "R50x1+ViT-B/32"])
+def test_inductor_lays_the_convolutions_of_a_resnet_out_channels_last(name: str) -> None:
+    """By its own rule for GPUs, which no device is needed for: a graph on `meta` is on no CPU."""
+    with torch.device("meta"):
+        whole, images = build_model(name, 10), torch.empty(8, 3, 224, 224)
+    model = getattr(whole, "embedding", whole)  # what is compiled as one
+    parameters = dict(model.named_parameters())
+
+    def forward(weights: dict[str, torch.Tensor], pixels: torch.Tensor) -> Any:
+        return torch.func.functional_call(model, weights, (pixels,))
+
+    graph = make_fx(forward)(parameters, images)
+    assert GraphLowering.decide_layout_opt(graph, is_inference=False)
+
+
+def test_eager_group_norm_gives_up_channels_last_everywhere_but_on_a_cpu() -> None:
+    """So that images in it would be copied back at the first norm of a ResNet on a GPU."""
+    for device, is_kept in (("cpu", True), ("meta", False)):
+        images = torch.ones((2, 64, 8, 8), device=device).contiguous(
+            memory_format=torch.channels_last
+        )
+        normalized = torch.nn.functional.group_norm(images, 32)
+        assert normalized.is_contiguous(memory_format=torch.channels_last) is is_kept

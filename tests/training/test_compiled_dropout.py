@@ -1,0 +1,247 @@
+"""Keyed random numbers compiled to machine code by inductor, which is on by default on GPUs.
+
+All of it runs in processes of their own: code that writes out of bounds ends the process, or
+changes what another test reads.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from tests.models.small import FAMILIES, small_model, some_images
+from tests.training.ranks import run_ranks
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.models.counter_random import line_keys, random_words, sample_keys
+from vit_ray.models.dropout import StochasticDepth, keyed_dropout
+from vit_ray.models.encoder import Block
+from vit_ray.models.masked import draw_corruption
+from vit_ray.models.recompute import run_block
+from vit_ray.models.sizes import EncoderSize, VitOptions
+from vit_ray.training.engine.compiling import compile_model
+from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.mixing import draw_mixing, mix_images
+from vit_ray.training.objective import build_objective, make_loss
+
+NUM_CALLS = 2000
+WIDTH = 48
+# Dropout, stochastic depth, recomputed in the backward pass, input mixed by MixUp and CutMix.
+BLOCKS = {
+    "together": (0.1, 0.3, True, True),
+    "dropout": (0.1, 0.0, False, False),
+    "stochastic depth": (0.0, 0.3, False, False),
+    "mixing": (0.0, 0.0, False, True),
+    "recomputation": (0.1, 0.0, True, False),
+}
+ROOT = Path(__file__).parents[2]
+# The product of a constant of 10 digits or more and a loop's variable, in either order.
+FOLDED_PRODUCT = re.compile(r"\d{10,}L*\)*\s*\*\s*\(*[a-z]*x\d|x\d+\)*\s*\*\s*\(*-?\d{10,}")
+
+
+def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="inductor")
+
+
+def block_differences(rank: int, dropout: float, depth: float, again: bool, mixed: bool) -> float:
+    """The largest difference between compiled and eager over all calls, outputs and gradients."""
+    torch.manual_seed(0)
+    size, options = EncoderSize(1, WIDTH, 80, 3), VitOptions(dropout=dropout)
+    block = Block(size, options, stochastic_depth=depth).train()
+    mixes = TrainConfig(mixup=0.8, cutmix=1.0)
+
+    def forward(x: Tensor, samples: Tensor, step: Tensor) -> Tensor:
+        keys = sample_keys(samples + (step << 20), 0)
+        if mixed:
+            mixing = draw_mixing(samples + (step << 20), (5, WIDTH), mixes, 0, 0)
+            x = mix_images(x[:, None], mixing.weight)[:, 0]
+        return run_block(block, x, again, None, None, keys)
+
+    compiled = compiled_alone(forward)
+    x = torch.randn(4, 5, WIDTH)
+    samples = torch.tensor([7, 1, 300_000_000, 2**40])
+    largest = 0.0
+    for call in range(NUM_CALLS):
+        step = torch.tensor(call)
+        found = []
+        for function in (forward, compiled):
+            leaf = x.clone().requires_grad_()
+            block.zero_grad()
+            output = function(leaf, samples, step)
+            output.square().sum().backward()
+            gradients = [p.grad for p in block.parameters() if p.grad is not None]
+            found.append([output, leaf.grad, *gradients])
+        for ours, theirs in zip(*found, strict=True):
+            assert ours.isfinite().all()
+            scale = theirs.abs().max().clamp_min(1e-6)  # gradients are 0 where all branches drop
+            largest = max(largest, float((ours - theirs).abs().max() / scale))
+    assert counters["stats"]["unique_graphs"] > 0
+    return largest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_compiled_block_drops_and_trains_as_an_eager_one(kind: str) -> None:
+    (largest,) = run_ranks(1, block_differences, *BLOCKS[kind])
+    assert largest < 1e-4  # rounding of float32; one element dropped elsewhere is above 1e-1
+
+
+def draws() -> dict[str, Callable[[Tensor], Any]]:
+    """Everything that is drawn from keys, as a function of samples (B,)."""
+    mixes = TrainConfig(mixup=0.8, cutmix=1.0)
+    depth = StochasticDepth(0.5).train()
+    return {
+        "dropout": lambda s: keyed_dropout(torch.ones(len(s), 7, 151), sample_keys(s, 3), 0.1),
+        "masked patches": lambda s: draw_corruption(s, 37, 0, 3),
+        "words": lambda s: random_words(sample_keys(s, 3), 1001),
+        "lines": lambda s: line_keys(sample_keys(s, 3), 37),
+        "stochastic depth": lambda s: depth(torch.ones(len(s), 33), sample_keys(s, 3)),
+        "mixing": lambda s: draw_mixing(s, (9, 11), mixes, 0, 3),
+    }
+
+
+def compiled_draws(rank: int, names: list[str]) -> dict[str, tuple[bool, list[str]]]:
+    """By draw: whether all bits are those of eager code, and products folded into an index."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name in names:
+        draw = draws()[name]
+        compiled = compiled_alone(draw)
+        samples = torch.randint(2**40, (6,), generator=generator)
+        _, code = run_and_get_code(compiled, samples)
+        assert "cpp_fused" in "".join(code)
+        equal = True
+        for _ in range(NUM_CALLS // 10):
+            samples = torch.randint(2**40, (6,), generator=generator)
+            pairs = zip(compiled(samples), draw(samples), strict=True)
+            if name == "mixing":  # powers and cosines, which compiled code rounds elsewhere
+                equal &= all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
+            else:
+                equal &= all(torch.equal(a, b) for a, b in pairs)
+        found[name] = (equal, FOLDED_PRODUCT.findall("".join(code)))
+    return found
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("names", [list(draws())[:2], list(draws())[2:]])
+def test_compiled_draws_are_bit_for_bit_those_of_eager_code_and_fold_no_product(
+    names: list[str],
+) -> None:
+    assert run_ranks(1, compiled_draws, names) == [dict.fromkeys(names, (True, []))]
+
+
+def test_whoever_draws_from_keys_is_compiled_here() -> None:
+    """A module that is new here belongs into `draws`, `BLOCKS` or a family."""
+    users = set()
+    for path in (ROOT / "vit_ray").rglob("*.py"):
+        if re.search(r"^from vit_ray\.models\.counter_random import", path.read_text(), re.M):
+            users.add(path.stem)
+    assert users == {"axial", "dropout", "encoder", "masked", "mixing", "objective", "vit"}
+
+
+def test_the_search_for_folded_products_finds_them() -> None:
+    folded = "auto tmp1 = (-7046029254386353131L) + ((-7046029254386353131L)*x1);"
+    assert FOLDED_PRODUCT.search(folded)
+    assert FOLDED_PRODUCT.search("tmp0 = 7046029254386353131*x1")
+    assert not FOLDED_PRODUCT.search("in_ptr0[static_cast<int64_t>(x1 + 37824L*x0)]")
+
+
+def family_difference(rank: int, family: str) -> tuple[float, list[str]]:
+    """Compiled as by default on a GPU, against eager: outputs and gradients; folded products."""
+    rates = {"dropout": 0.1, "stochastic_depth": 0.1}
+    takes = {"ViT": rates, "R+ViT": rates, "Axial-ViT": {"dropout": 0.1}}
+    options = takes.get(family, {})
+    keys = (sample_keys(torch.arange(4), 0, 0),) if options else ()
+    images, found = some_images(4), []
+    code: list[str] = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        model = small_model(family, **options).train()
+        if compiles:
+            compile_model(model, "inductor", may_fail=False)
+        model.zero_grad()
+
+        def step(model: nn.Module = model) -> Tensor:
+            logits: Tensor = model(images, *keys)
+            logits.square().sum().backward()
+            return logits
+
+        logits, code = run_and_get_code(step)
+        found.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(tensor.isfinite().all() for tensors in found for tensor in tensors)
+    norms = [(float((a - b).norm()), float(b.norm())) for a, b in zip(*found, strict=True)]
+    largest = max(difference / max(norm, 1e-6) for difference, norm in norms)
+    assert "cpp_fused" in "".join(code)
+    return largest, FOLDED_PRODUCT.findall("".join(code))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_compiled_as_it_does_by_default_on_a_gpu(family: str) -> None:
+    ((largest, folded),) = run_ranks(1, family_difference, family)
+    assert largest < 1e-3
+    assert folded == []
+
+
+def recipes_that_drop() -> dict[str, Recipe]:
+    """Of the paper and the field, at the size of a laptop."""
+    small = ["depth=2", "width=48", "mlp_dim=80", "num_heads=3", "patch_size=8"]
+    size = ["model.name=ViT", "model.image_size=32", *(f"model.{option}" for option in small)]
+    found = {}
+    for folder in ("paper", "field"):
+        for path in sorted((ROOT / "jobs" / "recipes" / folder).glob("*.yaml")):
+            recipe = load_recipe(path, [])
+            if recipe.model.dropout or recipe.model.stochastic_depth:
+                found[path.stem] = load_recipe(path, size)
+    return found
+
+
+def recipe_losses(rank: int) -> dict[str, tuple[list[float], list[float]]]:
+    """By recipe, losses of four steps: compiled, eager."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().set_compile_backend("inductor")
+    return {
+        name: (losses(recipe, compiles=True), losses(recipe, compiles=False))
+        for name, recipe in recipes_that_drop().items()
+    }
+
+
+def losses(recipe: Recipe, *, compiles: bool) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    engine = DeepSpeedEngine(
+        build_objective(recipe, 10),
+        recipe.train.model_copy(update={"compile": compiles}),
+        recipe.optim,
+        micro_batch_size=4,
+        accumulation_steps=1,
+        loss_function=make_loss(recipe),
+    )
+    found = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randint(0, 256, (4, 32, 32, 3), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(0, 10, (4, 1), generator=generator)
+        samples = torch.randint(2**40, (4,), generator=generator)
+        found.append(float(engine.backward(images, labels, samples)))
+        engine.step(1e-3)
+    assert (engine.compile_s() > 0) is compiles
+    engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_every_shipped_recipe_with_dropout_trains_compiled() -> None:
+    (found,) = run_ranks(1, recipe_losses)
+    assert len(found) >= 12
+    for name, (compiled, eager) in found.items():
+        # bf16 rounds to 8 bits, in other places.
+        assert compiled == pytest.approx(eager, rel=3e-2), name

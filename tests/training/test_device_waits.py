@@ -1,0 +1,309 @@
+"""How often the host waits for the device in a step, counted on a device that only pretends."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.recipes import recipe_with
+from tests.training.engine_runs import GLOBAL_BATCH, batch, build_engine, run_steps
+from tests.training.pretended_device import DEVICE, HOST, HostWaits
+from tests.training.ranks import run_ranks
+from tests.worker.fakes import FakeHooks, short_recipe
+from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.measure.meters import Compute
+from vit_ray.training.engine.collectives import all_sum
+from vit_ray.training.loop import RankContext, run_training
+from vit_ray.training.memory.memory_estimate import prepared_model
+from vit_ray.training.objective import make_loss
+
+RANKS, MICRO, STEPS = 2, 2, 6
+# The first four have every stage, and both precisions.
+KINDS = [(stage, ("bf16", "fp32")[(stage + n) % 2]) for n in range(2) for stage in range(4)]
+
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "a value": (lambda there, here: float(there.sum()), True),
+    "a value of the host": (lambda there, here: float(here.sum()), False),
+    "a branch": (lambda there, here: bool(there[0] > 0), True),
+    "a copy to it": (lambda there, here: here.to(there.device), True),
+    "a copy to it, left to the stream": (lambda t, h: h.to(t.device, non_blocking=True), False),
+    "a copy into it": (lambda there, here: there.copy_(here), True),
+    "a copy from it": (lambda there, here: there.to("cpu"), True),
+    "a copy from it to where another is": (lambda there, here: there.to(here), True),
+    "a copy from it, left to the stream": (lambda t, h: t.to("cpu", non_blocking=True), False),
+    "a copy from it into memory": (lambda there, here: here.copy_(there, non_blocking=True), True),
+    "a copy within it": (lambda there, here: there.clone().copy_(there).to(there.device), False),
+    "a number made for it": (lambda there, here: torch.tensor(1.0, device=there.device), True),
+    "zeros made on it": (lambda there, here: torch.zeros(3, device=there.device), False),
+    "a mask": (lambda there, here: there[there > 0], True),
+    "an index of the host": (lambda there, here: there[here.long()], True),
+    "an index of its own": (lambda there, here: there[there.long()], False),
+    "a value of what was copied to it": (lambda there, here: (here + 0).to(there).item(), True),
+    "clipping": (lambda t, h: torch.nn.utils.clip_grad_norm_(with_gradient(t), 1.0), False),
+}
+
+
+def with_gradient(values: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(values)
+    parameter.grad = torch.ones_like(values)
+    return parameter
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_pretended_device_is_waited_for_where_a_gpu_is(name: str) -> None:
+    call, waits = CALLS[name]
+    there, waiting = torch.zeros(1), HostWaits()
+    with waiting:
+        here = torch.zeros(1)
+        assert (there.device, here.device) == (DEVICE, HOST)
+        call(there, here)
+    assert bool(waiting.names) == waits
+
+
+def waits_by_step(rank: int, kinds: Any) -> dict[Any, list[int]]:
+    """By kind: waits from handing out a step's passes to the next step's."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    kind.device_name = kind.current_device_name = lambda *_: str(DEVICE)
+    return {kind: _waits_of(rank, *kind) for kind in kinds}
+
+
+def _waits_of(rank: int, stage: Any, precision: Any) -> list[int]:
+    from deepspeed.accelerator import get_accelerator
+
+    gc.collect()  # DeepSpeed synchronizes when an engine is collected, as that of the kind before
+    train = TrainConfig(zero_stage=stage, precision=precision, averaging=0.9)
+    engine = build_engine(train, RANKS, MICRO)
+    share = GLOBAL_BATCH // RANKS
+    mine = slice(rank * share, (rank + 1) * share)
+    parts = [
+        [column[mine] for column in (*batch(n), torch.arange(2 * share))] for n in range(STEPS)
+    ]
+    counts: list[int] = []
+    waits = HostWaits()
+
+    def synchronize(*_: Any) -> None:
+        waits.names.append("synchronize")
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for part in parts:
+            waits.names.clear()
+            yield dict(zip(("image", "labels", "sample"), part, strict=True))
+            counts.append(len(waits.names))
+
+    with mock.patch.object(type(get_accelerator()), "synchronize", synchronize), waits:
+        chosen = short_recipe(
+            optim={"steps": STEPS, "schedule": "constant", "warmup_steps": 0},
+            train={"global_batch_size": GLOBAL_BATCH, "log_every_steps": 3},
+        )
+        context = RankContext(STEPS, rank, RANKS, MICRO, partial(all_sum, device=engine.device))
+        run_training(engine, batches(), chosen, context, FakeHooks(), Progress(), Compute(1))
+    engine.close()
+    return counts
+
+
+@cache
+def waits_of(*kinds: Any) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = run_ranks(RANKS, waits_by_step, kinds)[0]
+    return found
+
+
+@pytest.mark.slow(after=4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(kind: Any) -> None:
+    waits = waits_of(*(KINDS[:4] if kind in KINDS[:4] else KINDS[4:]))[kind]
+    # Steps are logged at 1, 3 and 6; what follows the last is not counted. In its first step
+    # stage 3 records the order of the layers.
+    assert waits[1:] == [1, 2, 1, 1]
+    assert kind[0] == 3 or waits[0] == 2
+
+
+def norms_of_stage_3(rank: int, precision: str) -> list[tuple[float, float]]:
+    """Of each group of weights in three steps: by the engine, and by DeepSpeed's own method."""
+    engine = build_engine(TrainConfig(zero_stage=3, precision=precision), RANKS, MICRO)
+    zero, found = engine._engine.optimizer, []
+    kept = zero.get_grad_norm_direct
+
+    def both(gradients: Any, parameters: Any) -> torch.Tensor:
+        norm: torch.Tensor = kept(gradients, parameters)
+        found.append(
+            (float(norm), float(type(zero).get_grad_norm_direct(zero, gradients, parameters)))
+        )
+        return norm
+
+    zero.get_grad_norm_direct = both
+    run_steps(engine, 0, 3, MICRO)
+    return found
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_norms_of_stage_3_are_deepspeeds_to_the_last_bit(precision: str) -> None:
+    found = run_ranks(RANKS, norms_of_stage_3, precision)
+    assert found[0] == found[1]
+    assert len(found[0]) == 3 * 2  # what decays and what does not
+    assert all(ours == theirs > 0 for ours, theirs in found[0])
+
+
+ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dropout": ({"dropout": 0.1}, {}),
+    "stochastic depth": ({"dropout": 0.0, "stochastic_depth": 0.1}, {}),
+    "mixing": ({}, {"mixup": 0.8, "cutmix": 1.0}),
+    "many labels": ({}, {"loss": "sigmoid"}),
+    "masked patches": ({"dropout": 0.1}, {"loss": "masked_patch", "masked_target": "mean_color"}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name: str) -> None:
+    model, train = LOSSES[name]
+    chosen = recipe_with(
+        model={"name": "ViT", "image_size": 8, **ENCODER, **model},
+        train={"global_batch_size": GLOBAL_BATCH, "precision": "bf16", **train},
+    )
+    module, loss = prepared_model(chosen, 5, torch.device("cpu")), make_loss(chosen)
+    images, labels = batch(0)
+    samples, waits = torch.arange(GLOBAL_BATCH), HostWaits()
+    with waits:
+        loss(module, images, labels, samples, 0).backward()
+    assert waits.names == []
+
+
+Event = tuple[str, Any, Any]
+log: list[Event] = []
+"""In turn: streams that wait for others, work that they are given, and waits of the host."""
+
+
+class PretendedStream:
+    """Notes what is asked of it."""
+
+    def wait_stream(self, other: Any) -> None:
+        log.append(("wait", self, other))
+
+    def synchronize(self) -> None:
+        log.append(("host", None, self))
+
+    def record_event(self, *_: Any) -> None:
+        pass
+
+
+class PretendedEvent:
+    """Of a device that keeps up: what it stands for has always happened."""
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        log.append(("host", None, self))
+
+
+@contextlib.contextmanager
+def given_work(stream: Any) -> Iterator[None]:
+    yield
+    log.append(("work", stream, None))
+
+
+def pretend_a_gpu() -> PretendedStream:
+    """Have DeepSpeed take the CPU for a GPU; returns the stream that computes."""
+    from deepspeed.accelerator import get_accelerator
+
+    from vit_ray.training.engine import deepspeed_setup as module
+
+    computing, plain = PretendedStream(), module.deepspeed_config
+    pretended = {
+        "is_synchronized_device": lambda self: False,
+        "resolves_data_dependency": lambda self: False,
+        "handles_memory_backpressure": lambda self: False,
+        "synchronize": lambda self, *_: log.append(("host", None, None)),
+        "current_stream": lambda self, *_: computing,
+        "default_stream": lambda self, *_: computing,
+        "stream": lambda self, stream: given_work(stream),
+        "Stream": property(lambda self: PretendedStream),
+        "Event": property(lambda self: PretendedEvent),
+    }
+    for name, value in pretended.items():
+        setattr(type(get_accelerator()), name, value)
+    torch.Tensor.record_stream = lambda self, _: None  # type: ignore[method-assign]
+
+    def overlapping(*args: Any) -> dict[str, Any]:
+        config = plain(*args)
+        config["zero_optimization"]["overlap_comm"] = True
+        return config
+
+    module.deepspeed_config = overlapping
+    return computing
+
+
+class Overlapped(NamedTuple):
+    losses: list[float]
+    host: int
+    """Waits of the host."""
+    summed: int
+    """Passes that summed something beside the computing."""
+    in_order: int
+    """Of these, those at whose end the computing stream waits for all the sums."""
+
+
+def with_overlap(rank: int, stage: int, precision: str) -> Overlapped:
+    computing = pretend_a_gpu()
+    engine = build_engine(TrainConfig(zero_stage=stage, precision=precision), RANKS, MICRO)
+    zero = engine._engine.optimizer
+    sums = zero.reduce_and_partition_stream if stage == 3 else zero.reduction_stream
+    epilogue = zero.independent_gradient_partition_epilogue
+
+    def noted() -> None:
+        epilogue()
+        log.append(("end", None, None))
+
+    zero.independent_gradient_partition_epilogue = noted
+    losses = run_steps(engine, 0, 1, MICRO)  # in which stage 3 records the order of the layers
+    log.clear()
+    losses += run_steps(engine, 1, 3, MICRO)
+    host = sum(name == "host" for name, _, _ in log)
+    ends = [_after_last(("work", sums, None), events) for events in _passes(log)]
+    after_work = [events for events in ends if events]
+    in_order = sum(("wait", computing, sums) in rest for rest in after_work)
+    return Overlapped(losses, host, len(after_work), in_order)
+
+
+def _passes(events: list[Event]) -> Iterator[list[Event]]:
+    """What was noted up to the end of each pass."""
+    begin = 0
+    for place, event in enumerate(events):
+        if event[0] == "end":
+            yield events[begin : place + 1]
+            begin = place + 1
+
+
+def _after_last(event: Event, events: list[Event]) -> list[Event]:
+    """What follows the last of such an event; nothing where there is none."""
+    places = [place for place, found in enumerate(events) if found == event]
+    return events[places[-1] + 1 :] if places else []
+
+
+def without_overlap(rank: int, stage: int, precision: str) -> list[float]:
+    engine = build_engine(TrainConfig(zero_stage=stage, precision=precision), RANKS, MICRO)
+    return run_steps(engine, 0, 3, MICRO)
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_beside_the_backward_pass_keep_the_stream_waiting_and_not_the_host(
+    stage: int,
+) -> None:
+    passes = 1 if stage == 1 else GLOBAL_BATCH // RANKS // MICRO  # of a step, that sum
+    found = run_ranks(RANKS, with_overlap, stage, "bf16")[0]
+    assert found.host == 0
+    assert found.in_order == found.summed == 2 * passes
+    assert found.losses == run_ranks(RANKS, without_overlap, stage, "bf16")[0]

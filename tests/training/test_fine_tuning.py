@@ -1,0 +1,244 @@
+"""Frozen parts: against plain torch, and resumed."""
+
+import tracemalloc
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes import recipe_with
+from tests.training.engine_runs import (
+    PLAIN_LINEAR,
+    Run,
+    batch,
+    loss_of,
+    resumed,
+    small_model,
+    straight_and_saved,
+)
+from tests.training.ranks import run_ranks
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.launch import prepared_run
+from vit_ray.launch.model_checks import check_head_is_trained, check_model
+from vit_ray.models import build_model
+from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
+from vit_ray.storage import locate
+from vit_ray.training.memory.memory_estimate import count_parameters, state_shape, step_macs
+
+FROZEN = ("embedding", "class_token", "blocks.0")
+OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "frozen": FROZEN}
+
+
+def config(stage: int, precision: str = "fp32") -> dict[str, Any]:
+    train = {"zero_stage": stage, "precision": precision, "averaging": 0.9}
+    return {"name": f"{precision}-{stage}", "micro": 2, "train": train, "optim": OPTIM}
+
+
+CONFIGS = {1: [config(1)], 2: [*(config(stage) for stage in range(4)), config(3, "bf16")]}
+
+
+def plain_losses() -> list[float]:
+    """One AdamW group for each parameter; frozen ones are left out by hand."""
+    torch.nn.functional.linear = PLAIN_LINEAR
+    model = small_model()
+    groups = []
+    for name, parameter in model.named_parameters():
+        if name.startswith(("embedding", "class_token", "blocks.0.")):
+            parameter.requires_grad_(False)
+            continue
+        decays = parameter.ndim > 1 and "positions" not in name
+        groups.append({"params": [parameter], "lr": 1e-2, "weight_decay": 0.1 * decays})
+    optimizer = torch.optim.AdamW(groups, eps=1e-8)
+    losses = []
+    for step in range(5):
+        images, labels = batch(step)
+        loss = loss_of(TrainConfig(precision="fp32"))(model, images, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([g["params"][0] for g in groups], 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def straight(folder: str) -> dict[int, dict[str, Run]]:
+    return {
+        world: run_ranks(world, straight_and_saved, configs, f"{folder}/{world}")[0]
+        for world, configs in CONFIGS.items()
+    }
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_every_stage_trains_as_plain_torch(
+    straight: dict[int, dict[str, Run]], world: int, stage: int
+) -> None:
+    assert straight[world][f"fp32-{stage}"].losses == pytest.approx(plain_losses(), rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ["1/fp32-1", "2/fp32-0", "2/fp32-3", "2/bf16-3"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_checkpoint_has_frozen_weights_to_the_last_bit(
+    straight: dict[int, dict[str, Run]], folder: str, name: str, averaged: bool
+) -> None:
+    checkpoint = newest_checkpoint(locate(folder).child(name))
+    assert checkpoint is not None
+    saved, first = checkpoint.weights(averaged=averaged), small_model().state_dict()
+    assert saved.keys() == first.keys()
+    same = {key for key in first if torch.equal(saved[key], first[key])}
+    assert same >= {key for key in first if key.startswith(("embedding", "class_", "blocks.0."))}
+    assert not any(key.startswith(("blocks.1.", "head", "positions")) for key in same)
+
+
+def test_a_run_goes_on_under_another_stage_and_world(
+    straight: dict[int, dict[str, Run]], folder: str
+) -> None:
+    # The first weights of the resumed run are others: those of the checkpoint have to come back.
+    cases = {
+        1: [{**config(0), "from": "2/fp32-3"}, {**config(3), "from": "2/fp32-1"}],
+        2: [{**config(3), "from": "1/fp32-1"}, {**config(1), "from": "2/fp32-2"}],
+    }
+    for world, configs in cases.items():
+        for run in run_ranks(world, resumed_from_other_weights, configs, folder)[0].values():
+            expected = straight[2]["fp32-0"]
+            assert run.losses == pytest.approx(expected.losses[2:], rel=2e-6)
+            assert torch.allclose(run.averaged, expected.averaged, atol=1e-4)
+
+
+def resumed_from_other_weights(rank: int, configs: list[Any], folder: str) -> dict[Any, Run]:
+    import tests.training.engine_runs as runs
+
+    plain = runs.small_model
+
+    def other_model() -> torch.nn.Module:
+        model = plain()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        return model
+
+    runs.small_model = other_model
+    return resumed(rank, configs, folder)
+
+
+def tuning_recipe(optim: dict[str, Any], **model: Any) -> Any:
+    return recipe_with(model=model or {"name": "ViT-Ti/16"}, optim={"steps": 3, **optim})
+
+
+def test_the_plan_counts_what_is_trained_and_what_is_computed() -> None:
+    probe = tuning_recipe(
+        {"frozen": [part for part in parts_of("ViT-Ti/16", {}) if part != "head"]}
+    )
+    assert count_parameters(probe, 1000) == 193_000
+    shape = state_shape(probe, 1000, 2)
+    assert (shape.num_parameters, shape.num_frozen) == (193_000, 5_717_416 - 193_000)
+    whole, macs = step_macs(tuning_recipe({}), 1000), step_macs(probe, 1000)
+    # Of a linear probe the backward pass is the head's own gradient.
+    assert (macs.forward, macs.backward) == (whole.forward, 192_000)
+    # Frozen to the middle: six blocks and the head have two products for each of the forward pass.
+    half = step_macs(
+        tuning_recipe({"frozen": ["embedding", "class_token", "positions", "blocks.0-5"]}), 1000
+    )
+    tokens, width = 197, 192
+    block = tokens * 12 * width**2 + 2 * tokens**2 * width
+    last = tokens * 2 * width**2 + 10 * width**2 + 2 * tokens * width
+    assert half.backward == 2 * (5 * block + last + 192_000)
+
+
+def test_recomputation_of_frozen_models_is_counted() -> None:
+    tree = tuning_recipe({"frozen": ["norm"]})
+    again = tree.with_changes(train={"activation_checkpointing": 1})
+    whole = tuning_recipe({}).with_changes(train={"activation_checkpointing": 1})
+    assert step_macs(again, 10) == step_macs(whole, 10)
+
+
+@pytest.mark.parametrize(
+    ("optim", "model", "message"),
+    [
+        (
+            {"frozen": ["stem"]},
+            {},
+            r"optim\.frozen: 'stem' is not a part.*embedding, class_token, pos",
+        ),
+        ({"frozen": ["blocks.9-12"]}, {}, r"'blocks.9-12' is not a part.*blocks\.0-11, norm, head"),
+        ({"frozen": ["blocks.5-4"]}, {}, r"'blocks.5-4' is not a part"),
+        ({"frozen": ["head.0-1"]}, {}, r"'head.0-1' is not a part"),
+        ({"frozen": ["class_token"]}, {"name": "ViT-B/16", "pool": "gap"}, "is not a part"),
+        ({"frozen": ["blocks"]}, {"name": "R50x1"}, r"root, units\.0-15, norm, head"),
+        (
+            {"frozen": ["embedding", "class_token", "positions", "blocks", "norm", "head"]},
+            {},
+            "nothing would be trained",
+        ),
+    ],
+)
+def test_wrong_parts_are_refused_before_anything_is_opened(
+    optim: dict[str, Any], model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(tuning_recipe(optim, **model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "init_from", "is_refused"),
+    [
+        ("finetune", "runs/a", True),
+        ("sweep_trial", "runs/a", True),
+        ("pretrain", None, True),
+        ("pretrain", "runs/a", False),
+    ],
+)
+def test_a_new_head_that_is_frozen_is_refused(
+    kind: Any, init_from: str | None, is_refused: bool
+) -> None:
+    chosen = tuning_recipe({"frozen": ["norm", "head"]}).with_changes(init_from=init_from)
+    with pytest.raises(ValueError, match="remove head") if is_refused else nullcontext():
+        check_head_is_trained(chosen, kind)
+    check_head_is_trained(chosen.with_changes(optim={"frozen": ("norm",)}), kind)
+    # The objective has a head of its own, which is not a part of the model.
+    check_head_is_trained(chosen.with_changes(train={"loss": "masked_patch"}), kind)
+
+
+def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepared_run, "resolve_run", lambda recipe: None)
+    refused = prepared_run.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
+    with pytest.raises(ValueError, match="remove head"), refused:
+        pass
+
+
+def test_a_range_past_the_end_is_refused_without_a_name_for_each() -> None:
+    parts = [f"blocks.{i}" for i in range(12)]
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"'blocks\.0-300000' is not a part"):
+        chosen_parts(["blocks.0-300000"], parts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert chosen_parts(["blocks.9-11"], parts) == {"blocks.9", "blocks.10", "blocks.11"}
+
+
+ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2}
+STAGES = {"stages": [1, 1], "width_factor": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ViT", {**ENCODER, "patch_size": 4}),
+        ("R+ViT", {**ENCODER, **STAGES, "pool": "gap"}),
+        ("Axial-ViT", {**ENCODER, "patch_size": 4, "positions": "none", "representation": True}),
+        ("ResNet", STAGES),
+        ("AxialResNet", STAGES),
+    ],
+)
+def test_parts_told_before_there_is_a_model_are_those_of_the_model(
+    name: str, options: dict[str, Any]
+) -> None:
+    model = build_model(name, 3, 32, **options)
+    found = dict.fromkeys(part_of(parameter) for parameter, _ in model.named_parameters())
+    assert set(parts_of(name, options)) == set(found)

@@ -1,0 +1,494 @@
+"""The loop on a list of batches and two fakes: no Ray, no DeepSpeed, no processes."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.worker.fakes import (
+    BATCH,
+    MICRO,
+    TOTAL,
+    FakeEngine,
+    FakeHooks,
+    batches,
+    short_recipe,
+    sum_of_one,
+)
+from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
+from vit_ray.config import Recipe
+from vit_ray.measure.best_evaluation import with_best
+from vit_ray.measure.meters import Compute
+from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP
+from vit_ray.training.loop import Ending, RankContext, StepResult, run_training
+
+
+def run(
+    engine: FakeEngine,
+    hooks: FakeHooks,
+    chosen: Recipe,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    stream: Any = None,
+    **context: Any,
+) -> Ending:
+    progress = progress or Progress()
+    place = replace(RankContext(TOTAL, 0, 1, MICRO, sum_of_one), **context)
+    stream = stream or batches(progress.step)
+    return run_training(engine, stream, chosen, place, hooks, progress, Compute(1), clock)
+
+
+def test_each_micro_batch_is_passed_once_and_in_order() -> None:
+    engine = FakeEngine()
+    assert run(engine, FakeHooks(), short_recipe()) is Ending.FINISHED
+    assert [s for part in engine.seen for s in part] == list(range(TOTAL * BATCH))
+    assert all(len(part) == MICRO for part in engine.seen)
+    assert len(engine.rates) == TOTAL
+
+
+def test_passes_and_hooks_are_given_the_step() -> None:
+    engine, hooks = FakeEngine(), FakeHooks()
+    run(engine, hooks, short_recipe(), Progress(step=7))
+    assert engine.steps == [7, 7, 8, 8, 9, 9]
+    assert hooks.noted == [8, 9, 10]
+
+
+@pytest.mark.parametrize("count", [0, MICRO, BATCH - 1, 2 * BATCH])
+def test_no_step_is_taken_with_a_share_of_another_size(count: int) -> None:
+    engine = FakeEngine()
+    stream = ({k: np.resize(v, (count, *v.shape[1:])) for k, v in b.items()} for b in batches())
+    with pytest.raises(RuntimeError, match=f"{count} images .* share of {BATCH};"):
+        run(engine, FakeHooks(), short_recipe(), stream=stream)
+    assert engine.seen == engine.rates == []
+
+
+def test_a_run_in_parts_is_the_run_in_one_with_an_evaluation_at_the_end_of_each() -> None:
+    whole, chosen = FakeEngine(), short_recipe(checkpoint={"every_steps": None})
+    run(whole, FakeHooks(), chosen)
+    parts, hooks, progress = FakeEngine(), FakeHooks(), Progress()
+    for until in (3, 7, None):
+        ended = run(parts, hooks, chosen, progress, until_step=until)
+        assert (ended, progress.step) == (Ending.FINISHED, until or TOTAL)
+        assert not progress.evaluation_due
+        assert progress.is_over(TOTAL) == (until is None)
+    assert (parts.seen, parts.steps, parts.rates) == (whole.seen, whole.steps, whole.rates)
+    assert [one for one in hooks.order if "evaluate" in one] == [
+        "evaluate 3", "evaluate 7", "evaluate 10",
+    ]  # fmt: skip
+    assert sorted(set(hooks.saved)) == [3, 7, 10]
+
+
+class LossesByStep(FakeHooks):
+    """Better at the ends of the parts than anywhere else."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return {"eval/loss": {3: 0.1, 4: 2.0, 7: 0.2, 8: 1.5, 10: 1.8}[step]}
+
+
+class LossesOfBoth(FakeHooks):
+    """The averaged weights become better while the last ones become worse, or the other way."""
+
+    averaged_factor: float = -0.1
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        losses = {"eval/loss": 1.0 - step * self.averaged_factor}
+        return losses | {"eval/averaged_loss": 2.0 + step * self.averaged_factor}
+
+
+@pytest.mark.parametrize(("factor", "best"), [(-0.1, 1.0), (0.1, 2.2)])
+def test_where_weights_are_averaged_they_stop_a_run_early(factor: float, best: float) -> None:
+    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    hooks, progress = LossesOfBoth(), Progress()
+    hooks.averaged_factor = factor
+    ended = run(FakeEngine(), hooks, chosen, progress)
+    assert progress.best_eval_loss == pytest.approx(best)
+    assert (ended is Ending.EARLY) == (factor > 0)
+
+
+def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
+    progress = Progress(
+        best_eval_loss=0.1,
+        best_loss_key="eval/averaged_loss",
+        evals_without_best=1,
+        metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0},
+    )
+    chosen = short_recipe(evaluate={"every_steps": 5}, train={"early_stopping": 2})
+    assert run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress) is Ending.FINISHED
+    assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")
+    assert "eval/averaged_loss" not in progress.metrics
+    assert "train/loss" in progress.metrics
+
+
+def test_the_best_of_a_checkpoint_from_before_averages_decided_is_that_of_the_last_weights() -> (
+    None
+):
+    progress = Progress(best_eval_loss=0.6, evals_without_best=1)
+    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    ended = run(FakeEngine(), LossesOfBoth(), chosen, progress)
+    assert ended is Ending.FINISHED
+    assert progress.best_eval_loss == pytest.approx(1.0)
+
+
+def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> None:
+    chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
+    whole, parts = Progress(), Progress()
+    assert run(FakeEngine(), LossesByStep(), chosen, whole) is Ending.EARLY
+    assert (whole.step, whole.best_eval_loss) == (10, 1.5)
+    for until in (3, 7, None):
+        run(FakeEngine(), LossesByStep(), chosen, parts, until_step=until)
+        assert parts.step == (until or TOTAL)
+    parts.train_seconds, parts.metrics = whole.train_seconds, whole.metrics
+    parts.worker_seconds = whole.worker_seconds
+    assert parts == whole
+
+
+def test_an_evaluation_that_is_due_is_made_behind_the_end_of_a_part_too() -> None:
+    hooks, progress = FakeHooks(), Progress(step=TOTAL, evaluation_due=True)
+    chosen = short_recipe(evaluate={"every_steps": 4})
+    run(FakeEngine(), hooks, chosen, progress, until_step=3)
+    assert f"evaluate {TOTAL}" in hooks.order
+    assert not progress.evaluation_due
+
+
+def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
+    hooks = FakeHooks()
+    run(FakeEngine(), hooks, short_recipe())
+    step, metrics = hooks.logged[0]
+    assert step == 1
+    assert metrics["train/loss"] == pytest.approx(np.arange(BATCH).mean())
+
+
+def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
+    def sum_of_four(values: Any) -> list[float]:
+        """The others' first numbers, loss, refusal and norm, are larger by 1, 2 and 3."""
+        return [
+            4.0 * float(value) + (6.0 if i in (0, 2) else 0.0) for i, value in enumerate(values)
+        ]
+
+    hooks, mine = FakeHooks(), BATCH // 4
+    stream = ({name: rows[:mine] for name, rows in batch.items()} for batch in batches())
+    place = {"world_size": 4, "micro_batch_size": mine, "all_sum": sum_of_four}
+    run(FakeEngine(), hooks, short_recipe(), stream=stream, **place)
+    metrics = hooks.logged[0][1]
+    assert metrics["train/loss"] == np.arange(mine).mean() + 1.5
+    assert metrics["train/grad_norm"] == 1.0 + 1.5
+
+
+@pytest.mark.parametrize("refused", [(), (0, 5, TOTAL - 1)])
+def test_the_digest_of_a_run_is_of_all_ranks_samples(refused: tuple[int, ...]) -> None:
+    """Also of those in refused steps.
+
+    For each of two ranks, the sum over the ranks is twice its own digest.
+    """
+    mine, found = BATCH // 2, []
+    twice = {"world_size": 2, "all_sum": lambda values: [2 * float(one) for one in values]}
+    for rank in (0, 1):
+        stream = ({k: v[rank * mine :][:mine] for k, v in batch.items()} for batch in batches())
+        progress = Progress()
+        engine = FakeEngine(refused=refused)
+        run(engine, FakeHooks(), short_recipe(), progress, stream=stream, rank=rank, **twice)
+        found.append(int(progress.samples_digest, 16))
+    expected = samples_digest(0, np.arange(TOTAL * BATCH))
+    assert add_digests(*found) == add_digests(expected, expected)
+
+
+def test_it_logs_its_first_step_then_by_cadence_and_at_the_end() -> None:
+    hooks = FakeHooks()
+    run(FakeEngine(), hooks, short_recipe(train={"log_every_steps": 4}))
+    assert [step for step, _ in hooks.logged] == [1, 4, 8, 10]
+    assert {"train/images_per_s", "data/wait_fraction", "perf/own_ms_max"} <= set(
+        hooks.logged[-1][1]
+    )
+
+
+def test_it_saves_by_steps_and_once_at_the_end() -> None:
+    hooks = FakeHooks()
+    run(FakeEngine(), hooks, short_recipe(checkpoint={"every_steps": 5}))
+    assert hooks.saved == [5, 10]
+
+
+def test_it_saves_by_the_clock() -> None:
+    hooks, now = FakeHooks(), iter(range(0, 100_000, 7))
+    chosen = short_recipe(checkpoint={"every_minutes": 1.0})
+    run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
+    assert 2 <= len(hooks.saved) < TOTAL
+    assert hooks.saved[-1] == TOTAL
+
+
+def test_it_saves_at_once_when_a_rank_has_notice_and_goes_on() -> None:
+    hooks = FakeHooks(save_at=3)
+    assert run(FakeEngine(), hooks, short_recipe()) is Ending.FINISHED
+    assert hooks.saved == [3, 10]
+
+
+def test_it_saves_and_ends_when_asked_to_stop() -> None:
+    hooks = FakeHooks(stop_at=4)
+    assert run(FakeEngine(), hooks, short_recipe()) is Ending.STOPPED
+    assert hooks.saved == [4]
+
+
+def test_notice_is_answered_before_an_evaluation() -> None:
+    hooks = FakeHooks(save_at=4)
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
+    assert hooks.order[:3] == ["save 4", "evaluate 4", "evaluate 8"]
+
+
+def test_the_last_checkpoint_is_there_if_the_last_evaluation_dies() -> None:
+    class Dying(FakeHooks):
+        def evaluate(self, step: int) -> dict[str, float]:
+            raise MemoryError
+
+    hooks = Dying()
+    with pytest.raises(MemoryError):
+        run(FakeEngine(), hooks, short_recipe())
+    assert hooks.saved == [TOTAL]
+    assert hooks.due == [True]
+
+
+def test_a_stop_does_not_wait_for_an_evaluation() -> None:
+    hooks = FakeHooks(stop_at=4)
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
+    assert hooks.order == ["save 4"]
+
+
+def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row() -> None:
+    hooks, progress = FakeHooks(), Progress()
+    run(FakeEngine(refused=(2, 3)), hooks, short_recipe(), progress)
+    assert [step for step, _ in hooks.refused] == [3, 4]
+    assert hooks.refused[0][1] == list(range(2 * BATCH, 3 * BATCH))
+    assert progress.nonfinite_steps == 0
+
+
+def test_a_loss_that_is_not_finite_is_reported_too() -> None:
+    class Poisoned(FakeEngine):
+        def backward(self, *arguments: Any) -> torch.Tensor:
+            return super().backward(*arguments) * math.nan
+
+    hooks = FakeHooks()
+    run(Poisoned(), hooks, short_recipe())
+    assert len(hooks.refused) == TOTAL
+
+
+class Ticking:
+    """A clock that each look moves on, by a second if not told."""
+
+    def __init__(self, by_s: float = 1.0) -> None:
+        self.now_s, self._by_s = 0.0, by_s
+
+    def __call__(self) -> float:
+        self.now_s += self._by_s
+        return self.now_s
+
+
+def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed() -> None:
+    hooks, progress = FakeHooks(), Progress()
+    for world_size, until in ((4, 5), (2, TOTAL)):
+        share = BATCH // world_size
+        run(
+            FakeEngine(), hooks, short_recipe(), progress, Ticking(),
+            ({k: v[:share] for k, v in one.items()} for one in batches()),
+            world_size=world_size, until_step=until, micro_batch_size=share,
+        )  # fmt: skip
+    first = progress.train_seconds / 2  # five steps each, by a clock of steps that last alike
+    assert first > 0
+    days = (4 * first + 2 * first) / 86_400
+    assert progress.metrics["cost/core_days"] == pytest.approx(days)
+    assert hooks.logged[-1][1]["cost/core_days"] == pytest.approx(days)
+
+
+def test_a_run_that_earlier_code_began_has_its_first_seconds_in_core_days() -> None:
+    progress = Progress(step=9, train_seconds=86_400.0)
+    run(FakeEngine(), FakeHooks(), short_recipe(), progress)
+    assert progress.metrics["cost/core_days"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_it_stops_early_when_validation_gets_no_better() -> None:
+    hooks = FakeHooks(losses=[3.0, 2.0, 2.5, 2.4, 1.0])
+    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    progress = Progress()
+    assert run(FakeEngine(), hooks, chosen, progress) is Ending.EARLY
+    assert progress.ended == "no better validation loss in 2 evaluations"
+    assert progress.step == 8
+    assert progress.best_eval_loss == 2.0
+    assert hooks.saved == [2, 4, 8]  # each best, and the end
+
+
+KEPT = [{"train": {"early_stopping": 3}}, {"checkpoint": {"keep_best": True}}]
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
+    kept: dict[str, Any],
+) -> None:
+    hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}, **kept), progress)
+    assert progress.metrics[RESULT_STEP] == 8
+    assert progress.metrics[RESULT_EVALUATIONS] == 3
+    found = with_best(progress.metrics)
+    assert (found["eval/loss"], found["eval/last_loss"]) == (2.0, 2.5)
+    assert found["train/loss"] == progress.metrics["train/loss"]
+    logged = {key: value for _, metrics in hooks.logged for key, value in metrics.items()}
+    assert logged["eval/best_loss"] == 2.0
+    assert logged["eval/loss"] == 2.5  # the curve is as it was measured
+
+
+def test_without_a_best_that_is_kept_the_last_evaluation_is_the_result() -> None:
+    hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}), progress)
+    assert with_best(progress.metrics) == progress.metrics
+    assert progress.metrics["eval/loss"] == 2.5
+    assert RESULT_STEP not in progress.metrics
+
+
+def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
+    progress = Progress(
+        metrics={"eval/best_loss": 0.1, RESULT_STEP: 1.0, RESULT_EVALUATIONS: 2.0, "a/b": 1.0}
+    )
+    run(
+        FakeEngine(),
+        FakeHooks(losses=[3.0]),
+        short_recipe(evaluate={"every_steps": TOTAL}),
+        progress,
+    )
+    assert not {"eval/best_loss", RESULT_STEP, RESULT_EVALUATIONS} & progress.metrics.keys()
+    assert progress.metrics["a/b"] == 1.0
+
+
+def test_of_evaluations_by_earlier_code_none_is_called_the_best() -> None:
+    """Its accuracy was not recorded: until a better one comes, the last counts."""
+    progress = Progress(best_eval_loss=0.1, evals_without_best=1)
+    chosen = short_recipe(evaluate={"every_steps": 5}, checkpoint={"keep_best": True})
+    run(FakeEngine(), FakeHooks(losses=[3.0, 2.0]), chosen, progress)
+    assert not {RESULT_STEP, RESULT_EVALUATIONS} & progress.metrics.keys()
+    assert with_best(progress.metrics)["eval/loss"] == 2.0
+
+
+class OnDev(FakeHooks):
+    """Held-out images have their best where the test set has its worst."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        dev = abs(step - 8) + 1.0
+        return {"dev/loss": dev, "dev/top1": 1 / dev, "eval/loss": 9 - dev, "eval/top1": dev / 10}
+
+
+def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set() -> None:
+    hooks, progress = OnDev(), Progress()
+    chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
+    run(FakeEngine(), hooks, chosen, progress)
+    found = with_best(progress.metrics)
+    assert (progress.metrics[RESULT_STEP], progress.best_loss_key) == (8, "dev/loss")
+    assert (found["dev/top1"], found["eval/top1"]) == (1.0, 0.1)
+    assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
+
+
+def test_a_stream_that_ends_too_soon_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="ended before step 10"):
+        run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
+
+
+class CountingWaits(TorchDispatchMode):
+    """Notes when the host reads a number of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.order.append("wait")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> None:
+    waits = CountingWaits()
+
+    class Noted(FakeEngine):
+        def step(self, learning_rate: float) -> StepResult:
+            waits.order.append("step")
+            return super().step(learning_rate)
+
+    with waits:
+        run(Noted(), FakeHooks(), short_recipe(train={"log_every_steps": 5}))
+    assert waits.order == ["step", "wait"] * TOTAL
+
+
+def test_a_stop_in_an_evaluation_saves_the_step_and_ends() -> None:
+    hooks, progress = FakeHooks(cuts=[True]), Progress()
+    chosen = short_recipe(evaluate={"every_steps": 4})
+    assert run(FakeEngine(), hooks, chosen, progress) is Ending.STOPPED
+    assert hooks.order == ["evaluate 4", "save 4"]
+    assert not progress.is_over(TOTAL)
+
+
+def test_a_notice_in_an_evaluation_saves_the_step_and_training_goes_on() -> None:
+    hooks = FakeHooks(cuts=[False])
+    assert run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4})) is Ending.FINISHED
+    assert hooks.order[:3] == ["evaluate 4", "save 4", "evaluate 8"]
+
+
+def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
+    hooks, progress = FakeHooks(losses=[0.5], cuts=[False, False]), Progress()
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
+    last = f"evaluate {TOTAL}"
+    assert hooks.order == [f"save {TOTAL}", last, last, last, "wait", f"note {TOTAL}"]
+    assert progress.metrics["eval/loss"] == 0.5
+    assert progress.is_over(TOTAL)
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_for_it() -> None:
+    hooks, progress = FakeHooks(cuts=[True]), Progress()
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.STOPPED
+    assert hooks.order == [f"save {TOTAL}", f"evaluate {TOTAL}"]
+    assert not progress.is_over(TOTAL)
+    engine, again = FakeEngine(), FakeHooks(losses=[0.5])
+    assert run(engine, again, short_recipe(), progress) is Ending.FINISHED
+    assert again.order == [f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
+    assert engine.seen == []
+    assert progress.is_over(TOTAL)
+
+
+def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation() -> None:
+    hooks = FakeHooks(losses=[0.5], is_whole=False)
+    progress = Progress(TOTAL, evaluation_due=True)
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
+    assert hooks.order[-2:] == [f"note {TOTAL}", f"save {TOTAL}"]
+
+
+def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once() -> None:
+    hooks = FakeHooks(losses=[0.5])
+    run(FakeEngine(), hooks, short_recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
+    last = [f"save {TOTAL}", f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
+    assert hooks.order == last
+
+
+def test_a_notice_at_the_last_step_is_answered_before_its_evaluation() -> None:
+    hooks, progress = FakeHooks(losses=[0.5], save_at=TOTAL), Progress()
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
+    last = [f"save {TOTAL}", f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
+    assert hooks.order == last
+    assert hooks.due == [True]
+    assert progress.is_over(TOTAL)
+
+
+def test_two_notices_at_one_step_save_it_once() -> None:
+    hooks = FakeHooks(save_at=4, cuts=[False])
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
+    assert hooks.order[:3] == ["save 4", "evaluate 4", "evaluate 8"]
+
+
+def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() -> None:
+    hooks = FakeHooks(losses=[0.5, 0.6, 0.7], save_at=4)
+    run(
+        FakeEngine(),
+        hooks,
+        short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True}),
+    )
+    assert hooks.order[:4] == ["save 4", "evaluate 4", "wait", "note 4"]
+    assert hooks.saved == [4, TOTAL]

@@ -1,0 +1,174 @@
+"""MixUp and CutMix against their authors' formulas, computed image by image in numpy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.nn import functional as F
+
+from tests.recipes import recipe_with
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.storage import locate
+from vit_ray.training.memory.largest_batch import largest_micro_batch
+from vit_ray.training.memory.micro_batch import lower_limit, micro_batch_size
+from vit_ray.training.mixing import Mixing, draw_mixing, mix_images, partners, symmetric_beta
+from vit_ray.training.objective import make_loss, multi_hot, normalize
+
+SIZE = (12, 16)
+MANY = torch.arange(40_000)
+
+
+def drawn(samples: torch.Tensor, seed: int = 0, step: int = 0, **train: Any) -> Mixing:
+    return draw_mixing(samples, SIZE, TrainConfig(**train), seed, step)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.5, 0.8, 1.0, 3.0])
+def test_shares_are_beta_distributed(alpha: float) -> None:
+    rng = np.random.default_rng(0)
+    uniform = torch.from_numpy(rng.uniform(size=(3, 50_000)))
+    found = symmetric_beta(torch.tensor(alpha).double(), *uniform).numpy()
+    assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 1e-3
+
+
+def test_mixup_draws_a_share_for_each_pair() -> None:
+    own = drawn(MANY, mixup=0.4).own_share
+    assert torch.equal(own[::2], own[1::2])
+    assert stats.kstest(own[::2].double().numpy(), stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
+
+
+def test_half_of_the_pairs_have_each_where_both_are_on() -> None:
+    weight = drawn(MANY[:8000], mixup=0.8, cutmix=1.0).weight
+    is_flat = int((weight.flatten(1).std(1) == 0).sum())  # whole boxes and none are a few more
+    both = stats.binomtest(is_flat, 4000, 0.5 + 0.5 * _trivial_boxes())
+    assert both.pvalue > 1e-3
+
+
+def _trivial_boxes() -> float:
+    """Share of CutMix's pairs that exchange nothing, with alpha 1: sides below two pixels."""
+    weight = drawn(MANY, cutmix=1.0, seed=9).weight
+    return float((weight.flatten(1).std(1) == 0).double().mean())
+
+
+def test_a_box_is_that_of_the_authors_code() -> None:
+    """Each is some box of the published `rand_bbox`, and its share is what is left."""
+    weight, own = drawn(MANY[:2000], cutmix=1.0)
+    for kept, share in zip(weight.numpy(), own[::2].tolist(), strict=True):
+        rows, columns = np.nonzero(kept == 0)
+        assert share == pytest.approx(1 - len(rows) / kept.size)
+        if len(rows):
+            box = kept[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+            assert not box.any()
+    # Sides grow as the root of the area, and centres are uniform: of many boxes the mean share is
+    # that of the published function.
+    assert float(own.double().mean()) == pytest.approx(_published_mean_share(), abs=0.01)
+
+
+def _published_mean_share() -> float:
+    """`rand_bbox` of github.com/clovaai/CutMix-PyTorch."""
+    rng = np.random.default_rng(1)
+    height, width = SIZE
+    shares = []
+    for _ in range(20_000):
+        cut = np.sqrt(1.0 - rng.uniform())
+        cut_h, cut_w = int(height * cut), int(width * cut)
+        cy, cx = rng.integers(height), rng.integers(width)
+        y1, y2 = np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, height)
+        x1, x2 = np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, width)
+        shares.append(1 - (y2 - y1) * (x2 - x1) / (height * width))
+    return float(np.mean(shares))
+
+
+def test_images_and_labels_are_mixed_alike() -> None:
+    images = torch.randint(0, 256, (8, *SIZE, 3), dtype=torch.uint8)
+    mixing = drawn(torch.arange(8), mixup=0.8, cutmix=1.0)
+    found = mix_images(normalize(images, torch.float32), mixing.weight).numpy()
+    pixels = images.numpy().astype(np.float64) / 127.5 - 1
+    for i in range(8):
+        weight = mixing.weight[i // 2].numpy()[..., None]
+        expected = weight * pixels[i] + (1 - weight) * pixels[i ^ 1]
+        assert np.abs(found[i] - expected.transpose(2, 0, 1)).max() < 1e-5
+        assert float(mixing.own_share[i]) == pytest.approx(weight.mean(), abs=1e-6)
+
+
+def test_what_is_not_mixed_stays_as_it_was() -> None:
+    images = torch.rand(6, 3, *SIZE)
+    assert torch.equal(mix_images(images, torch.ones(3, *SIZE)), images)
+
+
+@pytest.mark.parametrize(
+    ("loss", "smoothing", "labels"),
+    [("softmax", 0.0, 1), ("softmax", 0.1, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)],
+)
+def test_the_loss_is_that_of_mixed_targets(loss: str, smoothing: float, labels: int) -> None:
+    """Against cross-entropy with the mixed probabilities themselves."""
+    torch.manual_seed(0)
+    train = {"loss": loss, "label_smoothing": smoothing, "mixup": 0.8, "precision": "fp32"}
+    recipe = recipe_with(seed=4, train=train)
+    images = torch.randint(0, 256, (6, 8, 8, 3), dtype=torch.uint8)
+    classes, samples = torch.randint(0, 5, (6, labels)), torch.tensor([5, 3, 8, 1, 0, 9])
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5))
+    found = make_loss(recipe)(module, images, classes, samples, 7)
+    mixing = draw_mixing(samples, (8, 8), recipe.train, 4, 7)
+    logits = module(mix_images(normalize(images, torch.float32), mixing.weight))
+    hot = multi_hot(classes, 5)
+    if loss == "softmax":
+        hot = hot / hot.sum(1, keepdim=True)
+        hot = hot * (1 - smoothing) + smoothing / 5
+    share = mixing.own_share[:, None]
+    targets = share * hot + (1 - share) * partners(hot)
+    if loss == "softmax":
+        expected = -(targets * F.log_softmax(logits, 1)).sum(1).mean()
+    else:
+        expected = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
+    assert found.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+def test_a_pair_is_mixed_alike_in_any_pass_and_anew_in_each_step_and_seed() -> None:
+    samples = torch.tensor([11, 4, 7, 90, 3, 2])
+    whole = drawn(samples, mixup=0.8)
+    assert torch.equal(drawn(samples[2:4], mixup=0.8).own_share, whole.own_share[2:4])
+    for other in (drawn(samples, step=1, mixup=0.8), drawn(samples, seed=1, mixup=0.8)):
+        assert not torch.isclose(other.own_share, whole.own_share).any()
+
+
+def mixed_recipe(batch: int, workers: Any = 1, **train: Any) -> Any:
+    return recipe_with(
+        train={"mixup": 0.8, "global_batch_size": batch, **train}, workers={"num_workers": workers}
+    )
+
+
+def test_passes_have_whole_pairs() -> None:
+    assert micro_batch_size(mixed_recipe(24), 1, limit=9) == 8
+    assert micro_batch_size(mixed_recipe(30), 1, limit=9) == 6  # and not 5
+    assert micro_batch_size(mixed_recipe(28), 2, limit=13) == 2
+    assert micro_batch_size(mixed_recipe(28), 2, limit=1) == 2
+    assert mixed_recipe(24, (1, 8)).group_sizes == [1, 2, 3, 4, 6]
+    assert (
+        largest_micro_batch(mixed_recipe(30).with_changes(model={"name": "ViT-Ti/16"}), 5, 1, 80)
+        == 30
+    )
+
+
+def test_an_odd_share_or_pass_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"6 images|3 of train\.global_batch_size=6.*multiple of 4"
+    ):
+        check_batch(mixed_recipe(6, 2), 100)
+    with pytest.raises(ValueError, match=r"train: global_batch_size=7: .* such as 8"):
+        mixed_recipe(7)
+    with pytest.raises(ValueError, match=r"micro_batch_size=3: .* such as 4"):
+        mixed_recipe(12, micro_batch_size=3)
+    with pytest.raises(ValueError, match="masked_patch has none"):
+        mixed_recipe(8, loss="masked_patch")
+    with pytest.raises(ValueError, match=r"train\.mixup=-0\.1"):
+        mixed_recipe(8, mixup=-0.1)
+
+
+def test_a_pair_that_does_not_fit_ends_the_search(tmp_path: Any) -> None:
+    folder = locate(str(tmp_path))
+    assert lower_limit(folder, "key", 3, least=2) == 2
+    with pytest.raises(ValueError, match="a pair of images per pass does not fit"):
+        lower_limit(folder, "key", 2, least=2)

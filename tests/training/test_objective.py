@@ -1,0 +1,150 @@
+"""Losses against torch's own, and the pixels' range."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.recipes import recipe_with
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.models import masked
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.vit import VisionTransformer
+from vit_ray.training.objective import (
+    build_objective,
+    classification_loss,
+    make_loss,
+    multi_hot,
+    normalize,
+)
+
+
+def test_pixels_become_minus_one_to_one_in_channels_first() -> None:
+    images = torch.zeros(1, 2, 3, 3, dtype=torch.uint8)
+    images[0, 1, 2] = torch.tensor([0, 51, 255], dtype=torch.uint8)
+    result = normalize(images, torch.float32)
+    assert result.shape == (1, 3, 2, 3)
+    assert result[0, :, 1, 2].tolist() == pytest.approx([-1.0, -0.6, 1.0], abs=1e-6)
+
+
+def test_softmax_of_single_labels_is_cross_entropy() -> None:
+    logits, labels = torch.randn(6, 5), torch.tensor([[0], [1], [2], [3], [4], [0]])
+    config = TrainConfig(loss="softmax", label_smoothing=0.1)
+    expected = F.cross_entropy(logits, labels[:, 0], reduction="none", label_smoothing=0.1)
+    assert torch.equal(classification_loss(logits, labels, config), expected)
+
+
+def test_softmax_of_several_labels_shares_the_probability() -> None:
+    logits, labels = torch.randn(1, 4), torch.tensor([[1, 3, -1]])
+    halves = torch.tensor([[0.0, 0.5, 0.0, 0.5]])
+    expected = -(halves * logits.log_softmax(1)).sum(1)
+    torch.testing.assert_close(classification_loss(logits, labels, TrainConfig()), expected)
+
+
+def test_sigmoid_sums_binary_cross_entropies_over_classes() -> None:
+    logits, labels = torch.randn(3, 4), torch.tensor([[1, -1], [0, 2], [-1, -1]])
+    targets = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    assert torch.equal(multi_hot(labels, 4), targets)
+    expected = sum(
+        F.binary_cross_entropy(logits[:, k].sigmoid(), targets[:, k], reduction="none")
+        for k in range(4)
+    )
+    loss = classification_loss(logits, labels, TrainConfig(loss="sigmoid"))
+    torch.testing.assert_close(loss, expected)
+
+
+def test_an_image_without_a_label_costs_nothing_with_softmax() -> None:
+    loss = classification_loss(torch.randn(2, 3), torch.tensor([[-1], [1]]), TrainConfig())
+    assert loss[0] == 0
+    assert loss[1] > 0
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.1}, {"stochastic_depth": 0.1, "dropout": 0.0}])
+def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, float]) -> None:
+    def keys(seed: int, step: int, samples: list[int]) -> list[int]:
+        given: list[torch.Tensor] = []
+
+        def module(images: torch.Tensor, *its_keys: torch.Tensor) -> torch.Tensor:
+            given.extend(its_keys)
+            return torch.zeros(len(images), 5)
+
+        model = {"name": "ViT-Ti/16", **rates}
+        loss = make_loss(recipe_with(seed=seed, model=model, train={"precision": "fp32"}))
+        images = torch.zeros(len(samples), 4, 4, 3, dtype=torch.uint8)
+        labels = torch.zeros(len(samples), 1, dtype=torch.int64)
+        loss(module, images, labels, torch.tensor(samples), step)  # type: ignore[arg-type]
+        return given[0].tolist()
+
+    whole = keys(1, 2, [7, 8, 9])
+    assert keys(1, 2, [9]) + keys(1, 2, [8, 7]) == whole[::-1]
+    drawn = [whole, keys(1, 3, [7, 8, 9]), keys(2, 2, [7, 8, 9])]
+    assert len({key for one in drawn for key in one}) == 9
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("target", ["mean_color", "full_patch"])
+def test_what_is_predicted_of_masked_patches_is_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, precision: str, target: str
+) -> None:
+    """A mean of 223 is of colour 6 of 8, and bf16's 0.75, to which it rounds, of the last one."""
+    given: list[torch.Tensor] = []
+
+    def keep(_: str, predictions: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        given.append(pixels)
+        return predictions.float().mean()
+
+    monkeypatch.setattr(masked, "_loss", keep)
+    recipe = recipe_with(
+        "x",
+        model={"name": "ViT-Ti/16", "image_size": 32},
+        train={"loss": "masked_patch", "masked_target": target, "precision": precision},
+    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    module = build_objective(recipe, 10).to(dtype)
+    images = torch.full((2, 32, 32, 3), 223, dtype=torch.uint8)
+    samples, labels = torch.arange(2), torch.zeros(2, 1)
+    make_loss(recipe)(module, images, labels, samples, 0).backward()
+    (pixels,) = given
+    torch.testing.assert_close(pixels, torch.full_like(pixels, 191 / 255), rtol=0, atol=1e-6)
+    assert set(masked.color_class(pixels.mean(dim=(-2, -1))).flatten().tolist()) == {6 * 73}
+
+
+def test_masked_patches_differ_from_step_to_step() -> None:
+    steps: list[int] = []
+
+    def module(images: torch.Tensor, samples: torch.Tensor, step: int) -> torch.Tensor:
+        steps.append(step)
+        return torch.zeros(())
+
+    train = {"loss": "masked_patch", "global_batch_size": 8, "precision": "fp32"}
+    loss = make_loss(recipe_with("x", train=train))
+    images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+    for step in (0, 12, 13):
+        loss(module, images, torch.zeros(2, 1), torch.arange(2), step)  # type: ignore[arg-type]
+    assert steps == [0, 12, 13]
+
+
+@pytest.mark.parametrize("mixing", [{}, {"mixup": 0.8}, {"cutmix": 1.0}])
+def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing: dict[str, float]) -> None:
+    given: list[torch.Tensor] = []
+
+    def module(images: torch.Tensor) -> torch.Tensor:
+        given.append(images)
+        return torch.zeros(len(images), 5)
+
+    images = torch.arange(256, dtype=torch.uint8).view(2, 16, 8, 1).repeat(1, 1, 1, 3)
+    labels = torch.zeros(2, 1, dtype=torch.int64)
+    for precision in ("fp32", "bf16"):
+        loss = make_loss(recipe_with("x", train={"precision": precision, **mixing}))
+        loss(module, images, labels, torch.arange(2), 3)  # type: ignore[arg-type]
+    whole, rounded = given
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, whole.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [("softmax", VisionTransformer), ("masked_patch", MaskedPatchObjective)]
+)
+def test_the_model_is_built_with_its_objective(loss: str, kind: type) -> None:
+    recipe = recipe_with("x", train={"loss": loss}, model={"name": "ViT-Ti/16", "image_size": 32})
+    assert type(build_objective(recipe, 10)) is kind

@@ -1,0 +1,73 @@
+"""The optimizer's groups, and its steps against torch's."""
+
+import pytest
+import torch
+
+from tests.training.engine_runs import small_model
+from vit_ray.config.training_sections import OptimConfig
+from vit_ray.training.optim.optimizers import build_optimizer, state_types
+
+
+def test_only_matrices_and_kernels_decay() -> None:
+    model = small_model()
+    config = OptimConfig(weight_decay=0.1)
+    decayed, rest = build_optimizer(model, config).param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert rest["weight_decay"] == 0.0
+    names = {id(p): name for name, p in model.named_parameters()}
+    kept = {names[id(p)] for p in rest["params"]}
+    assert all("bias" in n or "norm" in n or "token" in n or "position" in n for n in kept)
+    assert len(decayed["params"]) + len(rest["params"]) == len(names)
+
+
+def test_the_rate_starts_at_zero_so_that_a_trial_step_moves_nothing() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_state_types_are_what_torch_keeps() -> None:
+    for name in ("adamw", "sgd"):
+        config = OptimConfig(name=name)
+        parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        model = torch.nn.Module()
+        model.weight = parameter
+        optimizer = build_optimizer(model, config)
+        parameter.grad = torch.ones(2, 2)
+        optimizer.step()
+        kept = {k for k, v in optimizer.state[parameter].items() if getattr(v, "ndim", 0) > 0}
+        assert kept == set(state_types(config))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
+    model, copy = small_model(), small_model()
+    config = OptimConfig(name=name, weight_decay=0.1)
+    ours = build_optimizer(model, config)
+    copies = dict(zip(model.parameters(), copy.parameters(), strict=True))
+    groups = [
+        {
+            "params": [copies[weight] for weight in group["params"]],
+            "weight_decay": group["weight_decay"],
+        }
+        for group in ours.param_groups
+    ]
+    theirs: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=config.momentum, fused=True)
+    if name == "adamw":
+        theirs = torch.optim.AdamW(groups, betas=config.betas, fused=True)
+    steps: list[int] = []
+    ours.register_step_post_hook(lambda *_: steps.append(len(steps)))
+    for step in range(5):
+        for group in (*ours.param_groups, *theirs.param_groups):
+            group["lr"] = 0.01 * (step + 1)
+        for weight, same in copies.items():
+            weight.grad = torch.randn_like(weight)
+            same.grad = weight.grad.clone()
+        ours.step()
+        theirs.step()
+    assert steps == [*range(5)]
+    assert all(torch.equal(weight, same) for weight, same in copies.items())

@@ -1,0 +1,84 @@
+"""`train.nonfinite=skip` on two ranks: one of them meets a loss that is not finite, both skip."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.engine_runs import GLOBAL_BATCH, batch, build_engine
+from tests.training.ranks import run_ranks
+from tests.worker.fakes import FakeHooks, FakeRun, short_recipe
+from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.measure.meters import Compute
+from vit_ray.training.engine.collectives import all_sum
+from vit_ray.training.loop import Batch, Ending, RankContext, run_training
+from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
+from vit_ray.worker.run_link import RunLink
+
+RANKS, MICRO, BAD = 2, 2, 2
+CPU = torch.device("cpu")
+
+
+def train_on(
+    rank: int, train: TrainConfig, numbers: list[int], bad: int | None
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, int]], Progress]:
+    """Weights and averages, history and position after a step of each batch; rank 1's loss of `bad`
+    is NaN."""
+    engine = build_engine(train, RANKS, MICRO)
+    plain, actor = engine._loss_function, FakeRun()
+
+    def loss(module: Any, images: Any, labels: Any, samples: Any, step: int) -> torch.Tensor:
+        value: torch.Tensor = plain(module, images, labels, samples, step)
+        return value * float("nan") if (rank, step) == (1, bad) else value
+
+    def describe(one: Batch) -> str:
+        return describe_batch(engine, one, MICRO)
+
+    policy = NonfinitePolicy(train, RunLink(actor, actor, rank), describe)
+
+    class Hooks(FakeHooks):
+        def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+            policy.handle(progress, batch)
+
+    share = GLOBAL_BATCH // RANKS
+    mine = slice(rank * share, (rank + 1) * share)
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for number in numbers:
+            images, labels = (part[mine].numpy() for part in batch(number))
+            samples = torch.arange(GLOBAL_BATCH)[mine].numpy() + number * GLOBAL_BATCH
+            yield {"image": images, "labels": labels, "sample": samples}
+
+    engine._loss_function = loss  # type: ignore[assignment]
+    chosen = short_recipe(
+        optim={"steps": len(numbers), "schedule": "constant", "warmup_steps": 0},
+        train={"global_batch_size": GLOBAL_BATCH},
+    )
+    progress = Progress()
+    context = RankContext(len(numbers), rank, RANKS, MICRO, partial(all_sum, device=CPU))
+    ending = run_training(engine, batches(), chosen, context, Hooks(), progress, Compute(1))
+    assert ending is Ending.FINISHED
+    weights = {name: p.detach().clone() for p, name in engine._names.items()}
+    assert engine.average is not None
+    for name, parts in engine.average.by_name().items():
+        weights |= {f"average of {name} from {start}": values for start, values in parts}
+    return weights, actor.events, progress
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(stage: int) -> None:
+    train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.5, nonfinite="skip")
+    skipped = run_ranks(RANKS, train_on, train, [0, 1, BAD, 3, 4], BAD)
+    without = run_ranks(RANKS, train_on, train, [0, 1, 3, 4], None)
+    for (weights, _, progress), (wanted, _, _) in zip(skipped, without, strict=True):
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+        assert (progress.step, progress.nonfinite_steps) == (5, 0)
+    ((kind, text, step),) = skipped[0][1]
+    assert (kind, step) == ("not finite", BAD + 1)
+    samples = ", ".join(str(n) for n in range(BAD * GLOBAL_BATCH, (BAD + 1) * GLOBAL_BATCH))
+    assert f"Samples {samples}." in text  # of both ranks

@@ -1,0 +1,194 @@
+"""The engine that the loop drives: DeepSpeed under any ZeRO stage, on GPU or CPU.
+
+The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per global
+batch, and `predict`. Code that depends on the stage is in `elastic_state.py`, `deepspeed_setup.py`,
+`training/engine/fragments.py` and `deepspeed_internals.py`.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.deepspeed_internals import compile_backend
+from vit_ray.measure.meters import DeviceTimes
+from vit_ray.training.engine.compiling import compile_failures, compile_model, compile_s
+from vit_ray.training.engine.deepspeed_setup import initialize
+from vit_ray.training.engine.elastic_state import TrainingState
+from vit_ray.training.engine.exact_biases import ExactBiases
+from vit_ray.training.loop import StepResult
+from vit_ray.training.objective import LossFunction
+from vit_ray.training.optim.optimizers import StepGuard, build_optimizer, set_rate
+
+
+class DeepSpeedEngine:
+    """One worker's part of a DeepSpeed run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainConfig,
+        optim: OptimConfig,
+        *,
+        micro_batch_size: int,
+        accumulation_steps: int,
+        loss_function: LossFunction,
+    ) -> None:
+        """Wrap `model`, whose weights must already be those to start from.
+
+        The process group must exist; all ranks build their engines together.
+        """
+        self._loss_function = loss_function
+        self._compile_s_before = compile_s()
+        self._num_failures_before = len(compile_failures())
+        # Modules that an objective does not train are left out of a checkpoint, unlike frozen
+        # parts.
+        named = [(p, name) for name, p in model.named_parameters()]
+        self._names = {p: name for p, name in named if p.requires_grad}
+        frozen = {p: name for p, name in named if optim.frozen and not p.requires_grad}
+        # DeepSpeed's bf16 modes round the module in place; these keep the values before rounding.
+        exact = {n: p.detach() for p, n in (self._names | frozen).items()}
+        if train.activation_checkpointing:
+            model.set_activation_checkpointing(train.activation_checkpointing)  # type: ignore[operator]
+        has_gpu = torch.cuda.is_available()
+        self._optimizer = build_optimizer(model, optim)
+        self._guard = StepGuard(self._optimizer, torch.device("cuda" if has_gpu else "cpu"))
+        self._engine = initialize(
+            model,
+            list(self._names),
+            self._optimizer,
+            self._guard,
+            train,
+            optim.clip_norm,
+            micro_batch_size,
+            accumulation_steps,
+        )
+        if train.compiles(has_gpu):
+            compile_model(model, compile_backend(), may_fail=train.compile == "auto")
+        self._is_parted = train.zero_stage == 3
+        self.rank, self.world_size = int(self._engine.global_rank), int(self._engine.world_size)
+        self.device = torch.device(self._engine.device)
+        self.forward_times = DeviceTimes(self.device)
+        self.dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        names = self._names | frozen
+        self.state = TrainingState(
+            self._engine, names, exact, self._optimizer, train, optim, self._guard
+        )
+        self.average = self.state.average
+        self._biases = ExactBiases(model, self._names, self.state.owned, self.device, train)
+        self._biases.show()
+
+    def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int = 0) -> Tensor:
+        """Forward and backward pass of one micro-batch; returns its mean loss, detached.
+
+        `step`: 0-based, for losses that change over the steps.
+        """
+        with self.forward_times.measured():
+            loss = self._loss_function(self._engine, images, labels, samples, step)
+        # A loss that is not finite must make the gradients not finite, so that all ranks skip
+        # together.
+        factor = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
+        self._engine.backward(loss * factor)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # only counts the micro-batch
+        return loss.detach()
+
+    def compile_s(self) -> float:
+        return compile_s() - self._compile_s_before
+
+    def compile_failure(self) -> str | None:
+        """Why a part of the model that should be compiled runs eagerly; None if none does."""
+        failures = compile_failures()[self._num_failures_before :]
+        return failures[0] if failures else None
+
+    def take_forward_s(self) -> float:
+        """Time of this rank's forward passes since the last call; the device must have finished
+        them.
+
+        They wait for no other rank, except for weights under ZeRO 3.
+        """
+        return self.forward_times.take_s()
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Apply the accumulated gradients, unless they are not finite."""
+        set_rate(self._optimizer, learning_rate)
+        self._engine.step()
+        self._biases.show()
+        if self.average is not None:
+            applied_steps = self._engine.global_steps - self._guard.refused_steps
+            self.average.update(self._guard.refused, applied_steps)
+        return StepResult(self._guard.refused, self._guard.norm)
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Head inputs (B, D) and logits (B, K) in fp32, in evaluation mode; all ranks call it."""
+        self._engine.eval()
+        module: Any = self._engine.module
+        # An objective around a model (masked patches) does not predict; its model does.
+        predicts = getattr(module, "model", self._engine)
+        captured: list[Tensor] = []
+        hook = module.head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+        try:
+            logits = predicts(images)
+        finally:
+            hook.remove()
+            self._engine.train()
+        return captured[0].float(), logits.float()
+
+    @property
+    def whole_model(self) -> nn.Module | None:
+        """The model that predicts; None under ZeRO 3, where no rank has all of its weights."""
+        module: nn.Module = self._engine.module
+        return None if self._is_parted else getattr(module, "model", module)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """As `WeightAverage.applied`."""
+        assert self.average is not None
+        with self.average.applied(self._engine, self._names):
+            self._biases.show(self.average.by_name())
+            yield
+        self._biases.show()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue exactly from a checkpoint, whatever the module holds; all ranks call it."""
+        self.state.restore(checkpoint)
+        self._biases.show()
+
+    @torch.no_grad()
+    def activation_sizes(self, images: Tensor) -> dict[str, float]:
+        """Root mean square of each layer's output, the largest over the images; all ranks call it.
+
+        They show where a value stops being finite: infinite if an output is not. The layers are the
+        model's blocks and its modules outside of them, in the order of the forward pass.
+        """
+        sizes: dict[str, float] = {}
+        module: Any = self._engine.module
+        model: nn.Module = getattr(module, "model", module)
+
+        def watch(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                size = output.float().flatten(1).square().mean(1).sqrt().amax()
+                largest = float(torch.nan_to_num(size, nan=math.inf, posinf=math.inf))
+                sizes[name] = max(sizes.get(name, 0.0), largest)
+
+        lists = (nn.ModuleList, nn.Sequential)
+        with contextlib.ExitStack() as hooks:
+            for name, layer in model.named_modules():
+                parent = model.get_submodule(name.rpartition(".")[0])
+                is_outside = parent is model or isinstance(parent, lists)
+                if name and is_outside and not isinstance(layer, lists):
+                    hooks.callback(layer.register_forward_hook(partial(watch, name)).remove)
+            # Code made by torch.compile does not call hooks.
+            with torch.compiler.set_stance("force_eager"):
+                self.predict(images)
+        return sizes
+
+    def close(self) -> None:
+        self._engine.destroy()

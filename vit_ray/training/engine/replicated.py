@@ -1,0 +1,138 @@
+"""ZeRO stage 0: every rank steps the whole state; gradients are summed during the backward pass.
+
+DeepSpeed 0.19.8 would all-reduce after the backward pass; in bf16 it would also sum passes in bf16
+and step each tensor by itself, with several host-device syncs each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vit_ray.training.optim.optimizers import StepGuard
+
+Item = TypeVar("Item")
+
+
+class ReplicatedOptimizer:
+    """Steps fp32 masters of all weights by torch's optimizer; DeepSpeed uses it as its optimizer.
+
+    fp32 weights are their own masters. Masters collect the gradients of the passes.
+    """
+
+    def __init__(
+        self,
+        weights: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        guard: StepGuard,
+        *,
+        clip_norm: float,
+        bucket_elements: int,
+        is_last_pass: Callable[[], bool],
+    ) -> None:
+        """Take over the groups of `optimizer`, which has made no step yet.
+
+        Args:
+            weights: those of the groups, in the order of the forward pass.
+            is_last_pass: whether the current pass is the last one before a step.
+        """
+        self.optimizer = optimizer
+        self.masters: dict[nn.Parameter, Tensor] = {
+            w: w if w.dtype == torch.float32 else w.detach().float() for w in weights
+        }
+        self._guard, self._clip_norm, self._is_last_pass = guard, clip_norm, is_last_pass
+        for group in optimizer.param_groups:
+            group["params"] = [self.masters[weight] for weight in group["params"]]
+        self._hooks = [w.register_post_accumulate_grad_hook(self._collect) for w in weights]  # type: ignore[no-untyped-call]
+        # The backward pass reaches the last weights first. All ranks must send in the same order.
+        sizes = [weight.numel() for weight in weights]
+        self._buckets = list(cut_by_size(weights[::-1], sizes[::-1], bucket_elements))
+        self._ready: set[nn.Parameter] = set()
+        self._sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: a step leaves no gradients."""
+
+    def destroy(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply the mean gradient of all ranks, unless it is not finite."""
+        self._send(len(self._buckets))
+        for bucket, whole, work in self._sent:
+            # no limit: the process group's timeout
+            work.wait()  # on a GPU its stream waits, not the host
+            whole.div_(dist.get_world_size())
+            parts = torch.split(whole, [weight.numel() for weight in bucket])
+            for weight, part in zip(bucket, parts, strict=True):
+                self._gradient(weight).copy_(part.view_as(weight))
+        self._sent.clear()
+        self._ready.clear()
+        gradients = [self._gradient(weight) for weight in self.masters]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self._guard.note_norm(norm)
+        if self._clip_norm:  # at stages 1 to 3 DeepSpeed clips
+            torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
+        self.optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        rounded = [pair for pair in self.masters.items() if pair[0].dtype != pair[1].dtype]
+        if rounded:
+            torch._foreach_copy_([weight for weight, _ in rounded], [m for _, m in rounded])
+
+    @torch.no_grad()
+    def _collect(self, weight: Tensor) -> None:
+        assert isinstance(weight, nn.Parameter)
+        master = self.masters[weight]
+        if weight is not master:
+            assert weight.grad is not None
+            if master.grad is None:
+                master.grad = weight.grad.to(master.dtype)
+            else:
+                master.grad.add_(weight.grad)
+            weight.grad = None
+        if self._is_last_pass():
+            self._ready.add(weight)
+            due = len(self._sent)
+            while due < len(self._buckets) and self._ready.issuperset(self._buckets[due]):
+                due += 1
+            self._send(due)
+
+    def _send(self, count: int) -> None:
+        """Start summing the first `count` buckets over all ranks, in the weights' precision."""
+        world_size = dist.get_world_size()
+        if world_size == 1:
+            return
+        for bucket in self._buckets[len(self._sent) : count]:
+            gradients = [self._gradient(weight).flatten().to(weight.dtype) for weight in bucket]
+            whole = torch.cat(gradients)
+            self._sent.append((bucket, whole, dist.all_reduce(whole, async_op=True)))
+
+    def _gradient(self, weight: nn.Parameter) -> Tensor:
+        """Zeros if no pass reached the weight on this rank, as in ZeRO's other stages."""
+        master = self.masters[weight]
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return master.grad
+
+
+def cut_by_size(items: Sequence[Item], sizes: Sequence[int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items of at most this size together, or a single larger one."""
+    group: list[Item] = []
+    held = 0
+    for item, size in zip(items, sizes, strict=True):
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size
+    if group:
+        yield group

@@ -1,0 +1,197 @@
+"""Parameters, activations and memory of a recipe's training, without allocating them."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit_ray.config import Recipe
+from vit_ray.measure.activation_memory import (
+    gpu_kernels,
+    kept_bytes,
+    peak_bytes,
+)
+from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
+from vit_ray.models.flops import TrainingMacs, count_exaflops, forward_macs, training_macs
+from vit_ray.own_parts import is_own
+from vit_ray.training.objective import build_objective, make_loss
+from vit_ray.training.optim.optimizers import bytes_per_element
+
+META: Final = torch.device("meta")
+
+
+def count_parameters(recipe: Recipe, num_classes: int) -> int:
+    """Trained parameters of the recipe's model."""
+    return sum(_parameter_sizes(recipe, num_classes).trained)
+
+
+class _Sizes(NamedTuple):
+    trained: list[int]
+    frozen: list[int]
+
+
+@functools.lru_cache(maxsize=256)
+def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
+    with META:
+        model = build_objective(recipe, num_classes)
+    parameters = list(model.parameters())
+    return _Sizes(
+        [p.numel() for p in parameters if p.requires_grad],
+        [p.numel() for p in parameters if not p.requires_grad],
+    )
+
+
+def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float) -> float:
+    """10^18 operations of training by the paper's count."""
+    model = recipe.model
+    macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
+    return count_exaflops(macs, images_seen)
+
+
+def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
+    """Multiply-adds of one image in a step, as the engine computes them.
+
+    Args:
+        has_gpu: decides whether blocks are compiled if the recipe does not.
+    """
+    model, train = recipe.model, recipe.train
+    if is_own(model.name):
+        return _counted_macs(recipe, num_classes)
+    whole, early = (
+        training_macs(
+            model.name,
+            num_classes,
+            model.image_size,
+            recompute_every=train.activation_checkpointing,
+            compiles=compiles,
+            masked_target=train.masked_target if train.loss == "masked_patch" else None,
+            **model.options(),
+        )
+        for compiles in (train.compiles(has_gpu), False)
+    )
+    if not recipe.optim.frozen:
+        return whole
+    counted = _counted_macs(recipe, num_classes)
+    # Compiled blocks are recomputed whole; the count for eager ones says which.
+    recomputed = counted.recomputed * whole.recomputed // max(1, early.recomputed)
+    return TrainingMacs(counted.forward, counted.backward, recomputed)
+
+
+@functools.lru_cache(maxsize=256)
+def _counted_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
+    """By torch's counter; frozen parts need no gradients, and the layers below them none at all.
+
+    It also counts convolutions on their padding, which the count by sizes leaves out.
+    """
+    plain = recipe.with_changes(train={"activation_checkpointing": 0})
+    forward, needed = _count_step(plain, num_classes)
+    _, done = _count_step(recipe, num_classes)
+    return TrainingMacs(forward, needed - forward, done - needed)
+
+
+def _count_step(recipe: Recipe, num_classes: int) -> tuple[int, int]:
+    """Multiply-adds of an image's forward pass, and of its forward and backward pass together."""
+    model, batch_size = prepared_model(recipe, num_classes), recipe.train.least_pass
+    # The count of the fused kernel includes the attention weights twice.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss = forward_pass(model, recipe, batch_size)()
+        forward = counter.get_total_flops()
+        loss.backward()  # type: ignore[no-untyped-call]
+    both = counter.get_total_flops()
+    return forward // (2 * batch_size), both // (2 * batch_size)
+
+
+def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
+    """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment.
+
+    Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
+    head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
+    """
+    counts = recipe.model, recipe.train, recipe.optim.frozen
+    return _measured(_Measurable(counts, recipe), num_classes, batch_size)
+
+
+@dataclass(frozen=True)
+class _Measurable:
+    """Recipes that differ only in what does not change a pass, as cells of a study, are equal."""
+
+    counts: tuple[object, ...]
+    recipe: Recipe = field(compare=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _measured(measurable: _Measurable, num_classes: int, batch_size: int) -> Activations:
+    recipe = measurable.recipe
+    model = prepared_model(recipe, num_classes)
+    forward = forward_pass(model, recipe, batch_size)
+    weights: list[Tensor] = list(model.parameters())
+    with gpu_kernels():
+        return Activations(kept=kept_bytes(forward, weights), peak=peak_bytes(forward, weights))
+
+
+def state_shape(
+    recipe: Recipe, num_classes: int, world_size: int, stage: int | None = None
+) -> StateShape:
+    """The sizes behind the memory of the training state, under some ZeRO stage."""
+    stage = recipe.train.zero_stage if stage is None else stage
+    trained, frozen = _parameter_sizes(recipe, num_classes)
+    height, width = recipe.model.sides
+    return StateShape(
+        num_parameters=sum(trained),
+        num_frozen=sum(frozen),
+        largest_parameter=max(trained, default=0),
+        stage=stage,
+        world_size=world_size,
+        precision=recipe.train.precision,
+        moment_bytes=bytes_per_element(recipe.optim),
+        has_average=recipe.train.averaging > 0,
+        offload=recipe.train.offload and stage > 0,
+        batch_bytes=recipe.train.global_batch_size // world_size * height * width * 3,
+    )
+
+
+def estimate_memory(
+    recipe: Recipe,
+    num_classes: int,
+    micro_batch_size: int,
+    world_size: int,
+    stage: int | None = None,
+) -> MemoryEstimate:
+    """Memory of one worker for this micro-batch, under the recipe's ZeRO stage or another."""
+    shape = state_shape(recipe, num_classes, world_size, stage)
+    return state_memory(shape, measure_activations(recipe, num_classes, micro_batch_size))
+
+
+def forward_pass(
+    model: nn.Module,
+    recipe: Recipe,
+    batch_size: int,
+    device: torch.device = META,
+) -> Callable[[], Tensor]:
+    """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
+    height, width = recipe.model.sides
+    loss = make_loss(recipe)
+
+    def forward() -> Tensor:
+        with device:
+            images = torch.zeros((batch_size, height, width, 3), dtype=torch.uint8)
+            numbers = torch.zeros(batch_size, dtype=torch.int64)
+        return loss(model, images, numbers[:, None], numbers, 0)
+
+    return forward
+
+
+def prepared_model(recipe: Recipe, num_classes: int, device: torch.device = META) -> nn.Module:
+    """In the recipe's precision, with its recomputation."""
+    with device:
+        model = build_objective(recipe, num_classes)
+    if recipe.train.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    if recipe.train.activation_checkpointing:
+        model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
+    return model

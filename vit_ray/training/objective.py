@@ -1,0 +1,155 @@
+"""What is trained, and its loss: from uint8 images and padded label lists to one fp32 number.
+
+Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit_ray.config import Recipe
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.models import build_model
+from vit_ray.models.counter_random import sample_keys
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.parameter_groups import chosen_parts, part_of
+from vit_ray.own_parts import Loss, is_own, own_part
+from vit_ray.training.mixing import draw_mixing, mix_images, partners
+
+LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
+"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
+
+
+def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
+    """The recipe's model, inside `MaskedPatchObjective` if that is trained.
+
+    Raises:
+        ValueError: as `build_model`; a part is not the model's, or the model cannot recompute.
+    """
+    model: nn.Module = build_model(
+        recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
+    )
+    if recipe.train.loss == "masked_patch":
+        model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
+    freeze(model, recipe.optim.frozen)
+    every = recipe.train.activation_checkpointing
+    if every and not hasattr(model, "set_activation_checkpointing"):
+        raise ValueError(
+            f"train.activation_checkpointing={every}: model.name={recipe.model.name} has no method "
+            "set_activation_checkpointing(every); add the method, or set the key to 0"
+        )
+    return model
+
+
+def freeze(model: nn.Module, names: Iterable[str]) -> None:
+    """Keep the weights of some parts of a model (or of the model in an objective) fixed.
+
+    Raises:
+        ValueError: a name does not belong to any part.
+    """
+    parts = list(dict.fromkeys(part_of(name) for name, _ in model.named_parameters()))
+    frozen = chosen_parts(names, parts)
+    for name, parameter in model.named_parameters():
+        if part_of(name) in frozen:
+            parameter.requires_grad_(False)
+
+
+def make_loss(recipe: Recipe) -> LossFunction:
+    """The recipe's loss as the engine calls it.
+
+    Random parts (dropout, mixing, the choice of patches) depend only on the seed, the step and the
+    sample, not on how a batch is cut into workers and passes.
+    """
+    train = recipe.train
+    if train.loss == "masked_patch":
+        return _predict_patches
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+
+    def classify(
+        module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
+    ) -> Tensor:
+        keys: tuple[Tensor, ...] = ()
+        if recipe.model.dropout or recipe.model.stochastic_depth:
+            keys = (sample_keys(samples, recipe.seed, step),)
+        if train.mixes:
+            height, width = images.shape[1:3]
+            mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)
+            seen = mix_images(normalize(images, torch.float32), mixing.weight).to(dtype)
+        else:
+            seen = normalize(images, dtype)
+        logits = module(seen, *keys)
+        losses = classification_loss(logits, labels, train)
+        if train.mixes:
+            # Both losses are linear in the target, so this is the loss of mixed targets.
+            others = classification_loss(logits, partners(labels), train)
+            losses = torch.lerp(others, losses, mixing.own_share)
+        return losses.mean()
+
+    return classify
+
+
+def _predict_patches(
+    module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
+) -> Tensor:
+    # Pixels are also the targets; the model rounds its own input.
+    return module(normalize(images, torch.float32), samples, step)
+
+
+def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:
+    """The values that a user's own part gives a batch.
+
+    Raises:
+        ValueError: there is not one value for each image.
+    """
+    if isinstance(values, Tensor) and values.shape == labels.shape[:1]:
+        return values
+    shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    raise ValueError(
+        f"{what} returns {shape} for {len(labels)} images; return a tensor with a value for each"
+    )
+
+
+def normalize(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 (B, H, W, 3) in [0, 255] to `dtype` (B, 3, H, W) in [-1, 1], on the images' device."""
+    scaled = images.to(torch.float32).mul_(2.0 / 255.0).sub_(1.0)
+    return scaled.permute(0, 3, 1, 2).to(dtype)
+
+
+def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """Padded label lists (B, L) to float32 (B, K) of zeros and ones."""
+    padded = torch.where(labels < 0, num_classes, labels)
+    hot = torch.zeros(len(labels), num_classes + 1, device=labels.device)
+    return hot.scatter_(1, padded, 1.0)[:, :num_classes]
+
+
+def classification_loss(logits: Tensor, labels: Tensor, config: TrainConfig) -> Tensor:
+    """Per-image loss, float32 (B,); 0 with softmax for an image without any label.
+
+    Softmax: cross-entropy against the labels, which share the probability evenly, with label
+    smoothing. Sigmoid: binary cross-entropies summed over classes (big_vision `sigmoid_xent`).
+
+    Raises:
+        ValueError: a user's own loss does not exist, or returns something else.
+    """
+    logits = logits.float()
+    if is_own(config.loss):
+        losses = own_part(config.loss, "train.loss", Loss)(logits, labels)
+        return per_image(losses, labels, f"train.loss={config.loss}")
+    if config.loss == "sigmoid":
+        targets = multi_hot(labels, logits.shape[1])
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
+    if labels.shape[1] == 1:
+        return F.cross_entropy(
+            logits,
+            labels[:, 0],
+            reduction="none",
+            ignore_index=-1,
+            label_smoothing=config.label_smoothing,
+        )
+    targets = multi_hot(labels, logits.shape[1])
+    targets = targets / targets.sum(dim=1, keepdim=True).clamp(min=1.0)
+    return F.cross_entropy(
+        logits, targets, reduction="none", label_smoothing=config.label_smoothing
+    )

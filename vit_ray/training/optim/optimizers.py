@@ -1,0 +1,151 @@
+"""The optimizers of the papers, by `optim.name`; weight decay acts on kernels only."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.config.training_sections import OptimConfig
+from vit_ray.models.build import decayed_parameters
+from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
+from vit_ray.training.optim.uncompiled import SGD, AdamW
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Optimizer over two groups: kernels, which decay, and everything else, which does not.
+
+    The learning rate starts at 0: the loop sets `lr_at(step)` before each step, and an engine that
+    takes a trial step to create its state must not move the weights.
+
+    torch's are fused, also on a CPU: one pass over the state, in all threads. With offload,
+    DeepSpeed's own optimizer for CPUs takes 0.87 to 0.95 of the time on one thread, 0.98 to 1.10 on
+    two (`benchmarks/results/offload_step_cpu_2026-11-22.md`), and has to be compiled there for
+    three minutes. All take a refusal as a number (`found_inf`).
+    """
+    decayed, rest = decayed_parameters(model)
+    groups = [
+        {"params": [parameter for _, parameter in named], "weight_decay": by}
+        for named, by in ((decayed, config.weight_decay), (rest, 0.0))
+        if named
+    ]
+    if is_own(config.name):
+        return _own_optimizer(groups, config)
+    if config.name == "adamw":
+        return AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
+    return SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
+
+
+def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    """The user's own; whether a step is refused takes a host-device sync."""
+    optimizer = own_part(config.name, "optim.name", BuildsOptimizer)(groups, config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optim.name={config.name} returned a {type(optimizer).__name__}; return a "
+            "torch.optim.Optimizer"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    apply = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        if not vars(optimizer).pop("found_inf", 0.0):  # which some of torch's do not take
+            apply(closure)
+
+    optimizer.step = step  # type: ignore[method-assign,assignment]
+    return optimizer
+
+
+_COUNT: Final = "step"
+
+
+@functools.lru_cache(maxsize=8)
+def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
+    """What a user's own optimizer keeps for each element, and `step` if it counts steps.
+
+    Raises:
+        ValueError: it keeps something else, does not start with zeros, or mixes elements: ZeRO
+            gives each rank flat pieces of tensors, and a checkpoint holds them by element.
+    """
+    where = f"optim.name={config.name}"
+
+    def stepped(shape: tuple[int, ...], kinds: Mapping[str, torch.dtype] | None) -> Any:
+        """Weights after three steps, flat, and the state."""
+        weight = nn.Parameter(torch.linspace(0.5, 1.5, 1024).view(shape))
+        group = {"params": [weight], "weight_decay": config.weight_decay}
+        optimizer = _own_optimizer([group], config)
+        for key, dtype in (kinds or {}).items():
+            entry = optimizer.state[weight]
+            entry[key] = torch.zeros(()) if key == _COUNT else torch.zeros_like(weight, dtype=dtype)
+        for factor in (1.0, -0.5, 2.0):
+            set_rate(optimizer, 1e-2)
+            weight.grad = torch.linspace(-1.0, 2.0, 1024).mul_(factor).view(shape)
+            optimizer.step()
+        return weight.detach().flatten(), optimizer.state[weight]
+
+    expected, state = stepped((16, 64), None)
+    kinds = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
+    others = [k for k, v in state.items() if k != _COUNT and getattr(v, "shape", ()) != (16, 64)]
+    if others:
+        raise ValueError(
+            f"{where} keeps {', '.join(others)} in its state; keep tensors of a weight's shape, "
+            f"and the number of steps as {_COUNT!r}, which checkpoints hold"
+        )
+    kinds |= {_COUNT: torch.float32} if _COUNT in state else {}
+    for shape in ((16, 64), (1024,)):
+        if not torch.allclose(stepped(shape, kinds)[0], expected, rtol=1e-5, atol=1e-7):
+            raise ValueError(
+                f"{where} takes different steps from a state of zeros, or for a flattened tensor; "
+                "ZeRO and checkpoints need an optimizer that treats each element alike and starts "
+                "with zeros"
+            )
+    return kinds
+
+
+class StepGuard:
+    """Norm and refusal of the last step of an optimizer that takes `found_inf`.
+
+    DeepSpeed 0.19.8 makes the host read the gradient's norm in the middle of every step, while the
+    device idles. torch's fused optimizers take the answer on the device, as a number (`found_inf`,
+    made for gradient scaling): 1 leaves weights, moments and step counts unchanged.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer: Any = optimizer
+        self.norm = torch.zeros((), device=device)
+        self.refused = torch.zeros((), device=device)
+        """1 if the gradient was not finite, else 0."""
+        self.refused_steps = torch.zeros((), device=device)
+        """Number of refusals in all steps so far."""
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Called before the optimizer steps: the norm before clipping, the same on all ranks."""
+        self.norm = norm
+        self.refused = self._optimizer.found_inf = (~torch.isfinite(norm)).float()
+        self.refused_steps += self.refused
+
+
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give every group a step's learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def state_types(config: OptimConfig) -> dict[str, torch.dtype]:
+    """Per-element state that the optimizer keeps, in torch's names, and its precision."""
+    if is_own(config.name):
+        return {key: dtype for key, dtype in _own_state(config).items() if key != _COUNT}
+    if config.name == "sgd":
+        return {"momentum_buffer": torch.float32}
+    return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+def counts_steps(config: OptimConfig) -> bool:
+    """Whether the optimizer keeps a count of its steps, as `step`."""
+    return _COUNT in _own_state(config) if is_own(config.name) else config.name != "sgd"
+
+
+def bytes_per_element(config: OptimConfig) -> int:
+    """Bytes of the optimizer's state."""
+    return sum(dtype.itemsize for dtype in state_types(config).values())

@@ -1,9 +1,11 @@
 """Which MLflow run the parent of trainings goes on with, on a real store, written by a Tracker."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from tests.launch.record.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
@@ -51,3 +53,30 @@ def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path: Path) ->
     moved = sweep_in(tmp_path, "second")
     assert earlier_run(moved, "sweep") == run_id
     assert record(moved, earlier_run(moved, "sweep")) == run_id
+
+
+def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
+    tmp_path: Path,
+) -> None:
+    """As where the server answers late, or the driver died before it did."""
+    recipe = sweep_in(tmp_path, "runs")
+    log = metrics_log_path(recipe.run_folder)
+    parent = RunOpening(recipe.tracking, recipe.name, log)
+    child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent=parent)
+    waiting = Tracker.start(child)
+    assert waiting.run_id is None
+    waiting.finish("KILLED", timeout_s=0.0)  # its driver dies
+    again = Tracker.start(replace(child, key="second"))
+    assert again.run_id is None
+    first = Tracker.start(parent)
+    assert again.flush(60.0)
+    client = MlflowClient(recipe.tracking.uri)
+    assert client.get_run(str(again.run_id)).data.tags["mlflow.parentRunId"] == first.run_id
+    again.finish()
+    first.finish()
+    # Again at each start: a run whose parent was not known is attached later.
+    client.delete_tag(str(again.run_id), "mlflow.parentRunId")
+    third = Tracker.start(replace(child, key="third"))
+    third.finish()
+    assert client.get_run(str(third.run_id)).data.tags["mlflow.parentRunId"] == first.run_id
+    assert third.run_id == again.run_id

@@ -232,6 +232,7 @@ class MetricsLog(Recorder):
             **{name: getattr(opening, name) for name in same},
             experiment=opening.config.experiment,
             parent_run_id=opening.config.parent_run_id,
+            parent_log=str(opening.parent.log_path) if opening.parent else None,
             params={key: str(value) for key, value in opening.params.items()},
             tags={key: str(value) for key, value in tags.items()},
             opening=opening.key,
@@ -409,6 +410,21 @@ class MetricsLog(Recorder):
             os.replace(half, path)
         except OSError as error:
             logger.debug("%s cannot be written: %s", path, error)
+
+
+class ParentMissingError(RuntimeError):
+    """MLflow does not have the run of the sweep or study that a run is part of."""
+
+
+def parent_run_of(start: Record) -> str | None:
+    """MLflow's id of the sweep or study that a run is part of, if MLflow has it.
+
+    By the log of that run, which notes the id as soon as MLflow has it: so a child that starts
+    while MLflow is away is still attached to it.
+    """
+    if start["parent_run_id"] or not start.get("parent_log"):
+        return start["parent_run_id"] or None
+    return MetricsLog(Path(start["parent_log"])).read_sent().run_id
 
 
 def metrics_log_path(run_folder: str) -> Path:

@@ -20,7 +20,13 @@ from typing import Final
 from vit_ray.config.recorded_recipe import CHANGED_PARAMS, PARENT_TAG, stored_tag, tags_of
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S, SYSTEM_GROUP
 from vit_ray.mlflow_internals import latest_points
-from vit_ray.tracking.metrics_log import CARD, FAILURE, REQUIREMENTS, Record
+from vit_ray.tracking.metrics_log import (
+    CARD,
+    FAILURE,
+    REQUIREMENTS,
+    Record,
+    parent_run_of,
+)
 from vit_ray.tracking.mlflow_api import (
     Dataset,
     DatasetInput,
@@ -85,8 +91,8 @@ class RunWriter:
         run = self._find(first, run_id)
         if run is None:
             tags = {ORIGIN: run_id or first["opening"]}
-            if first["parent_run_id"]:
-                tags[PARENT_TAG] = first["parent_run_id"]
+            if parent := parent_run_of(first):
+                tags[PARENT_TAG] = parent
             run = self.client.create_run(
                 experiment_id(self.client, uri, first["experiment"]),
                 start_time=first["time_ms"],
@@ -211,6 +217,8 @@ class RunWriter:
         if awaited and awaited not in run.data.metrics:
             self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
         tags = dict(record["tags"])
+        if parent := parent_run_of(record):
+            tags[PARENT_TAG] = parent
         if record["resume_step"] is not None:
             steps = [
                 *before.get("vit_ray.resumed_at_steps", "").split(),

@@ -20,9 +20,11 @@ from vit_ray.tracking.metrics_log import (
     FILES,
     SENT_KINDS,
     MetricsLog,
+    ParentMissingError,
     Record,
     RunOpening,
     Status,
+    parent_run_of,
 )
 from vit_ray.tracking.mlflow_api import MlflowException
 from vit_ray.tracking.mlflow_client import page_hint, redact_uri, safe_uri, unusable
@@ -209,6 +211,8 @@ class Tracker:
         """Find or create the run, and send all but files; after any error MLflow counts as away."""
         try:
             if self._writer is None:
+                if self._start.get("parent_log") and parent_run_of(self._start) is None:
+                    raise ParentMissingError("the run that it is part of is not there yet")
                 # A tracker that was ended before a slow MLflow answered may still be creating the
                 # run.
                 with _finding:

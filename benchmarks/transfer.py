@@ -35,7 +35,6 @@ from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.launch.cluster.connection import connect
-from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.launch.run import RunResult, train
 from vit_ray.storage import locate
 
@@ -100,17 +99,16 @@ def run(overrides: list[str]) -> str:
     base = recipe_of("pretrain", overrides)
     connect(base)
     sweeps: dict[str, SweepResult] = {}
-    with kept_pools():
-        with timed("pre-training"):
-            pretrained = train(base)
-        if print_result(pretrained):
+    with timed("pre-training"):
+        pretrained = train(base)
+    if print_result(pretrained):
+        raise StoppedError
+    for start, changes in STARTS.items():
+        with timed(start):
+            result = run_sweep(recipe_of("digits", [*changes, *overrides]))
+        if print_sweep(result) or result is None:
             raise StoppedError
-        for start, changes in STARTS.items():
-            with timed(start):
-                result = run_sweep(recipe_of("digits", [*changes, *overrides]))
-            if print_sweep(result) or result is None:
-                raise StoppedError
-            sweeps[start] = result
+        sweeps[start] = result
     return report(pretrained, sweeps, json.loads(TIMES.read_text()))
 
 
@@ -124,7 +122,7 @@ def report(pretrained: RunResult, sweeps: dict[str, SweepResult], seconds: dict[
     ]
     for start, result in sweeps.items():
         tried = ", ".join(
-            f"{point_text(row.point).partition('=')[2]} ({_percent(row.top1)})"
+            f"{point_text(row.point).partition('=')[2]} ({_percent(row.outcome.top1)})"
             for row in result.rows
         )
         seeds = ", ".join(map(_percent, result.test_top1))

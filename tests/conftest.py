@@ -78,9 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (selected if is_slow == (chosen == "only") else deselected).append(item)
         items[:] = selected
         config.hook.pytest_deselected(items=deselected)
-    # Ray is started once. Trainings of one shape follow one another, and no other test has their
-    # idle workers next to it.
-    items.sort(key=lambda item: (needs(item, "ray_head"), needs(item, "worker_pool")))
+    items.sort(key=lambda item: needs(item, "ray_head"))  # Ray is started once
     for item in items:
         group = "ray" if needs(item, "ray_head") else item.nodeid.split("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
@@ -229,15 +227,6 @@ def ray_cluster(ray_head: Head) -> Iterator[Head]:
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield ray_head
     ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def worker_pool(ray_cluster: Head) -> Iterator[None]:
-    """Trainings of one shape follow one another in one worker group, as in a sweep."""
-    from vit_ray.launch.pool.pool_keeper import kept_pools
-
-    with kept_pools():
-        yield
 
 
 def _connect(address: str, attempts: int = 3) -> None:

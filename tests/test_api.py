@@ -105,7 +105,7 @@ def test_the_example_in_lightning_runs_and_learns(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("worker_pool", "quickstart_data")
+@pytest.mark.usefixtures("ray_cluster", "quickstart_data")
 def test_the_notebook_runs_and_shows_what_it_says() -> None:
     notebook, names = run_notebook(ROOT / "docs" / "notebook.ipynb")
     assert names["result"].steps == 120

@@ -27,8 +27,7 @@ def reworded(text):
 '''
 OUTCOMES = (
     "tests/launch/test_outcomes.py",
-    "tests/experiments/test_sweep_state.py::test_where_the_leader_diverges_the_best_stopped_trial_goes_on",
-    "tests/experiments/test_study_run.py::test_a_cell_that_failed_once_and_then_ended_is_no_failed_cell",
+    "tests/experiments/test_study_run.py::test_a_stop_ends_a_trial_between_its_trainings",
     "tests/test_retry.py::test_what_passes_is_tried_again_with_growing_waits",
     "tests/training/test_largest_batch.py",
 )

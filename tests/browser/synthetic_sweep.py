@@ -14,7 +14,7 @@ from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep import trial_recipe
+from vit_ray.experiments.sweep_trials import trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.record.mlflow_model import model_files
 from vit_ray.launch.record.run_metadata import (

@@ -12,7 +12,6 @@ import yaml
 from tests.commands.command_line import run_cli
 from tests.commands.test_plan import BILLION
 from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
-from vit_ray.commands.plans.plan import describe_sharing
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.training.memory.memory_estimate import estimate_memory
@@ -125,19 +124,3 @@ def test_a_dry_run_prints_the_plan_and_the_recipe_on_request() -> None:
     shown = both.stdout.removeprefix(plan.stdout)
     assert shown == run_cli(*words, "--recipe").stdout
     assert yaml.safe_load(shown)["optim"]["learning_rate"] == 5e-4
-
-
-def test_it_is_said_which_trainings_share_a_stream() -> None:
-    changes: dict[str, dict[str, Any]] = {
-        "slow": {"optim": {"learning_rate": 0.1}},
-        "fast": {"optim": {"learning_rate": 0.2}},
-        "large": {"model": {"image_size": 64}},
-        "deep": {"model": {"image_size": 64, "depth": 2}},
-        "long": {"optim": {"epochs": 20.0}},
-    }
-    recipes = {name: small(**sections) for name, sections in changes.items()}
-    assert describe_sharing(recipes.items()) == (
-        "one stream for slow, fast; one for large, deep, if they run in parallel on a host "
-        "(5% more of its object store); one stream each for long"
-    )
-    assert describe_sharing([("one", small())]) == "no two read the same images"

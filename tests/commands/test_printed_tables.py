@@ -19,7 +19,8 @@ from vit_ray.commands.printed_tables import (
 from vit_ray.commands.train import evaluate
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
-from vit_ray.experiments.training import Outcome
+from vit_ray.experiments.sweep_tables import Row
+from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
@@ -27,8 +28,8 @@ from vit_ray.outcomes import TrialState
 
 def shown(accuracies: list[float], capsys: pytest.CaptureFixture[str]) -> str:
     rows = [
-        Outcome(TrialState.FINISHED, top1=0.9, point={RATE: 0.01}),
-        Outcome(TrialState.FAILED, error="a worker died", point={RATE: 0.1}),
+        Row({RATE: 0.01}, Outcome(TrialState.FINISHED, top1=0.9)),
+        Row({RATE: 0.1}, Outcome(TrialState.FAILED, error="a worker died")),
     ]
     finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in accuracies]
     assert print_sweep(SweepResult(rows, {RATE: 0.01}, finals, "parent", "a link")) == 0

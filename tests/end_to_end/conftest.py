@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Digits
+from tests.conftest import Digits, Head
 from tests.end_to_end.runs import Finished, constant_recipe
 from vit_ray.launch.run import train
 
@@ -15,7 +15,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def straight(worker_pool: None, digits: Digits, folder: Path) -> Finished:
+def straight(ray_cluster: Head, digits: Digits, folder: Path) -> Finished:
     """A run of 24 steps without a stop."""
     recipe = constant_recipe("straight", digits, folder, train={"profile_steps": [3, 4]})
     return recipe, train(recipe)

@@ -23,7 +23,7 @@ from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.launch.run import train
 
-pytestmark = pytest.mark.usefixtures("worker_pool")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 SERVERS = re.compile(r"ray::(StreamServer|PoolServer)")
 

@@ -31,7 +31,7 @@ from vit_ray.measure.goodput import TimeClass
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
 
-pytestmark = pytest.mark.usefixtures("worker_pool")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 # Adam starts here from a head of zeros, at a high rate, and magnifies a rounding error: between two

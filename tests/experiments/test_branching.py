@@ -21,8 +21,8 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, newest_verifi
 from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.branching import NOTE, begin_branch, branch_step, with_kept_steps
+from vit_ray.experiments.study import in_groups
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of
-from vit_ray.experiments.study_flow import in_groups
 from vit_ray.storage import locate
 
 
@@ -40,10 +40,11 @@ def cells(folder: Any = "/x", **study: Any) -> list[Cell]:
 
 def test_rows_are_trained_longest_first_and_each_by_itself() -> None:
     recipe = recipe_from_dict(tree(), "test")
-    steps = [100, 400, 200] * 2
-    assert in_groups(study_of(recipe), study_cells(recipe), steps) == [[1, 2, 0], [4, 5, 3]]
+    planned = list(zip(study_cells(recipe), [100, 400, 200] * 2, strict=True))
+    found = in_groups(study_of(recipe), planned)
+    assert found == [[planned[k] for k in group] for group in ([1, 2, 0], [4, 5, 3])]
     alone = study_of(recipe).model_copy(update={"branch": False})
-    assert in_groups(alone, study_cells(recipe), steps) == [[index] for index in range(6)]
+    assert in_groups(alone, planned) == [[one] for one in planned]
 
 
 def test_other_schedules_cannot_branch() -> None:
@@ -61,10 +62,6 @@ def test_only_the_cool_downs_of_the_others_are_paid_for() -> None:
     spent = [one.exaflops / plan.cells[1].exaflops for one in plan.cells[:3]]
     assert spent == pytest.approx(hours)
     assert plan.exaflops == pytest.approx(sum(spent) * 2 * plan.cells[1].exaflops)
-    hours_in_all, (longest, *others) = plan.critical_path
-    assert (longest.facts.total_steps, len(others)) == (400, 2)
-    # The others branch off it at the same time; the longer cool-down is of 40 steps.
-    assert hours_in_all == pytest.approx(whole * 1.1)
 
 
 def test_the_longest_keeps_what_the_others_need() -> None:

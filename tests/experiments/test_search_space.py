@@ -107,13 +107,6 @@ def test_random_points_of_lists_are_different_up_to_the_last(seed: int) -> None:
     assert found[:6] == points(space=space, search="random", num_trials=6, seed=seed)
 
 
-def test_random_points_do_not_depend_on_a_librarys_generator() -> None:
-    space = {RATE: {"log_uniform": [1e-4, 1e-1]}, "optim.steps": [1, 2, 3]}
-    found = points(space=space, search="random", num_trials=2, seed=3)
-    # Worked out apart from this code: SplitMix64 of the keys (3, trial, place), its first 53 bits.
-    assert [tuple(point.values()) for point in found] == [(0.0006809, 1), (0.008273, 1)]
-
-
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [

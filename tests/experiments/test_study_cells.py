@@ -163,11 +163,6 @@ def test_what_is_told_of_a_rows_own_data_may_differ() -> None:
     assert (cell.recipe.plan.num_images, cell.recipe.data.train) == (9, "/d")
 
 
-def test_a_cell_wider_than_the_studys_gpus_is_refused() -> None:
-    text = refusal(row("a", changes={"workers.num_workers": 4}), max_gpus=2)
-    assert text.startswith("study.max_gpus=2: cell 'grid-a-data1-epochs1' needs 4 workers")
-
-
 @pytest.mark.parametrize("key", ["data_fractions", "epochs", "steps", "images", "seeds"])
 def test_an_empty_axis_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"study.{key}"):

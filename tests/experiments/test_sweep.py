@@ -1,37 +1,36 @@
-"""What a sweep chooses and reports: the averaged weights' accuracy where weights are averaged."""
+"""What a sweep selects, retrains and reports: trials in this process, on fake trainings."""
 
 import csv
+import importlib.util
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from ray.tune.schedulers import ASHAScheduler
 
-from tests.experiments.sweeps import outcome_of, swept, trained
+from tests.experiments.trials_here import context_of, in_process, parent_of, result_of
 from tests.launch.record.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
-from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments import runner, sweep
-from vit_ray.experiments.parent_run import _check_trainings
-from vit_ray.experiments.runner import Room, cluster_room, room_of
-from vit_ray.experiments.search_space import RATE, with_point
+from vit_ray.config.command_sections import SweepConfig
+from vit_ray.experiments import sweep
+from vit_ray.experiments.search_space import RATE, points_of, short_name
 from vit_ray.experiments.sweep import (
+    SweepPlan,
     SweepResult,
+    Tuning,
     best_row,
+    searcher,
     sweep_metrics,
     sweep_sentence,
-    trial_recipe,
 )
-from vit_ray.experiments.sweep_tables import sweep_files
-from vit_ray.experiments.training import Outcome
-from vit_ray.experiments.training import outcome_of as outcome_at
+from vit_ray.experiments.sweep_tables import Row, sweep_files
+from vit_ray.experiments.sweep_trials import final_recipe, rung_steps, trial_recipe
+from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.record.run_metadata import NOTE
@@ -40,202 +39,161 @@ from vit_ray.outcomes import TrialState
 from vit_ray.report.tables import Table
 
 
-def averaging_recipe(averaging: float) -> Recipe:
-    return recipe_with("s", train={"averaging": averaging})
+def finished(top1: float, **fields: Any) -> Outcome:
+    return Outcome(TrialState.FINISHED, top1, **fields)
 
 
-def result(**metrics: float) -> RunResult:
-    measured = {f"eval/{name}": value for name, value in metrics.items()}
-    return RunResult("id", "name", 1, 1, measured, "folder")
+FAILED = Row({RATE: 0.3}, Outcome(TrialState.FAILED, error="not finite"))
+STOPPED = Row({RATE: 0.5}, Outcome(TrialState.STOPPED_EARLY, 0.9, 10))
 
 
-# The last weights prefer the first rate, the averaged ones the second.
-RESULTS = {0.1: result(top1=0.8, averaged_top1=0.5), 0.2: result(top1=0.6, averaged_top1=0.7)}
-FAILED = Outcome(TrialState.FAILED, error="not finite", point={RATE: 0.3})
+def plan_of(folder: Path, rates: tuple[float, ...] = (0.1, 0.2), **changes: Any) -> SweepPlan:
+    """Of a sweep that opens no data."""
+    recipe = recipe_with(
+        "s", output=str(folder), init_from="x", data={"eval": "y"},
+        sweep={"learning_rates": rates, "seeds": 2}, **changes,
+    )  # fmt: skip
+    assert recipe.sweep is not None
+    points = points_of(recipe, recipe.sweep)
+    trials = [trial_recipe(recipe, point) for point in points]
+    return SweepPlan(recipe, resolved_run(), points, trials, [16] * len(points))
 
 
-def rows_of(averaging: float) -> list[Outcome]:
-    recipe = averaging_recipe(averaging)
-    found = {rate: outcome_at(recipe, each, None) for rate, each in RESULTS.items()}
-    return [*(replace(one, point={RATE: rate}) for rate, one in found.items()), FAILED]
+def rate_is_accuracy(recipe: Recipe, **_: Any) -> RunResult:
+    """The last weights prefer the first rate of 0.1 and 0.2, the averaged ones the second."""
+    rate = recipe.optim.learning_rate
+    return result_of(recipe, top1=1 - rate, averaged_top1=rate)
 
 
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
 def test_the_averaged_accuracy_decides_where_weights_are_averaged(
-    averaging: float, best: float
-) -> None:
-    rows = rows_of(averaging)
-    assert best_row(rows).point == {RATE: best}
-    assert [row.top1 for row in rows] == ([0.5, 0.7, None] if averaging else [0.8, 0.6, None])
-    assert [row.last_top1 for row in rows] == ([0.8, 0.6, None] if averaging else [None] * 3)
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_the_workers_of_the_first_trial_start_with_the_sweep(
-    is_new: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class StartedError(Exception):
-        pass
-
-    def start(first: Recipe | None) -> None:
-        raise StartedError(first and first.name)
-
-    @contextmanager
-    def opened(*_: Any, **__: Any) -> Iterator[Any]:
-        yield SimpleNamespace(start_workers=start)
-
-    tree = {
-        "name": "s", "init_from": "weights.npz", "sweep": {"learning_rates": [0.1, 0.2]},
-        "data": {"eval": "test"},
-    }  # fmt: skip
-    monkeypatch.setattr(
-        sweep, "resolve_run", lambda recipe: SimpleNamespace(total_steps=1, recipe=recipe)
-    )
-    monkeypatch.setattr(sweep, "_dev_split", lambda *_, **__: None)
-    monkeypatch.setattr(sweep, "check_weights", lambda _: None)
-    monkeypatch.setattr(sweep, "newest_checkpoint", lambda folder: None if is_new else "step-9")
-    monkeypatch.setattr(sweep, "open_parent", opened)
-    with pytest.raises(StartedError, match="^s-lr0.1$" if is_new else "^None$"):
-        sweep.run_sweep(recipe_from_dict(tree, "test"))
-
-
-@pytest.mark.parametrize("has_begun", [True, False])
-def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
-    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OpenedError(Exception):
-        pass
-
-    def opened(*words: Any, varied: list[str], **_: Any) -> None:
-        assert varied == [RATE]  # or its run would show a rate that no trial had
-        raise OpenedError(words[4])
-
-    whole = swept(tmp_path)
-    resolved: Any = SimpleNamespace(total_steps=1)
-    plan = sweep.SweepPlan(whole, resolved, [{RATE: 0.1}], [trial_recipe(whole, {RATE: 0.1})], [1])
-    if has_begun:
-        (tmp_path / "s-lr0.1" / "step-00000001").mkdir(parents=True)
-    monkeypatch.setattr(sweep, "plan_sweep", lambda _: plan)
-    monkeypatch.setattr(sweep, "earlier_run", lambda one, kind: f"{one.run_folder} {kind}")
-    monkeypatch.setattr(sweep, "open_parent", opened)
-    with pytest.raises(OpenedError, match=f"^{tmp_path}/s sweep$" if has_begun else "^None$"):
-        sweep.run_sweep(whole)
-
-
-def test_a_point_that_the_cluster_cannot_hold_is_named() -> None:
-    base = averaging_recipe(0.0).with_changes(workers={"num_workers": 2, "use_gpu": False})
-    cluster = ClusterShape(1, 8.0, 0.0, 0.0, is_private=True)
-    trials = [with_point(base, {"workers.num_workers": n}, name=f"s-{n}") for n in (4, 40)]
-    _check_trainings(base, trials[:1], cluster)
-    with pytest.raises(ValueError, match=r"^s-40: 40 workers with"):
-        _check_trainings(base, trials, cluster)
-    with pytest.raises(ValueError, match=r"^2 workers with"):
-        _check_trainings(base, [base], replace(cluster, num_cpus=1.0))
-
-
-def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(0.9999)
-    pairs = ((0.75, 0.65), (0.77, 0.67))
-    finals = [Outcome(TrialState.FINISHED, top1=top1, last_top1=last) for top1, last in pairs]
-    outcome = SweepResult(rows, {RATE: 0.2}, finals, "id", "hint")
-    metrics = sweep_metrics(outcome)
-    assert metrics["eval/averaged_top1"] == pytest.approx(0.76)
-    assert metrics["eval/top1"] == pytest.approx(0.66)
-    assert print_sweep(outcome) == 0
-    text = capsys.readouterr().out
-    for shown in ("70.00%", "60.00%", "76.00% +-", "last weights: 66.00%", "failed: not finite"):
-        assert shown in text
-
-
-def test_the_sweeps_description_says_what_was_tried_what_won_and_its_accuracies() -> None:
-    finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in (0.75, 0.77)]
-    outcome = SweepResult(rows_of(0.0), {RATE: 0.1}, finals)
-    sentence = "Sweep of 3 values of optim.learning_rate; 0.1 won (dev 80.00%); test "
-    assert sweep_sentence(outcome) == f"{sentence}76.00% (mean of 2 seeds)"
-    assert sweep_sentence(replace(outcome, finals=finals[:1])) == f"{sentence}75.00%"
-    two = {RATE: 0.1, "model.dropout": 0.0}
-    rows = [Outcome(TrialState.FINISHED, top1=0.8, point=two)]
-    assert sweep_sentence(SweepResult(rows, two, finals[:1])) == (
-        "Sweep of 1 point of optim.learning_rate, model.dropout; learning_rate=0.1, dropout=0 won "
-        "(dev 80.00%); test 75.00%"
-    )
-
-
-def test_a_sweep_ends_with_its_description_below_the_users_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = swept(tmp_path).with_changes(tracking={"description": "Of May"})
-    trial = trial_recipe(whole, {RATE: 0.1})
-    parent, calls = trained(monkeypatch, [result(top1=0.8)] * 9)
-    monkeypatch.setattr(sweep, "sweep_table", lambda *_: Table("", [], []))
-    resolved: Any = resolved_run()
-    plan = sweep.SweepPlan(whole, resolved, [{RATE: 0.1}], [trial], [1])
-    assert parent.run_flow(sweep.recorded_sweep(plan, parent), None) is not None
-    notes = [text for method, key, text in calls.made if (method, key) == ("tag", NOTE)]
-    first, second, third, *_ = notes[-1].split("\n\n")
-    assert (first, third[:8]) == ("Of May", "ViT-B/16")
-    assert second.startswith("Sweep of 1 value of optim.learning_rate; 0.1 won (dev 80.00%)")
-
-
-def test_without_averaging_one_accuracy_is_recorded_and_shown(
+    averaging: float,
+    best: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = rows_of(0.0)
-    outcome = SweepResult(rows, {RATE: 0.1}, [Outcome(TrialState.FINISHED, top1=0.85)])
-    assert sweep_metrics(outcome) == {
-        "sweep/learning_rate": 0.1,
-        "eval/top1": 0.85,
-        "eval/top1_std": 0.0,
+    in_process(monkeypatch, rate_is_accuracy)
+    monkeypatch.setattr(sweep, "sweep_table", lambda *_: Table("", [], []))
+    plan = plan_of(tmp_path, train={"averaging": averaging})
+    parent, calls = parent_of(plan.recipe)
+    found = sweep.recorded_sweep(plan, parent, Tuning(plan, parent))
+    assert found.best == {RATE: best}
+    assert [row.outcome.top1 for row in found.rows] == ([0.1, 0.2] if averaging else [0.9, 0.8])
+    assert found.test_top1 == [best if averaging else 1 - best] * 2
+    assert found.last_test_top1 == ([1 - best] * 2 if averaging else [])
+    notes = [text for method, key, text in calls.made if (method, key) == ("tag", NOTE)]
+    assert "Sweep of 2 values of optim.learning_rate" in notes[-1]
+    print_sweep(found)
+    assert ("averaged" in capsys.readouterr().out) == bool(averaging)
+
+
+def test_a_sweep_in_a_cells_trial_is_that_of_ray_tune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_process(monkeypatch, rate_is_accuracy)
+    plan = plan_of(tmp_path)
+    parent, _ = parent_of(plan.recipe)
+    by_tune = sweep.sweep(plan, parent.run, Tuning(plan, parent))
+    assert sweep.sweep(plan, parent.run, sweep.InTurn(plan, context_of(parent), {})) == by_tune
+
+
+def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(recipe: Recipe, **keys: Any) -> RunResult:
+        match recipe.optim.learning_rate:
+            case 0.1:
+                raise RunFailedError("no memory")
+            case 0.2:
+                raise RunDivergedError("not finite")
+            case 0.3:
+                return result_of(recipe, top1=math.nan)
+            case 0.4:
+                return result_of(recipe)
+        return result_of(recipe, top1=0.25)
+
+    in_process(monkeypatch, train)
+    plan = plan_of(tmp_path, (0.1, 0.2, 0.3, 0.4, 0.5))
+    parent, calls = parent_of(plan.recipe)
+    found = sweep.sweep(plan, parent.run, Tuning(plan, parent))
+    assert found.best == {RATE: 0.5}
+    states = ["failed", "diverged", "finished", "finished", "finished"]
+    assert [row.outcome.state for row in found.rows] == states
+    assert calls.kinds() == ["trial diverged"]
+    alone = plan_of(tmp_path, (0.3,))
+    with pytest.raises(RunFailedError, match="every trial failed; the first: its accuracy is not"):
+        sweep.sweep(alone, parent.run, Tuning(alone, parent))
+
+
+def test_only_trials_that_reached_their_end_are_compared() -> None:
+    low = Row({RATE: 0.1}, finished(0.2))
+    assert best_row([STOPPED, FAILED, low]) is low
+    for rows in ([STOPPED, FAILED], [FAILED]):
+        with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
+            best_row(rows)
+    same = [Row({RATE: rate}, finished(0.5)) for rate in (0.1, 0.2)]
+    assert best_row(same) is same[0]
+
+
+@pytest.mark.parametrize(("max_steps", "grace"), [(16, None), (100, None), (300, 8), (5, 4)])
+def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(
+    max_steps: int, grace: int | None
+) -> None:
+    config = SweepConfig(scheduler="asha", grace_steps=grace)
+    scheduler = sweep._scheduler(config, max_steps)
+    assert isinstance(scheduler, ASHAScheduler)
+    (bracket,) = scheduler._brackets
+    rungs = sorted(step for step, _ in bracket._rungs if step < max_steps)
+    assert list(rung_steps(config, max_steps)) == rungs
+    assert rung_steps(SweepConfig(), max_steps) == ()
+    with pytest.raises(ValueError, match=r"sweep.grace_steps=900 must be smaller"):
+        rung_steps(SweepConfig(scheduler="asha", grace_steps=900), max_steps)
+
+
+def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked() -> None:
+    space: dict[str, Any] = {
+        RATE: {"log_uniform": [1e-4, 1e-1]},
+        "optim.frozen": [["head", "norm"], []],
+        "data.augment": [{"kind": "resize"}, {"flip": False}],
     }
-    print_sweep(outcome)
-    assert "averaged" not in capsys.readouterr().out
+    config = SweepConfig(search="random", num_trials=8, space=space)
+    recipe = recipe_with("s", sweep=config.model_dump(mode="json"))
+    points = points_of(recipe, config)
+    search = searcher(config, points)
+    configs = [dict(one["config"]) for one in _generated(search, sweep.tune_space(config), 8)]
+    assert [sweep.point_of(one, config) for one in configs] == points
 
 
-def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
-    rows = rows_of(0.0)[:2]
-    rows.append(Outcome(TrialState.DIVERGED, error="it is not finite", point={RATE: 10.0}))
-    at_rung = replace(result(top1=0.9), total_steps=2)
-    rows.append(replace(outcome_at(averaging_recipe(0.0), at_rung, 1), point={RATE: 0.5}))
-    states = ["finished", "finished", "diverged", "stopped early"]
-    assert [row.state for row in rows] == states
-    files = sweep_files(rows, best_row(rows))
-    table = list(csv.DictReader(io.StringIO(files["trials.csv"])))
-    assert [row["state"] for row in table] == states
-    assert [row["chosen"] for row in table] == ["yes", "", "", ""]
-    assert [row["steps"] for row in table] == ["1", "1", "", "1"]
-    assert table[0]["checkpoint"] == "folder"
-    assert table[1]["dev_top1"] == "0.6"
-    drawing = ElementTree.fromstring(files["dev_accuracy.svg"])
-    assert "learning rate" in "".join(drawing.itertext())
-    assert "stopped early" in "".join(drawing.itertext())
+def _generated(search: Any, space: dict[str, Any], num_samples: int) -> list[Any]:
+    """Configurations in the order in which Tune's own searcher gives them."""
+    from ray.tune.search.variant_generator import _get_preset_variants
+
+    given = search._points_to_evaluate[:num_samples]
+    found = [next(iter(_get_preset_variants({"config": space}, one))) for one in given]
+    return [spec for _, spec in found]
 
 
-def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    outcomes: list[Any] = [RunFailedError("a worker died")] * 2 + [result(top1=0.5)]
-    parent, events = trained(monkeypatch, outcomes)
-    whole = swept(tmp_path)
-    trial = trial_recipe(whole, {RATE: 0.1})
-    assert outcome_of(whole, trial, parent).error == ""
-    assert events.kinds() == ["started again"] * 2
-    parent, events = trained(monkeypatch, [RunFailedError("a worker died")] * 3)
-    assert outcome_of(whole, trial, parent) == Outcome(TrialState.FAILED, error="a worker died")
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="Optuna is installed")
+def test_a_searcher_that_is_not_installed_is_named() -> None:
+    config = SweepConfig(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})
+    with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
+        points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
 
 
-def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    parent, events = trained(monkeypatch, [RunDivergedError("reason")])
-    whole = swept(tmp_path)
-    trial = trial_recipe(whole, {RATE: 0.1})
-    assert outcome_of(whole, trial, parent) == Outcome(TrialState.DIVERGED, error="reason")
-    assert events.kinds() == ["trial diverged"]
-    parent, events = trained(monkeypatch, [])
-    assert outcome_of(whole, trial, parent) == Outcome(TrialState.DIVERGED, error="reason")
-    # Another recipe of the same name is tried.
-    parent, _ = trained(monkeypatch, [result(top1=0.5)])
-    assert outcome_of(whole, trial.with_changes(seed=1), parent).error == ""
+def test_names_of_trials_are_names_of_folders_whatever_varies(tmp_path: Path) -> None:
+    values = [f"/a/very/long/path/of/weights/{'x' * 200}/{k}" for k in range(2)]
+    recipe = recipe_with(
+        "s" * 60, output=str(tmp_path), data={"eval": "y"}, sweep={"space": {"init_from": values}}
+    )
+    points = [{"init_from": value} for value in values]
+    names = [trial_recipe(recipe, point).name for point in points]
+    names += [final_recipe(recipe, point, seed=7).name for point in points]
+    assert len(set(names)) == 4
+    assert all(len(name.encode()) < 255 - len("-evaluation-20261128-200000") for name in names)
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert short_name("s-lr0.1") == "s-lr0.1"
 
 
 @pytest.mark.parametrize(
@@ -246,34 +204,96 @@ def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
         (False, {"GPU": 4.0, "CPU": 20.0}, 8),  # CPUs alone bound what uses no GPU
         ("auto", {"CPU": 8.0}, 3),
         ("auto", {"CPU": 1.0}, 1),
+        (True, {"CPU": 8.0}, 1),  # no node with a GPU is up yet
     ],
 )
-def test_trials_run_side_by_side_as_the_cluster_holds_them(
-    use_gpu: Any, cluster: dict[str, float], count: int, monkeypatch: pytest.MonkeyPatch
+def test_as_many_run_in_parallel_as_fit_whichever_they_are(
+    use_gpu: Any, cluster: dict[str, float], count: int
 ) -> None:
-    now = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
-    monkeypatch.setattr(runner, "shape", lambda _: now)
+    shape = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
-    chosen = averaging_recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
-    whole, taken = cluster_room(), list[Room]()
-    while whole.holds(room_of(chosen, whole), taken):
-        taken.append(room_of(chosen, whole))
-    assert len(taken) == count
-    assert cluster_room(max_runs=1).holds(taken[0], [])
-    assert not cluster_room(max_runs=1).holds(taken[0], taken[:1])
+    one = recipe_with("s", workers=workers, data={"cpus_per_task": 0.5})
+    assert num_fitting([one] * 9, shape) == count
+    small = one.with_changes(workers={"num_workers": 1})
+    assert num_fitting([small, *[one] * 9, small], shape) == count
 
 
-def test_a_sweep_of_failed_trials_says_why() -> None:
-    stopped = Outcome(TrialState.STOPPED_EARLY, result(top1=0.9), top1=0.9)
-    for rows in ([stopped, FAILED], [FAILED]):
-        with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
-            best_row(rows)
+def test_the_sweeps_description_says_what_was_tried_what_won_and_its_accuracies() -> None:
+    rows = [Row({RATE: 0.1}, finished(0.8)), Row({RATE: 0.2}, finished(0.6)), FAILED]
+    finals = [finished(top1) for top1 in (0.75, 0.77)]
+    sentence = "Sweep of 3 values of optim.learning_rate; 0.1 won (dev 80.00%); test "
+    best = {RATE: 0.1}
+    assert sweep_sentence(SweepResult(rows, best, finals)) == f"{sentence}76.00% (mean of 2 seeds)"
+    assert sweep_sentence(SweepResult(rows, best, finals[:1])) == f"{sentence}75.00%"
+    two = {RATE: 0.1, "model.dropout": 0.0}
+    assert sweep_sentence(SweepResult([Row(two, finished(0.8))], two, finals[:1])) == (
+        "Sweep of 1 point of optim.learning_rate, model.dropout; learning_rate=0.1, dropout=0 won "
+        "(dev 80.00%); test 75.00%"
+    )
 
 
-def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own() -> None:
+def test_both_accuracies_are_recorded_and_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [Row({RATE: 0.2}, finished(0.7, last_top1=0.6)), FAILED, STOPPED]
+    finals = [finished(0.75, last_top1=0.65), finished(0.77, last_top1=0.67)]
+    outcome = SweepResult(rows, {RATE: 0.2}, finals, "id", "hint")
+    metrics = sweep_metrics(outcome)
+    assert metrics["eval/averaged_top1"] == pytest.approx(0.76)
+    assert metrics["eval/top1"] == pytest.approx(0.66)
+    assert print_sweep(outcome) == 0
+    text = capsys.readouterr().out
+    shown = ("70.00%", "60.00%", "76.00% +-", "last weights: 66.00%", "failed: not finite")
+    for each in (*shown, "stopped early, at step 10"):
+        assert each in text
+    alone = SweepResult([Row({RATE: 0.1}, finished(0.9))], {RATE: 0.1}, [finished(0.85)])
+    expected = {"sweep/learning_rate": 0.1, "eval/top1": 0.85, "eval/top1_std": 0.0}
+    assert sweep_metrics(alone) == expected
+
+
+def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
+    rows = [Row({RATE: 0.1}, finished(0.8, step=1, checkpoint="folder")), FAILED, STOPPED]
+    files = sweep_files(rows, best_row(rows))
+    table = list(csv.DictReader(io.StringIO(files["trials.csv"])))
+    assert [row["state"] for row in table] == ["finished", "failed", "stopped early"]
+    assert [row["chosen"] for row in table] == ["yes", "", ""]
+    assert [row["steps"] for row in table] == ["1", "", "10"]
+    assert [row["dev_top1"] for row in table] == ["0.8", "", "0.9"]
+    assert table[0]["checkpoint"] == "folder"
+    drawing = "".join(ElementTree.fromstring(files["dev_accuracy.svg"]).itertext())
+    assert "learning rate" in drawing
+    assert "stopped early" in drawing
+
+
+def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     recipe = recipe_with("s", data={"eval": "y"}, sweep={"learning_rates": [0.1]})
     for found in (
         trial_recipe(recipe, {"init_from": "runs/a"}),
-        sweep.final_recipe(recipe, {"init_from": "runs/a"}, 0),
+        final_recipe(recipe, {"init_from": "runs/a"}, 0),
     ):
         assert found.init_from == str(Path("runs/a").absolute())
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_sweep_that_has_begun_continues_under_its_own_run(
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OpenedError(Exception):
+        pass
+
+    def opened(*words: Any, varied: list[str], **_: Any) -> None:
+        assert varied == [RATE]  # or its run would show a rate that no trial had
+        raise OpenedError(words[4])
+
+    plan = plan_of(tmp_path)
+    if has_begun:
+        (tmp_path / plan.trials[0].name / "step-00000001").mkdir(parents=True)
+    monkeypatch.setattr(sweep, "plan_sweep", lambda _: plan)
+    monkeypatch.setattr(sweep, "earlier_run", lambda one, kind, _: f"{one.run_folder} {kind}")
+    monkeypatch.setattr(sweep, "open_parent", opened)
+    with pytest.raises(OpenedError, match=f"^{tmp_path}/s sweep$" if has_begun else "^None$"):
+        sweep.run_sweep(plan.recipe)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import yaml
 from tests.experiments.studies import study_recipe, study_row, study_tree
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments.finished_cells import missing_tasks
 from vit_ray.experiments.study_cells import Cell, study_cells
 from vit_ray.experiments.transfer import task_recipe, task_tags
 
@@ -113,13 +111,22 @@ def test_one_task_is_listed_once(base: str) -> None:
         study_recipe("/x", [study_row("a")], transfer=[{**task, "name": "mean"}])
 
 
-def test_a_transfer_is_finished_only_by_the_recipe_that_it_has_now(base: str) -> None:
-    one, task = cell(), StudyTask(name="tune", recipe=base)
-    other = StudyTask(name="tune", recipe=base, changes={"optim.steps": 6})
-    longer = StudyTask(name="tune", recipe=base, changes={"sweep.seeds": 1})
-    data = SimpleNamespace(metrics={"transfer/tune_top1": 0.5}, tags=task_tags(one, task))
-    run: Any = SimpleNamespace(data=data)
-    assert missing_tasks(one, (task,), run) == ()
-    assert missing_tasks(one, (other, longer), run) == (other, longer)
-    data.metrics = {}
-    assert missing_tasks(one, (task,), run) == (task,)
+def test_fine_tunings_of_a_cell_run_in_turn_so_that_nothing_can_search_or_stop_them(
+    base: str,
+) -> None:
+    for changes in (
+        {"sweep.search": "optuna", "sweep.num_trials": 2, "sweep.space": {"optim.steps": [1, 2]}},
+        {"sweep.scheduler": "asha"},
+    ):
+        with pytest.raises(ValueError, match="fine-tunings of a cell run one after another"):
+            task_recipe(cell(), StudyTask(name="tune", recipe=base, changes=changes))
+
+
+def test_a_tag_identifies_the_recipe_behind_an_accuracy(base: str) -> None:
+    one = cell()
+    found = [
+        task_tags(one, StudyTask(name="tune", recipe=base, changes=changes))
+        for changes in ({}, {"optim.steps": 6}, {"sweep.seeds": 1})
+    ]
+    assert len({str(tags) for tags in found}) == 3
+    assert task_tags(one, StudyTask(name="tune", recipe=base)) == found[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.small_sets import write_set
-from tests.experiments.flows import Calls, Parent, in_process, result_of
+from tests.experiments.trials_here import Calls, in_process, parent_of, result_of
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import print_table
@@ -17,6 +17,7 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import keys
 from vit_ray.experiments import sweep, vtab
+from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.vtab import (
     TaskResult,
     group_means,
@@ -99,14 +100,10 @@ def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recip
 class Record:
     """The parent of the tasks, and what stands for their trainings."""
 
-    parent: Parent
+    parent: OpenParent
+    calls: Calls
     train: Any
     earlier: str | None = None
-
-    @property
-    def calls(self) -> Calls:
-        """Of the parent's record."""
-        return self.parent.calls
 
 
 def half(recipe: Recipe, **_: Any) -> RunResult:
@@ -119,8 +116,8 @@ def half(recipe: Recipe, **_: Any) -> RunResult:
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     """Nothing is started."""
-    kept = Record(Parent(recipe_with("v")), half)
-    in_process(monkeypatch, kept.parent, lambda recipe, **keys: kept.train(recipe, **keys))
+    kept = Record(*parent_of(recipe_with("v")), half)
+    in_process(monkeypatch, lambda recipe, **keys: kept.train(recipe, **keys))
 
     @contextmanager
     def opened(*arguments: Any, **_: Any) -> Any:
@@ -168,7 +165,6 @@ def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
     recipe = small_vtab(tmp_path, ("pets", "eurosat"))
     run_vtab(recipe)
     assert record.earlier is None
-    assert record.parent.first == "v-pets"
     (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
     run_vtab(recipe)
     assert record.earlier == f"{tmp_path}/runs/v vtab"
@@ -264,7 +260,6 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
         vtab_of(each(recipe).with_changes(sweep=None))
     result = run_vtab(each(recipe))
     assert result is not None
-    assert record.parent.first == "v-pets-lr0.1"
     pets, svhn = result.rows[:2]
     assert (pets.chosen, svhn.chosen) == ("learning_rate=0.2", "learning_rate=0.1")
     assert pets.top1 == pytest.approx(0.705)

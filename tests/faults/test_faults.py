@@ -38,7 +38,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.study_cells import study_cells
-from vit_ray.experiments.sweep import trial_recipe
+from vit_ray.experiments.sweep_trials import trial_recipe
 from vit_ray.launch.run import train
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
@@ -137,7 +137,7 @@ def test_sigterm_and_ctrl_c_make_a_checkpoint_and_end_clean(
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
     ray_cluster: Head, digits: Digits, folder: Path, number: signal.Signals
 ) -> None:

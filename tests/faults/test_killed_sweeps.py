@@ -1,13 +1,13 @@
 """Random sequences of kills and stops of a sweep's driver: the sweep is that of an undisturbed one.
 
 `VIT_RAY_SEQUENCES` says how many; a number always has the same signals, at the same parts of the
-time that the undisturbed sweep takes.
+time that the undisturbed sweep takes. The rungs of ASHA start empty in each driver, so that other
+trials may be stopped: what two sweeps have both trained is equal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import Driver, runs_of, same_weights, weights_of, write_recipe
@@ -26,8 +27,7 @@ from tests.faults.runs import actors_of, wait_until_nothing_is_left
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep import final_recipe, trial_recipe
-from vit_ray.experiments.sweep_state import RUNGS
+from vit_ray.experiments.sweep_trials import final_recipe, trial_recipe
 
 RATES = (0.003, 0.03, 0.01, 0.1, 0.0001)
 STOPPED = 3
@@ -36,12 +36,14 @@ WAYS = ([signal.SIGKILL], [signal.SIGKILL], [signal.SIGTERM], [signal.SIGTERM, s
 SEQUENCES = int(os.environ.get("VIT_RAY_SEQUENCES", "2"))
 
 
-def sweep_recipe(digits: Digits, folder: Path) -> Recipe:
+ASHA = {"scheduler": "asha", "grace_steps": 2}
+
+
+def sweep_recipe(digits: Digits, folder: Path, **how: Any) -> Recipe:
     """One trial at a time: which come to a rung first decides which others ASHA stops."""
     folder.mkdir(exist_ok=True)
     sweep = {
-        "learning_rates": RATES, "dev_fraction": 0.1, "seeds": 1, "max_concurrent": 1,
-        "scheduler": "asha", "grace_steps": 8, "reduction_factor": 2.0,
+        "learning_rates": RATES, "dev_fraction": 0.1, "seeds": 1, "max_concurrent": 1, **how,
     }  # fmt: skip
     return small_recipe(
         "killed-sweep", digits, folder, sweep=sweep, workers={"num_workers": 1},
@@ -72,10 +74,20 @@ class Sweep:
             found[run.info.run_name] = (run.info.status, stopped, metrics)
         return found
 
-    def rungs(self) -> list[dict[str, Any]]:
-        """What was decided; without the digests of the recipes, which hold addresses."""
-        known = json.loads((Path(self.recipe.run_folder) / RUNGS).read_text())
-        return [{**one, "trial": one["trial"].split()[0]} for one in known]
+    def curves(self) -> dict[str, dict[str, dict[int, float]]]:
+        """Losses and accuracies of each run by step."""
+        client = MlflowClient(self.recipe.tracking.uri)
+        found = {}
+        for run in runs_of(self.recipe):
+            points = {
+                key: client.get_metric_history(run.info.run_id, key)
+                for key in ("train/loss", "dev/top1")
+            }
+            found[run.info.run_name] = {
+                key: {point.step: point.value for point in history}
+                for key, history in points.items()
+            }
+        return found
 
     def trained(self) -> list[Recipe]:
         """All trials, and the one retraining."""
@@ -94,10 +106,14 @@ class Sweep:
 
 
 def run_sweep(
-    head: Head, digits: Digits, folder: Path, interruptions: Sequence[tuple[Sequence[int], float]]
+    head: Head,
+    digits: Digits,
+    folder: Path,
+    interruptions: Sequence[tuple[Sequence[int], float]],
+    **how: Any,
 ) -> Sweep:
     """A driver for each interruption, by signals some seconds after its start, and a last one."""
-    sweep = Sweep(sweep_recipe(digits, folder), 0.0)
+    sweep = Sweep(sweep_recipe(digits, folder, **how), 0.0)
     arguments, before = str(write_recipe(sweep.recipe, folder)), actors_of(head)
     for signals, after_s in interruptions:
         driver = Driver(head, "sweep", arguments)
@@ -122,26 +138,44 @@ def run_sweep(
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: Head, digits: Digits, folder: Path) -> Sweep:
-    """An undisturbed sweep in which rungs have stopped some trials, and not all."""
-    found = run_sweep(ray_cluster, digits, folder / "whole-sweep", [])
-    stopped = [name for name, (_, words, _) in found.runs().items() if words]
-    assert 0 < len(stopped) < len(RATES) - 1
-    return found
+    """An undisturbed sweep of a grid."""
+    return run_sweep(ray_cluster, digits, folder / "whole-sweep", [])
+
+
+def disturbed(
+    sequence: int, head: Head, digits: Digits, folder: Path, whole: Sweep, **how: Any
+) -> Sweep:
+    draw = random.Random(sequence)
+    interruptions = [
+        (draw.choice(WAYS), whole.seconds * draw.uniform(0.05, 1))
+        for _ in range(draw.randint(1, 3))
+    ]
+    sweep = run_sweep(head, digits, folder / f"sweep-{sequence}", interruptions, **how)
+    # What had finished was not trained again.
+    assert sweep.kept.items() <= sweep.ended().items(), interruptions
+    return sweep
 
 
 @pytest.mark.parametrize("sequence", range(SEQUENCES))
 def test_a_sweep_whose_driver_is_killed_and_started_again_is_that_of_an_undisturbed_one(
     sequence: int, ray_cluster: Head, digits: Digits, folder: Path, whole: Sweep
 ) -> None:
-    draw = random.Random(sequence)
-    interruptions = [
-        (draw.choice(WAYS), whole.seconds * draw.uniform(0.05, 1))
-        for _ in range(draw.randint(1, 3))
-    ]
-    sweep = run_sweep(ray_cluster, digits, folder / f"sweep-{sequence}", interruptions)
-    assert sweep.rungs() == whole.rungs(), interruptions
+    sweep = disturbed(sequence, ray_cluster, digits, folder, whole)
     assert sweep.runs() == whole.runs()
     for one, other in zip(sweep.trained(), whole.trained(), strict=True):
         assert same_weights(weights_of(one), weights_of(other)), one.name
-    # What had finished was not opened again.
-    assert sweep.kept.items() <= sweep.ended().items()
+
+
+@pytest.mark.parametrize("sequence", range(SEQUENCES, 2 * SEQUENCES))
+def test_under_asha_no_trial_is_lost_and_what_two_sweeps_have_trained_is_equal(
+    sequence: int, ray_cluster: Head, digits: Digits, folder: Path, whole: Sweep
+) -> None:
+    found = disturbed(sequence, ray_cluster, digits, folder, whole, **ASHA).curves()
+    names = {name for name in whole.curves() if "-final-" not in name}
+    assert names <= found.keys()
+    for name in names:
+        for key, curve in whole.curves()[name].items():
+            both = found[name][key].keys() & curve.keys()
+            assert {step: found[name][key][step] for step in both} == {
+                step: curve[step] for step in both
+            }, name

@@ -14,11 +14,11 @@ import torch
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from tests.experiments.sweeps import outcome_of, swept, trained
+from tests.experiments.studies import study_recipe, study_row
+from tests.experiments.trials_here import context_of, in_process, parent_of
 from tests.launch.pool.pools import Pools
 from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job
-from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep import trial_recipe
+from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
 from vit_ray.launch.pool.placement_wait import StoppedWaitingError
 from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
@@ -40,7 +40,18 @@ def driver_error(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> RunFailedEr
     return caught.value
 
 
-def test_a_trial_that_is_not_finite_has_diverged_and_is_not_tried_again(
+def outcome_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    """Of a trial whose training raises this."""
+
+    def train(*_: Any, **__: Any) -> Any:
+        raise error
+
+    in_process(monkeypatch, train)
+    parent, _ = parent_of()
+    return context_of(parent).train(study_recipe("/x", [study_row("any")]), "sweep_trial")
+
+
+def test_a_trial_that_is_not_finite_has_diverged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(make_job(tmp_path), FakeEngine(refused=(1,)))
@@ -48,15 +59,11 @@ def test_a_trial_that_is_not_finite_has_diverged_and_is_not_tried_again(
     assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.NOT_FINITE]
     error = driver_error(worker, monkeypatch)
     assert type(error) is RunDivergedError
-    parent, events = trained(monkeypatch, [error])  # a second training would find no outcome
-    whole = swept(tmp_path)
-    found = outcome_of(whole, trial_recipe(whole, {RATE: 0.1}), parent)
-    assert found.state is TrialState.DIVERGED
-    assert events.kinds() == [EventKind.TRIAL_DIVERGED]
+    assert outcome_of(error, monkeypatch).state is TrialState.DIVERGED
 
 
 @pytest.mark.parametrize("is_agreed", [True, False])
-def test_what_a_worker_refuses_ends_the_run_and_may_be_tried_again_by_the_sweep(
+def test_what_a_worker_refuses_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_agreed: bool
 ) -> None:
     def refuse(step: int) -> None:
@@ -70,11 +77,7 @@ def test_what_a_worker_refuses_ends_the_run_and_may_be_tried_again_by_the_sweep(
             run_attempt(worker.link, worker.attempt)
     error = driver_error(worker, monkeypatch)
     assert type(error) is RunFailedError
-    parent, events = trained(monkeypatch, [error] * 3)
-    whole = swept(tmp_path)
-    found = outcome_of(whole, trial_recipe(whole, {RATE: 0.1}), parent)
-    assert found.state is TrialState.FAILED
-    assert events.kinds() == [EventKind.RETRIED] * 2
+    assert outcome_of(error, monkeypatch).state is TrialState.FAILED
 
 
 def result_of(worker: Worker) -> Any:

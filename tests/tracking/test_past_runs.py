@@ -6,7 +6,7 @@ from mlflow.tracking import MlflowClient
 from tests.tracking.stored_runs import store_run
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
-from vit_ray.tracking.past_runs import finished_children, newest_run
+from vit_ray.tracking.past_runs import newest_run
 
 
 @pytest.fixture
@@ -55,34 +55,8 @@ def test_no_experiment_yet_means_no_run(tracking):
     assert MlflowClient(tracking.uri).get_experiment_by_name("trials") is None
 
 
-def test_only_children_that_ended_well_are_finished(tracking):
-    parent = _run(tracking, "grid")
-    _run(tracking, "running", parent=parent)
-    _run(tracking, "failed", parent=parent, status="FAILED")
-    done = _run(tracking, "done", parent=parent, status="FINISHED")
-    _run(tracking, "stranger", status="FINISHED")
-    found = finished_children(tracking, parent)
-    assert {name: run.info.run_id for name, run in found.items()} == {"done": done}
-
-
-@pytest.mark.slow
-def test_of_two_finished_runs_of_a_name_the_newest_counts(tracking):
-    parent = _run(tracking, "grid")
-    starts = (2000, 3000, 1000)
-    runs = [_run(tracking, "a", parent=parent, status="FINISHED", start=at) for at in starts]
-    assert finished_children(tracking, parent)["a"].info.run_id == runs[1]
-
-
-def test_a_deleted_child_is_not_finished(tracking):
-    parent = _run(tracking, "grid")
-    child = _run(tracking, "done", parent=parent, status="FINISHED")
-    MlflowClient(tracking.uri).delete_run(child)
-    assert finished_children(tracking, parent) == {}
-
-
 def test_while_mlflow_is_away_nothing_is_known_and_a_warning_says_so(tracking, caplog):
     away = tracking.model_copy(update={"uri": "http://user:hunter2@127.0.0.1:9"})
     assert newest_run(away, "grid") is None
-    assert finished_children(away, "0" * 32) == {}
-    assert caplog.text.count("cannot be asked for earlier runs") == 2
+    assert "cannot be asked for earlier runs" in caplog.text
     assert "hunter2" not in caplog.text

@@ -69,24 +69,20 @@ def test_no_step_is_taken_with_a_share_of_another_size(count: int) -> None:
     assert engine.seen == engine.rates == []
 
 
-def test_a_run_in_parts_is_the_run_in_one_with_an_evaluation_at_the_end_of_each() -> None:
+def test_a_run_that_is_evaluated_at_further_steps_trains_the_same() -> None:
     whole, chosen = FakeEngine(), short_recipe(checkpoint={"every_steps": None})
     run(whole, FakeHooks(), chosen)
-    parts, hooks, progress = FakeEngine(), FakeHooks(), Progress()
-    for until in (3, 7, None):
-        ended = run(parts, hooks, chosen, progress, until_step=until)
-        assert (ended, progress.step) == (Ending.FINISHED, until or TOTAL)
-        assert not progress.evaluation_due
-        assert progress.is_over(TOTAL) == (until is None)
-    assert (parts.seen, parts.steps, parts.rates) == (whole.seen, whole.steps, whole.rates)
+    followed, hooks = FakeEngine(), FakeHooks()
+    assert run(followed, hooks, chosen, evaluate_at=(3, 7)) is Ending.FINISHED
+    assert (followed.seen, followed.steps, followed.rates) == (whole.seen, whole.steps, whole.rates)
     assert [one for one in hooks.order if "evaluate" in one] == [
         "evaluate 3", "evaluate 7", "evaluate 10",
     ]  # fmt: skip
-    assert sorted(set(hooks.saved)) == [3, 7, 10]
+    assert sorted(set(hooks.saved)) == [10]
 
 
 class LossesByStep(FakeHooks):
-    """Better at the ends of the parts than anywhere else."""
+    """Better at the further steps than anywhere else."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         return {"eval/loss": {3: 0.1, 4: 2.0, 7: 0.2, 8: 1.5, 10: 1.8}[step]}
@@ -136,25 +132,15 @@ def test_the_best_of_a_checkpoint_from_before_averages_decided_is_that_of_the_la
     assert progress.best_eval_loss == pytest.approx(1.0)
 
 
-def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> None:
+def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping() -> None:
     chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
-    whole, parts = Progress(), Progress()
+    whole, followed = Progress(), Progress()
     assert run(FakeEngine(), LossesByStep(), chosen, whole) is Ending.EARLY
     assert (whole.step, whole.best_eval_loss) == (10, 1.5)
-    for until in (3, 7, None):
-        run(FakeEngine(), LossesByStep(), chosen, parts, until_step=until)
-        assert parts.step == (until or TOTAL)
-    parts.train_seconds, parts.metrics = whole.train_seconds, whole.metrics
-    parts.worker_seconds = whole.worker_seconds
-    assert parts == whole
-
-
-def test_an_evaluation_that_is_due_is_made_behind_the_end_of_a_part_too() -> None:
-    hooks, progress = FakeHooks(), Progress(step=TOTAL, evaluation_due=True)
-    chosen = short_recipe(evaluate={"every_steps": 4})
-    run(FakeEngine(), hooks, chosen, progress, until_step=3)
-    assert f"evaluate {TOTAL}" in hooks.order
-    assert not progress.evaluation_due
+    assert run(FakeEngine(), LossesByStep(), chosen, followed, evaluate_at=(3, 7)) is Ending.EARLY
+    followed.train_seconds, followed.metrics = whole.train_seconds, whole.metrics
+    followed.worker_seconds = whole.worker_seconds
+    assert followed == whole
 
 
 def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
@@ -294,7 +280,7 @@ def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed() -
         run(
             FakeEngine(), hooks, short_recipe(), progress, Ticking(),
             ({k: v[:share] for k, v in one.items()} for one in batches()),
-            world_size=world_size, until_step=until, micro_batch_size=share,
+            world_size=world_size, total_steps=until, micro_batch_size=share,
         )  # fmt: skip
     first = progress.train_seconds / 2  # five steps each, by a clock of steps that last alike
     assert first > 0

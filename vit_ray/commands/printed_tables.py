@@ -1,5 +1,6 @@
 """What a command prints when it has ended: tables for users."""
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,12 +115,15 @@ def print_sweep(result: "SweepResult | None") -> int:
         table.add_column("dev top-1, last weights", justify="right")
     table.add_column("")
     for row in result.rows:
-        accuracies = [row.top1, row.last_top1] if averages else [row.top1]
-        shown = ["" if value is None else f"{value:.2%}" for value in accuracies]
+        found = row.outcome
+        accuracies = [found.top1, found.last_top1] if averages else [found.top1]
+        shown = [
+            "" if value is None or math.isnan(value) else f"{value:.2%}" for value in accuracies
+        ]
         note = "chosen" if row.point == result.best else ""
-        note = redact(f"{row.state}: {row.error}") if row.top1 is None else note
-        if row.state is TrialState.STOPPED_EARLY:
-            note = f"stopped early, at step {row.steps}"
+        note = redact(f"{found.state}: {found.error}") if math.isnan(found.top1) else note
+        if found.state is TrialState.STOPPED_EARLY:
+            note = f"stopped early, at step {found.step}"
         values = [row.point[key] for key in keys]
         texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
         table.add_row(*texts, *shown, note)
@@ -139,8 +143,11 @@ def print_sweep(result: "SweepResult | None") -> int:
     return 0
 
 
-def print_study(result: "StudyResult") -> int:
+def print_study(result: "StudyResult | None") -> int:
     """A row per cell; exit code 0 if all are done, 1 if any failed, 3 if stopped on request."""
+    if result is None:
+        print("stopped on request; the same command resumes its cells from their checkpoints")
+        return 3
     has_averaged = any(_AVERAGED[1] in cell.metrics for cell in result.cells)
     columns = [*_OF_CELLS, *([_AVERAGED] if has_averaged else [])]
     # One column for each task on which any cell has an accuracy.
@@ -164,15 +171,11 @@ def print_study(result: "StudyResult") -> int:
         if one.error:
             print(redact(f"failed: {one.cell.name}: {one.error}"))
     if num_before := sum(cell.was_finished for cell in result.cells):
-        print(f"{num_before} of {result.num_cells} cells had finished before")
-    if left := result.num_cells - len(result.cells):
-        print(f"stopped: {left} cells are left; run the same command again to continue")
+        print(f"{num_before} of {len(result.cells)} cells had finished before")
     if result.page is not None:
         print(f"report: {result.page}")
     print_link(result.hint, result.parent_run_id)
-    if any(cell.error for cell in result.cells):
-        return 1
-    return 0 if result.is_complete else 3
+    return 0 if result.is_complete else 1
 
 
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:

@@ -17,7 +17,6 @@ from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster.connection import connect
-from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.launch.run import RunResult, train
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.storage import locate
@@ -54,8 +53,7 @@ def run_quickstart(recipe: Recipe) -> int:
         config = ConvertConfig(source=str(images / split), destination=destination)
         converted = convert(config, recipe.seed)
         print(f"{destination}: {converted.num_images} digits in {converted.num_shards} shard(s)")
-    with kept_pools():
-        code = _train_and_compare(recipe, sweep, scratch)
+    code = _train_and_compare(recipe, sweep, scratch)
     print(f"Total time: {time.monotonic() - start_s:.0f} s")
     return code
 

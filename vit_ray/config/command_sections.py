@@ -150,18 +150,13 @@ class SweepConfig(Section):
     seeds: Positive = 3
     """Runs on the full training set with the selected point; mean and deviation are reported."""
     scheduler: Literal["none", "asha"] = "none"
-    """`asha` (Ray Tune's) evaluates trials on the dev split at rungs and stops all but the best
-    share at each; `none` trains every trial to its end."""
+    """`asha` (Ray Tune's) evaluates trials on the dev split at rungs, each at four times the steps
+    of the one before, and stops all but the best quarter at each; `none` trains every trial to its
+    end."""
     grace_steps: Positive | None = None
-    """Steps before ASHA's first rung; unset = the steps of the longest trial divided by
-    `reduction_factor` squared."""
-    reduction_factor: Annotated[float, Field(gt=1.0)] = 4.0
-    """ASHA: factor between the steps of successive rungs; one in this many trials continues."""
-    retries: NotNegative = 1
-    """Restarts of a failed trial from its checkpoint; the count starts again after each rung of
-    ASHA. A trial that diverged (loss or gradient not finite) is not restarted."""
+    """Steps before ASHA's first rung; unset = a sixteenth of the longest trial."""
     max_concurrent: Positive | None = None
-    """Trials in parallel; unset = as many as fit on the cluster."""
+    """Trials in parallel; unset = as many as fit on the nodes that are up."""
 
     def problems(self) -> dict[str, object]:
         is_grid = self.search == "grid"
@@ -228,9 +223,6 @@ class VtabConfig(Section):
     """Run the `sweep` for each task, on a dev split of its 1,000 images (200 with
     `sweep.dev_fraction=0.2`), then train on all images with `sweep.seeds` seeds; the result is
     their mean and deviation. `false` = one run with the recipe's learning rate."""
-    retries: NotNegative = 1
-    """Restarts of a failed task without a sweep, from its newest checkpoint. A task that diverged
-    (loss or gradient not finite) is not restarted."""
 
 
 class _Axes(Section):
@@ -301,17 +293,8 @@ class StudyConfig(_Axes):
     their cool-down is trained (`optim.schedule=cooldown`). Such cells are labelled."""
     transfer: tuple[StudyTask, ...] = ()
     """Fine-tunings of each cell after its pre-training."""
-    retries: NotNegative = 1
-    """Restarts of a failed cell from its newest checkpoint. A cell that diverged (loss or gradient
-    not finite) is not restarted."""
     max_concurrent: Positive | None = None
-    """Trainings in parallel, at the size of the largest cell first; unset = as many as fit on the
-    cluster."""
-    max_gpus: Positive | None = None
-    """Most GPUs that all cells use together; unset = the whole cluster."""
-    budget_gpu_hours: PositiveFloat | None = None
-    """Most hours of `plan.device`, as `--dry-run` estimates them; a study that needs more does not
-    start. Unset = no limit."""
+    """Cells in parallel; unset = as many as fit on the nodes that are up."""
 
     def problems(self) -> dict[str, object]:
         problem = (

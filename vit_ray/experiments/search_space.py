@@ -1,20 +1,22 @@
-"""What a sweep tries: points of a grid or random ones, with values for some keys."""
+"""What a sweep tries: points with values for some keys, as Ray Tune draws them."""
 
+import hashlib
 import importlib.util
 import itertools
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
+
+import numpy as np
+from ray import tune
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.validation import InvalidValueError, errors_of, value_text
-from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.launch.model_checks import check_model
 
 Point = Mapping[str, Any]
@@ -30,6 +32,41 @@ _DIGITS: Final = 4
 _MISSES: Final = 100
 """Draws in a row for each trial without a new point before giving up: of the points of lists, at
 least one in `num_trials` is new, so a chance of exp(-100) remains."""
+MOST_NAME_CHARS: Final = 200
+"""Of the name of a trial, which is that of a folder: file systems take 255 bytes."""
+
+
+def space_of(config: SweepConfig) -> dict[str, Any]:
+    """Keys of the recipe to lists of values and ranges."""
+    return dict(config.space or {RATE: list(config.learning_rates)})
+
+
+def tune_space(config: SweepConfig) -> dict[str, Any]:
+    """The search space as Ray Tune takes it."""
+    domains: dict[str, Any] = {}
+    for key, values in space_of(config).items():
+        if isinstance(values, list):
+            make = tune.grid_search if config.search == "grid" else tune.choice
+            domains[key] = make([plain(value) for value in values])
+        else:
+            ((kind, (low, high)),) = values.items()
+            domains[key] = (tune.loguniform if kind == "log_uniform" else tune.uniform)(low, high)
+    return domains
+
+
+def plain(value: Any) -> Any:
+    """A value in a trial's configuration: Tune would take the items of others for dimensions."""
+    return value if value is None or isinstance(value, (int, float, str)) else value_text(value)
+
+
+def point_of(trial_config: Mapping[str, Any], config: SweepConfig) -> Point:
+    """The point that a trial's configuration stands for."""
+    point: dict[str, Any] = {}
+    for key, values in space_of(config).items():
+        listed = values if isinstance(values, list) else ()
+        known = {plain(value): value for value in listed}
+        point[key] = known.get(trial_config[key], trial_config[key])
+    return point
 
 
 def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
@@ -41,15 +78,18 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
         ValueError: a key cannot be varied, a value is not allowed, the model does not exist, or two
             points are equal.
     """
-    space: Mapping[str, Any] = config.space or {RATE: list(config.learning_rates)}
+    space = space_of(config)
     for key, fixed in itertools.product(space, _FIXED):
         if f"{fixed}.".startswith(f"{key}.") or key.startswith(f"{fixed}."):
             raise ValueError(f"sweep.space: {key} cannot be varied in one sweep")
-    if config.search == "optuna":
-        check_optuna(space)
+    if config.search == "optuna" and importlib.util.find_spec("optuna") is None:
+        raise ValueError(
+            "sweep.search=optuna: Optuna is not installed; run pip install 'vit_ray[search]', or "
+            "set sweep.search=random"
+        )
     ranges = [key for key, values in space.items() if isinstance(values, dict)]
     if config.search != "grid":
-        points = _drawn(space, config)
+        points = _drawn(config)
     elif ranges:
         raise ValueError(
             f"sweep.space: {ranges[0]} is a range, but a grid needs lists of values; set "
@@ -84,63 +124,37 @@ def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None
     return errors_of(f"sweep.space: {point_text(point)}")
 
 
-def check_optuna(space: Mapping[str, Any]) -> None:
-    """Refuse what Optuna cannot search.
-
-    Raises:
-        ValueError: it is not installed, or a value is a list or a section.
-    """
-    if importlib.util.find_spec("optuna") is None:
-        raise ValueError(
-            "sweep.search=optuna: Optuna is not installed; run pip install 'vit_ray[search]', or "
-            "set sweep.search=random"
-        )
-    for key, values in space.items():
-        if key.startswith("workers."):
-            raise ValueError(f"sweep.space: {key} cannot be varied by search=optuna; leave it out")
-        for value in values if isinstance(values, list) else ():
-            if isinstance(value, (dict, list)):
-                raise ValueError(
-                    f"sweep.space: {key}={value_text(value)}: search=optuna varies numbers, texts "
-                    "and ranges; list such values, or set sweep.search=random"
-                )
-
-
-def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
+def _drawn(config: SweepConfig) -> list[Point]:
     """Different points; a smaller number of trials takes the first of them."""
     assert config.num_trials is not None
     found: dict[str, Point] = {}
-    missed = 0
-    for number in itertools.count():
-        if len(found) == config.num_trials:
-            return list(found.values())
-        point = {
-            key: _draw(values, KeyedUniform(config.seed, number, place))
-            for place, (key, values) in enumerate(space.items())
-        }
-        missed = missed + 1 if point_name(point) in found else 0
-        found.setdefault(point_name(point), point)
+    for missed, point in _draws(config):
         if missed == _MISSES * config.num_trials:
             raise ValueError(
                 f"sweep.space has {len(found)} different points and sweep.num_trials is "
                 f"{config.num_trials}; list more values, widen the ranges, or lower "
                 "sweep.num_trials"
             )
-    raise AssertionError
+        found.setdefault(point_name(point), point)
+        if len(found) == config.num_trials:
+            break
+    return list(found.values())
 
 
-def _draw(values: Any, uniform: KeyedUniform) -> Any:
-    if isinstance(values, list):
-        return values[uniform.below(len(values))]
-    ((kind, (low, high)),) = values.items()
-    if kind == "uniform":
-        return rounded(uniform.between(low, high))
-    return rounded(math.exp(uniform.between(math.log(low), math.log(high))))
-
-
-def rounded(value: float) -> float:
-    """A drawn number, rounded so that it can be read and repeated."""
-    return float(f"{value:.{_DIGITS}g}")
+def _draws(config: SweepConfig) -> Iterator[tuple[int, Point]]:
+    """Random points by Tune's own domains, and how many before were none but known ones."""
+    random, known, missed = np.random.RandomState(config.seed), set[str](), 0
+    space, domains = space_of(config), tune_space(config)
+    while True:
+        drawn = {key: domain.sample(random_state=random) for key, domain in domains.items()}
+        for key in drawn.keys() & {
+            key for key, values in space.items() if isinstance(values, dict)
+        }:
+            drawn[key] = float(f"{drawn[key]:.{_DIGITS}g}")  # to be read and repeated
+        point = point_of(drawn, config)
+        missed = missed + 1 if point_name(point) in known else 0
+        known.add(point_name(point))
+        yield missed, point
 
 
 def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) -> Recipe:
@@ -176,6 +190,14 @@ def point_name(point: Point) -> str:
     """As part of a run's name: `lr0.01-steps500`."""
     parts = (f"{_SHORT.get(key, key.rpartition('.')[2])}{_shown(v)}" for key, v in point.items())
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join(parts)).strip("-")
+
+
+def short_name(name: str) -> str:
+    """A run's name; the end of a long one is replaced by a digest of the whole."""
+    if len(name) <= MOST_NAME_CHARS:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{name[: MOST_NAME_CHARS - 13]}-{digest}"
 
 
 _SHORT: Final = {RATE: "lr"}

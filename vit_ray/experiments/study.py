@@ -1,34 +1,44 @@
 """A scaling study: every cell pre-trained, evaluated and transferred, as many in parallel as fit.
 
-Sections 4.3 and 4.4 of the paper, on any data that the recipe names. Cells have stable names, so a
-restarted study skips finished cells and continues interrupted ones. A failed cell is restarted from
-its newest checkpoint, and if it fails again is a row like the others.
+Sections 4.3 and 4.4 of the paper, on any data that the recipe names. A trial of Ray Tune trains a
+cell and then its fine-tunings; cells that branch off another one follow it in its trial. Cells have
+stable names, so a restarted study skips finished cells and continues interrupted ones. A failed
+cell is a row like the others.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from ray import tune
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.runner import Flow, Work, cluster_room, in_parallel, room_of
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
-from vit_ray.experiments.sweep_state import grace_steps
-from vit_ray.experiments.training import deciding_metric
 from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
+from vit_ray.experiments.trials import (
+    METRIC,
+    STEP,
+    Context,
+    Outcome,
+    deciding_metric,
+    num_fitting,
+    run_trials,
+    tune_folder,
+)
 from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
-from vit_ray.launch.record.run_metadata import training_cost
+from vit_ray.launch.record.open_record import add_to_ended
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.metric_names import (
     STUDY_CELLS,
@@ -38,9 +48,10 @@ from vit_ray.metric_names import (
     STUDY_IMAGES_SEEN,
 )
 from vit_ray.outcomes import EventKind
-from vit_ray.tracking.past_runs import add_to_finished
+from vit_ray.storage import locate
 
-Planned = tuple[Cell, ResolvedRun]
+Planned = tuple[Cell, int]
+"""A cell, and the steps of its training."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,6 @@ class StudyResult:
     """All cells in the order of the grid, and the page that shows them."""
 
     cells: list[CellResult]
-    num_cells: int
-    """Cells of the whole grid; more than `cells` if the study was stopped on request."""
     parent_run_id: str | None
     page: Path | None
     """None while MLflow is away: `vit-ray report` can write it later."""
@@ -58,37 +67,41 @@ class StudyResult:
     @property
     def is_complete(self) -> bool:
         """Whether every cell of the grid was trained to its end."""
-        return len(self.cells) == self.num_cells and not any(cell.error for cell in self.cells)
+        return not any(cell.error for cell in self.cells)
 
 
-def run_study(recipe: Recipe) -> StudyResult:
-    """Train and evaluate every cell that is not finished, and write the report.
+def run_study(recipe: Recipe) -> StudyResult | None:
+    """Train and evaluate every cell, and write the report; None if it was asked to stop.
 
     Raises:
-        ValueError: a cell cannot work, or is finished with another recipe; nothing was started.
+        ValueError: a cell cannot work; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
     # Also those given by a row: a trial's process runs in a separate folder.
     cells = [replace(c, recipe=c.recipe.with_absolute_paths()) for c in study_cells(recipe)]
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     fine_tunings, steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
-    parent_id = earlier_run(recipe, "study")
-    finished = finished_cells(recipe, cells, resolved_runs, parent_id)
-    total_steps = sum(one.total_steps for one in resolved_runs) + steps_of_tasks
-    resolved = resolved_runs[0]
-    # So that a report knows which cells have not started.
-    tags = {"vit_ray.num_cells": str(len(cells))}
-    trainings = [cell.recipe for cell in cells if cell.name not in finished] + fine_tunings
-    with open_parent(
-        recipe, "study", resolved, total_steps, parent_id, trainings=trainings, tags=tags
-    ) as parent:
-        results = StudyRun(study_of(recipe), cells, resolved_runs, finished, parent).run()
-        parent.run.record.results(len(results), _totals(results))
-        page = page_of(recipe, parent.run_id, parent.run.record)
-        hint = parent.run.record.hint()
-        outcome = StudyResult(results, len(cells), parent.run_id, page, hint)
-        parent.run.is_complete = outcome.is_complete
-        return outcome
+    steps = [one.total_steps for one in resolved_runs]
+    has_begun = any(locate(cell.recipe.run_folder).list_folders() for cell in cells)
+    try:
+        with open_parent(
+            recipe,
+            "study",
+            resolved_runs[0],
+            sum(steps) + steps_of_tasks,
+            earlier_run(recipe, "study") if has_begun else None,
+            trainings=[cell.recipe for cell in cells] + fine_tunings,
+            # So that a report knows which cells have not started.
+            tags={"vit_ray.num_cells": str(len(cells))},
+        ) as parent:
+            results = _run_cells(list(zip(cells, steps, strict=True)), parent)
+            parent.run.record.results(len(results), _totals(results))
+            page = page_of(recipe, parent.run_id, parent.run.record)
+            outcome = StudyResult(results, parent.run_id, page, parent.run.record.hint())
+            parent.run.is_complete = outcome.is_complete
+            return outcome
+    except RunStoppedError:
+        return None
 
 
 def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[Recipe], int]:
@@ -129,8 +142,8 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:
         Steps of its trials.
 
     Raises:
-        ValueError: as `points_of` and `grace_steps`, or a point has other weights or workers than
-            the cell, or its batch does not divide.
+        ValueError: as `points_of`, or a point has other weights or workers than the cell, or its
+            batch does not divide.
     """
     trials, kept = [], round(num_images * (1 - sweep.dev_fraction))
     for point in points_of(recipe, sweep):
@@ -140,128 +153,97 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:
                 raise ValueError(f"{taken} comes from the cell; leave it out")
             check_head_is_trained(trials[-1], "sweep_trial")
             check_batch(trials[-1], kept)
-    steps = [one.optim.total_steps(kept, one.train.global_batch_size) for one in trials]
-    if sweep.scheduler == "asha":
-        grace_steps(sweep, max(steps))
-    return sum(steps)
+    return sum(one.optim.total_steps(kept, one.train.global_batch_size) for one in trials)
 
 
-@dataclass
-class StudyRun:
-    """The cells of a study in progress."""
+def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Planned]]:
+    """Cells that are trained one after another, the longest of a branching row first."""
+    if not study.branch:
+        return [[one] for one in planned]
+    groups: dict[Any, list[Planned]] = defaultdict(list)
+    for cell, steps in planned:
+        groups[cell.label, cell.fraction, cell.recipe.seed].append((cell, steps))
+    return [sorted(group, key=lambda one: -one[1]) for group in groups.values()]
 
-    study: StudyConfig
-    cells: list[Cell]
-    resolved_runs: list[ResolvedRun]
-    finished: dict[str, CellResult]
-    """Cells finished by an earlier start, except for missing transfers."""
-    parent: OpenParent
-    """Called when a cell has ended and others have not."""
-    ended: dict[str, CellResult] = field(default_factory=dict)
 
-    def run(self) -> list[CellResult]:
-        """Of all cells that have ended and were not stopped, in the order of the grid."""
-        study, parent = self.study, self.parent
-        parent.run.control.begin_stage("cell", len(self.cells))
-        pairs = list(zip(self.cells, self.resolved_runs, strict=True))
-        steps = [one.total_steps for one in self.resolved_runs]
-        groups: list[Sequence[Planned]] = [
-            [pairs[k] for k in group] for group in in_groups(study, self.cells, steps)
-        ]
-        room = cluster_room(study.max_concurrent, study.max_gpus)
-        groups = in_order(
-            [group for group in groups if not self._is_over(group)],
-            room,
-            lambda one: room_of(one[0].recipe, room),
-            lambda one: training_cost(one[1], one[1].total_steps)[STUDY_EXAFLOPS],
-        )
-        soon = (cell for group in groups for cell, _ in group if cell.name not in self.finished)
-        parent.start_workers(first.recipe if (first := next(soon, None)) else None)
-        flows = [
-            group_flow(group, partial(self._train, branches=group[1:]), self._transfers)
-            for group in groups
-        ]
-        parent.run_flow(in_parallel(flows), study.max_concurrent, study.max_gpus)
-        return [self.ended[cell.name] for cell in self.cells if cell.name in self.ended]
+def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
+    """All cells, in the order of the grid."""
+    study, recipe = study_of(parent.recipe), parent.recipe
+    groups = {group[0][0].name: group for group in in_groups(study, planned)}
+    parent.run.control.begin_stage("cell", len(planned))
+    firsts = [group[0][0].recipe for group in groups.values()]
+    ended = run_trials(
+        partial(_train_group, study, groups),
+        parent.run,
+        folder=tune_folder(recipe, "cells"),
+        space={"cell": tune.grid_search(list(groups))},
+        max_concurrent=study.max_concurrent or num_fitting(firsts, parent.cluster),
+        is_private=parent.cluster.is_private,
+    )
+    lost: dict[str, Any] = {"metrics": {}, "run_id": None, "error": ended.lost.error}
+    found = {name: one for result in ended.results for name, one in result["cells"].items()}
+    return [CellResult(cell, **found.get(cell.name, lost)) for cell, _ in planned]
 
-    def _is_over(self, group: Sequence[Planned]) -> bool:
-        """Whether nothing is left to do in the group; notes the end of what is finished."""
-        for cell, resolved in group:
-            before = self.finished.get(cell.name)
-            if before is not None and not before.missing:
-                self._note_end(before, resolved)
-        return all(cell.name in self.ended for cell, _ in group)
 
-    def _train(
-        self, planned: Planned, trunk: Planned | None, branches: Sequence[Planned]
-    ) -> Flow[CellResult]:
-        """A failed cell does not end the study.
+def _train_group(
+    study: StudyConfig,
+    groups: Mapping[str, Sequence[Planned]],
+    config: dict[str, Any],
+    context: Context,
+) -> dict[str, Any]:
+    """A cell and its transfers; or the longest cell of a branching row, and then the others.
 
-        Args:
-            trunk: its checkpoint is the start of a branch.
-            branches: of the trunk.
-        """
-        cell, resolved = planned
-        if cell.name in self.finished:
-            return self.finished[cell.name]
-        kept, begin = cell, None
-        if trunk is None:
-            kept = with_kept_steps(cell, [branch_step(c, its.total_steps) for c, its in branches])
-        else:
-            begin = partial(begin_branch, cell, trunk[0], branch_step(cell, resolved.total_steps))
-        training = self.parent.training(
-            kept.recipe,
-            "study_cell",
-            tags={"vit_ray.study_label": cell.label},
-            retries=self.study.retries,
-            begin=begin,
-        )
-        (outcome,) = yield [Work(training)]
-        if outcome.result is None:
-            return CellResult(cell, {}, None, error=outcome.error.splitlines()[0])
-        return CellResult(
-            cell,
-            outcome.result.metrics,
-            outcome.run_id,
-            outcome.result.already_complete,
-            branched_from=outcome.branched_from,
-            missing=self.study.transfer,
-        )
+    A failed cell does not end the others.
+    """
+    trunk, *branches = groups[config["cell"]]
+    kept = with_kept_steps(trunk[0], [branch_step(cell, steps) for cell, steps in branches])
+    outcome = context.train(kept.recipe, "study_cell", _tags(trunk[0]))
+    cells = {trunk[0].name: _with_transfers(study, trunk, outcome, "", context)}
+    for cell, steps in branches:
+        branched_from = begin_branch(cell, trunk[0], branch_step(cell, steps))
+        if branched_from:
+            context.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
+        of_branch = context.alone.train(cell.recipe, "study_cell", _tags(cell))
+        found = _with_transfers(study, (cell, steps), of_branch, branched_from, context)
+        cells[cell.name] = found
+    return {STEP: outcome.step, METRIC: outcome.top1, "cells": cells}
 
-    def _transfers(self, planned: Planned, result: CellResult) -> Flow[None]:
-        """Add accuracies on the tasks to the cell's run. A failed task does not end the others."""
-        cell, resolved = planned
-        if cell.name in self.ended:
-            return
-        if not result.error:
-            found = yield [self._transfer(cell, task) for task in result.missing]
-            metrics, errors = dict(result.metrics), []
-            for task, (values, error) in zip(result.missing, found, strict=True):
-                if error:
-                    errors.append(f"transfer to {task.name}: {error}")
-                elif result.run_id is not None:
-                    tags = task_tags(cell, task)
-                    add_to_finished(cell.recipe.tracking, result.run_id, values, tags)
-                metrics |= values
-            result = replace(result, metrics=metrics, error="; ".join(errors), missing=())
-        self._note_end(result, resolved)
 
-    def _transfer(self, cell: Cell, task: StudyTask) -> Flow[tuple[dict[str, float], str]]:
-        """Accuracies on a task, or why there are none."""
+def _tags(cell: Cell) -> dict[str, str]:
+    return {"vit_ray.study_label": cell.label}
+
+
+def _with_transfers(
+    study: StudyConfig, planned: Planned, outcome: Outcome, branched_from: str, context: Context
+) -> dict[str, Any]:
+    """Add accuracies on the tasks to the cell's run; the fields of its `CellResult`.
+
+    A failed task does not end the others.
+    """
+    cell, steps = planned
+    metrics, errors = dict(outcome.metrics), [outcome.first_line] if outcome.error else []
+    for task in () if errors else study.transfer:
         try:
-            return (yield from transfer(cell, task, self.parent, self.study.retries)), ""
+            found = transfer(cell, task, context)
+            tags = task_tags(cell, task)
+            add_to_ended(cell.recipe, outcome.run_id, found, tags, context.parent)
+            metrics |= found
         except RunStoppedError:
             raise
         except Exception as error:
-            return {}, (str(error).strip() or repr(error)).splitlines()[0]
-
-    def _note_end(self, result: CellResult, resolved: ResolvedRun) -> None:
-        cell, run = result.cell, self.parent.run
-        self.ended[cell.name] = result
-        if result.error:
-            run.record.event(EventKind.CELL_FAILED, f"{cell.name}: {result.error}", 0)
-        run.control.child_step(cell.name, resolved.total_steps)
-        run.control.child_ended(cell.label, result.metrics.get(deciding_metric(cell.recipe)))
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            errors.append(f"transfer to {task.name}: {reason}")
+    if errors:
+        text = f"{cell.name}: {'; '.join(errors)}"
+        context.parent.record.event(EventKind.CELL_FAILED, text, 0)
+    context.parent.control.child_step(cell.name, steps)
+    context.parent.control.child_ended(cell.label, metrics.get(deciding_metric(cell.recipe)))
+    result = CellResult(
+        cell, metrics, outcome.run_id, outcome.was_finished, branched_from, "; ".join(errors)
+    )
+    fields = asdict(replace(result, cell=None))  # type: ignore[arg-type]
+    del fields["cell"]
+    return fields
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
+from vit_ray.config.command_sections import StudyConfig, StudyModel
 from vit_ray.config.resume_compatibility import TAGGED, unused_keys
 from vit_ray.config.validation import errors_of
-from vit_ray.experiments.search_space import with_point
+from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.launch.model_checks import check_model
 from vit_ray.launch.record.run_metadata import trained_params
 
@@ -63,8 +63,6 @@ class CellResult:
     start."""
     error: str = ""
     """Why it or one of its transfers failed; empty if none did."""
-    missing: tuple[StudyTask, ...] = ()
-    """Transfers that are not finished."""
 
 
 def study_cells(recipe: Recipe) -> list[Cell]:
@@ -105,7 +103,7 @@ def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) 
         value = f"{length:g}" if isinstance(length, float) else str(length)
         name = f"{recipe.name}-{label}-data{fraction:g}-{unit}{value}"
         changes: dict[str, Any] = {
-            "name": name + (f"-seed{seed}" if seed != recipe.seed else ""),
+            "name": short_name(name + (f"-seed{seed}" if seed != recipe.seed else "")),
             "seed": seed,
             "data": {"fraction": fraction},
             "optim": {"epochs": None, "steps": None, "images": None, unit: length},
@@ -168,13 +166,7 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
                 "change it"
             )
     for cell in cells:
-        least, schedule = cell.recipe.group_sizes[0], cell.recipe.optim.schedule
-        if study.max_gpus is not None and least > study.max_gpus:
-            raise ValueError(
-                f"study.max_gpus={study.max_gpus}: cell {cell.name!r} needs {least} workers "
-                f"(workers.num_workers={cell.recipe.workers.num_workers}); raise study.max_gpus, "
-                "or lower workers.num_workers"
-            )
+        schedule = cell.recipe.optim.schedule
         if study.branch and schedule != "cooldown":
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, with which "

@@ -1,23 +1,36 @@
 """A sweep's trials as its own run keeps them: a table, and accuracy against the rate."""
 
-from vit_ray.experiments.search_space import RATE, point_text
-from vit_ray.experiments.training import Outcome
+import math
+from dataclasses import dataclass
+
+from vit_ray.experiments.search_space import RATE, Point, point_text
+from vit_ray.experiments.trials import Outcome
 from vit_ray.outcomes import TrialState
 from vit_ray.report.figures import charts
 from vit_ray.report.figures.charts import Axis, Chart, Series
 from vit_ray.report.tables import Column, Table, Value
 
 
-def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
+@dataclass(frozen=True)
+class Row:
+    """A trial or a retraining, and the point that it stands for."""
+
+    point: Point
+    outcome: Outcome
+
+
+def sweep_files(rows: list[Row], chosen: Row) -> dict[str, str]:
     """Texts by name: `trials.csv`, and `dev_accuracy.svg` if rates were varied."""
     keys = list(dict.fromkeys(key for row in rows for key in row.point))
     of_trial = ("dev_top1", "last_dev_top1", "steps", "state", "chosen", "checkpoint", "error")
     lines: list[list[Value]] = []
     for row in rows:
-        values = [row.point.get(key) for key in keys]
+        values, outcome = [row.point.get(key) for key in keys], row.outcome
         texts = [value if isinstance(value, (int, float, str)) else str(value) for value in values]
-        accuracies, note = [row.top1, row.last_top1], "yes" if row is chosen else ""
-        lines.append([*texts, *accuracies, row.steps, row.state, note, row.checkpoint, row.error])
+        top1 = None if math.isnan(outcome.top1) else outcome.top1
+        found = [top1, outcome.last_top1, outcome.step or None, outcome.state]
+        note = "yes" if row is chosen else ""
+        lines.append([*texts, *found, note, outcome.checkpoint, outcome.error])
     table = Table("Trials", list(map(Column, (*keys, *of_trial))), lines)
     files = {"trials.csv": table.csv()}
     series = [_series(rows, TrialState.FINISHED), _series(rows, TrialState.STOPPED_EARLY)]
@@ -32,17 +45,17 @@ def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
     return files
 
 
-def _series(rows: list[Outcome], state: TrialState) -> Series:
+def _series(rows: list[Row], state: TrialState) -> Series:
     is_cut = state is TrialState.STOPPED_EARLY
     points = [
         charts.Point(
             float(row.point[RATE]),
-            row.top1,
+            row.outcome.top1,
             point_text({key: value for key, value in row.point.items() if key != RATE}),
             state=str(state) if is_cut else "",
         )
         for row in rows
-        if RATE in row.point and row.top1 is not None and row.state is state
+        if RATE in row.point and not math.isnan(row.outcome.top1) and row.outcome.state is state
     ]
     has_line = len({point.label for point in points}) == 1 and not is_cut
     name = str(state) if is_cut else "trials"

@@ -1,7 +1,7 @@
 """A study's transfers: every cell's weights fine-tuned on other data, at one rate or over a sweep.
 
-Section 4.1 of the paper and Table 6. They run after the pre-training of their cell; accuracies are
-metrics of the cell's own run: `transfer/TASK_top1`, over seeds if there are several.
+Section 4.1 of the paper and Table 6. They run after the pre-training of their cell, in its trial;
+accuracies are metrics of the cell's own run: `transfer/TASK_top1`, over seeds if there are several.
 """
 
 import hashlib
@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import StudyTask
-from vit_ray.experiments.parent_run import OpenParent
-from vit_ray.experiments.runner import Flow, Work
-from vit_ray.experiments.search_space import with_point
+from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.experiments.study_cells import Cell, leaves, training_of
-from vit_ray.experiments.sweep import open_sweep, plan_sweep, recorded_sweep
+from vit_ray.experiments.sweep import InTurn, open_sweep, plan_sweep, recorded_sweep
+from vit_ray.experiments.trials import Context
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.record.run_metadata import SIZES
 from vit_ray.metric_names import TRANSFER_GROUP
@@ -58,10 +57,15 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "study": None,
     }
     recipe = with_point(base, point, where, **changes)
+    if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
+        raise ValueError(
+            f"{where}: the fine-tunings of a cell run one after another; use sweep.search=grid or "
+            "random, and sweep.scheduler=none"
+        )
     # What is trained, on any number of workers: another training needs another name.
     flat = json.loads(training_of(recipe))
     text = json.dumps({key: flat[key] for key in flat if key not in SIZES})
-    return recipe.with_changes(name=f"{recipe.name}-{_digest(text)[:8]}")
+    return recipe.with_changes(name=short_name(f"{recipe.name}-{_digest(text)[:8]}"))
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
@@ -88,27 +92,25 @@ def task_tags(cell: Cell, task: StudyTask) -> dict[str, str]:
     return {f"vit_ray.transfer.{task.name}": _digest(text)}
 
 
-def transfer(
-    cell: Cell, task: StudyTask, parent: OpenParent, retries: int
-) -> Flow[dict[str, float]]:
+def transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]:
     """Accuracy of the cell on the task as metrics of its run.
 
     Raises:
         RunFailedError: the fine-tuning, or each trial of it, failed.
         ValueError: the recipe cannot work, or the weights do not exist.
     """
-    recipe = task_recipe(cell, task).with_changes(tracking={"parent_run_id": parent.run_id})
-    recipe = recipe.with_absolute_paths()
+    recipe = task_recipe(cell, task).with_absolute_paths()
     tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
     key = top1_key(task)
     if recipe.sweep is not None:
         plan = plan_sweep(recipe)
-        with open_sweep(plan, parent, tags) as own:
-            swept = yield from recorded_sweep(plan, own, tags)
+        with open_sweep(plan, context.parent, tags) as own:
+            of_sweep = Context(own.run, context.stop)
+            swept = recorded_sweep(plan, own, InTurn(plan, of_sweep, tags))
             own.run.is_complete = True
         return {key: swept.mean, f"{key}_std": swept.deviation}
-    (outcome,) = yield [Work(parent.training(recipe, "finetune", tags=tags, retries=retries))]
-    if outcome.top1 is None:
+    outcome = context.alone.train(recipe, "finetune", tags)
+    if not outcome.is_measured:
         missing = "it has no accuracy; set data.eval in the task's changes"
         raise RunFailedError(outcome.error or missing)
     return {key: outcome.top1}

@@ -7,21 +7,33 @@ over the same tasks.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
+
+from ray import tune
 
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.runner import Flow, Work, in_parallel
 from vit_ray.experiments.search_space import point_text
-from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, sweep
+from vit_ray.experiments.sweep import SweepPlan, Tuning, plan_sweep, sweep
+from vit_ray.experiments.trials import (
+    Context,
+    Outcome,
+    note_end,
+    num_fitting,
+    result_of,
+    run_trials,
+    tune_folder,
+)
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
+from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.metric_names import VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
@@ -112,7 +124,7 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         ValueError: no task has data, or the recipe cannot work; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    tasks, retries = vtab_of(recipe).tasks, vtab_of(recipe).retries
+    tasks = vtab_of(recipe).tasks
     recipes = {task.name: task_recipe(recipe, task) for task in tasks}
     has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
     plans = {}
@@ -127,8 +139,6 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             f"{first.train} and {first.eval}"
         )
     total = sum(plan.total_steps for plan in plans.values())
-    shown = next(iter(plans.values()))
-    resolved = shown.resolved if isinstance(shown, SweepPlan) else shown
     # Its own parent run continues, with the finished tasks under it.
     earlier = earlier_run(recipe, "vtab") if has_begun else None
     trainings = [
@@ -136,25 +146,33 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         for name, plan in plans.items()
         for one in (plan.trials if isinstance(plan, SweepPlan) else [recipes[name]])
     ]
-    with open_parent(recipe, "vtab", resolved, total, earlier, trainings=trainings) as parent:
-        parent.start_workers(first_to_train(trainings))
-        parent.run.control.begin_stage("task", len(plans))
-        flows = [
-            _task(task, recipes[task.name], plans.get(task.name), parent, retries) for task in tasks
-        ]
-        max_runs = recipe.sweep.max_concurrent if recipe.sweep else None
-        rows = parent.run_flow(in_parallel(flows), max_runs)
-        if rows is None:
-            return None
-        parent.run.record.results(0, vtab_metrics(rows))
-        is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-        parent.run.record.text("vtab/tasks.csv", vtab_table(rows, is_papers).csv())
-        outcome = VtabResult(rows, parent.run_id, parent.run.record.hint(), is_papers)
-        parent.run.is_complete = outcome.is_complete
-        return outcome
+    shown = _resolved(next(iter(plans.values())))
+    try:
+        with open_parent(recipe, "vtab", shown, total, earlier, trainings=trainings) as parent:
+            parent.run.control.begin_stage("training", sum(map(_num_trainings, plans.values())))
+            rows = _run_tasks(recipe, plans, parent)
+            parent.run.record.results(0, vtab_metrics(rows))
+            is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
+            parent.run.record.text("vtab/tasks.csv", vtab_table(rows, is_papers).csv())
+            outcome = VtabResult(rows, parent.run_id, parent.run.record.hint(), is_papers)
+            parent.run.is_complete = outcome.is_complete
+            return outcome
+    except RunStoppedError:
+        return None
 
 
-def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
+Plan = ResolvedRun | SweepPlan
+
+
+def _num_trainings(plan: Plan) -> int:
+    return len(plan.points) + len(plan.seeds) if isinstance(plan, SweepPlan) else 1
+
+
+def _resolved(plan: Plan) -> ResolvedRun:
+    return plan.resolved if isinstance(plan, SweepPlan) else plan
+
+
+def _plan(recipe: Recipe) -> Plan:
     if recipe.sweep is None:
         resolved = resolve_run(recipe)
         if newest_checkpoint(locate(recipe.run_folder)) is None:
@@ -164,41 +182,77 @@ def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
     return plan_sweep(recipe, needs_every_class=False)
 
 
-def _task(
-    task: VtabTask,
-    recipe: Recipe,
-    plan: ResolvedRun | SweepPlan | None,
-    parent: OpenParent,
-    retries: int,
-) -> Flow[TaskResult]:
-    """A failed task does not end the others."""
-    if plan is None:
-        return TaskResult(task, error="absent: no converted data")
-    tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
-    resolved = plan.resolved if isinstance(plan, SweepPlan) else plan
-    row = TaskResult(task, num_images=resolved.num_images)
-    try:
-        if isinstance(plan, SweepPlan):
-            swept = yield from sweep(plan, parent, tags, f"{VTAB_GROUP}{task.name}/")
-            row = replace(
-                row,
-                top1=swept.mean,
-                run_id=swept.finals[0].run_id,
-                deviation=swept.deviation if len(swept.finals) > 1 else None,
-                chosen=point_text(swept.best),
-            )
+def _run_tasks(recipe: Recipe, plans: Mapping[str, Plan], parent: OpenParent) -> list[TaskResult]:
+    """A row for each task; a failed one does not end the others."""
+    rows = {}
+    for task in vtab_of(recipe).tasks:
+        if task.name not in plans:
+            rows[task.name] = TaskResult(task, error="absent: no converted data")
+            continue
+        row = TaskResult(task, num_images=_resolved(plans[task.name]).num_images)
+        rows[task.name] = row
+    alone = [name for name, plan in plans.items() if not isinstance(plan, SweepPlan)]
+    for name, outcome in _fine_tuned(recipe, alone, parent).items() if alone else ():
+        error = outcome.error or "its evaluation has no accuracy"
+        if outcome.is_measured:
+            rows[name] = replace(rows[name], top1=outcome.top1, run_id=outcome.run_id)
         else:
-            training = parent.training(recipe, "finetune", tags=tags, retries=retries)
-            (outcome,) = yield [Work(training)]
-            if outcome.top1 is None:
-                raise RunFailedError(outcome.error or "its evaluation has no accuracy")
-            row = replace(row, top1=outcome.top1, run_id=outcome.run_id)
+            rows[name] = _failed(rows[name], error, parent)
+    for name, plan in plans.items():
+        if isinstance(plan, SweepPlan):
+            rows[name] = _swept(rows[name], plan, parent)
+    return list(rows.values())
+
+
+def _failed(row: TaskResult, error: str, parent: OpenParent) -> TaskResult:
+    reason = error.partition("\n")[0]
+    parent.run.record.event(EventKind.TASK_FAILED, f"{row.task.name}: {reason}", 0)
+    return replace(row, error=f"failed: {reason}")
+
+
+def _task_tags(task: VtabTask) -> dict[str, str]:
+    return {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
+
+
+def _fine_tuned(recipe: Recipe, names: Sequence[str], parent: OpenParent) -> dict[str, Outcome]:
+    """One training of each task, in one experiment of Ray Tune."""
+    tasks = {task.name: task for task in vtab_of(recipe).tasks if task.name in names}
+    recipes = [task_recipe(recipe, task) for task in tasks.values()]
+    ended = run_trials(
+        partial(_fine_tune, recipe, tasks),
+        parent.run,
+        folder=tune_folder(recipe, "tasks"),
+        space={"task": tune.grid_search(list(tasks))},
+        max_concurrent=num_fitting(recipes, parent.cluster),
+        is_private=parent.cluster.is_private,
+    )
+    found = ended.by("task")
+    return {name: found.get(name, ended.lost) for name in tasks}
+
+
+def _fine_tune(
+    recipe: Recipe, tasks: Mapping[str, VtabTask], config: dict[str, Any], context: Context
+) -> dict[str, Any]:
+    task = tasks[config["task"]]
+    outcome = context.train(task_recipe(recipe, task), "finetune", _task_tags(task))
+    note_end(context.parent, task.name, outcome)
+    return result_of(outcome)
+
+
+def _swept(row: TaskResult, plan: SweepPlan, parent: OpenParent) -> TaskResult:
+    """The protocol's two stages: a point is selected on 200 images, and trained on all of them."""
+    runs = Tuning(plan, parent, _task_tags(row.task))
+    try:
+        swept = sweep(plan, parent.run, runs, f"{VTAB_GROUP}{row.task.name}/")
     except (RunFailedError, ValueError) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        parent.run.record.event(EventKind.TASK_FAILED, f"{task.name}: {reason}", 0)
-        row = replace(row, error=f"failed: {reason}")
-    parent.run.control.child_ended(task.name, row.top1)
-    return row
+        return _failed(row, str(error).strip() or repr(error), parent)
+    return replace(
+        row,
+        top1=swept.mean,
+        run_id=swept.finals[0].run_id,
+        deviation=swept.deviation if len(swept.finals) > 1 else None,
+        chosen=point_text(swept.best),
+    )
 
 
 def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:

@@ -52,8 +52,6 @@ class PreparedRun:
     """Of an evaluation: the correct answers for its images."""
     outputs: int | None = None
     """Outputs of the model; None if it has one for each class of the data set."""
-    until_step: int | None = None
-    """Where this part of the run ends, evaluated and saved; None for the end of the run."""
     began_s: float = field(default_factory=time.time)
     """Unix time at which its driver started to work on it."""
     training_id: str | None = None
@@ -81,8 +79,8 @@ class PreparedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run, or this part of it, has ended before."""
-        last_step = self.until_step or self.resolved.total_steps
+        """Whether the run has ended before."""
+        last_step = self.resolved.total_steps
         return bool(self.resume_from and self.resume_from.position.progress.is_over(last_step))
 
 
@@ -90,13 +88,11 @@ class PreparedRun:
 def prepared_training(
     recipe: Recipe,
     kind: Kind,
-    until_step: int | None = None,
     check_cluster: Callable[[Recipe], object] = lambda _: None,
 ) -> Iterator[PreparedRun]:
     """Check a training run and hold its lock inside the block.
 
     Args:
-        until_step: where this part of the run ends; None, or past its end, for the whole of it.
         check_cluster: raises ValueError if a run cannot start on its cluster; called last, before
             the folder of a new run is made.
 
@@ -107,8 +103,6 @@ def prepared_training(
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
-    if until_step is not None and until_step >= resolved.total_steps:
-        until_step = None
     if warning := averaging_warning(recipe.train, resolved.total_steps):
         logger.warning("%s", warning)
     # Taken before the checkpoints are read: another driver may be removing them.
@@ -116,7 +110,7 @@ def prepared_training(
     run_folder.refuse_file_in_its_place("output")
     if not run_folder.is_local:
         check_rights(run_folder)
-    prepared = PreparedRun(kind, resolved, until_step=until_step, began_s=began_s)
+    prepared = PreparedRun(kind, resolved, began_s=began_s)
     is_new = not run_folder.exists()
     if is_new:  # a recipe that is refused leaves no folder, which the lock would make
         if recipe.resume is True:

@@ -2,10 +2,11 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
+from typing import Final
 
 import ray
 
@@ -16,6 +17,7 @@ from vit_ray.config.branch_origin import NOTE, TAG
 from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
+from vit_ray.data.prepare.progress import ANSWER_S, repeated
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
@@ -35,6 +37,9 @@ from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.worker.job import TrainJob
+
+STOPPED_EARLY: Final = "vit_ray.stopped_early"
+"""Tag of a run that its sweep has stopped: the step, and that of its end."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +80,32 @@ class RunResult:
         return is_done or bool(self.ended)
 
 
+@dataclass(frozen=True)
+class Following:
+    """How another thread follows a training, and stops it."""
+
+    stop: Event
+    """Set to ask for a checkpoint and the end."""
+    on_evaluation: Callable[[int, Mapping[str, float]], None]
+    """Takes step and metrics of each evaluation before the last."""
+    evaluate_at: tuple[int, ...] = ()
+    """Steps at which it is evaluated in addition to those of the recipe."""
+    why: str = "asked to stop"
+    """The reason that its history gives for such a stop."""
+
+
 def train(
     recipe: Recipe,
     *,
     kind: Kind = "pretrain",
     tags: dict[str, str] | None = None,
     parent: OpenRun | None = None,
-    until_step: int | None = None,
+    following: Following | None = None,
 ) -> RunResult:
     """Train as the recipe says, from the newest checkpoint of this name if there is one.
 
     Args:
         parent: the sweep or study that the run is part of.
-        until_step: end there, evaluated and saved, before the run is complete: the same call with a
-            later step, or without one, continues as if there had been no interruption.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
@@ -98,10 +115,10 @@ def train(
     def check(new: Recipe) -> None:
         check_start(new, ("output", new.output), is_child=parent is not None)
 
-    with prepared_training(recipe, kind, until_step, check) as prepared:
+    with prepared_training(recipe, kind, check) as prepared:
         if prepared.is_over:
             return _finished_before(prepared)
-        return run_prepared(prepared, tags or {}, parent)
+        return run_prepared(prepared, tags or {}, parent, following)
 
 
 def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult:
@@ -156,7 +173,10 @@ def check_start(
 
 
 def run_prepared(
-    prepared: PreparedRun, tags: Mapping[str, str] | None = None, parent: OpenRun | None = None
+    prepared: PreparedRun,
+    tags: Mapping[str, str] | None = None,
+    parent: OpenRun | None = None,
+    following: Following | None = None,
 ) -> RunResult:
     """Record, start the workers and wait for them.
 
@@ -207,8 +227,11 @@ def run_prepared(
             stopping_on_signals(run.control.request_stop)
             if parent is None
             else contextlib.nullcontext(),
+            followed(run, following) if following else contextlib.nullcontext(),
         ):
-            job = _job(prepared, cluster, run, init_run)
+            job = _job(
+                prepared, cluster, run, init_run, following.evaluate_at if following else ()
+            )
             if prepared.trains:
                 Thread(target=_import_ahead, daemon=True).start()
             try:
@@ -223,6 +246,9 @@ def run_prepared(
             cost = _record_cost(prepared, run, result.steps, use_gpu=use_gpu)
             result = replace(result, metrics={**result.metrics, **cost})
         run.is_complete = result.is_complete
+        is_told = parent is not None and parent.control.stop_reason()  # it will be continued
+        if following and following.stop.is_set() and not (result.is_complete or is_told):
+            run.record.tag(STOPPED_EARLY, f"step {result.steps} of {result.total_steps}")
         if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
             run.record.text(PAPER_FILE, table.csv())
         try:
@@ -232,8 +258,31 @@ def run_prepared(
         return result
 
 
+@contextlib.contextmanager
+def followed(run: OpenRun, by: Following) -> Iterator[None]:
+    """Inside the block, pass evaluations on as they come, and the request to stop."""
+    known_step, is_asked = 0, False
+
+    def look(is_last: bool) -> None:
+        nonlocal known_step, is_asked
+        if by.stop.is_set() and not is_asked and not run.control.stop_reason():
+            run.control.request_stop(by.why)
+            is_asked = True
+        for step, metrics in run.control.status(ANSWER_S).evaluations:
+            if step > known_step and not is_last:
+                known_step = step
+                by.on_evaluation(step, metrics)
+
+    with repeated(look):
+        yield
+
+
 def _job(
-    prepared: PreparedRun, cluster: ClusterShape, run: OpenRun, init_run: str | None
+    prepared: PreparedRun,
+    cluster: ClusterShape,
+    run: OpenRun,
+    init_run: str | None,
+    evaluate_at: tuple[int, ...],
 ) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
     few_shot = resolved.streams.get("few_shot_train")
@@ -256,7 +305,7 @@ def _job(
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
         answers=prepared.answers,
-        until_step=prepared.until_step,
+        evaluate_at=evaluate_at,
         init_run_id=init_run,
     )
 
@@ -279,10 +328,10 @@ def _result(job: TrainJob, run: OpenRun) -> RunResult:
         hint=run.record.hint(),
         events=[f"{event.kind}: {event.text}" for event in status.events],
     )
-    if trains and not (result.steps >= job.last_step or result.ended or was_stopped):
+    if trains and not (result.steps >= job.total_steps or result.ended or was_stopped):
         raise RunFailedError(
             f"training ended, but its newest complete checkpoint is at step {result.steps} of "
-            f"{job.last_step}: the last checkpoint could not be written to {job.run_folder}; see "
+            f"{job.total_steps}: the last checkpoint could not be written to {job.run_folder}; see "
             "the events, free space there and run the same command again"
         )
     return result

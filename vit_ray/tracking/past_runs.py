@@ -1,17 +1,16 @@
-"""What MLflow knows about earlier attempts: the parent run of a name, and its finished children.
+"""What MLflow knows about earlier attempts: the run of a name.
 
 While MLflow is away the answer is "nothing", with a warning, and commands fall back on their
 checkpoints.
 """
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
-from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER, stored_tag
+from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking.mlflow_api import Metric, MlflowClient, Run, RunTag
+from vit_ray.tracking.mlflow_api import MlflowClient, Run
 from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
 
 Answer = TypeVar("Answer")
@@ -73,44 +72,6 @@ def runs_of_name(
 def is_finished(tracking: TrackingConfig, run_id: str) -> bool:
     """Whether the run has finished successfully; False while MLflow is away."""
     return _asked(tracking, lambda client: client.get_run(run_id).info.status == "FINISHED", False)
-
-
-def finished_children(tracking: TrackingConfig, parent_run_id: str) -> dict[str, Run]:
-    """Finished runs under a parent, by run name; the newest of several."""
-
-    def ask(client: MlflowClient) -> dict[str, Run]:
-        parent = client.get_run(parent_run_id)
-        found: dict[str, Run] = {}
-        token: str | None = None
-        while True:
-            page = client.search_runs(
-                [parent.info.experiment_id],
-                f"tags.`{PARENT_TAG}` = '{parent_run_id}' and attributes.status = 'FINISHED'",
-                order_by=["attributes.start_time DESC"],
-                page_token=token,
-            )
-            for run in page:
-                found.setdefault(str(run.info.run_name), run)
-            token = page.token
-            if not token:
-                return found
-
-    return _asked(tracking, ask, {})
-
-
-def add_to_finished(
-    tracking: TrackingConfig, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str]
-) -> None:
-    """Add later measurements to the record of a run that has ended."""
-
-    def ask(client: MlflowClient) -> None:
-        now_ms = int(time.time() * 1000)
-        points = [Metric(key, value, now_ms, 0) for key, value in metrics.items()]
-        client.log_batch(
-            run_id, points, tags=[RunTag(stored_tag(key), text) for key, text in tags.items()]
-        )
-
-    return _asked(tracking, ask, None)
 
 
 def _asked(

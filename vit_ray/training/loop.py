@@ -125,13 +125,8 @@ class RankContext:
     micro_batch_size: int
     all_sum: Callable[[Sequence[float | Tensor]], list[float]]
     """Element-wise sum over ranks, called by all together; numbers, or scalars on the device."""
-    until_step: int | None = None
-    """Where this part of the run ends, evaluated and saved; None for the end of the run."""
-
-    @property
-    def last_step(self) -> int:
-        """Steps after which `run_training` is done."""
-        return self.until_step or self.total_steps
+    evaluate_at: tuple[int, ...] = ()
+    """Steps at which it is evaluated in addition to those of the recipe."""
 
 
 class _Step(NamedTuple):
@@ -155,18 +150,18 @@ def run_training(
     compute: Compute,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Ending:
-    """Train from `progress.step` to `context.last_step`.
+    """Train from `progress.step` to `context.total_steps`.
 
     Every rank runs this with its share of the same global batches. `progress` is updated in place.
     """
     run = _Training(engine, batches, recipe, context, hooks, progress, compute, clock)
     permanent = Cadence(recipe.checkpoint.keep_every_steps, at_steps=recipe.checkpoint.keep_steps)
     is_save_time = False
-    while progress.step < context.last_step or progress.evaluation_due:
-        if progress.step < context.last_step:
+    while progress.step < context.total_steps or progress.evaluation_due:
+        if progress.step < context.total_steps:
             step = run.step()
             is_save_time = step.is_save_time
-            progress.evaluation_due = progress.step == context.last_step
+            progress.evaluation_due = progress.step == context.total_steps
             run.log_if_due(step)
             if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
                 # Before an evaluation, in which the run may die, or for which there may be no time
@@ -275,7 +270,7 @@ class _Training:
         """Log at the cadence, and at the first step (for early errors) and the last."""
         progress, context, times = self._progress, self._context, self._times
         is_due = Cadence(self._recipe.train.log_every_steps).is_due_at(progress.step)
-        is_end = progress.step in (self._first_step, context.last_step)
+        is_end = progress.step in (self._first_step, context.total_steps)
         if not (is_due or is_end):
             return
         mine = [times.total_s / len(times.steps), times.wait_fraction, times.own_median_s]
@@ -308,7 +303,8 @@ class _Training:
         """Evaluate at the cadence and the end; whether the validation loss is the best so far."""
         progress, context = self._progress, self._context
         is_due = Cadence(self._recipe.evaluate.every_steps).is_due_at(progress.step)
-        if not is_due and progress.step < context.last_step:
+        is_asked = is_due or progress.step in context.evaluate_at
+        if not is_asked and progress.step < context.total_steps:
             return False
         metrics = self._hooks.evaluate(progress.step)
         if not metrics:
@@ -321,8 +317,7 @@ class _Training:
         }
         progress.metrics = others | metrics
         self._hooks.log(progress.step, metrics)
-        # An evaluation that is due only because a part of the run ends does not count: a run
-        # without parts has none.
+        # Early stopping and the best checkpoint are those of a run that was not followed.
         counts = is_due or progress.step == context.total_steps
         if not counts or progress.loss_key not in metrics:
             return False

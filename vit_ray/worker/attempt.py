@@ -235,7 +235,7 @@ class Attempt:
             raise
         if figures:
             self._note_start(step)  # in an attempt without steps, which only evaluates
-            if step == self.job.last_step and not self.job.recipe.keeps_best:
+            if step == self.job.total_steps and not self.job.recipe.keeps_best:
                 self.evaluator.show_files()
         return figures
 

@@ -52,18 +52,13 @@ class TrainJob:
     """Licence and source address of the training set, if its maker gave them."""
     init_run_id: str | None = None
     """MLflow run whose weights it began with, for its checkpoints."""
-    until_step: int | None = None
-    """Where this part of the run ends, evaluated and saved; None for the end of the run."""
+    evaluate_at: tuple[int, ...] = ()
+    """Steps at which it is evaluated in addition to those of the recipe."""
 
     def evaluation_batch(self, stream: str, world_size: int) -> int:
         """Images of a rank in one pass: no more than it has, since the rest would be padding."""
         share = -(-self.num_evaluated[stream] // world_size)
         return min(self.recipe.evaluate.batch_size, share)
-
-    @property
-    def last_step(self) -> int:
-        """Steps after which the workers are done."""
-        return self.until_step or self.total_steps
 
 
 class UnrecoverableError(RuntimeError):

@@ -199,7 +199,7 @@ def set_up_attempt(
             place.world_size,
             micro,
             partial(all_sum, device=device),
-            until_step=job.until_step,
+            evaluate_at=job.evaluate_at,
         )
         batches = _training_batches(job, place.world_size, streams, point.samples_seen, device)
         checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
@@ -258,7 +258,7 @@ def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int)
     note = partial(link.note, step=0)
     choosing: ResumePointChoice | None = None
     if rank == 0:
-        choosing = ResumePointChoice(lambda: choose_resume_point(run_folder, job.last_step, note))
+        choosing = ResumePointChoice(lambda: choose_resume_point(run_folder, job.total_steps, note))
     chosen: list[ResumePoint | str | None] = [None]
     while chosen[0] is None:
         # Reading a checkpoint back may take longer than a collective operation is allowed to.
@@ -274,10 +274,10 @@ def _training_batches(
     job: TrainJob, world_size: int, streams: Streams, samples_seen: int, device: torch.device
 ) -> Iterator[Batch]:
     batch = job.recipe.train.global_batch_size
-    if job.kind != "train" or samples_seen >= job.last_step * batch:
+    if job.kind != "train" or samples_seen >= job.total_steps * batch:
         return iter(())  # nothing of the run is left, or only its last evaluation
     share = batch // world_size
-    batches = streams.training_batches(share, samples_seen, job.last_step * batch)
+    batches = streams.training_batches(share, samples_seen, job.total_steps * batch)
     return open_batches(_refusing(batches), device)
 
 

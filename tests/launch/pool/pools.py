@@ -23,7 +23,7 @@ class Pools:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
         self._ends, self.events = list(ends), []
-        monkeypatch.setattr(worker_group, "borrowed_pool", self._pool)
+        monkeypatch.setattr(worker_group, "open_pool", self._pool)
 
     @contextlib.contextmanager
     def _pool(self, *_: Any, **__: Any) -> Iterator[Any]:

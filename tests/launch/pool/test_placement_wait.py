@@ -107,15 +107,6 @@ def test_the_wait_has_an_end_that_names_its_knob(tmp_path: Path) -> None:
         watched.after(60)
 
 
-def test_the_limit_counts_from_when_no_other_training_runs(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, minutes=3.0)
-    assert len(watched.after(600, is_in_turn=True)) == 10  # one event a minute, as always
-    assert watched.watch.waited_s == 600
-    watched.after(180)
-    with pytest.raises(NoPlaceError, match="no workers for 840 s"):
-        watched.after(60)
-
-
 def test_a_stop_ends_the_wait_at_the_next_look(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.after(20)

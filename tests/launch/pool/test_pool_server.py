@@ -10,7 +10,6 @@ import ray.util
 
 from tests.worker.fakes import make_job
 from vit_ray.data.stream import stream_server
-from vit_ray.data.stream.stream_server import Sharing
 from vit_ray.launch.pool import pool_server as pool_server
 from vit_ray.launch.pool.pool_server import PoolServer
 from vit_ray.worker.job import TrainJob
@@ -207,58 +206,3 @@ def test_each_host_has_one_server_for_each_start_of_the_workers(
     places = [(s["label_selector"]["ray.io/node-id"], s["max_concurrency"]) for s in started]
     assert places == [("n2", 18), ("n3", 10), ("n4", 18)]
     assert all(s["warms_up"] for s in started)
-
-
-class SharedServer:
-    """The server of a host that several trainings share; notes which groups leave it."""
-
-    def __init__(self) -> None:
-        self.left: list[str] = []
-        self.failures: list[bool] = []
-        self.close = SimpleNamespace(remote=self.leave)
-
-    def leave(self, group: str, has_failed: bool) -> None:
-        self.left.append(group)
-        self.failures.append(has_failed)
-
-
-def test_trainings_that_share_have_the_servers_of_all_and_leave_them_at_once(
-    server: PoolServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_server, "answer", lambda found, *_: found)
-    asked: list[tuple[Any, ...]] = []
-    servers = {host: SharedServer() for host in ("10.0.0.1", "10.0.0.2")}
-
-    def found(host: str, node: str, shape: tuple[int, int], how: Any) -> SharedServer:
-        asked.append((host, node, shape))
-        return servers[host]
-
-    of_keeper = SimpleNamespace(stream_server=SimpleNamespace(remote=found))
-    streams: Any = SimpleNamespace(sharing=Sharing("loan", 2, of_keeper))
-    server.reassign(alone=False)
-    server.assign(make_job(tmp_path), False, streams)
-
-    def open_streams(number: int) -> str:
-        for rank in (1, 0):
-            meeting = server.meet(number, rank, 2, member(rank))
-        assert meeting is not None
-        for rank, host in enumerate(servers):
-            ranks = range(rank, rank + 1)
-            assert server.stream_server(meeting.group, host, "node", ranks) is servers[host]
-        return meeting.group
-
-    groups = [open_streams(0)]
-    assert asked == [("10.0.0.1", "node", (1, 2)), ("10.0.0.2", "node", (1, 2))]
-    for alone in (True, False):  # a worker dies, and then all
-        server.reassign(alone=alone)
-        assert [one.left for one in servers.values()] == [groups, groups]
-        groups.append(open_streams(len(groups)))
-    server.note_placement(False)  # the group fails
-    assert [one.left for one in servers.values()] == [groups, groups]
-    server.reassign(alone=False)
-    groups.append(open_streams(3))
-    for rank in range(2):
-        server.end_rank(3, rank, 2)
-    assert [one.left for one in servers.values()] == [groups, groups]
-    assert len(set(groups)) == 4
-    assert [one.failures for one in servers.values()] == [[True, True, True, False]] * 2

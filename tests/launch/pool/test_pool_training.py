@@ -15,14 +15,13 @@ import ray
 from tests.launch.pool.pools import CLUSTER, Pools
 from tests.worker.fakes import make_job
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.launch.pool import pool_keeper, pool_training
+from vit_ray.launch.pool import pool_training
 from vit_ray.launch.pool import worker_pool as pool
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED
 from vit_ray.launch.pool.group_callbacks import OwnEnvironment
 from vit_ray.launch.pool.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.pool.pool_training import MOST_POOLS, RunFailedError
 from vit_ray.launch.pool.worker_pool import (
-    BorrowedPool,
     PoolEndedError,
     PoolLostError,
     PoolShape,
@@ -109,10 +108,9 @@ def test_a_file_of_mlflow_that_is_being_created_is_no_warning(
         (NoPlaceError("no GPU"), "abandon"),
         (PoolEndedError("bad data"), "close"),
         (KeyboardInterrupt(), "close"),
-        (None, "close"),  # nobody keeps it
+        (None, "close"),
     ],
 )
-@pytest.mark.usefixtures("own_pools")
 def test_only_a_group_that_has_no_place_is_not_waited_for(
     error: BaseException | None, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,10 +127,10 @@ def test_only_a_group_that_has_no_place_is_not_waited_for(
         def abandon(self) -> None:
             calls.append("abandon")
 
-    monkeypatch.setattr(pool_keeper, "WorkerPool", FakePool)
+    monkeypatch.setattr(pool, "WorkerPool", FakePool)
     expected = contextlib.nullcontext() if error is None else pytest.raises(type(error))
-    with expected, pool_keeper.borrowed_pool(shape(), is_private=True) as borrowed:
-        assert borrowed.server == "server"
+    with expected, pool.open_pool(shape(), "/runs/a", is_private=True) as opened:
+        assert opened.server == "server"
         if error is not None:
             raise error
     assert calls == [left]
@@ -147,20 +145,26 @@ def test_processes_of_reading_tasks_import_beside_the_server_where_ray_is_this_d
 ) -> None:
     """Of 5 CPUs two workers take 2 x 1.5, and reading tasks 0.66 each of the rest."""
     started: list[Any] = []
-    options = SimpleNamespace(remote=lambda **how: started.append(how))
+    handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "07"))
+    options = SimpleNamespace(remote=lambda **how: started.append(how) or handle)
     actor = SimpleNamespace(options=lambda **_: options)
     context = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(ray, "remote", lambda _: actor)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 5.0})
+    taken_back: list[str] = []
+    monkeypatch.setattr(pool, "remove_groups", taken_back.append)
     monkeypatch.setattr(pool, "start_beside_server", lambda tasks, cores: started.append(tasks))
     monkeypatch.setattr(pool, "start_data_actors", lambda: started.append("data actors"))
     monkeypatch.setattr(pool.WorkerPool, "_run_workers", lambda *_: None)
     monkeypatch.setenv("VIT_RAY_DASHBOARD", dashboard)
-    pool.WorkerPool(
+    opened = pool.WorkerPool(
         replace(shape(), num_workers=2, cpus_per_worker=1.5, reading_cpus=0.66),
+        "/runs/a",
         is_private=is_private,
     )
+    # Places that an earlier pool of this run holds, whose driver has died, are found by its name.
+    assert [opened.name] == [f"{name}-07" for name in taken_back]
     how = {"keeps_statistics": keeps, "warms_up": not is_private, "cpus_per_rank": 1.5}
     assert started == [how, 3 if is_private else "data actors"]
 
@@ -182,14 +186,16 @@ def answers(value: Any) -> Any:
     return SimpleNamespace(remote=lambda *_: lambda: value)
 
 
-def pool_with(monkeypatch: pytest.MonkeyPatch, **server: Any) -> BorrowedPool:
+def pool_with(monkeypatch: pytest.MonkeyPatch, **server: Any) -> pool.WorkerPool:
     """A pool whose controller lives and whose workers have no place."""
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
     monkeypatch.setattr(pool, "StreamSource", lambda *_: None)
     monkeypatch.setattr(ray, "put", lambda streams: None)
     methods = {name: answers(False) for name in ("assign", "wait_until_ended", "is_placed")}
     its = {**methods, "closed": answers((False, None)), **server}
-    return BorrowedPool(shape(), SimpleNamespace(**its))
+    one = object.__new__(pool.WorkerPool)
+    one.shape, one.server = shape(), SimpleNamespace(**its)
+    return one
 
 
 @pytest.mark.parametrize("method", ["assign", "wait_until_ended", "closed", "is_placed"])
@@ -260,9 +266,8 @@ def test_what_a_group_holds_or_waits_for_is_taken_back_until_its_controller_ends
 ) -> None:
     killed: list[Any] = []
     thread = GivenUp(looks)
-    name = SimpleNamespace(hex=lambda: "07")
     one = object.__new__(pool.WorkerPool)
-    one.server = SimpleNamespace(_actor_id=name, close=answers(None))
+    one.name, one.server = "pool-07", SimpleNamespace(close=answers(None))
     one._thread = thread  # type: ignore[assignment]
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
     monkeypatch.setattr(pool, "remove_groups", thread.take_back)
@@ -280,8 +285,7 @@ def test_ray_trains_own_notes_leave_no_files(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    server = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "07"))
-    config = pool._trainer(shape(), server, is_private=True).run_config
+    config = pool._trainer(shape(), "pool-07", None, is_private=True).run_config
     carried = pickle.loads(pickle.dumps(config.storage_filesystem))  # to the controller
     context = replace(config, storage_filesystem=carried).storage_context  # which tries it
     assert context.experiment_fs_path == "pools/pool-07"
@@ -291,18 +295,6 @@ def test_ray_trains_own_notes_leave_no_files(
 def shape(**sections: Any) -> PoolShape:
     job = make_job(Path("/x"), **sections)
     return PoolShape.of(job.recipe, CLUSTER, use_gpu=False)
-
-
-@pytest.mark.parametrize("num_workers", [2, [1, 2]])
-def test_a_pool_takes_a_training_that_reads_with_other_cpus_unless_its_size_depends_on_them(
-    num_workers: Any,
-) -> None:
-    one, other = (
-        shape(workers={"num_workers": num_workers}, data={"cpus_per_task": cpus})
-        for cpus in (0.5, 1.0)
-    )
-    assert (one == other) == (num_workers == 2)
-    assert one != shape(workers={"num_workers": num_workers, "cpus_per_worker": 0.25})
 
 
 def test_a_pools_time_outs_are_set_in_its_controller_and_in_no_other_process(

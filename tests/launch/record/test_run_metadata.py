@@ -17,7 +17,7 @@ from vit_ray.config.recorded_recipe import recorded_before, stored_tag, tags_of
 from vit_ray.config.resume_compatibility import incompatible_changes
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep import final_recipe, trial_recipe
+from vit_ray.experiments.sweep_trials import final_recipe, trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.record import run_metadata
 from vit_ray.launch.record.run_metadata import (

@@ -4,14 +4,13 @@ from vit_ray.commands.plans.plan import (
     PlannedCluster,
     TrainingFacts,
     data_facts,
-    describe_sharing,
     describe_work,
     planned_cluster,
 )
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.experiments.search_space import point_text, points_of
-from vit_ray.experiments.sweep import sweep_of, trial_recipe
+from vit_ray.experiments.sweep_trials import sweep_of, trial_recipe
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.training.memory.largest_batch import largest_micro_batch
 from vit_ray.training.memory.memory_estimate import estimate_memory
@@ -74,10 +73,8 @@ def describe_sweep(recipe: Recipe) -> str:
     tried = "; ".join(map(point_text, points))
     if config.space is None:
         tried = f"learning rates {', '.join(f'{rate:g}' for rate in config.learning_rates)}"
-    trials = [trial_recipe(recipe, point) for point in points]
-    names = map(point_text, points)
+    first = trial_recipe(recipe, points[0])
     return (
-        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set\n"
-        f"reading: {describe_sharing(zip(names, trials, strict=True))}\n\n"
-        f"one trial:\n{describe_training(trials[0])}"
+        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set\n\n"
+        f"one trial:\n{describe_training(first)}"
     )

@@ -5,7 +5,6 @@ are needed, and no data if the recipe sets `plan.num_images` and `plan.num_class
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,9 +14,8 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.order.partition import divisors
 from vit_ray.data.prepare.sources.source_count import count_source, is_source
-from vit_ray.data.stream.batches import LAG_SHARE
 from vit_ray.launch.inputs.shuffle_window import most_rows
-from vit_ray.launch.inputs.streams import reads_of, resolve_run
+from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
 from vit_ray.measure.memory import MemoryEstimate, shared_reading_mib
@@ -28,7 +26,6 @@ from vit_ray.measure.step_time import (
     traffic_per_step,
 )
 from vit_ray.models.flops import forward_macs
-from vit_ray.report.tables import first_of
 from vit_ray.storage import locate
 from vit_ray.training.memory.largest_batch import largest_micro_batch
 from vit_ray.training.memory.memory_estimate import (
@@ -327,17 +324,3 @@ def _stage_table(
         ("core-days (GPU-days)", [f"{s / DAY_S * cluster.num_gpus:.1f}" for s in run_s]),
     ]
     return [f"{name:<30}" + "".join(f"{value:>10}" for value in values) for name, values in rows]
-
-
-def describe_sharing(trainings: Iterable[tuple[str, Recipe]]) -> str:
-    """Which trainings have equal streams, and so share one if they run on the same host."""
-    alike: dict[str, list[str]] = {}
-    for name, recipe in trainings:
-        alike.setdefault(reads_of(recipe), []).append(name)
-    shared = [first_of(names, 6) for names in alike.values() if len(names) > 1]
-    alone = [names[0] for names in alike.values() if len(names) == 1]
-    if not shared:
-        return "no two read the same images"
-    text = "one stream for " + "; one for ".join(shared)
-    text += f", if they run in parallel on a host ({LAG_SHARE:.0%} more of its object store)"
-    return f"{text}; one stream each for {first_of(alone, 6)}" if alone else text

@@ -1,25 +1,19 @@
-"""What a study costs before it starts: every cell, the total, and the critical path."""
+"""What a study costs before it starts: every cell, and the total."""
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vit_ray.commands.plans.plan import (
     TrainingFacts,
     data_facts,
-    describe_sharing,
     planned_cluster,
 )
 from vit_ray.config import Recipe
 from vit_ray.experiments.branching import branch_step
-from vit_ray.experiments.runner import Flow, Room, Work, makespan
 from vit_ray.experiments.search_space import points_of
+from vit_ray.experiments.study import in_groups
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of
-from vit_ray.experiments.study_flow import group_flow, in_groups, in_order
-from vit_ray.experiments.training import Training
 from vit_ray.experiments.transfer import task_recipe
-from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 
 
 @dataclass(frozen=True)
@@ -74,16 +68,6 @@ class PlannedCell:
         """Hours of the cell with its tasks on its own GPUs, one training after another."""
         return self.gpu_hours / self.num_gpus
 
-    def work(self, gpu_hours: float) -> Work:
-        """A training of this cell for the scheduler."""
-        recipe = self.cell.recipe
-        opening = RunOpening(recipe.tracking, recipe.name, metrics_log_path(recipe.run_folder))
-        return Work(
-            Training(recipe, "study_cell", opening, ""),
-            takes=Room(self.num_gpus, 0.0),
-            hours=gpu_hours / self.num_gpus,
-        )
-
 
 @dataclass(frozen=True)
 class StudyPlan:
@@ -106,71 +90,6 @@ class StudyPlan:
     def transfer_exaflops(self) -> float:
         return sum(one.transfer_exaflops for one in self.cells)
 
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of the cluster: as planned, or of the widest cell; at most `study.max_gpus`."""
-        widest = max(one.num_gpus for one in self.cells)
-        planned = self.recipe.plan.num_gpus or widest
-        return min(planned, study_of(self.recipe).max_gpus or planned)
-
-    @cached_property
-    def critical_path(self) -> tuple[float, Sequence[PlannedCell]]:
-        """Hours of the longest cell with its branches, which no number of GPUs shortens."""
-        anything = Room(math.inf, math.inf)
-        found = [(makespan(_flow([group]), anything), group) for group in self._groups()]
-        return max(found, key=lambda pair: pair[0])
-
-    @cached_property
-    def hours(self) -> float:
-        """Hours from the start of the first cell to the end of the last, on the cluster."""
-        room = Room(self.num_gpus, 0.0, study_of(self.recipe).max_concurrent or math.inf)
-        groups = in_order(
-            self._groups(),
-            room,
-            lambda one: Room(one.num_gpus, 0.0),
-            lambda one: one.facts.exaflops,
-        )
-        return makespan(_flow(groups), room)
-
-    def _groups(self) -> list[Sequence[PlannedCell]]:
-        """Cells that are trained one after another."""
-        steps = [one.facts.total_steps for one in self.cells]
-        cells = [one.cell for one in self.cells]
-        found = in_groups(study_of(self.recipe), cells, steps)
-        return [[self.cells[index] for index in group] for group in found]
-
-    def check_budget(self) -> None:
-        """Refuse a study above the budget.
-
-        Raises:
-            ValueError: the cells need more than `study.budget_gpu_hours`.
-        """
-        budget = study_of(self.recipe).budget_gpu_hours
-        largest = max(self.cells, key=lambda one: one.gpu_hours)
-        if budget is not None and self.gpu_hours > budget:
-            raise ValueError(
-                f"study.budget_gpu_hours={budget:g}: the {len(self.cells)} cells need "
-                f"{self.gpu_hours:,.4g} hours of {self.recipe.plan.device} at "
-                f"{self.recipe.plan.mfu * 100:g} % MFU, {largest.cell.name!r} alone "
-                f"{largest.gpu_hours:,.4g}; remove cells, or raise the budget"
-            )
-
-
-def _flow(groups: Iterable[Sequence[PlannedCell]]) -> Flow[None]:
-    """Groups of cells, as a study runs them."""
-
-    def train(cell: PlannedCell, _: PlannedCell | None) -> Flow[None]:
-        yield [cell.work(cell.training_hours)]
-
-    def tune(cell: PlannedCell, task: PlannedTask) -> Flow[None]:
-        yield [cell.work(task.gpu_hours) for _ in range(task.num_trials)]
-        yield [cell.work(task.gpu_hours) for _ in range(task.num_finals)]
-
-    def transfer(cell: PlannedCell, _: None) -> Flow[None]:
-        yield [tune(cell, task) for task in cell.tasks]
-
-    yield [group_flow(group, train, transfer) for group in groups]
-
 
 def plan_study(recipe: Recipe) -> StudyPlan:
     """Plan every cell; reads manifests and starts nothing.
@@ -181,16 +100,17 @@ def plan_study(recipe: Recipe) -> StudyPlan:
     """
     cells = study_cells(recipe)
     planned = [_planned(recipe, cell) for cell in cells]
-    steps = [one.facts.total_steps for one in planned]
-    for _, *branches in in_groups(study_of(recipe), cells, steps):
-        for index in branches:
-            left = 1 - branch_step(cells[index], steps[index]) / steps[index]
-            whole = planned[index]
-            planned[index] = replace(
-                whole,
-                exaflops=whole.exaflops * left,
-                training_hours=whole.training_hours * left,
-            )
+    pairs = [(one.cell, one.facts.total_steps) for one in planned]
+    left = {
+        cell.name: 1 - branch_step(cell, steps) / steps
+        for _, *branches in in_groups(study_of(recipe), pairs)
+        for cell, steps in branches
+    }
+    for index, one in enumerate(planned):
+        share = left.get(one.cell.name, 1.0)
+        planned[index] = replace(
+            one, exaflops=one.exaflops * share, training_hours=one.training_hours * share
+        )
     return StudyPlan(recipe, planned)
 
 
@@ -256,8 +176,7 @@ def describe_study(recipe: Recipe) -> str:
 
 
 def _totals(plan: StudyPlan) -> list[str]:
-    config, (longest_hours, longest) = plan.recipe.plan, plan.critical_path
-    branches = f" with {len(longest) - 1} branches" if len(longest) > 1 else ""
+    config = plan.recipe.plan
     sources = ", ".join(dict.fromkeys(one.facts.source for one in plan.cells))
     exaflops = plan.exaflops + plan.transfer_exaflops
     transfer_hours = sum(one.transfer_hours for one in plan.cells)
@@ -268,15 +187,6 @@ def _totals(plan: StudyPlan) -> list[str]:
         f"pre-training   {plan.exaflops:,.4g} exaFLOPs, "
         f"{plan.gpu_hours - transfer_hours:,.4g} {hours} of that",
         f"transfer       {plan.transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {hours}",
-        f"in parallel    {plan.hours:,.4g} hours on {plan.num_gpus} x {config.device}",
-        f"critical path  {longest_hours:,.4g} hours: {longest[0].cell.name}{branches}, on any "
-        "number of GPUs",
         f"images         {sources}",
-        "reading        "
-        + describe_sharing((one.cell.name, one.cell.recipe) for one in plan.cells),
     ]
-    try:
-        plan.check_budget()
-    except ValueError as error:
-        lines.append(f"refused        {error}")
     return lines

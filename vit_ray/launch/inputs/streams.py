@@ -3,7 +3,6 @@
 Nothing is started; errors say what to change.
 """
 
-import json
 import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -111,17 +110,6 @@ def resolve_run(
         check_batch(recipe, num_images)
         total_steps = recipe.optim.total_steps(num_images, batch)
     return ResolvedRun(recipe, manifest, streams, total_steps)
-
-
-def reads_of(recipe: Recipe) -> str:
-    """The part of a recipe that decides its training stream: equal texts mean equal streams."""
-    train, optim = recipe.train, recipe.optim
-    data = recipe.data.model_dump(mode="json", exclude={"eval", "eval_augment"})
-    how = train.global_batch_size, optim.steps, optim.epochs, optim.images
-    workers = recipe.workers.model_dump(
-        mode="json", include={"num_workers", "cpus_per_worker", "label_selector"}
-    )
-    return json.dumps([data, recipe.seed, recipe.model.sides, how, workers])
 
 
 def training_stream(

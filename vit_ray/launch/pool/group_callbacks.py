@@ -38,7 +38,7 @@ class NotePlacement(ControllerCallback):
         self._server, self._asked_s, self._pool = server, 0.0, ""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """By the names `has_place` and `remove_groups` find the groups."""
+        """By the name `remove_groups` finds the groups."""
         self._pool = train_run_context.run_config.name
         name_placement_groups(self._pool)
 
@@ -60,14 +60,6 @@ class NotePlacement(ControllerCallback):
                     }
                     wait_s = float(waits_ms[max(waits_ms)]) / 1e3 if waits_ms else 0.0
                     job.record.place_wait(self._asked_s, self._asked_s + wait_s)
-
-
-def has_place(pool_name: str) -> bool:
-    """Whether a worker group of a pool is placed; it may still be starting its processes."""
-    return any(
-        group["state"] == "CREATED" and group["name"].startswith(f"{pool_name}-")
-        for group in placement_group_table().values()
-    )
 
 
 class OwnEnvironment(ControllerCallback):

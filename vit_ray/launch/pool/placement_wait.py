@@ -47,21 +47,12 @@ class PlacementWait:
             lacking: what the run of a placed group lacks; empty if nothing.
         """
         self._job, self._missing, self._lacking, self._clock = job, missing, lacking, clock
-        self._since_s = self._told_s = self._alone_s = self._looked_s = clock()
+        self._since_s = self._told_s = self._looked_s = clock()
         self._lacked = ""
 
-    @property
-    def waited_s(self) -> float:
-        """Since when: the workers were last seen running, or the run started."""
-        return self._clock() - self._since_s
-
-    def check(self, *, is_placed: bool, is_in_turn: bool = False) -> None:
+    def check(self, *, is_placed: bool) -> None:
         """Note whether the group is placed; report once a minute what it lacks, and what a placed
         group's run lacks when that changes: there is no limit to its wait.
-
-        Args:
-            is_in_turn: other trainings are running and will free a place for it: then there is no
-                limit.
 
         Raises:
             NoPlaceError: it was not placed within `workers.place_timeout_minutes`.
@@ -76,8 +67,6 @@ class PlacementWait:
                 if self._lacked and self._lacked != before:
                     self._job.record.event(EventKind.NO_PLACE, self._lacked, 0)
             return
-        if is_in_turn:
-            self._alone_s = now_s
         if reason := self._job.control.stop_reason():
             raise StoppedWaitingError(reason)
         if now_s - self._told_s < TELL_S:
@@ -85,7 +74,7 @@ class PlacementWait:
         self._told_s = now_s
         text = f"no workers for {now_s - self._since_s:.0f} s: {self._missing()}"
         limit_minutes = self._job.recipe.workers.place_timeout_minutes
-        if now_s - max(self._since_s, self._alone_s) > 60 * limit_minutes:
+        if now_s - self._since_s > 60 * limit_minutes:
             raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")
         self._job.record.event(EventKind.NO_PLACE, text, 0)
 

@@ -1,7 +1,6 @@
 """The actor of a pool: gives its workers one training after another.
 
-It also runs the streams of the ranks on its own host, and starts servers for other hosts. A
-training that shares its streams uses the keeper's servers instead.
+It also runs the streams of the ranks on its own host, and starts servers for other hosts.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import ray
 import ray.util
 
 from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer
-from vit_ray.launch.pool.actor_calls import answer
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.pool_link import (
     Assignment,
@@ -29,8 +27,6 @@ from vit_ray.worker.pool_link import (
 
 ANSWER_S: Final = 5.0
 """Longest time after which a call answers that nothing has changed."""
-SERVER_S: Final = 60.0
-"""How long the keeper may take to name a shared stream server."""
 ENDED_S: Final = 60.0
 """How long ranks may take to notice that the process they waited for was ended."""
 
@@ -44,7 +40,6 @@ class PoolServer:
         self._streams = StreamServer(**how)
         self._workers = ""
         self._host_servers: dict[str, Any] = {}
-        self._shared_servers: dict[str, Any] = {}
         self._changed = threading.Condition()
         self._assignment: Assignment | None = None
         self._num_assigned = 0
@@ -65,8 +60,8 @@ class PoolServer:
     def stream_server(self, group: str, host: str, node: str, ranks: range) -> Any:
         """Handle of the process that serves the ranks of a host, None for this actor itself.
 
-        A shared server belongs to the keeper. Other servers belong to one start of the worker
-        group, and end with the handles of its workers.
+        Servers of other hosts belong to one start of the worker group, and end with the handles of
+        its workers.
 
         Args:
             group: as in `RankStreams`.
@@ -74,15 +69,6 @@ class PoolServer:
             node: Ray's id of a node of the host, on which the server starts.
             ranks: all ranks of the group that are on the host.
         """
-        with self._changed:
-            sharing = self._assignment.streams.sharing if self._assignment else None
-            shape = len(ranks), len(self._members)
-        if sharing is not None:
-            asked = sharing.servers.stream_server.remote(host, node, shape, self._how)
-            server = answer(asked, "the keeper of the worker pools", SERVER_S)
-            with self._changed:
-                self._shared_servers[host] = server
-            return server
         if host == ray.util.get_node_ip_address():  # type: ignore[no-untyped-call]
             return None
         workers = group.partition(" ")[0]
@@ -111,7 +97,6 @@ class PoolServer:
         with self._changed:
             if alone and self._is_hung:
                 return False
-            self._leave_shared(has_failed=True)
             if not alone:
                 self._start, self._is_hung = uuid.uuid4().hex, False
             if self._assignment is not None and not self._has_ended:
@@ -172,8 +157,6 @@ class PoolServer:
     def note_placement(self, is_placed: bool) -> None:
         """Whether the worker group is running, according to its controller."""
         self._is_placed = is_placed
-        if not is_placed:  # the group has failed, and another one starts
-            self._leave_shared(has_failed=True)
 
     def is_placed(self) -> bool:
         return self._is_placed
@@ -216,18 +199,8 @@ class PoolServer:
 
     def _close_streams(self) -> None:
         self._streams.close()
-        self._leave_shared(has_failed=False)
         for server in self._host_servers.values():
             server.close.remote()  # no limit: the call's result is ignored
-
-    def _leave_shared(self, *, has_failed: bool) -> None:
-        """Close the group's streams on shared servers, so that no other training waits for it."""
-        with self._changed:
-            servers, self._shared_servers = self._shared_servers, {}
-            if self._assignment is not None:
-                group = self._group(self._assignment.number)
-                for server in servers.values():  # no limit: the results are not waited for
-                    server.close.remote(group, has_failed=has_failed)
 
     def _group(self, number: int) -> str:
         return f"{self._start} {number}"
@@ -248,17 +221,16 @@ class PoolServer:
         )
 
 
-def start_stream_server(node: str, at_once: int, how: dict[str, Any], **options: Any) -> Any:
+def start_stream_server(node: str, at_once: int, how: dict[str, Any]) -> Any:
     """Handle of a new `StreamServer`.
 
     Args:
         at_once: calls that it answers at the same time.
         how: its arguments.
-        options: of the actor.
     """
     where = {"ray.io/node-id": node}
     actor: Any = ray.remote(StreamServer)
-    actor = actor.options(num_cpus=0, max_concurrency=at_once, label_selector=where, **options)
+    actor = actor.options(num_cpus=0, max_concurrency=at_once, label_selector=where)
     return actor.remote(**{**how, "warms_up": True})
 
 

@@ -12,8 +12,7 @@ from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.pool.failure_causes import cause
 from vit_ray.launch.pool.group_callbacks import newest_step
 from vit_ray.launch.pool.placement_wait import NoPlaceError, StoppedWaitingError
-from vit_ray.launch.pool.pool_keeper import borrowed_pool
-from vit_ray.launch.pool.worker_pool import PoolEndedError, PoolLostError, PoolShape
+from vit_ray.launch.pool.worker_pool import PoolEndedError, PoolLostError, PoolShape, open_pool
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.worker.job import TrainJob
 
@@ -53,7 +52,7 @@ def run_workers(
     while num_lost < MOST_POOLS:
         error = None
         try:
-            with borrowed_pool(shape, is_private=cluster.is_private) as pool:
+            with open_pool(shape, job.run_folder, is_private=cluster.is_private) as pool:
                 # While the pool's workers import: an error in opening the record ends the run.
                 if job.record.run_id(ANSWER_LIMIT_S) is None:
                     _say_that_the_record_waits(job.recipe)

@@ -1,17 +1,14 @@
-"""A worker pool: a worker group under Ray Train that trains one run after another.
-
-Starting processes and importing libraries take longer than a small training, so commands with many
-trainings borrow pools from a keeper (`pool_keeper.py`), which outlives each training. A fault in a
-training costs at most its pool, and the next training gets a new one.
-"""
+"""A worker pool: the worker group of a training under Ray Train, through failures and resizes."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -25,7 +22,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import start_beside_server
-from vit_ray.data.stream.stream_server import Sharing, StreamSource
+from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
 from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.pool.failing_nodes import LeaveOutNodes
@@ -33,10 +30,9 @@ from vit_ray.launch.pool.group_callbacks import (
     NotePlacement,
     OwnEnvironment,
     SaveBeforeResize,
-    has_place,
     remove_groups,
 )
-from vit_ray.launch.pool.placement_wait import PlacementWait, lacking_now, missing_now
+from vit_ray.launch.pool.placement_wait import NoPlaceError, PlacementWait, lacking_now, missing_now
 from vit_ray.launch.pool.pool_server import PoolServer
 from vit_ray.launch.pool.ray_policies import (
     ConsecutiveFailurePolicy,
@@ -53,13 +49,6 @@ CLOSE_S: Final = 60.0
 """Longest time for the workers of a pool to end."""
 ABANDON_S: Final = 30.0
 """Longest time for a controller to end whose group has lost its places, or never had any."""
-LEND_S: Final = 2 * (CLOSE_S + ABANDON_S)
-"""Longest time to end pools of other shapes whose places a new pool takes."""
-ASK_FOR_PLACE_S: Final = 10.0
-"""After this time a training whose workers are not placed asks for the place of an idle pool."""
-ANSWER_S: Final = 30.0
-"""Time limit of such a question to the keeper."""
-KEEPER_NAME: Final = "the keeper of the worker pools"
 
 
 class PoolEndedError(RuntimeError):
@@ -67,19 +56,19 @@ class PoolEndedError(RuntimeError):
 
 
 class PoolLostError(PoolEndedError):
-    """A process between driver and workers has died; another pool may take the training."""
+    """A process between driver and workers has died; a new pool continues the training."""
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The properties of a pool's workers; a pool takes any training of its shape."""
+    """The properties of a pool's workers."""
 
     num_workers: int | tuple[int, int]
     sizes: tuple[int, ...]
     """Worker counts that divide the batch."""
     cpus_per_worker: float
-    reading_cpus: float = field(compare=False)
-    """CPUs of a reading task; a group takes trainings with other reading tasks as well."""
+    reading_cpus: float
+    """CPUs of a reading task."""
     kept_cpus: float
     """CPUs that an elastic group leaves for reading when it grows; 0 for others."""
     use_gpu: bool
@@ -139,68 +128,6 @@ def _current_job(server: Any) -> TrainJob | None:
     return answer(server.current_job.remote(), _SERVER)
 
 
-@dataclass(frozen=True)
-class BorrowedPool:
-    """A pool as a training sees it, whichever process owns the pool."""
-
-    shape: PoolShape
-    server: Any
-    """Handle of its `PoolServer`."""
-    keeper: Any = None
-    """Handle of the `PoolKeeper` that lends it; None for a pool that only this training uses."""
-    loan: str = ""
-    """Its name at the keeper."""
-    num_sharing: int = 0
-    """How many trainings, including this one, start together with equal streams; 0: not shared."""
-
-    def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
-        """Train, until all workers are done, through failures and resizes.
-
-        If its workers are not placed, and another training returns a pool of the same shape, it
-        uses that pool.
-
-        Raises:
-            PoolEndedError: the group has ended, and the pool with it.
-            PoolLostError: not because of the training.
-            NoPlaceError: there is no place for the group, or a stop came before it was placed.
-        """
-        shape, server, held = self.shape, self.server, ray.put(streams)
-        sharing = Sharing(self.loan, self.num_sharing, self.keeper) if self.num_sharing else None
-        labels = dict(shape.label_selector)
-        watch = PlacementWait(
-            job,
-            lambda: missing_now(shape.least_workers, shape.resources, labels),
-            lambda: lacking_now(job.recipe, use_gpu=shape.use_gpu),
-        )
-        _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held, sharing))
-        while not _ask(server, "wait_until_ended"):
-            is_closed, error = _ask(server, "closed")
-            if is_closed:
-                if isinstance(error, PROCESS_DIED):
-                    text = "the process of Ray Train's controller, on the driver's host, has died"
-                    raise PoolLostError(text) from error
-                raise PoolEndedError(str(error)) from error
-            is_placed, is_in_turn = _ask(server, "is_placed"), False
-            if not is_placed and watch.waited_s > ASK_FOR_PLACE_S:
-                other, is_in_turn = self._free_place(server)
-                if other is not None:
-                    server = other
-                    _ask(server, "assign", job, shape.use_gpu, StreamSource(server, held, sharing))
-            watch.check(is_placed=is_placed, is_in_turn=is_in_turn)
-
-    def _free_place(self, server: Any) -> tuple[Any, bool]:
-        """As `PoolKeeper.free_place`, for workers that do not even have a reserved place."""
-        if self.keeper is None or has_place(pool_name(server)):
-            return None, False
-        try:
-            found: tuple[Any, bool] = answer(
-                self.keeper.free_place.remote(self.loan), KEEPER_NAME, ANSWER_S
-            )
-        except (RuntimeError, ray.exceptions.RayError):
-            return None, False  # it is asked again
-        return found
-
-
 def _ask(server: Any, method: str, *arguments: Any) -> Any:
     try:
         return answer(getattr(server, method).remote(*arguments), _SERVER)
@@ -209,20 +136,39 @@ def _ask(server: Any, method: str, *arguments: Any) -> Any:
         raise PoolLostError(text) from error
 
 
+@contextlib.contextmanager
+def open_pool(shape: PoolShape, run_folder: str, *, is_private: bool) -> Iterator[WorkerPool]:
+    """A pool for the training in this folder, which ends with the block."""
+    pool = WorkerPool(shape, run_folder, is_private=is_private)
+    end = pool.close
+    try:
+        yield pool
+    except NoPlaceError:
+        end = pool.abandon
+        raise
+    finally:
+        end()
+
+
 class WorkerPool:
     """Owner of a worker group, its streams' process, and the thread that runs its controller."""
 
-    def __init__(self, shape: PoolShape, *, is_private: bool) -> None:
+    def __init__(self, shape: PoolShape, run_folder: str, *, is_private: bool) -> None:
         """Start it; workers are placed and import in the background.
 
         Args:
+            run_folder: of the training, which this process holds: places of an earlier pool of it,
+                whose driver has died, are given back.
             is_private: this driver started Ray for itself.
         """
         self.shape = shape
-        self.server: Any = (
+        of_run = f"pool-{hashlib.sha256(run_folder.encode()).hexdigest()[:16]}"
+        remove_groups(of_run)
+        server: Any = (
             ray.remote(PoolServer)
             .options(
                 num_cpus=0,
+                scheduling_strategy="DEFAULT",  # not in the place of a trial of Ray Tune
                 max_concurrency=3 * shape.most_workers + 8,
                 label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
             )
@@ -232,6 +178,9 @@ class WorkerPool:
                 cpus_per_rank=shape.cpus_per_worker,
             )
         )
+        self.server, self.name = server, f"{of_run}-{server._actor_id.hex()}"
+        """The name that Ray shows: of Ray Train's run and, before a number, of its placement
+        groups."""
         if is_private:
             cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
             start_beside_server(shape.reading_tasks(cpus), cpu_count())
@@ -242,10 +191,30 @@ class WorkerPool:
         )
         self._thread.start()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether its workers take another training."""
-        return self._thread.is_alive()
+    def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
+        """Train, until all workers are done, through failures and resizes.
+
+        Raises:
+            PoolEndedError: the group has ended, and the pool with it.
+            PoolLostError: not because of the training.
+            NoPlaceError: there is no place for the group, or a stop came before it was placed.
+        """
+        shape, server = self.shape, self.server
+        labels = dict(shape.label_selector)
+        watch = PlacementWait(
+            job,
+            lambda: missing_now(shape.least_workers, shape.resources, labels),
+            lambda: lacking_now(job.recipe, use_gpu=shape.use_gpu),
+        )
+        _ask(server, "assign", job, shape.use_gpu, StreamSource(server, ray.put(streams)))
+        while not _ask(server, "wait_until_ended"):
+            is_closed, error = _ask(server, "closed")
+            if is_closed:
+                if isinstance(error, PROCESS_DIED):
+                    text = "the process of Ray Train's controller, on the driver's host, has died"
+                    raise PoolLostError(text) from error
+                raise PoolEndedError(str(error)) from error
+            watch.check(is_placed=_ask(server, "is_placed"))
 
     def close(self) -> None:
         """Let the workers end, and wait for them; workers that do not end lose their places."""
@@ -265,18 +234,18 @@ class WorkerPool:
         deadline = time.monotonic() + ABANDON_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(ray.exceptions.RayError):
-                remove_groups(pool_name(self.server))
+                remove_groups(self.name)
             self._thread.join(0.5)
 
     def _run_workers(self, is_private: bool) -> None:
         error = None
         try:
             # no limit: a thread; `close` and `abandon` end the trainer
-            _trainer(self.shape, self.server, is_private=is_private).fit()
+            _trainer(self.shape, self.name, self.server, is_private=is_private).fit()
         except BaseException as raised:  # raised where the training is waited for
             error = raised
         with contextlib.suppress(ray.exceptions.RayError):
-            remove_groups(pool_name(self.server))  # of a controller that has died
+            remove_groups(self.name)  # of a controller that has died
             # In a tuple: an actor's error, passed by itself, would fail the call that receives it.
             ray.get(self.server.close.remote((error,)), timeout=CLOSE_S)
 
@@ -310,17 +279,7 @@ def _unless_given(wanted: dict[str, str]) -> dict[str, str]:
     return {key: os.environ.get(key, value) for key, value in wanted.items()}
 
 
-def pool_name(server: Any) -> str:
-    """The name that Ray shows: of Ray Train's run and, before a number, of its placement groups."""
-    return f"pool-{server._actor_id.hex()}"
-
-
-def pools_of_job(job_id: str) -> str:
-    """Pattern of the names of a driver's pools: an actor's id ends with that of its job."""
-    return f"pool-*{job_id}"
-
-
-def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrainer:
+def _trainer(shape: PoolShape, name: str, server: Any, *, is_private: bool) -> PolicedTrainer:
     os.environ |= driver_environment(is_private=is_private)
     scaling = ScalingConfig(
         num_workers=shape.num_workers,
@@ -351,7 +310,7 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         train_loop_config={"server": server, "replaces": shape.replaces_failed},
         scaling_config=scaling,
         run_config=RunConfig(
-            name=pool_name(server),
+            name=name,
             # Ray Train's own state, which is never read, goes to the controller's memory, so that
             # no files are left behind. Checkpoints do not go through Ray Train.
             storage_path="pools",

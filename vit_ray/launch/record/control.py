@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from vit_ray.metric_names import STARTUP_FIRST_STEP_S
+from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import Record
 from vit_ray.worker.run_link import Orders, beats_between
@@ -61,6 +61,8 @@ class RunStatus:
     events: list[Event] = field(default_factory=list)
     stage: str = ""
     """The current child run; empty for a run without any."""
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Step and metrics of each evaluation on a data set, in order."""
 
 
 class _Heard(NamedTuple):
@@ -100,6 +102,8 @@ class ControlState:
                     {k: v for k, v in values.items() if k != STARTUP_FIRST_STEP_S or k not in known}
                 )
                 self._now.step = max(self._now.step, record["step"])
+                if EVAL_TOP1 in values:
+                    self._now.evaluations.append((record["step"], values))
             case "event":
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
                 self._now.events.append(Event(kind, record["text"], record["step"], time_s))
@@ -192,7 +196,8 @@ class ControlState:
     def status(self) -> RunStatus:
         """A copy, for the display, and at the end for the result."""
         now, stage = self._now, "" if self._stage is None else str(self._stage)
-        return RunStatus(now.step, dict(now.metrics), list(now.events), stage)
+        copied = dict(now.metrics), list(now.events), stage, list(now.evaluations)
+        return RunStatus(now.step, *copied)
 
     def child_step(self, name: str, step: int) -> None:
         """A child run (a trial of a sweep) is at `step`; the display shows the children's sum."""

@@ -144,12 +144,20 @@ def open_record(
         run.finish(status)
 
 
-def tag_ended_run(
-    recipe: Recipe, run_id: str | None, tags: Mapping[str, str], parent: RunOpening, node_id: str
+def add_to_ended(
+    recipe: Recipe,
+    run_id: str | None,
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str],
+    parent: OpenRun,
 ) -> None:
-    """Tag the record of a stopped run that will not be continued; a failure is ignored."""
-    opening = _opening(recipe, run_id, params=trained_params(recipe), tags=tags, parent=parent)
-    OpenRun.start(opening, node_id).finish("KILLED")
+    """Add later measurements, and tags, to the record of a run that has finished."""
+    opening = _opening(
+        recipe, run_id, params=trained_params(recipe), tags=tags, parent=parent.opening
+    )
+    run = OpenRun.start(opening, parent.node_id)
+    run.record.results(0, metrics)
+    run.finish("FINISHED")
 
 
 def end_record(

@@ -1,0 +1,206 @@
+"""Trials under Ray Tune: stopped by ASHA, diverged, failed, killed, interrupted, and taken up.
+
+Ray, Tune and the parent's record are real; a trial's training is a loop that writes its step to a
+file and continues from it.
+"""
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from ray.util import placement_group_table
+
+from tests.conftest import Digits, Head
+from tests.recipes import small_recipe
+from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.trials import (
+    METRIC,
+    STEP,
+    Context,
+    Ended,
+    Outcome,
+    Trial,
+    result_of,
+    run_trials,
+)
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.outcomes import TrialState
+
+RATES = [0.4, 0.1, 0.2, 0.3]
+STEPS = 8
+
+
+def training(folder: Path, pause_s: float, config: dict[str, Any], context: Context) -> Any:
+    """Its accuracy is its rate; evaluated after each step, and saved when it is stopped."""
+    saved = folder / f"{config['rate']}"
+    step = int(saved.read_text()) if saved.exists() else 0
+    with open(folder / "starts", "a") as starts:
+        starts.write(f"{config['rate']} {step}\n")
+    while step < STEPS:
+        if context.stop.is_set() or context.parent.control.stop_reason():
+            saved.write_text(str(step))
+            raise RunStoppedError("stopped")
+        time.sleep(pause_s)
+        step += 1
+        if step < STEPS:
+            context.report(step, config["rate"])
+    saved.write_text(str(step))
+    return result_of(Outcome(TrialState.FINISHED, config["rate"], step, STEPS))
+
+
+def failing(folder: Path, config: dict[str, Any], context: Context) -> Any:
+    """One diverges, one fails, the process of one dies once, and that of one each time."""
+    match config["rate"]:
+        case 0.1:
+            return result_of(Outcome(TrialState.DIVERGED, error="not finite"))
+        case 0.2:
+            return result_of(Outcome(TrialState.FAILED, error="no memory"))
+        case 0.3 if not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        case 0.4:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return result_of(Outcome(TrialState.FINISHED, config["rate"], STEPS, STEPS))
+
+
+@pytest.fixture
+def parent(ray_cluster: Head, digits: Digits, tmp_path: Path) -> Iterator[OpenParent]:
+    recipe = small_recipe("parent", digits, tmp_path)
+    with open_parent(recipe, "sweep", resolve_run(recipe), 1) as opened:
+        yield opened
+
+
+def run(parent: OpenParent, work: Any, folder: Path, **how: Any) -> Ended:
+    space = {"rate": tune.grid_search(RATES)}
+    given = {"space": space, "max_concurrent": 2, "is_private": False, **how}
+    return run_trials(work, parent.run, folder=f"{folder}/tune/trials", **given)
+
+
+def no_place_is_kept() -> None:
+    """Every placement group of a trial is given back within 20 s."""
+    deadline_s = time.monotonic() + 20
+    while states := [one for one in placement_group_table().values() if one["state"] != "REMOVED"]:
+        assert time.monotonic() < deadline_s, states
+        time.sleep(0.5)
+
+
+def starts(folder: Path) -> list[tuple[float, int]]:
+    lines = (folder / "starts").read_text().splitlines()
+    return [(float(rate), int(step)) for rate, step in map(str.split, lines)]
+
+
+def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_nothing(
+    parent: OpenParent, tmp_path: Path
+) -> None:
+    ended = run(parent, partial(training, tmp_path, 0.0), tmp_path)
+    assert {rate: one.top1 for rate, one in ended.by("rate").items()} == {r: r for r in RATES}
+    known = tune.ExperimentAnalysis(f"{tmp_path}/tune/trials", METRIC, "max")
+    assert known.best_config == {"rate": 0.4}
+    grid = tune.Tuner.restore(f"{tmp_path}/tune/trials", Trial).get_results()
+    assert grid.get_best_result(METRIC, "max").config == {"rate": 0.4}
+    curves = known.trial_dataframes.values()
+    assert all(list(curve[STEP]) == list(range(1, STEPS + 1)) for curve in curves)
+    # A rate that is added to a finished sweep is the only one that is trained.
+    more = {"rate": tune.grid_search([*RATES, 0.5])}
+    ended = run(parent, partial(training, tmp_path, 0.0), tmp_path, space=more)
+    assert len(ended.results) == 5
+    assert [one for one in starts(tmp_path)[len(RATES) :] if one[1] < STEPS] == [(0.5, 0)]
+    no_place_is_kept()
+
+
+def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path) -> None:
+    scheduler = ASHAScheduler(
+        time_attr=STEP, max_t=STEPS, grace_period=2, reduction_factor=4, stop_last_trials=False
+    )
+    work = partial(training, tmp_path, 0.1)
+    ended = run(parent, work, tmp_path, scheduler=scheduler, max_concurrent=1)
+    found = ended.by("rate")
+    assert [found[rate].state for rate in RATES] == [
+        TrialState.FINISHED, *[TrialState.STOPPED_EARLY] * 3
+    ]  # fmt: skip
+    assert [found[rate].step for rate in RATES[1:]] == [2, 2, 2]
+    for rate in RATES[1:]:
+        assert 2 <= int((tmp_path / f"{rate}").read_text()) < STEPS
+    no_place_is_kept()
+
+
+def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
+    parent: OpenParent, tmp_path: Path
+) -> None:
+    ended = run(parent, partial(failing, tmp_path), tmp_path)
+    found = ended.by("rate")
+    assert {rate: one.state for rate, one in found.items()} == {
+        0.1: TrialState.DIVERGED, 0.2: TrialState.FAILED, 0.3: TrialState.FINISHED
+    }  # fmt: skip
+    assert math.isnan(found[0.1].top1)
+    assert "died 4 times" in ended.lost.error
+    no_place_is_kept()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
+    number: int, parent: OpenParent, tmp_path: Path
+) -> None:
+    """The handlers are those of the driver: the parent is open in the main thread."""
+
+    def interrupt() -> None:
+        while not (tmp_path / "starts").exists() or len(starts(tmp_path)) < 2:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(RunStoppedError):
+        run(parent, partial(training, tmp_path, 0.5), tmp_path)
+    saved = {float(path.name): int(path.read_text()) for path in tmp_path.glob("0.*")}
+    assert set(saved) == set(RATES[:2])
+    no_place_is_kept()
+
+
+def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[float, int]]:
+    """Trainings that another driver starts after one that was interrupted."""
+    before = len(starts(folder))
+    run(parent, partial(training, folder, 0.0), folder, has_memory=has_memory)
+    return starts(folder)[before:]
+
+
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_another_driver_takes_up_what_an_interrupted_one_has_left(
+    has_memory: bool, ray_cluster: Head, digits: Digits, tmp_path: Path
+) -> None:
+    """With a memory, Tune itself knows its trials; else those that have finished return at once."""
+    recipe = small_recipe("parent", digits, tmp_path)
+    opened: Callable[[], Any] = partial(open_parent, recipe, "sweep", resolve_run(recipe), 1)
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("0.*"))) < 2:  # two have ended
+            time.sleep(0.05)
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def interrupted() -> None:
+        with opened() as first:
+            threading.Thread(target=interrupt, daemon=True).start()
+            run(first, partial(training, tmp_path, 0.3), tmp_path)
+
+    with pytest.raises(RunStoppedError):
+        interrupted()
+    saved = {float(path.name): int(path.read_text()) for path in tmp_path.glob("0.*")}
+    assert sorted(saved.values())[-2:] == [STEPS, STEPS]
+    with opened() as second:
+        again = continued(second, tmp_path, has_memory)
+    assert {rate: step for rate, step in again if step < STEPS} == {
+        rate: saved.get(rate, 0) for rate in RATES if saved.get(rate, 0) < STEPS
+    }
+    finished = [rate for rate, step in again if step == STEPS]
+    assert len(finished) == (0 if has_memory else 2)

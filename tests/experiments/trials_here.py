@@ -1,0 +1,85 @@
+"""Trials in this process: Ray and the trainings are fakes, everything else is real."""
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.recipes import recipe_with
+from vit_ray.config import Recipe
+from vit_ray.experiments import study, sweep, trials, vtab
+from vit_ray.experiments.parent_run import OpenParent
+from vit_ray.experiments.trials import Context, Ended, Outcome, Work
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.run import RunResult
+from vit_ray.outcomes import TrialState
+from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
+
+CLUSTER = ClusterShape(1, 8.0, 0.0, 0.0)
+
+
+class Calls:
+    """Stands for record and control of a run: every method notes its call."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        self.stop: str | None = None
+
+    def stop_reason(self) -> str | None:
+        """Why the run was asked to stop."""
+        return self.stop
+
+    def hint(self) -> str:
+        """Where MLflow shows it."""
+        return "a link"
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args: self.made.append((method, *args))
+
+    def kinds(self) -> list[str]:
+        """Of the events, in turn."""
+        return [args[0] for method, *args in self.made if method == "event"]
+
+    def last(self, method: str) -> tuple[Any, ...]:
+        """Arguments of its last call."""
+        return [call[1:] for call in self.made if call[0] == method][-1]
+
+
+def parent_of(recipe: Recipe | None = None) -> tuple[OpenParent, Calls]:
+    """An open parent run without Ray or MLflow, and what is recorded there."""
+    recipe, calls = recipe or recipe_with("parent"), Calls()
+    opening = RunOpening(recipe.tracking, recipe.name, metrics_log_path(recipe.run_folder))
+    run: Any = SimpleNamespace(record=calls, control=calls, opening=opening, is_complete=False)
+    return OpenParent(recipe, run, None, CLUSTER), calls
+
+
+def context_of(parent: OpenParent) -> Context:
+    """What a trial under it has."""
+    return Context(parent.run, threading.Event())
+
+
+def result_of(recipe: Recipe, steps: int = 1, total_steps: int = 1, **metrics: float) -> RunResult:
+    """Of a training, with metrics of its evaluation."""
+    measured = {f"eval/{name}": value for name, value in metrics.items()}
+    return RunResult(recipe.name, recipe.name, steps, total_steps, measured, "folder")
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult]) -> None:
+    """Trials run here one after another, with `train(recipe, ...)` in the place of a training."""
+
+    def run_trials(work: Work, parent: Any, *, space: Mapping[str, Any], **_: Any) -> Ended:
+        listed = [values["grid_search"] for values in space.values()]
+        results = []
+        for values in itertools.product(*listed):
+            config = dict(zip(space, values, strict=True))
+            context = Context(parent, threading.Event())
+            results.append({**work(config, context), "config": config, "done": True})
+        return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"))
+
+    for module in (sweep, study, vtab):
+        monkeypatch.setattr(module, "run_trials", run_trials)
+    monkeypatch.setattr(trials, "train", train)

@@ -1,0 +1,346 @@
+"""Trainings as trials of Ray Tune: a trial is a training in a thread of its own process.
+
+The training continues from its own checkpoints and returns at once if it has finished, so Tune
+keeps no checkpoints: a trial that starts again repeats nothing.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Final, NamedTuple
+
+import ray
+import ray.util
+from ray import tune
+
+from vit_ray.config import Recipe
+from vit_ray.launch.cluster.connection import ClusterShape, mark_private
+from vit_ray.launch.model_checks import Kind
+from vit_ray.launch.pool.pool_training import RunDivergedError
+from vit_ray.launch.record.open_record import OpenRun
+from vit_ray.launch.run import Following, train
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
+from vit_ray.outcomes import EventKind, TrialState
+
+METRIC: Final = "top1"
+"""Decides: the accuracy with averaged weights if the recipe averages."""
+STEP: Final = "step"
+MOST_RESTARTS: Final = 3
+"""Restarts of a trial whose process dies; each continues from the newest checkpoint."""
+STOPPED_S: Final = 1.0
+"""Time between two steps of a trial whose training was stopped, until Tune ends the trial."""
+STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended; the last result of its trial in Ray Tune has the same fields."""
+
+    state: TrialState
+    top1: float = math.nan
+    """With averaged weights if the recipe averages; NaN if there is none."""
+    step: int = 0
+    total_steps: int = 0
+    last_top1: float | None = None
+    """With the last weights, if `top1` is with averaged ones."""
+    run_id: str | None = None
+    checkpoint: str = ""
+    """Folder of its last checkpoint."""
+    error: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    was_finished: bool = False
+    """It had ended before; nothing was trained."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it reached its end, and has an accuracy to compare."""
+        return self.state is TrialState.FINISHED and not math.isnan(self.top1)
+
+    @property
+    def first_line(self) -> str:
+        """Of its error; empty if there is none."""
+        return self.error.partition("\n")[0]
+
+    @classmethod
+    def of_result(cls, result: Mapping[str, Any]) -> "Outcome":
+        """Of the last result of a trial; Tune has stopped a trial that did not report its end."""
+        known = {one.name: result[one.name] for one in fields(cls) if one.name in result}
+        return cls(**known | {"state": TrialState(result.get("state", TrialState.STOPPED_EARLY))})
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a trial's training is given by its trial."""
+
+    parent: OpenRun
+    """The sweep's or study's run."""
+    stop: threading.Event
+    """Set when the trial ends: the training writes a checkpoint and ends."""
+    report: Callable[[int, float], None] = lambda step, top1: None
+    """Takes step and deciding metric of an evaluation before the end."""
+
+    @property
+    def alone(self) -> "Context":
+        """For a training whose evaluations do not stand for the trial."""
+        return Context(self.parent, self.stop)
+
+    def train(
+        self,
+        recipe: Recipe,
+        kind: Kind,
+        tags: Mapping[str, str] | None = None,
+        evaluate_at: tuple[int, ...] = (),
+    ) -> Outcome:
+        """Train a child run to its end; a failure is an outcome.
+
+        Raises:
+            RunStoppedError: it was stopped before its end.
+        """
+        if self.stop.is_set() or self.parent.control.stop_reason():
+            raise RunStoppedError("stopped on request")
+
+        def note(step: int, metrics: Mapping[str, float]) -> None:
+            self.report(step, metrics.get(deciding_metric(recipe), math.nan))
+
+        following = Following(self.stop, note, evaluate_at, STOPPED_EARLY)
+        try:
+            result = train(
+                recipe, kind=kind, tags=dict(tags or {}), parent=self.parent, following=following
+            )
+        except RunStoppedError:
+            raise
+        except RunDivergedError as error:
+            return Outcome(TrialState.DIVERGED, error=str(error))
+        except Exception as error:
+            return Outcome(TrialState.FAILED, error=str(error).strip() or repr(error))
+        if not result.is_complete:
+            raise RunStoppedError("stopped on request")
+        return Outcome(
+            TrialState.FINISHED,
+            result.metrics.get(deciding_metric(recipe), math.nan),
+            result.steps,
+            result.total_steps,
+            result.metrics.get(EVAL_TOP1) if recipe.train.averaging else None,
+            result.run_id,
+            result.checkpoint,
+            metrics=result.metrics,
+            was_finished=result.already_complete,
+        )
+
+
+def deciding_metric(recipe: Recipe) -> str:
+    """The accuracy that selects a point and is the result."""
+    return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
+
+
+Work = Callable[[dict[str, Any], Context], dict[str, Any]]
+"""Trains what a trial's configuration names, and returns the trial's last result."""
+
+
+class Trial(tune.Trainable):
+    """A small driver: its thread trains, its steps are evaluations, its end is a checkpoint.
+
+    A function that Tune runs would be killed in the middle, with its workers' places kept.
+    """
+
+    def setup(  # type: ignore[override]
+        self, config: dict[str, Any], work: Work, parent: OpenRun, is_private: bool
+    ) -> None:
+        """Start to train; `is_private`: only this driver uses the cluster."""
+        if is_private:
+            mark_private()
+        self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
+        self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
+        self._stop = threading.Event()
+        joined = OpenRun.joined(parent.opening, str(parent.node_id))
+        context = Context(joined, self._stop, self._report)
+        self._thread = threading.Thread(target=self._train, args=(work, config, context))
+        self._thread.start()
+
+    def step(self) -> dict[str, Any]:
+        """Step and deciding metric of the next evaluation, or the last result.
+
+        A trial that was stopped on request repeats its last one: Tune must not take it for ended.
+        """
+        report = self._reports.get()  # no limit: train.step_timeout_s ends a training that hangs
+        if report is None:
+            self._reports.put(None)
+            time.sleep(STOPPED_S)
+        elif isinstance(report, Exception):
+            raise report
+        else:
+            self._last = report
+        return dict(self._last)
+
+    def cleanup(self) -> None:
+        """Ask the training for a checkpoint, and wait for its end."""
+        self._stop.set()
+        self._thread.join()  # no limit: Tune's own 600 s
+
+    def _train(self, work: Work, config: dict[str, Any], context: Context) -> None:
+        with kept_warnings() as warnings:
+            try:
+                result = work(config, context)
+                self._reports.put({**result, "warnings": "\n".join(warnings), "done": True})
+            except RunStoppedError:
+                self._reports.put(None)
+            except Exception as error:
+                self._reports.put(error)
+
+    def _report(self, step: int, top1: float) -> None:
+        self._reports.put({STEP: step, METRIC: top1})
+
+
+class EndOnRequest(tune.Callback):
+    """Ends Tune's loop in order when the driver was asked to stop.
+
+    Tune then writes its state before it ends its trials, so that they are unfinished in it. By the
+    signal of which Tune knows: its own handler for Ctrl-C would not hear SIGTERM and SIGHUP.
+    """
+
+    is_requested: ClassVar[threading.Event] = threading.Event()
+    """Of this process: Tune keeps copies of its callbacks on disk."""
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if self.is_requested.is_set() and callable(signal.getsignal(signal.SIGUSR1)):
+            signal.raise_signal(signal.SIGUSR1)
+
+
+class Ended(NamedTuple):
+    """What the trials of an experiment have reported."""
+
+    results: Sequence[Mapping[str, Any]]
+    """The last result of each trial, with its configuration."""
+    lost: Outcome
+    """Stands for a trial without a result."""
+
+    def by(self, key: str) -> dict[Any, Outcome]:
+        """Outcomes by a key of the configurations."""
+        return {one["config"][key]: Outcome.of_result(one) for one in self.results}
+
+
+def run_trials(
+    work: Work,
+    parent: OpenRun,
+    *,
+    folder: str,
+    space: dict[str, Any],
+    max_concurrent: int,
+    is_private: bool,
+    num_samples: int = 1,
+    search_alg: Any = None,
+    scheduler: Any = None,
+    has_memory: bool = False,
+) -> Ended:
+    """Run one experiment of Ray Tune; finished trainings return at once.
+
+    Args:
+        folder: of Tune's own files.
+        space: `param_space` of the trials.
+        has_memory: the searcher learns: it continues from what an interrupted driver has left in
+            the folder.
+
+    Raises:
+        RunStoppedError: the driver was asked to stop; each trial has written a checkpoint.
+    """
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    # On the driver's node, because trials write its files; workers have their own places.
+    place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+    given = tune.with_parameters(Trial, work=work, parent=parent, is_private=is_private)
+    trainable = tune.with_resources(given, {"CPU": 0, place: 0.001})
+    if has_memory and tune.Tuner.can_restore(folder):
+        tuner = tune.Tuner.restore(folder, trainable, restart_errored=True)
+    else:
+        storage_path, _, name = folder.rpartition("/")
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space,
+            tune_config=tune.TuneConfig(
+                metric=METRIC,
+                mode="max",
+                num_samples=num_samples,
+                search_alg=search_alg,
+                scheduler=scheduler,
+                max_concurrent_trials=max_concurrent,
+            ),
+            run_config=tune.RunConfig(
+                name=name,
+                storage_path=storage_path,
+                verbose=0,
+                failure_config=tune.FailureConfig(max_failures=MOST_RESTARTS),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                callbacks=[EndOnRequest()],
+            ),
+        )
+    grid = tuner.fit()  # no limit: train.step_timeout_s ends a training that hangs
+    if EndOnRequest.is_requested.is_set():
+        raise RunStoppedError("stopped on request")
+    ended = [grid[place].metrics or {} for place in range(len(grid))]
+    results = [result for result in ended if "config" in result]
+    for result in results:
+        for text in filter(None, result.get("warnings", "").split("\n")):
+            logger.warning("%s", text)
+    died = f"the process of the trial died {MOST_RESTARTS + 1} times"
+    errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
+    lost = Outcome(TrialState.FAILED, error="; ".join([died, *errors]))
+    return Ended(results, lost)
+
+
+def tune_folder(recipe: Recipe, stage: str) -> str:
+    """Where Ray Tune keeps its files of a stage of a sweep or a study."""
+    return f"{recipe.output.rstrip('/')}/tune/{recipe.name}-{stage}"
+
+
+def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
+    """How many of the trainings fit together on the nodes that are up, whichever they are.
+
+    So worker groups that are half started never wait for each other.
+    """
+    gpus, cpus = list[float](), list[float]()
+    for recipe in recipes:
+        size, uses_gpus = recipe.group_sizes[0], recipe.workers.use_gpu
+        uses_gpus = cluster.num_gpus > 0 if uses_gpus == "auto" else uses_gpus
+        gpus.append(float(size) if uses_gpus else 0.0)
+        cpus.append(size * recipe.workers.cpus_per_worker + recipe.data.cpus_per_task)
+    for count in range(2, len(gpus) + 1):
+        largest = (sum(sorted(needs, reverse=True)[:count]) for needs in (gpus, cpus))
+        if next(largest) > cluster.num_gpus or next(largest) > cluster.num_cpus:
+            return count - 1
+    return max(1, len(gpus))
+
+
+def note_end(parent: OpenRun, label: str, outcome: Outcome) -> None:
+    """Count a training that has ended, for the display, and note one that diverged."""
+    parent.control.child_ended(label, outcome.top1 if outcome.is_measured else None)
+    if outcome.state is TrialState.DIVERGED:
+        parent.record.event(EventKind.TRIAL_DIVERGED, f"{label}: {outcome.error}", 0)
+
+
+def result_of(outcome: Outcome) -> dict[str, Any]:
+    """The last result of a trial with one training."""
+    return {**asdict(outcome), "state": str(outcome.state)}
+
+
+@contextlib.contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    """Collects warnings logged in this block, because a trial's own output is not shown."""
+    kept: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vit_ray")
+    logger.addHandler(handler)
+    try:
+        yield kept
+    finally:
+        logger.removeHandler(handler)

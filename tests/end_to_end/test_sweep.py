@@ -48,7 +48,9 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
     assert [row.outcome.state for row in result.rows] == ["finished", "stopped early"]
     assert [row.outcome.step for row in result.rows] == [600, 30]
     # Ray Tune's own analysis names the rate that won, and its curve.
-    known = tune.ExperimentAnalysis(f"{recipe.output}/tune/sweep-trials", METRIC, "max")
+    known = tune.ExperimentAnalysis(
+        f"{recipe.output}/tune/sweep-trials", default_metric=METRIC, default_mode="max"
+    )
     assert known.best_config == {RATE: 0.1}
     curves = {len(curve): list(curve[STEP]) for curve in known.trial_dataframes.values()}
     assert curves == {1: [30], 4: [30, 120, 480, 600]}

@@ -104,7 +104,9 @@ def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_noth
 ) -> None:
     ended = run(parent, partial(training, tmp_path, 0.0), tmp_path)
     assert {rate: one.top1 for rate, one in ended.by("rate").items()} == {r: r for r in RATES}
-    known = tune.ExperimentAnalysis(f"{tmp_path}/tune/trials", METRIC, "max")
+    known = tune.ExperimentAnalysis(
+        f"{tmp_path}/tune/trials", default_metric=METRIC, default_mode="max"
+    )
     assert known.best_config == {"rate": 0.4}
     grid = tune.Tuner.restore(f"{tmp_path}/tune/trials", Trial).get_results()
     assert grid.get_best_result(METRIC, "max").config == {"rate": 0.4}

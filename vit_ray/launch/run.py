@@ -229,9 +229,7 @@ def run_prepared(
             else contextlib.nullcontext(),
             followed(run, following) if following else contextlib.nullcontext(),
         ):
-            job = _job(
-                prepared, cluster, run, init_run, following.evaluate_at if following else ()
-            )
+            job = _job(prepared, cluster, run, init_run, following.evaluate_at if following else ())
             if prepared.trains:
                 Thread(target=_import_ahead, daemon=True).start()
             try:

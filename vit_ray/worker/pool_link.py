@@ -28,10 +28,6 @@ class Streams(Protocol):
 class OpensStreams(Protocol):
     """Opens the streams of a training for a worker."""
 
-    @property
-    def sharing(self) -> Any:
-        """Stream shared with other trainings, or None."""
-
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> Streams:
         """`group` names the start of the worker group and the training; `ranks`: of this host."""
 

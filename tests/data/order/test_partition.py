@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vit_ray.data.order.partition import BlockShape, Partition, read_tasks, without_blocks
+from vit_ray.data.order.partition import BlockShape, Partition, read_tasks
 from vit_ray.data.order.shuffle import ShuffleWindow
 
 worlds = st.builds(Partition, st.integers(1, 12), st.integers(1, 10))
@@ -61,19 +61,6 @@ def test_a_task_of_several_blocks_has_only_full_ones(
     largest = shape.full_passes(partition) * partition.batch_size_per_rank
     for task in tasks:
         assert len(list(task.blocks())) == 1 or task.block_rows == largest
-
-
-@given(worlds, st.integers(1, 60), shapes, st.data())
-def test_without_its_first_blocks_a_stream_has_all_others_in_their_order(
-    partition: Partition, passes: int, shape: BlockShape, data: st.DataObject
-) -> None:
-    rows_per_rank = passes * partition.batch_size_per_rank
-    tasks = [*read_tasks(partition, 0, rows_per_rank, shape, range(partition.world_size))]
-    whole = [one for task in tasks for one in task.blocks()]
-    count = data.draw(st.integers(0, len(whole) + 2))
-    left = [*without_blocks(tasks, count)]
-    assert [one for task in left for one in task.blocks()] == whole[count:]
-    assert [rank for task in left for rank in task.ranks] == [rank for rank, *_ in whole[count:]]
 
 
 def test_the_first_blocks_are_small_and_double() -> None:

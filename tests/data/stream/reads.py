@@ -16,8 +16,8 @@ from vit_ray.data.format.shard_files import ShardFile
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.selection import select
 from vit_ray.data.stream import batches
+from vit_ray.data.stream.rank_blocks import RankBlock, Reading
 from vit_ray.data.stream.ray_datasets import HostRanks, planned
-from vit_ray.data.stream.shared_blocks import RankBlock, Reader, Reading
 from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.inputs.streams import training_stream
 
@@ -153,23 +153,19 @@ def queued_of(
         for rank, samples in blocks_of(spec, readers, share, start, start + num_rows)
     )
     queued: list[int] = []
-    readers_here: list[Reader] = []
 
     def noted() -> Generator[RankBlock, None, None]:
         for block in blocks:
-            queued[-1] = max(queued[-1], readers_here[0].held_bytes + block.size)
+            queued[-1] = max(queued[-1], reading.held_bytes + block.size)
             yield block
 
-    reading = Reading(lambda _: noted(), readers.ranks, pieces=readers.pieces)
-    reader = reading.new_reader()
-    assert reader is not None
-    readers_here.append(reader)
+    reading = Reading(noted, readers.ranks, pieces=readers.pieces)
     taken, made = Counter[int](), Counter[int]()
     for step in range(steps):
-        queued.append(reader.held_bytes)
+        queued.append(reading.held_bytes)
         for rank in readers.ranks:
             while made[rank] < (step + 1) * share:
-                block: Any = reader.next_block(rank, taken[rank])
+                block: Any = reading.next_block(rank, taken[rank])
                 taken[rank] += 1
                 made[rank] += block
     return queued

@@ -19,8 +19,8 @@ from tests.data.stream.reads import (
 from vit_ray.data.order.partition import largest_piece, pieces_of
 from vit_ray.data.order.samples import Plan
 from vit_ray.data.stream.blocks import as_one_row, cut
+from vit_ray.data.stream.rank_blocks import RankBlock, Reading
 from vit_ray.data.stream.ray_datasets import planned
-from vit_ray.data.stream.shared_blocks import RankBlock, Reader, Reading
 
 BATCH, WINDOW = 4096, 16_384
 
@@ -117,7 +117,7 @@ def test_a_block_has_no_more_windows_than_a_task_holds_row_groups() -> None:
     assert max(sizes) == 16 * 2 * 8
 
 
-def taken(reader: Reader, rank: int) -> Iterator[Any]:
+def taken(reader: Reading, rank: int) -> Iterator[Any]:
     """What a rank gets of the server."""
     for index in itertools.count():
         block = reader.next_block(rank, index)
@@ -151,10 +151,7 @@ def test_any_world_gets_the_global_batches_of_the_order(
         blocks = blocks_of(spec, readers, share, start * batch, (start + steps) * batch)
 
         made = (RankBlock(rank, as_one_row({"sample": of}), 1) for rank, of in blocks)  # type: ignore[arg-type]
-        reader = Reading(
-            lambda _, made=made: made, readers.ranks, pieces=readers.pieces
-        ).new_reader()
-        assert reader is not None
+        reader = Reading(lambda made=made: made, readers.ranks, pieces=readers.pieces)  # type: ignore[misc]
         for rank in readers.ranks:
             parts.append([found["sample"] for found in cut(taken(reader, rank), share)])
     plan = Plan(spec.manifest, spec.seed, None, window=spec.window)

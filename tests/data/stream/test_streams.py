@@ -22,8 +22,8 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
-from vit_ray.data.stream.shared_blocks import StreamLostError
 from vit_ray.data.stream.stream_server import RankStreams
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

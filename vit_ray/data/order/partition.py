@@ -7,8 +7,8 @@ rank's blocks come in the order of its rows.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -173,11 +173,3 @@ def largest_piece(batch: int) -> int:
     shares = divisors(batch)
     pieces = [one for one in shares if one >= _LEAST_PIECE]
     return max(min((p for p in pieces if not share % p), default=share) for share in shares)
-
-
-def without_blocks(tasks: Iterable[BlockTask], count: int) -> Iterator[BlockTask]:
-    """Tasks that make all blocks but the first `count` ones."""
-    for task in tasks:
-        if count < len(task.ranks):
-            yield replace(task, left_out=count) if count else task
-        count = max(0, count - len(task.ranks))

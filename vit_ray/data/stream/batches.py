@@ -27,9 +27,6 @@ from vit_ray.data.order.shuffle import ShuffleWindow
 
 Batch = dict[str, NDArray[Any]]
 
-LAG_SHARE: Final = 0.05
-"""Largest share of a node's object store for blocks that only slow trainings still need
-(`shared_blocks`)."""
 _PADDING_SAMPLE: Final = -1
 
 

@@ -23,7 +23,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray import ray_internals
-from vit_ray.data.order.partition import BlockTask, Partition, read_tasks, without_blocks
+from vit_ray.data.order.partition import BlockTask, Partition, read_tasks
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
@@ -110,7 +110,6 @@ def segments_of(
     batch_size: int,
     start: int,
     stop: int | None = None,
-    first_block: int = 0,
 ) -> Iterator[Segment]:
     """Some ranks' blocks of a stream, in segments that follow each other.
 
@@ -120,7 +119,6 @@ def segments_of(
             at the beginning to leave out.
         stop: training: samples seen after. None for an evaluation, which has every image once, in
             order, padded so that all ranks get the same number of whole batches.
-        first_block: blocks at the beginning to leave out.
 
     Raises:
         ValueError: a training's range is empty or not a whole number of passes of all ranks.
@@ -136,7 +134,7 @@ def segments_of(
         most_tasks = min(tasks, most_tasks or tasks)
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
-    tasks_left = without_blocks(whole, first_block)
+    tasks_left = iter(whole)
     while some := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
         # The context decides where a set's tasks run, unless their labels do. A block that is made
         # on its ranks' host crosses no network; with a single server, Ray Data spreads the tasks.
@@ -224,7 +222,7 @@ def start_beside_server(num_tasks: int, cores: int) -> None:
     """
     ray_internals.get_or_create_autoscaling_coordinator()
     for _ in range(min(num_tasks, max(1, cores // 2), _WARM_WORKERS)):
-        _import_what_tasks_need.options(num_cpus=0).remote()
+        _import_what_tasks_need.options(num_cpus=0, scheduling_strategy="DEFAULT").remote()
 
 
 def warm_up(spec: StreamSpec, share: float) -> None:

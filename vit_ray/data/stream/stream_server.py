@@ -4,8 +4,7 @@ One actor on each host serves training and every evaluation, for one training af
 executes the Ray Data sets of the host's ranks and deals their blocks to them in turn. Which images
 a block holds is arithmetic (`order.partition`), so servers need not communicate with each other. A
 rank asks for one block after another. The decoded blocks of evaluations are kept if they are small:
-a run, and the trials of a sweep, evaluate on the same images repeatedly. Trainings that run in
-parallel and have equal streams use one server per host, which reads them once (`shared_blocks`).
+a run evaluates on the same images repeatedly.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import math
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -26,18 +23,16 @@ import ray.util
 from ray import cloudpickle
 from ray.data.block import Block
 
-from vit_ray.data.stream.batches import LAG_SHARE, Batch, StreamSpec
+from vit_ray.data.stream.batches import Batch, StreamSpec
 from vit_ray.data.stream.blocks import cut
-from vit_ray.data.stream.ray_datasets import HostRanks, segments_of, warm_up
-from vit_ray.data.stream.shared_blocks import (
-    GATHER_S,
+from vit_ray.data.stream.rank_blocks import (
     Blocks,
     KeptBlocks,
-    Reader,
     Reading,
     StreamLostError,
     blocks_of,
 )
+from vit_ray.data.stream.ray_datasets import HostRanks, segments_of, warm_up
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
@@ -55,13 +50,9 @@ class PassName(NamedTuple):
     """`train`, or the name of an evaluation stream."""
     number: int
     """How often this group has read the stream before."""
-    training: str = ""
-    """Name of the training, if the server is shared."""
 
     def replaces(self, other: PassName) -> bool:
         """Whether `other` is no longer read once this one is."""
-        if self.training != other.training:
-            return False
         if self.group != other.group:
             return True
         return self.stream == other.stream and self.number > other.number
@@ -83,8 +74,6 @@ class Pass:
     out."""
     stop: int = 0
     """Training: samples seen after."""
-    num_sharing: int = 0
-    """How many trainings, including this one, start together with equal streams; 0: not shared."""
 
     def pieces(self, spec: StreamSpec) -> int:
         """Into which each rank's share of a batch is cut (`HostRanks`)."""
@@ -92,7 +81,7 @@ class Pass:
         return spec.pieces(self.world_size, self.batch_size_per_rank) if is_training else 1
 
     def content(self, spec: StreamSpec) -> str:
-        """Digest of everything that decides the blocks: trainings with equal digests can share."""
+        """Digest of everything that decides the blocks."""
         how = replace(spec, manifest=None)  # type: ignore[arg-type]
         is_training = self.name.stream == "train"
         which = self.world_size, self.batch_size_per_rank, self.start, self.stop, is_training
@@ -117,15 +106,10 @@ class StreamServer:
         self._warms_up, self._cpus_per_rank = warms_up, cpus_per_rank
         if not keeps_statistics:
             keep_no_dataset_statistics()
-        self._open: dict[PassName, Reader] = {}
-        self._shared: dict[tuple[Any, ...], Reading] = {}
-        self._begun_s: dict[tuple[Any, ...], float] = {}
-        """When a training with each stream last started."""
+        self._open: dict[PassName, Reading] = {}
         self._has_ended: set[str] = set()
-        """Groups and trainings that were closed."""
-        self._most_sharing = 1
-        store = float(_own_resources().get("object_store_memory", 0))
-        self._kept, self._most_behind = KeptBlocks(KEPT_SHARE * store), LAG_SHARE * store
+        """Groups that were replaced."""
+        self._kept = KeptBlocks(KEPT_SHARE * float(_own_resources().get("object_store_memory", 0)))
         self._lock, self._opening = threading.Lock(), threading.Lock()
 
     def next_block(self, one: Pass | PassName, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
@@ -138,127 +122,58 @@ class StreamServer:
         if isinstance(one, Pass):
             self._begin(one)
         with self._lock:
-            reader = self._open.get(name)
-        if reader is None:
+            reading = self._open.get(name)
+        if reading is None:
             raise StreamLostError(f"{name} is not read here, or no longer")
-        block = reader.next_block(rank, index)
+        block = reading.next_block(rank, index)
         return [] if block is None else [block]
 
-    def close(self, of: str | None = None, *, has_failed: bool = False) -> None:
-        """Stop all reading, or that of one group or training, which cannot read again.
-
-        Args:
-            has_failed: the group failed, so blocks may be lost: new readers get none of the old.
-        """
+    def close(self) -> None:
+        """Stop all reading."""
         with self._lock:
-            if of is not None:
-                self._has_ended.add(of)
-            if has_failed:
-                self._shared = {}
-                self._kept.clear()
-            names = [one for one in self._open if of in (None, one.group, one.training)]
-            readers = [self._open.pop(name) for name in names]
-        _close(readers)
+            readings, self._open = list(self._open.values()), {}
+        _close(readings)
 
     def _begin(self, one: Pass) -> None:
         with self._opening:  # other passes are read meanwhile
             with self._lock:
-                if one.name in self._open or self._is_over(one.name):
+                if one.name in self._open or one.name.group in self._has_ended:
                     return
                 replaced = [other for other in self._open if one.name.replaces(other)]
                 self._has_ended |= {other.group for other in replaced} - {one.name.group}
-                readers = [self._open.pop(other) for other in replaced]
-            _close(readers)
-            reader = self._reader(one)
+                readings = [self._open.pop(other) for other in replaced]
+            _close(readings)
+            # no limit: the driver has put it there before the stream started
+            spec = ray.get(one.specs)[one.name.stream]
+            reading = Reading(self._read_of(one, spec), one.ranks, pieces=one.pieces(spec))
             with self._lock:
-                if not self._is_over(one.name):
-                    self._open[one.name] = reader
-                    return
-        reader.close()  # it has ended meanwhile
+                self._open[one.name] = reading
 
-    def _is_over(self, name: PassName) -> bool:
-        return name.group in self._has_ended or name.training in self._has_ended
-
-    def _reader(self, one: Pass) -> Reader:
-        """Join the reading of an equal stream if there is one, or start a new one."""
-        # no limit: the driver has put it there before the stream started
-        spec = ray.get(one.specs)[one.name.stream]
-        if not one.num_sharing:
-            name = "/".join(map(str, one.name))
-            return _first_reader(
-                Reading(self._read_of(one, spec, name), one.ranks, pieces=one.pieces(spec))
-            )
-        content = one.content(spec)
-        # Blocks may be lost with the node on which they were made.
-        key = content, one.ranks, () if one.name.stream == "train" else _nodes_alive()
-        self._shared = {key: each for key, each in self._shared.items() if each.can_be_joined}
-        if (shared := self._shared.get(key)) and (reader := shared.new_reader()):
-            return reader
-        most_bytes = math.inf
-        if spec.object_store_mib is not None:
-            most_bytes = (spec.object_store_mib << 20) * len(one.ranks) / one.world_size
-
-        def most_behind() -> float:
-            with self._lock:
-                names = [name for name in self._open if name.training]
-                num_readings = len({self._open[name].reading for name in names})
-            return min(most_bytes, self._most_behind / max(1, num_readings))
-
-        # The same on all hosts; bad rows are counted under it, for this job only.
-        name = f"{ray.get_runtime_context().get_job_id()}/{content}"
-        self._shared[key] = Reading(
-            self._read_of(one, spec, name),
-            one.ranks,
-            most_bytes=most_behind,
-            expected=self._expected(one, key),
-            pieces=one.pieces(spec),
-        )
-        return _first_reader(self._shared[key])
-
-    def _expected(self, one: Pass, key: tuple[Any, ...]) -> int:
-        """How many readers to wait for: trainings that start together and fit on this host."""
-        if one.name.stream != "train" or one.start:
-            return 1
-        now_s = time.monotonic()
-        is_late = now_s - self._begun_s.get(key, -math.inf) < GATHER_S
-        self._begun_s[key] = now_s
-        has = _own_resources()
-        places = has.get("GPU") or has.get("CPU", 1) / max(self._cpus_per_rank, 1e-3)
-        return 1 if is_late else max(1, min(one.num_sharing, int(places // len(one.ranks))))
-
-    def _read_of(self, one: Pass, spec: StreamSpec, name: str) -> Callable[[int], Blocks]:
-        """A function of n that reads a stream from its block n on."""
+    def _read_of(self, one: Pass, spec: StreamSpec) -> Callable[[], Blocks]:
+        """A function that reads a stream."""
+        name = "/".join(map(str, one.name))
         readers = HostRanks(name, one.ranks, one.world_size, one.pieces(spec))
-        self._most_sharing = max(self._most_sharing, one.num_sharing)
-        give_datasets(readers.share, self._most_sharing * one.world_size * self._cpus_per_rank)
+        give_datasets(readers.share, one.world_size * self._cpus_per_rank)
         size = one.batch_size_per_rank
 
-        def read(first: int) -> Blocks:
+        def read() -> Blocks:
             if self._warms_up:
                 warm_up(spec, readers.share)
             stop = one.stop if one.name.stream == "train" else None
-            return blocks_of(segments_of(spec, readers, size, one.start, stop, first))
+            return blocks_of(segments_of(spec, readers, size, one.start, stop))
 
         if one.name.stream == "train" or spec.object_store_mib is not None:
             return read
-        # An unshared server keeps blocks for one start of a worker group: the group's failure may
-        # have lost blocks. A shared server is notified of that (`close`).
-        workers = "" if one.num_sharing else one.name.group.partition(" ")[0]
+        # For one start of a worker group: the group's failure may have lost blocks.
+        workers = one.name.group.partition(" ")[0]
         key = pickle.dumps((workers, _nodes_alive(), one.ranks, one.content(spec)))
+        return lambda: self._kept.blocks(key, read)
 
-        return lambda first: read(first) if first else self._kept.blocks(key, lambda: read(0))
 
-
-def _close(readers: list[Reader]) -> None:
+def _close(readings: list[Reading]) -> None:
     with contextlib.ExitStack() as all_of_them:
-        for reader in readers:
-            all_of_them.callback(reader.close)
-
-
-def _first_reader(reading: Reading) -> Reader:
-    reader = reading.new_reader()
-    assert reader is not None
-    return reader
+        for reading in readings:
+            all_of_them.callback(reading.close)
 
 
 def _own_resources() -> dict[str, float]:
@@ -272,17 +187,6 @@ def _nodes_alive() -> tuple[str, ...]:
     return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
 
 
-class Sharing(NamedTuple):
-    """What a training needs to use servers that other trainings also use."""
-
-    training: str
-    """Its unique name among all trainings."""
-    num_sharing: int
-    """As in `Pass`."""
-    servers: Any = None
-    """Handle of an actor that has `stream_server`, which returns the server of a host."""
-
-
 class RankStreams:
     """The streams of one rank, read through a `StreamServer`."""
 
@@ -294,7 +198,6 @@ class RankStreams:
         rank: int,
         world_size: int,
         ranks: range | None = None,
-        sharing: Sharing | None = None,
     ) -> None:
         """Reads nothing yet.
 
@@ -305,10 +208,8 @@ class RankStreams:
             rank: in the group.
             world_size: of the group.
             ranks: that use this server; None for all.
-            sharing: set if the server is shared with other trainings.
         """
         self._server, self._specs, self._group = server, specs, group
-        self._sharing = sharing or Sharing("", 0)
         self._rank, self._world_size = rank, world_size
         self._ranks = range(world_size) if ranks is None else ranks
         self._num_passes: dict[str, int] = {}
@@ -328,9 +229,8 @@ class RankStreams:
     def _blocks(self, stream: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
         number = self._num_passes.get(stream, 0)
         self._num_passes[stream] = number + 1
-        training, num_sharing = self._sharing.training, self._sharing.num_sharing
-        name = PassName(self._group, stream, number, training)
-        one = Pass(name, self._specs, self._ranks, self._world_size, size, start, stop, num_sharing)
+        name = PassName(self._group, stream, number)
+        one = Pass(name, self._specs, self._ranks, self._world_size, size, start, stop)
         ask = self._server.next_block.remote
         # no limit: train.step_timeout_s ends a step that waits for images
         found = ray.get(ask(one, self._rank, 0))
@@ -349,7 +249,6 @@ class StreamSource:
     servers: Any
     """Handle of an actor that has `stream_server`, which returns the server of a host's ranks."""
     specs: ray.ObjectRef[dict[str, StreamSpec]]
-    sharing: Sharing | None = None
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
         """The streams of a rank of this host; `group` and `ranks` as in `RankStreams`."""
@@ -357,5 +256,4 @@ class StreamSource:
         node = ray.get_runtime_context().get_node_id()
         found = self.servers.stream_server.remote(group, host, node, ranks)
         server = ray.get(found, timeout=ANSWER_LIMIT_S) or self.servers
-        sharing = self.sharing and self.sharing._replace(servers=None)
-        return RankStreams(server, self.specs, group, rank, world_size, ranks, sharing)
+        return RankStreams(server, self.specs, group, rank, world_size, ranks)

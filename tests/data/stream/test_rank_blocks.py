@@ -1,0 +1,223 @@
+"""Who gets which blocks of a reading, and what is kept: no Ray."""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vit_ray.data.stream.rank_blocks import (
+    KeptBlocks,
+    RankBlock,
+    Reading,
+    StreamLostError,
+    blocks_of,
+)
+from vit_ray.data.stream.ray_datasets import Segment
+
+Blocks = list[RankBlock]
+
+
+class Source:
+    """Gives some blocks, and counts how often."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks, self.times = blocks, 0
+
+    def __call__(self) -> Generator[RankBlock, None, None]:
+        self.times += 1
+        yield from self.blocks
+
+
+def all_of(reader: Reading, rank: int = 0, begun: int = 0) -> list[Any]:
+    """What is left for a rank."""
+    found = []
+    while (one := reader.next_block(rank, begun + len(found))) is not None:
+        found.append(one)
+    return found
+
+
+def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
+    return RankBlock(rank, name, size)
+
+
+def test_a_block_reaches_its_rank_while_another_rank_makes_more() -> None:
+    ranks, makes, is_taken = range(2), threading.Event(), threading.Event()
+
+    def read() -> Generator[RankBlock, None, None]:
+        makes.set()
+        deadline_s = time.monotonic() + 10
+        while not reader.waiting and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        yield block("a", rank=0)
+        assert is_taken.wait(10), "rank 0 waits for the block of rank 1"
+        yield block("b", rank=1)
+
+    reader = Reading(read, ranks)
+    with ThreadPoolExecutor(2) as threads:
+        second = threads.submit(reader.next_block, 1, 0)
+        makes.wait(10)
+        assert reader.next_block(0, 0) == "a"
+        is_taken.set()
+        assert second.result() == "b"
+
+
+def test_a_reading_that_fits_is_kept_and_one_that_does_not_is_read_again() -> None:
+    kept = KeptBlocks(10)
+    small, large = Source([block("a", 4), block("b", 6)]), Source([block("c", 5), block("d", 6)])
+    for _ in range(3):
+        assert list(kept.blocks(b"small", small)) == small.blocks
+        assert list(kept.blocks(b"large", large)) == large.blocks
+    assert (small.times, large.times) == (1, 3)
+
+
+def test_what_was_used_last_is_kept() -> None:
+    kept = KeptBlocks(10)
+    readers = {key: Source([block(key, 4)]) for key in (b"a", b"b", b"c")}
+    for key in (b"a", b"b", b"a", b"c", b"a", b"b"):
+        assert list(kept.blocks(key, readers[key])) == [block(key, 4)]
+    assert {key: reader.times for key, reader in readers.items()} == {b"a": 1, b"b": 2, b"c": 1}
+
+
+def test_what_was_kept_can_be_given_up() -> None:
+    kept, source = KeptBlocks(10), Source([block("a", 4)])
+    for _ in range(2):
+        assert list(kept.blocks(b"key", source)) == source.blocks
+    kept.clear()
+    assert list(kept.blocks(b"key", source)) == source.blocks
+    assert source.times == 2
+
+
+def test_a_reading_that_was_left_or_failed_is_not_kept() -> None:
+    kept = KeptBlocks(10)
+    source = Source([block("a"), block("b")])
+    left = kept.blocks(b"key", source)
+    next(left)
+    left.close()
+
+    def failing() -> Generator[RankBlock, None, None]:
+        yield block("a")
+        raise OSError("storage is away")
+
+    with pytest.raises(OSError, match="away"):
+        list(kept.blocks(b"key", failing))
+    assert list(kept.blocks(b"key", source)) == source.blocks
+    assert source.times == 2
+
+
+def test_every_rank_is_told_that_a_stream_failed() -> None:
+    def failing() -> Generator[RankBlock, None, None]:
+        yield block("a")
+        raise ValueError("too many bad images")
+
+    dealt = Reading(failing)
+    assert dealt.next_block(0, 0) == "a"
+    for rank, index in ((1, 0), (2, 0), (0, 1)):
+        with pytest.raises(ValueError, match="too many bad images"):
+            dealt.next_block(rank, index)
+
+
+def test_each_rank_takes_its_own_blocks_in_their_order() -> None:
+    blocks = (block(name, rank=rank) for rank, name in enumerate(("a0", "b0", "c0")))
+    later = (block(name, rank=rank) for name, rank in (("a1", 0), ("a2", 0), ("b1", 1)))
+    dealt = Reading(Source([*blocks, *later]))
+    assert [dealt.next_block(1, 0), dealt.next_block(1, 1), dealt.next_block(1, 2)] == [
+        "b0", "b1", None,
+    ]  # fmt: skip
+    assert [dealt.next_block(0, index) for index in range(4)] == ["a0", "a1", "a2", None]
+    with pytest.raises(StreamLostError, match="rank 2 has had 1 blocks, but was given 0"):
+        dealt.next_block(2, 1)
+
+
+def test_a_rank_of_another_host_is_refused() -> None:
+    dealt = Reading(Source([block(name, rank=4) for name in "ab"]), range(4, 6))
+    assert dealt.next_block(4, 0) == "a"
+    with pytest.raises(StreamLostError, match="rank 6 asked the server of ranks 4 to 5"):
+        dealt.next_block(6, 0)
+
+
+def made_up_segments(started: list[int], sizes: list[int], next_at: int) -> Iterator[Segment]:
+    """Segments of one rank without Ray, that note when they are executed."""
+
+    class Executed:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def iter_internal_ref_bundles(self) -> list[Any]:
+            started.append(self.number)
+            metadata = SimpleNamespace(size_bytes=1)
+            names = [f"{self.number}.{index}" for index in range(sizes[self.number])]
+            entries = [SimpleNamespace(ref=name, metadata=metadata) for name in names]
+            return [SimpleNamespace(blocks=[entry]) for entry in entries]
+
+    for number, size in enumerate(sizes):
+        dataset: Any = Executed(number)
+        yield Segment(dataset, [0] * size, next_at)
+
+
+def test_the_next_segment_starts_while_the_last_blocks_of_one_are_taken() -> None:
+    started: list[int] = []
+    blocks = blocks_of(made_up_segments(started, [6, 4, 4], 2))
+    names = [str(next(blocks).block) for _ in range(3)]
+    assert started == [0]
+    names.append(str(next(blocks).block))
+    deadline_s = time.monotonic() + 30
+    while started == [0] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert started == [0, 1]
+    names += [str(one.block) for one in blocks]
+    assert names == [f"{n}.{index}" for n, size in enumerate((6, 4, 4)) for index in range(size)]
+
+
+def test_an_execution_that_gives_too_few_blocks_is_an_error() -> None:
+    (whole,) = made_up_segments([], [3], 0)
+    with pytest.raises(ValueError, match="shorter"):
+        list(blocks_of(iter([replace(whole, ranks=[0, 0, 0, 0])])))
+
+
+def test_one_that_is_closed_ends_its_stream_and_tells_the_ranks() -> None:
+    ended = threading.Event()
+
+    def endless() -> Generator[RankBlock, None, None]:
+        try:
+            for index in itertools.count():
+                yield block(f"{index}", rank=index % 2)
+        finally:
+            ended.set()
+
+    reading = Reading(endless)
+    assert [reading.next_block(0, index) for index in range(3)] == ["0", "2", "4"]
+    reading.close()
+    assert ended.is_set()
+    assert [reading.next_block(1, index) for index in range(2)] == ["1", "3"]
+    with pytest.raises(StreamLostError, match="stream of rank 1 was closed before its end"):
+        reading.next_block(1, 2)  # it has not come to its end
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_rank_gets_its_blocks_at_its_own_pace(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = range(rng.choice([1, 2, 3]))
+    blocks = [
+        block((rank, index), rng.randint(1, 9), rank) for index in range(60) for rank in ranks
+    ]
+    reading = Reading(Source(blocks), ranks)
+
+    def take(rank: int, pause_s: float) -> list[Any]:
+        mine, found = random.Random(f"{seed} {rank}"), list[Any]()
+        while (one := reading.next_block(rank, len(found))) is not None:
+            found.append(one)
+            time.sleep(mine.random() * pause_s)
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        ends = [threads.submit(take, rank, rng.random() * 0.004) for rank in ranks]
+        for rank, end in zip(ranks, ends, strict=True):
+            assert end.result(60) == [(rank, index) for index in range(60)]
+    assert reading.held_bytes == 0

@@ -75,7 +75,7 @@ def test_the_quickstart_installs_what_runs_and_no_tools(
         assert words[-4:-1] == ["--constraint", "constraints.txt", "--editable"]
 
 
-def test_the_wheel_has_recipes_cluster_files_and_types_and_runs_by_itself(tmp_path: Path) -> None:
+def test_the_wheel_has_recipes_and_types_and_runs_by_itself(tmp_path: Path) -> None:
     build = f"import hatchling.build; hatchling.build.build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("vit_ray-*.whl")
@@ -83,12 +83,9 @@ def test_the_wheel_has_recipes_cluster_files_and_types_and_runs_by_itself(tmp_pa
         opened.extractall(tmp_path / "installed")
     package = tmp_path / "installed" / "vit_ray"
     assert (package / "py.typed").is_file()
-    for shipped, source in (("recipes", "jobs/recipes"), ("cluster", "cluster")):
-        tracked = {p.relative_to(ROOT / source) for p in (ROOT / source).rglob("*.yaml")}
-        assert tracked
-        assert {p.relative_to(package / shipped) for p in (package / shipped).rglob("*.yaml")} == (
-            tracked
-        )
+    recipes = {p.relative_to(ROOT / "jobs") for p in (ROOT / "jobs/recipes").rglob("*.yaml")}
+    assert recipes
+    assert {p.relative_to(package) for p in (package / "recipes").rglob("*.yaml")} == recipes
     (metadata,) = (tmp_path / "installed").glob("*.dist-info/METADATA")
     assert "Classifier: Typing :: Typed" in metadata.read_text()
     (entries,) = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")

@@ -194,6 +194,7 @@ def _start(num_cpus: int) -> None:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
         with _children_in_a_group_of_their_own(folder):
+            # no limit: the group's first process ends this one
             ray.init(
                 address="local",  # not another Ray that happens to run here
                 num_cpus=num_cpus,

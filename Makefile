@@ -122,7 +122,7 @@ build/image/debian.tar:
 	tar --directory build/image/debian --exclude './dev/*' --one-file-system -cf $@ .
 	rm -rf build/image/debian
 
-# README, tutorial and how-to pages in a fresh clone with an environment of its own: half an hour.
+# README, tutorial and how-to pages in a fresh clone with an environment of its own: an hour.
 newcomer:
 	$(PYTHON) -m tests.newcomer.follow
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import foreign_settings  # noqa: F401
+
 # Before Ray is imported anywhere: a token of this session's own, since its ports are open to the
 # network, and no accelerator that DeepSpeed could mistake the machine for.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -29,12 +31,9 @@ os.environ["RAY_DEDUP_LOGS"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The head's idle processes serve the next test; by default those beyond its CPUs end in a second.
 os.environ["RAY_num_workers_soft_limit"] = "16"  # noqa: SIM112
-os.environ.pop("RAY_ADDRESS", None)
 # Ray starts a cluster at its first use (`ray.put`), for which nothing sets a limit: a test without
 # `ray_head` fails instead. Ray reads this when it is imported.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-# Servers of the tests are on this machine, whatever proxy leads out of it.
-os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 # Submitted jobs say `python`, as a person in an active environment does.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
@@ -115,8 +114,33 @@ def collection_of_new_objects_alone() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds those of the tests, and the home of the processes of `ray_head`."""
+    folders = tmp_path_factory.mktemp("own")
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="home", dir=folders)
+    return folders
+
+
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_but_the_test(own_folders: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """An empty working directory, an empty home, and the environment that the session began with.
+
+    So no test finds `quickstart/`, `runs/`, caches or settings, or what an earlier one has left;
+    only a home is the cluster's where a test uses one.
+    """
+    before, folder = dict(os.environ), os.getcwd()
+    os.chdir(tempfile.mkdtemp(prefix="cwd", dir=own_folders))
+    if not needs(request.node, "ray_head"):
+        os.environ["HOME"] = tempfile.mkdtemp(prefix="home", dir=own_folders)
+    yield
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(nothing_but_the_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is not whole is read again at once."""
     from vit_ray.checkpoints import run_checkpoints
 

@@ -1,9 +1,9 @@
 """Follows README, tutorial and how-to pages line by line in a fresh clone; fails where one lies.
 
-`make newcomer`, or `python -m tests.newcomer.follow [FOLDER]`; Python alone is enough, and half an
+`make newcomer`, or `python -m tests.newcomer.follow [FOLDER]`; Python alone is enough, and an
 hour. What is committed is cloned into the folder, and the lines of a page are run in one shell,
 with a home and a Ray of their own. The lines and files are the page's own blocks; what it does not
-show stands in a comment above a block:
+show is in a comment above a block:
 
     <!-- newcomer first: LINE -->             a line that a reader has run, or has otherwise
     <!-- newcomer skips START: REASON -->     lines that begin so are not run; `all`: the block

@@ -206,11 +206,8 @@ def _read_again_and_again(path: str, cache: LocalCache, times: int) -> int:
     return good
 
 
-def test_processes_share_a_folder_within_the_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_a_folder_within_the_bound(tmp_path: Path) -> None:
     """Two data sets that take turns in it, neither of which fits beside the other."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd()]))
     sets = [write_rows(tmp_path / name, LABELS, size) for name, size in (("a", 4000), ("b", 5000))]
     cache = LocalCache(str(tmp_path / "cache"), 40_000)
     with multiprocessing.get_context("forkserver").Pool(4, _forget_idle) as pool:

@@ -6,8 +6,6 @@ cluster from them, after which each starts a Ray of its own.
 
 import os
 import platform
-import signal
-import sys
 import time
 import uuid
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import ray
 import torch
 import torch.nn.functional as F
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
 from torch import nn
 
 from vit_ray import build_model
@@ -231,17 +229,6 @@ def wait_on_first_pods(step: int, metrics: dict[str, float]) -> None:
         time.sleep(10)
 
 
-def wait_for_two_groups(step: int, metrics: dict[str, float]) -> None:
-    """Until the workers of two trainings hold 3 CPUs each of two nodes of 4, once in a cluster."""
-    deadline = time.monotonic() + 180
-    while not _internal_kv_get("two groups"):
-        assert time.monotonic() < deadline, ray.available_resources()
-        free = ray.available_resources().get("CPU", 0.0)
-        if ray.cluster_resources().get("CPU", 0.0) == 8 and free <= 2:
-            _internal_kv_put("two groups", "held")
-        time.sleep(0.5)
-
-
 def wait_for_two_jobs(step: int, metrics: dict[str, float]) -> None:
     """Until trainings of two jobs have each had a step while the other one was there."""
     own = ray.get_runtime_context().get_job_id()
@@ -254,21 +241,3 @@ def wait_for_two_jobs(step: int, metrics: dict[str, float]) -> None:
 
 def fail(step: int, metrics: dict[str, float]) -> None:
     raise KeyError("a name that is not there")
-
-
-def path_of_imports() -> list[str]:
-    return sys.path
-
-
-def wait_for_another(step: int, metrics: dict[str, float]) -> None:
-    """Until a second training with this part has begun, too."""
-    _internal_kv_put(f"begun/{os.getpid()}".encode(), b"")
-    deadline_s = time.monotonic() + 100.0
-    while len(_internal_kv_list(b"begun/")) < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-
-
-def die_once(step: int, metrics: dict[str, float]) -> None:
-    """Of all trainings with this part the first that gets to step 8 loses its worker there."""
-    if step == 8 and not _internal_kv_put(b"died_once", b"", overwrite=False):
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 
 def first_of(*names: str) -> Any:
@@ -40,3 +44,22 @@ def randaugment(layers: int, magnitude: float) -> dict[str, Any]:
         "randaugment_layers": layers,
         "randaugment_magnitude": magnitude,
     }
+
+
+@contextlib.contextmanager
+def without_ray() -> Iterator[None]:
+    """Commands for data sets do their tasks one after another in this process."""
+
+    def run_tasks(
+        work: Callable[..., Any], items: Sequence[Any], *shared: Any, shown: Any = None
+    ) -> list[Any]:
+        return [work(item, *shared) for item in items]
+
+    stand_ins = {"run_tasks": run_tasks, "connect": lambda _: None, "check_shared": lambda *_: None}
+    prepare = importlib.import_module("vit_ray.data.prepare")
+    modules = [one.name for one in pkgutil.walk_packages(prepare.__path__, "vit_ray.data.prepare.")]
+    with contextlib.ExitStack() as patches:
+        for module in [*modules, "vit_ray.commands.convert", "vit_ray.commands.datasets"]:
+            for name in stand_ins.keys() & vars(importlib.import_module(module)).keys():
+                patches.enter_context(patch(f"{module}.{name}", stand_ins[name]))
+        yield

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from tests.net.adapters import without_ray
 from tests.net.trees import HERE
 
 
@@ -68,4 +69,5 @@ def _run(words: list[str]) -> Result:
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "200"
-    print(json.dumps([_run(words) for words in json.loads(sys.stdin.read())]))
+    with without_ray() if "NET_WITHOUT_RAY" in os.environ else contextlib.nullcontext():
+        print(json.dumps([_run(words) for words in json.loads(sys.stdin.read())]))

@@ -22,6 +22,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 ROOT = Path(__file__).parents[2]
+BASE_RECIPE = Path(__file__).with_name("recipe.json")
 RAY = str(Path(sys.executable).parent / "ray")
 Environment = dict[str, str]
 _commands: list[subprocess.Popen[Any]] = []
@@ -157,36 +158,12 @@ def convert_digits(own: Environment, folder: Path) -> None:
 
 
 def write_recipe(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
-    """Two workers, ZeRO 2, a tiny ViT, 24 steps; `sections` change keys of it.
+    """Two workers, ZeRO 2, a tiny ViT, 24 steps (`recipe.json`), with changes by section.
 
     `folder` holds the data sets, the runs and MLflow's file.
     """
-    recipe: dict[str, Any] = {
-        "name": name,
-        "output": f"{folder}/runs",
-        "model": {
-            "name": "ViT", "image_size": 16, "depth": 1, "width": 32, "mlp_dim": 64,
-            "num_heads": 2, "patch_size": 4, "representation": True, "dropout": 0.05,
-        },
-        "data": {
-            "train": f"{folder}/train", "eval": f"{folder}/test", "cpus_per_task": 0.5,
-            "augment": {"flip": False, "min_area": 0.5}, "eval_augment": {"kind": "resize"},
-        },
-        "optim": {
-            "steps": 24, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2,
-            "schedule": "constant",
-        },
-        "train": {
-            "global_batch_size": 64, "micro_batch_size": 16, "zero_stage": 2,
-            "precision": "fp32", "averaging": 0.9, "log_every_steps": 4,
-        },
-        "checkpoint": {"every_steps": 8, "every_minutes": None, "keep_last": 10},
-        "evaluate": {"batch_size": 50},
-        "workers": {"num_workers": 2, "use_gpu": False, "cpus_per_worker": 0.5},
-        "tracking": {
-            "uri": f"sqlite:///{folder}/mlflow.db", "experiment": "net", "system_metrics": False,
-        },
-    }  # fmt: skip
+    text = BASE_RECIPE.read_text().replace("FOLDER", str(folder)).replace("NAME", name)
+    recipe: dict[str, Any] = json.loads(text)
     for section, changes in sections.items():
         recipe[section] = {**recipe.get(section, {}), **changes}
     path = folder / f"{name}.yaml"

@@ -33,30 +33,23 @@ def converted() -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="net-sets-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name, count, classes in (("small", NUM_SMALL, 3), ("large", NUM_LARGE, 10)):
-        _write(folder / f"{name}-images", _squares(count), classes)
+    _write(folder / "small-images", _squares(NUM_SMALL), 3)
+    _write(folder / "large-images", _squares(NUM_LARGE), 10)
     _write(folder / "photos-images", {**photographs(), **odd_images()}, 3)
     (folder / "recipe.yaml").write_text("name: net\nseed: 3\n")
-    must_run(
-        folder,
-        [
-            _conversion("small", "small", 4, shard_mib=0.01),
-            _conversion("large", "large", 64),
-            _conversion("photos", "photos", 8),
-            _conversion("photos", "plain", 8, index_jpeg="false"),
-        ],
-    )
+    conversions = [
+        _conversion("small", "small", 4, "shard_mib=0.01"),
+        _conversion("large", "large", 64),
+        _conversion("photos", "photos", 8),
+        _conversion("photos", "plain", 8, "index_jpeg=false"),
+    ]
+    must_run(folder, conversions)
     return folder
 
 
-def _conversion(source: str, name: str, rows: int, **keys: Any) -> list[str]:
-    keys = {
-        "source": f"{source}-images",
-        "destination": name,
-        "rows_per_row_group": rows,
-        **keys,
-    }
-    return ["convert", "recipe.yaml", *(f"convert.{key}={value}" for key, value in keys.items())]
+def _conversion(source: str, name: str, rows: int, *more: str) -> list[str]:
+    keys = [f"source={source}-images", f"destination={name}", f"rows_per_row_group={rows}", *more]
+    return ["convert", "recipe.yaml", *(f"convert.{key}" for key in keys)]
 
 
 def _write(folder: Path, images: dict[str, bytes], num_classes: int) -> None:
@@ -79,20 +72,15 @@ def photographs() -> dict[str, bytes]:
     for number in range(NUM_PHOTOS):
         source = sources[number % 2]
         width, height = (int(side * random.uniform(0.2, 1.0)) for side in source.size)
-        left, top = (
-            random.integers(0, source.width - width),
-            random.integers(0, source.height - height),
-        )
+        left = random.integers(0, source.width - width)
+        top = random.integers(0, source.height - height)
         cut = source.crop((left, top, left + width, top + height))
         scale = float(random.uniform(0.3, 3.0))
         sides = [max(1, int(side * scale)) for side in cut.size]
-        found[f"{number:02d}.jpg"] = _encoded(
-            cut.resize(sides, Image.Resampling.BICUBIC),
-            "JPEG",
-            quality=int(random.integers(30, 100)),
-            subsampling=int(number % 3),
-            progressive=number % 8 == 7,
-        )
+        resized = cut.resize(sides, Image.Resampling.BICUBIC)
+        options = {"subsampling": number % 3, "progressive": number % 8 == 7}
+        quality = int(random.integers(30, 100))
+        found[f"{number:02d}.jpg"] = _encoded(resized, "JPEG", quality=quality, **options)
     return found
 
 

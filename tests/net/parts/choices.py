@@ -76,14 +76,9 @@ def _subsets(source: Path, folder: Path) -> dict[str, Any]:
         for seed in SEEDS
     }
     chosen["listed keys"] = ["subset.keys=keys.txt"]
-    places = [f"subset.source={source}", "subset.destination="]
-    must_run(
-        folder,
-        [
-            ["subset", "recipe.yaml", *words, places[0], f"{places[1]}{folder / name}"]
-            for name, words in chosen.items()
-        ],
-    )
+    first = ["subset", "recipe.yaml", f"subset.source={source}"]
+    targets = {name: f"subset.destination={folder / name}" for name in chosen}
+    must_run(folder, [[*first, targets[name], *words] for name, words in chosen.items()])
     return {f"subset, {name}": _keys(str(folder / name)) for name in chosen}
 
 

@@ -19,7 +19,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT": ("ViT", PATCHES),
     "ViT, representation, head bias": (
         "ViT",
-        {**PATCHES, "representation": True, "head_bias": -10.0},
+        PATCHES | {"representation": True, "head_bias": -10.0},
     ),
     "ViT, mean, exact GELU": ("ViT", {**PATCHES, "pool": "gap", "activation": "gelu"}),
     **{
@@ -37,11 +37,8 @@ LAYOUTS = {"jax": ".npz", "timm": ".safetensors", "huggingface": ".safetensors"}
 
 def record(folder: Path) -> dict[str, Any]:
     """Of the models of the catalog, of small ones, and of the files of small ones."""
-    found: dict[str, Any] = {
-        "catalog": {
-            name: _counts(name) for name in vit_ray.model_names() if any(map(str.isdigit, name))
-        }
-    }
+    catalog = [name for name in vit_ray.model_names() if any(map(str.isdigit, name))]
+    found: dict[str, Any] = {"catalog": {name: _counts(name) for name in catalog}}
     for title, (name, options) in MODELS.items():
         torch.manual_seed(3)
         model = vit_ray.build_model(name, CLASSES, SIDE, **options)
@@ -109,9 +106,8 @@ def _file(file: Path, layout: str, name: str, options: dict[str, Any]) -> dict[s
     tensors = dict(np.load(file)) if is_npz else load_file(file)
     filled = {key: _random(key, tensor.shape) for key, tensor in tensors.items()}
     np.savez(file, **filled) if is_npz else save_file(filled, file)
-    found: dict[str, Any] = {
-        "names": [f"{key} {list(tensors[key].shape)}" for key in sorted(tensors)]
-    }
+    shapes = [f"{key} {list(tensors[key].shape)}" for key in sorted(tensors)]
+    found: dict[str, Any] = {"names": shapes}
     for side in (SIDE, 48):
         model = vit_ray.build_model(name, CLASSES, side, **options)
         vit_ray.load_weights(model, file, layout)

@@ -44,15 +44,14 @@ def _crops(data: Any) -> dict[str, Any]:
         "RandAugment 4, 15": {**randaugment(4, 15.0), "kind": "resize"},
     }
     found = {
-        f"training, {name}": _digests(keys, data, SIDE, augment=keys_of_crop)
-        for name, keys_of_crop in drawn.items()
+        "training, inception of 224": _digests(keys, data, 224),
+        "training, 64 high, 96 wide": _digests(keys, data, (64, 96)),
     }
-    found["training, inception of 224"] = _digests(keys, data, 224)
-    found["training, 64 high, 96 wide"] = _digests(keys, data, (64, 96))
-    for name, keys_of_crop in EVALUATION.items():
-        found[f"evaluation, {name}"] = _digests(
-            keys, data, SIDE, training=False, eval_augment=keys_of_crop
-        )
+    for name, crop in drawn.items():
+        found[f"training, {name}"] = _digests(keys, data, SIDE, augment=crop)
+    for name, crop in EVALUATION.items():
+        options = {"training": False, "eval_augment": crop}
+        found[f"evaluation, {name}"] = _digests(keys, data, SIDE, **options)
     return found
 
 
@@ -68,9 +67,8 @@ def _digests(keys: list[str], data: Any, side: Any, **options: Any) -> dict[str,
 
 def _images(data: Any, side: Any, **options: Any) -> Iterator[tuple[int, np.ndarray]]:
     """Number and crop of each image, in training over two epochs."""
-    for batch in data.iter_batches(
-        BATCH, side, epochs=EPOCHS, seed=13, shuffle_window=0, **options
-    ):
+    order = {"epochs": EPOCHS, "seed": 13, "shuffle_window": 0}
+    for batch in data.iter_batches(BATCH, side, **order, **options):
         weights = batch.get("weight", np.ones(BATCH))
         for number, pixels, weight in zip(batch["sample"], batch["image"], weights, strict=True):
             if weight:

@@ -26,12 +26,9 @@ CELL = re.compile(rf"^(\S*-\S+) +{NUMBER} +{NUMBER} +{NUMBER} ", re.MULTILINE)
 
 def record(folder: Path) -> dict[str, Any]:
     """By recipe, and by cell of a study."""
-    names = sorted(
-        str(file.relative_to(RECIPES).with_suffix("")) for file in RECIPES.rglob("*.yaml")
-    )
-    kinds = {name: _command(RECIPES / f"{name}.yaml") for name in names}
-    commands = [[kinds[name], str(RECIPES / f"{name}.yaml"), "--dry-run"] for name in names]
-    printed = run_commands(folder, commands)
+    files = sorted(RECIPES.rglob("*.yaml"))
+    printed = run_commands(folder, [[_command(file), str(file), "--dry-run"] for file in files])
+    names = [str(file.relative_to(RECIPES).with_suffix("")) for file in files]
     return {name: _facts(*result) for name, result in zip(names, printed, strict=True)}
 
 
@@ -43,9 +40,7 @@ def _facts(code: int, printed: str) -> dict[str, Any]:
     if code != 0:
         return {"exit code": code}
     if cells := CELL.findall(printed):
-        return {
-            name: {"images": images, "steps": steps, "exaFLOPs": exaflops}
-            for name, images, steps, exaflops in cells
-        }
+        columns = ("images", "steps", "exaFLOPs")
+        return {name: dict(zip(columns, cell, strict=True)) for name, *cell in cells}
     matches = {name: re.search(regex, printed, re.MULTILINE) for name, regex in FACTS.items()}
     return {name: match[1] for name, match in matches.items() if match}

@@ -19,11 +19,9 @@ SCHEDULES = {
     "steps at 0.5": ["optim.schedule=steps", "optim.decay_at=[0.5]"],
     "cooldown": ["optim.schedule=cooldown"],
     "cooldown of a half": [
-        "optim.schedule=cooldown",
-        "optim.cooldown_fraction=0.5",
-        "optim.end_learning_rate=1e-5",
+        "optim.schedule=cooldown", "optim.cooldown_fraction=0.5", "optim.end_learning_rate=1e-5",
     ],
-}
+}  # fmt: skip
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def is_open(port: int) -> bool:
 
 
 def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[Any], limit_s: float = 120
+    condition: Callable[[], bool], process: subprocess.Popen[Any], limit_s: float = 300
 ) -> None:
     """Poll until the condition holds; fails if the process ends first."""
     deadline_s = time.monotonic() + limit_s

@@ -32,6 +32,14 @@ def test_every_world_reads_the_same_global_batches(
         np.testing.assert_array_equal(np.sort(np.concatenate(read)), expected)
 
 
+def test_ranks_take_the_parts_of_a_pass_in_their_order() -> None:
+    """Counted by hand: two ranks with micro-batches of three, two of which make a global batch."""
+    partition = Partition(2, 3)
+    assert partition.offsets(0, 0, 6).tolist() == [0, 1, 2, 6, 7, 8]
+    assert partition.offsets(1, 0, 6).tolist() == [3, 4, 5, 9, 10, 11]
+    assert partition.offsets(1, 4, 8).tolist() == [10, 11, 15, 16]
+
+
 @settings(max_examples=200)
 @given(worlds, st.integers(1, 200), shapes, st.data())
 def test_each_rank_of_a_host_gets_its_rows_in_order(

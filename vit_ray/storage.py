@@ -34,9 +34,6 @@ from vit_ray.retry import (
 
 _LOG: Final = logging.getLogger(__name__)
 
-READS_OLDER: Final = "bf285d9"
-"""The last commit that reads what was written before the formats of this code."""
-
 HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 """What is appended to a local file's name while it is being written, and stays after a kill."""
 _HASHED_BYTES: Final = 1 << 20
@@ -340,8 +337,10 @@ def other_format(what: str, found: int, read: int) -> str:
         found: its format.
         read: the one format that is read.
     """
-    way_out = f"use commit {READS_OLDER} of vit_ray" if found < read else "upgrade vit_ray"
-    return f"{what} has format {found}; this code reads format {read} only; {way_out}"
+    return (
+        f"{what} has format {found}; this code reads format {read} only; use the version of "
+        "vit_ray that wrote it"
+    )
 
 
 def locate(path: str) -> Location:

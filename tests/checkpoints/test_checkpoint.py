@@ -235,10 +235,10 @@ def test_an_index_of_another_form_is_damaged(run: Location, change: Callable[[di
         read_checkpoint(folder)
 
 
-@pytest.mark.parametrize(("version", "way_out"), [(9, "upgrade vit_ray"), (1, "use commit ")])
+@pytest.mark.parametrize("version", [9, 1])
 @pytest.mark.parametrize("name", [COMMIT, "rank-00000-of-00002.json"])
 def test_another_format_is_refused_with_who_reads_it(
-    run: Location, name: str, version: int, way_out: str
+    run: Location, name: str, version: int
 ) -> None:
     """The first format had no marker, and a folder without one is otherwise half a checkpoint."""
     folder = write_checkpoint(run, 1)
@@ -246,9 +246,7 @@ def test_another_format_is_refused_with_who_reads_it(
         folder.child(COMMIT).delete()
     path = Path(folder.path) / name
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
-    told = (
-        f"checkpoint {folder.path} has format {version}; this code reads format 2 only; {way_out}"
-    )
+    told = f"checkpoint {folder.path} has format {version}; this code reads format 2 only; use the"
     with pytest.raises(ValueError, match=told) as refused:
         read_checkpoint(folder)
     assert type(refused.value) is ValueError  # neither damaged nor half of one: nothing passes it

@@ -41,19 +41,6 @@ def test_the_same_recipe_goes_on_without_a_word() -> None:
     assert accepted(linear_recipe(), position(7)) == []
 
 
-def test_a_run_that_cut_its_evaluation_images_otherwise_says_so() -> None:
-    older = position(7)
-    del older.recipe["data"]["eval_augment"]["crop"]
-    (event,) = accepted(linear_recipe(), older)
-    assert event.startswith("data.eval_augment.crop was whole_pixels and is exact: from here on")
-    as_before = linear_recipe(data={"eval_augment": {"crop": "whole_pixels"}})
-    assert accepted(as_before, older) == []
-    assert len(accepted(linear_recipe(), position(7, begun=as_before))) == 1
-    measures_nothing = linear_recipe(data={"eval": None})
-    older.recipe["data"]["eval"] = None
-    assert accepted(measures_nothing, older) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "key", "before", "now"),
     [
@@ -201,7 +188,7 @@ def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
 def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> None:
     begun = position(7)
     begun.recipe["data"]["select_by"] = "row"
-    told = r"version of the code; resume it with commit [0-9a-f]{7}: unknown key data.select_by"
+    told = r"another version of vit_ray; .*choose another name: unknown key data.select_by"
     with pytest.raises(ValueError, match=told):
         accepted(linear_recipe(), begun)
 
@@ -233,7 +220,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
             OnResume.FREE,
             "output resume data.train data.max_bad_fraction "
             "data.cpus_per_task data.max_tasks data.task_memory_mib data.object_store_mib "
-            "data.label_selector data.cache_dir data.cache_gib data.eval_augment.crop "
+            "data.label_selector data.cache_dir data.cache_gib "
             "train.micro_batch_size train.zero_stage train.offload "
             "train.activation_checkpointing train.compile train.nonfinite "
             "train.log_every_steps train.profile_steps "

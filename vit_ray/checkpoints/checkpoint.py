@@ -70,7 +70,7 @@ class Progress:
     """Refused steps in a row."""
     samples_digest: str = ""
     """Of the samples that the ranks received since `digest_from` (`checkpoints/sample_digest.py`),
-    16 hexadecimal digits; empty before the first checkpoint, and in those of older versions."""
+    16 hexadecimal digits; empty before the first checkpoint."""
     digest_from: int = 0
     """First 0-based step of the digest, which ends before `step`: 0, or where the run was resumed
     with another recipe or data set, or from a checkpoint without a digest."""

@@ -39,7 +39,7 @@ _TAGGED_STORED: Final = {stored_tag(key): key for key in TAGGED}
 
 
 def tags_of(stored: Mapping[str, str]) -> dict[str, str]:
-    """A run's tags by our names; older versions stored all of them without the prefix."""
+    """A run's tags by our names."""
     found = dict(stored)
     for key, value in stored.items():
         if name := _TAGGED_STORED.get(key):

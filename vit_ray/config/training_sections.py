@@ -186,9 +186,6 @@ class EvalAugmentConfig(Section):
     """How crops are resized, with antialiasing."""
     border: NotNegative = 0
     """Pixels cut off all four sides before anything else: 2 for ObjectNet's red frame."""
-    crop: Annotated[Literal["exact", "whole_pixels"], OnResume.FREE] = "exact"
-    """Cut between pixels, close to Pillow's resize of the same box; or at the whole pixels around
-    it, as in training and in older versions, to compare with their figures."""
 
 
 class DataConfig(Section):

@@ -22,7 +22,7 @@ from vit_ray.config.resume_compatibility import (
 from vit_ray.config.section import OnResume
 from vit_ray.config.validation import validated
 from vit_ray.lock import is_lock_file
-from vit_ray.storage import READS_OLDER, locate
+from vit_ray.storage import locate
 from vit_ray.training.optim.schedule import lr_at
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ def accepted_changes(
     before = validated(
         Recipe,
         position.recipe,
-        f"run {recipe.name!r} was started by another version of the code; resume it with commit "
-        f"{READS_OLDER}",
+        f"run {recipe.name!r} was started by another version of vit_ray; resume it with that one, "
+        "or choose another name",
     )
     step = position.step
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
@@ -120,15 +120,6 @@ def accepted_changes(
     notes = [f"{change}, assumed to have the same weights" for change in found if change.is_move]
     if changes:
         notes.append(f"continues with another recipe: {_listed(changes)}")
-    evaluates = recipe.data.eval or recipe.data.held_out_fraction or recipe.evaluate.few_shot_train
-    # Older runs had no such key.
-    crop_before = position.recipe["data"].get("eval_augment", {}).get("crop", "whole_pixels")
-    crop = recipe.data.eval_augment.crop
-    if evaluates and crop != crop_before:
-        notes.append(
-            f"data.eval_augment.crop was {crop_before} and is {crop}: from here on, accuracies are "
-            "measured on slightly different crops"
-        )
     if total_steps > steps_before:
         rates = lr_at(step, before.optim, steps_before), lr_at(step, recipe.optim, total_steps)
         notes.append(

@@ -62,7 +62,7 @@ def _gallery(archive: Archive, run: RecordedRun, name: str, title: str) -> Galle
             classes, predicted = list(map(str, one["classes"])), one["predicted"]
             is_wrong = predicted is not None and predicted not in classes
             truth = ", ".join(classes) or "no label"
-            share = one.get("probability")  # earlier versions kept none
+            share = one["probability"]
             shown = "" if share is None else f" ({share:.1%})"
             texts.append(f"{predicted}{shown}, not {truth}" if is_wrong else f"{truth}{shown}")
             wrong.append(is_wrong)

@@ -100,18 +100,14 @@ def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
         open_dataset(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("version", "way_out"), [(99, "upgrade vit_ray"), (2, "use commit "), (1, "use commit ")]
-)
-def test_another_format_is_refused_with_who_reads_it(
-    tmp_path: Path, version: int, way_out: str
-) -> None:
+@pytest.mark.parametrize("version", [99, 2])
+def test_another_format_is_refused_with_who_reads_it(tmp_path: Path, version: int) -> None:
     write_small(tmp_path, [4])
     file = tmp_path / "manifest.parquet"
     table = pq.read_table(file)
     header = json.loads(table.schema.metadata[b"vit_ray"]) | {"format_version": version}
     pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(header)}), file)
-    told = f"data set '{tmp_path}' has format {version}; this code reads format 3 only; {way_out}"
+    told = f"data set '{tmp_path}' has format {version}; this code reads format 3 only; use the"
     with pytest.raises(ValueError, match=told):
         open_dataset(str(tmp_path))
 

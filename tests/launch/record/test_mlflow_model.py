@@ -317,21 +317,6 @@ def test_it_takes_images_in_every_form_and_names_classes(trained: Any, tmp_path:
         found.predict(np.linspace(-1, 1, 48).reshape(1, 4, 4, 3))
 
 
-def test_a_model_that_an_earlier_version_logged_is_used_as_before(
-    trained: Any, tmp_path: Path
-) -> None:
-    recipe, model, checkpoint = trained
-    for name, text in files_of(recipe, checkpoint).items():
-        (tmp_path / name).write_text(text)
-    crop = {"kind": "center_crop", "size": 32, "resize": 40, "border": 1, "is_exact": True}
-    before = {"model": recipe.model.model_dump(mode="json"), "augmentation": crop}
-    (tmp_path / "reference.json").write_text(json.dumps(before))
-    crops = {"kind": "center_crop", "resize": 40, "border": 1}
-    expected = logits_of(recipe.with_changes(data={"eval_augment": crops}), model, pictures()[:3])
-    found = mlflow.pyfunc.load_model(str(tmp_path)).predict(pictures()[:3])
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
 def test_a_log_that_was_tampered_with_writes_a_models_files_nowhere_else(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         interpolation=augment.interpolation,
     )
     if isinstance(augment, EvalAugmentConfig):
-        return replace(cut, border=augment.border, is_exact=augment.crop == "exact")
+        return replace(cut, border=augment.border, is_exact=True)
     randaugment = None
     if augment.randaugment:
         randaugment = RandAugment(augment.randaugment_layers, augment.randaugment_magnitude)

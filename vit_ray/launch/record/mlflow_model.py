@@ -176,10 +176,6 @@ def _load_pyfunc(path: str, model_config: dict[str, Any]) -> PyfuncModel:
     from vit_ray.launch.trained_model import TrainedModel
 
     reference = json.loads(Path(path).read_text())
-    if old := reference.pop("augmentation", None):  # as the first version 0.1.0 wrote it
-        crop = {key: old[key] for key in ("kind", "resize", "border")}
-        crop["crop"] = "exact" if old.get("is_exact") else "whole_pixels"
-        reference |= {"data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
     classes = tuple(reference.pop("classes", ()))
     checkpoint = model_config["checkpoint"]
     try:

@@ -4,16 +4,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import SOURCE_FILE
-from vit_ray.data.prepare.convert.staged_files import (
-    read_facts,
-    write_facts,
-)
+from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.sources.entries import SourceUnit
-from vit_ray.data.prepare.sources.source_index import (
-    versions_of,
-)
+from vit_ray.data.prepare.sources.source_index import versions_of
 from vit_ray.storage import Location
 
 _SHOWN: Final = 5
@@ -40,15 +34,13 @@ class SourceRecord:
 
 
 def read_record(folder: Location) -> SourceRecord | None:
-    """The record of a folder; None where there is none, as of sets of earlier versions."""
+    """The record of a folder; None where there is none, as in that of a subset."""
     file = folder.child(SOURCE_FILE)
     return SourceRecord(**read_facts(file)) if file.exists() else None
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Each setting that differs, as a user gives it; empty for none."""
-    # A key that is newer than a data set had its default.
-    then = {n: field.default for n, field in ConvertConfig.model_fields.items() if n in now} | then
     names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
     keys = {name: "seed" if name == "seed" else f"convert.{name}" for name in names}
     return ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)

@@ -31,7 +31,6 @@ _IMPORTED = (
     "torch",
 )  # fmt: skip
 """Packages of drivers, workers and reading tasks, which share one image."""
-
 _BUCKETS = ("s3://", "gs://", "gcs://")
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"manifest_sha256": "'

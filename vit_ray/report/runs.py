@@ -406,8 +406,6 @@ class Archive:
                 size = len(kept)
                 kept |= {run.run_id for run in everything if run.parent_id in kept}
             chosen = [run for run in everything if run.run_id in kept]
-        self.commits = sorted({run.short_commit for run in chosen if run.kind in TRAININGS})
-        """Git commits of its trainings."""
         names = {run.run_id: run.name for run in everything}
         chosen = [replace(run, parent_name=names.get(run.parent_id or "", "")) for run in chosen]
         self.runs = with_origins(with_tasks(chosen), everything)

@@ -22,7 +22,7 @@ class Streams(Protocol):
         """Positions [start, stop) of the run in batches of `share` rows of a global batch."""
 
     def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Any]:
-        """An evaluation stream without its first `start` images."""
+        """An evaluation stream: each image once, in order."""
 
 
 class OpensStreams(Protocol):

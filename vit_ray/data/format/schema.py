@@ -31,7 +31,6 @@ REPORT_FILE: Final = "report.json"
 SOURCE_FILE: Final = "source.json"
 """Settings of the conversion, and the versions of the parts of its source."""
 
-
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
 

@@ -2,8 +2,7 @@
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
 "sample": int64 (b,)}, samples as in `order.samples.Rows`. Evaluation batches also have "weight":
-float32 (b,), 0.0 for padding; and if the stream gives keys, "key": uint8 (b, w), UTF-8 padded with
-zeros to the longest.
+float32 (b,), 0.0 for padding.
 """
 
 from collections import OrderedDict

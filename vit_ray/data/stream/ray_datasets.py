@@ -84,7 +84,7 @@ def planned(
     partition = Partition(readers.world_size * pieces, batch_size // pieces)
     rows_per_pass = partition.rows_per_pass
     if stop is None:
-        passes = max(0, -((start - spec.num_images) // rows_per_pass))
+        passes = -(-spec.num_images // rows_per_pass)
     elif stop <= start or (stop - start) % rows_per_pass:
         raise ValueError(
             f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
@@ -115,8 +115,7 @@ def segments_of(
 
     Args:
         batch_size: rows of a rank that belong together.
-        start: training: samples seen before; positions over all epochs joined. Evaluation: images
-            at the beginning to leave out.
+        start: training: samples seen before; positions over all epochs joined.
         stop: training: samples seen after. None for an evaluation, which has every image once, in
             order, padded so that all ranks get the same number of whole batches.
 

@@ -70,8 +70,7 @@ class Pass:
     world_size: int
     batch_size_per_rank: int
     start: int = 0
-    """Training: samples seen before; positions over all epochs joined. Evaluation: images left
-    out."""
+    """Training: samples seen before; positions over all epochs joined."""
     stop: int = 0
     """Training: samples seen after."""
 
@@ -222,9 +221,9 @@ class RankStreams:
         """Batches of `share` rows, as `batches` describes them; do not write to them."""
         return cut(self.training_blocks(share, start, stop), share)
 
-    def evaluation_batches(self, name: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """An evaluation stream from an image on, in batches of equal size with weights."""
-        return cut(self._blocks(name, batch_size, start), batch_size)
+    def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Batch]:
+        """An evaluation stream in batches of equal size with weights."""
+        return cut(self._blocks(name, batch_size), batch_size)
 
     def _blocks(self, stream: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
         number = self._num_passes.get(stream, 0)

@@ -172,7 +172,7 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
     [
         {"train": {"micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1}},
         {"train": {"nonfinite": "skip", "log_every_steps": 7}},
-        {"data": {"train": "/moved", "max_tasks": 3, "max_bad_fraction": 0.5}},
+        {"data": {"train": "/moved", "cpus_per_task": 1.0, "max_bad_fraction": 0.5}},
         {"workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9}},
         {"data": {"shuffle_window": "auto"}},
         {"evaluate": {"every_steps": 5}},
@@ -219,7 +219,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
         (
             OnResume.FREE,
             "output resume data.train data.max_bad_fraction "
-            "data.cpus_per_task data.max_tasks data.task_memory_mib data.object_store_mib "
+            "data.cpus_per_task data.task_memory_mib data.object_store_mib "
             "data.label_selector data.cache_dir data.cache_gib "
             "train.micro_batch_size train.zero_stage train.offload "
             "train.activation_checkpointing train.compile train.nonfinite "

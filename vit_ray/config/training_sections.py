@@ -217,8 +217,6 @@ class DataConfig(Section):
     cpus_per_task: Annotated[PositiveFloat, OnResume.FREE] = 0.66
     """CPUs that one read-and-decode task reserves. Below 1 because tasks wait for storage: three
     keep two cores busy."""
-    max_tasks: Annotated[Positive | None, OnResume.FREE] = None
-    """Most read-and-decode tasks at a time; unset = as many as the CPUs left for data allow."""
     label_selector: Annotated[LabelSelector, OnResume.FREE] = {}
     """Labels of the nodes on which images are read and decoded, as `workers.label_selector`; unset
     = all nodes, training nodes first."""

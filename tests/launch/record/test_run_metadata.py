@@ -49,7 +49,7 @@ def test_parameters_are_what_is_set_and_what_trains():
     params = trained_params(load_recipe("digits"))
     assert params["model.depth"] == "4"
     assert "None" not in params.values()
-    assert not {"name", "output", "data.train", "data.eval", "data.max_tasks"} & set(params)
+    assert not {"name", "output", "data.train", "data.eval", "data.cpus_per_task"} & set(params)
     others = ("tracking.", "plan.", "checkpoint.")
     # It decides which weights are the result.
     assert [key for key in params if key.startswith(others)] == ["checkpoint.keep_best"]

@@ -40,7 +40,6 @@ class StreamSpec:
         window: in which training rows are dealt out to global batches; None for none.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
-        concurrency: most reading tasks at a time; None for as many as there are CPUs.
         block_rows: approximate rows per block; a multiple of the micro-batch is used.
         task_rows: approximate rows per task.
         held_rows: of a window that is larger than a task, as in `partition.BlockShape`.
@@ -58,7 +57,6 @@ class StreamSpec:
     window: ShuffleWindow | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
-    concurrency: int | None = None
     block_rows: int = 128
     task_rows: int = 1024
     held_rows: int | None = None

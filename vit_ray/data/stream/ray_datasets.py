@@ -125,12 +125,11 @@ def segments_of(
     share = readers.share
     job, whole = planned(spec, readers, batch_size, start, stop)
     most_bytes = spec.object_store_mib and int(share * (spec.object_store_mib << 20))
-    most_tasks = max(1, int(share * spec.concurrency)) if spec.concurrency else None
+    most_tasks = None
     if most_bytes is not None:
         # Finished blocks of tasks take at most half of it. Ray Data counts them only once it knows
         # the size of the blocks, and starts with as many tasks as there are CPUs.
-        tasks = max(1, most_bytes // 2 // (_BLOCKS_READY * _block_bytes(job)))
-        most_tasks = min(tasks, most_tasks or tasks)
+        most_tasks = max(1, most_bytes // 2 // (_BLOCKS_READY * _block_bytes(job)))
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
     tasks_left = iter(whole)
@@ -175,8 +174,7 @@ def segments_of(
 def reading_tasks(spec: StreamSpec, share: float = 1.0) -> int:
     """Most tasks at a time for a share of a stream, if all of the cluster's CPUs were free."""
     cpus = share * ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
-    most = share * spec.concurrency if spec.concurrency else _WARM_WORKERS
-    return max(1, min(int(cpus / spec.num_cpus), int(most), _WARM_WORKERS))
+    return max(1, min(int(cpus / spec.num_cpus), _WARM_WORKERS))
 
 
 def _block_bytes(job: StreamJob) -> int:

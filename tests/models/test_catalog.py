@@ -173,7 +173,7 @@ def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> No
             "width=15 is odd",
         ),
         ({"name": "ViT-B/16", "num_classes": 1, "positions": "2d"}, "positions='2d' is unknown"),
-        ({"name": "ViT-B/16", "num_classes": 1, "pool": "max"}, "use one of cls, gap, map"),
+        ({"name": "ViT-B/16", "num_classes": 1, "pool": "max"}, "use one of cls, gap"),
         (
             {"name": "ViT-B/16", "num_classes": 1, "positions_at": "each"},
             "positions_at='each' is unknown",

@@ -65,15 +65,15 @@ def test_the_address_at_the_end_of_a_page_is_a_link_whatever_its_host(host):
     assert "<p>nothing &lt;here&gt;</p>" in render("t", [], opening="nothing <here>")
 
 
-def test_figures_of_an_earlier_page_go_and_other_files_stay(tmp_path):
+def test_files_that_a_page_did_not_write_stay_beside_its_figures(tmp_path):
     folder = tmp_path / "figures"
     write_files(folder, [])
     assert not folder.exists()
     write_files(folder, [Section("s", charts=[chart("First"), chart("Second")])])
     assert {path.name for path in folder.iterdir()} == {"first.svg", "second.svg"}
-    (folder / "mine.png").write_bytes(b"x")
+    (folder / "mine.svg").write_bytes(b"x")
     write_files(folder, [Section("s", charts=[chart("Second")])])
-    assert {path.name for path in folder.iterdir()} == {"second.svg", "mine.png"}
+    assert (folder / "mine.svg").read_bytes() == b"x"
 
 
 def test_two_that_write_one_page_at_a_time_both_can(tmp_path, monkeypatch):

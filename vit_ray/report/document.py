@@ -172,14 +172,10 @@ def _with_address(text: str) -> Markup:
 
 
 def write_files(folder: Path, sections: Sequence[Section]) -> None:
-    """Each chart as SVG; those of an earlier page are deleted."""
-    drawings = {f"{chart.name}.svg": chart for section in sections for chart in section.charts}
-    for old in folder.glob("*.svg"):
-        if old.name not in drawings:
-            old.unlink(missing_ok=True)
-    for name, chart in drawings.items():
+    """Each chart as SVG; other files of the folder stay."""
+    for chart in (chart for section in sections for chart in section.charts):
         folder.mkdir(exist_ok=True)
-        replace_file(folder / name, charts.svg(chart).encode())
+        replace_file(folder / f"{chart.name}.svg", charts.svg(chart).encode())
 
 
 def replace_file(path: Path, content: bytes) -> None:

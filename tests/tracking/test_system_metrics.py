@@ -1,6 +1,7 @@
 """What a node reports of its load, in a real store, and through an outage."""
 
 import time
+from unittest.mock import Mock
 
 import psutil
 
@@ -11,11 +12,15 @@ from vit_ray.tracking.system_metrics import SystemMetrics
 MEMORY = "system/node-0/system_memory_usage_megabytes"
 
 
-def _wait_for(points, count):
+def _wait_for_count(found, count):
     for _ in range(2000):
-        if len(points()) >= count:
+        if len(found()) >= count:
             break
         time.sleep(0.02)
+
+
+def _wait_for(points, count):
+    _wait_for_count(points, count)
     return sorted(points(), key=lambda point: point.timestamp)
 
 
@@ -47,3 +52,33 @@ def test_nobody_waits_for_a_server_that_is_away():
     time.sleep(0.1)
     metrics.stop()
     assert not metrics._thread.is_alive()
+
+
+def test_a_node_that_joins_later_is_sampled(monkeypatch):
+    alive, started = ["a" * 56], []
+    node = {"get_node_id.return_value": "a" * 56}
+    monkeypatch.setattr(system_metrics.ray, "get_runtime_context", lambda: Mock(**node))
+    monkeypatch.setattr(
+        system_metrics.ray, "nodes", lambda: [{"NodeID": one, "Alive": True} for one in alive]
+    )
+    monkeypatch.setattr(system_metrics, "POLL_S", 0.01)
+    monkeypatch.setattr(system_metrics, "SystemMetrics", Sampler)
+    actors = Mock()
+    actors.options.return_value.remote.side_effect = lambda *of: started.append(of[-1])
+    monkeypatch.setattr(system_metrics.ray, "remote", lambda _: actors)
+    monkeypatch.setattr(system_metrics.ray, "kill", lambda _: None)
+    samples = system_metrics.NodeSamples("http://mlflow", lambda: "run")
+    samples.start()
+    _wait_for_count(lambda: samples._samplers, 1)
+    alive += ["b" * 56, "c" * 56]
+    _wait_for_count(lambda: started, 2)
+    samples.stop()
+    assert started == ["node-1", "node-2"]
+
+
+class Sampler:
+    def __init__(self, *of):
+        pass
+
+    def stop(self):
+        pass

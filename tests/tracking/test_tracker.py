@@ -30,8 +30,10 @@ from mlflow.tracking import MlflowClient
 from tests.commands.command_line import run_cli
 from tests.ports import free_ports
 from vit_ray.addresses import absolute_uri, sqlite_file
-from vit_ray.config.recorded_recipe import tags_of
+from vit_ray.commands.replay import run_replay
+from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.mlflow_internals import engine_of
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking import mlflow_client
 from vit_ray.tracking import tracker as sender
@@ -408,7 +410,15 @@ def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config
         assert other.finish("KILLED")
     assert texts_of_history(config.uri, tracker.run_id) == [*told, "SIGTERM", "SIGTERM again"]
     tags = tags_of(MlflowClient(config.uri).get_run(tracker.run_id).data.tags)
-    assert tags["vit_ray.events.stopped"] == "1"  # of the last opening
+    assert (tags["vit_ray.events.stopped"], tags["vit_ray.events.resumed"]) == ("2", "2")
+    replay(log_path, config.uri)
+    assert texts_of_history(config.uri, tracker.run_id) == [*told, "SIGTERM", "SIGTERM again"]
+    # The run is continued on another machine, which has a log of its own.
+    elsewhere = started(config, "run", log_path.with_name("other.jsonl"), run_id=tracker.run_id)
+    elsewhere.log.event(EventKind.STOPPED, "SIGTERM there", 9)
+    assert elsewhere.finish("KILLED")
+    tags = tags_of(MlflowClient(config.uri).get_run(tracker.run_id).data.tags)
+    assert (tags["vit_ray.events.stopped"], tags["vit_ray.events.resumed"]) == ("3", "2")
     assert "vit_ray.failure" not in tags  # of a run that has gone on since
 
 
@@ -787,14 +797,138 @@ def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
     assert replay(log_path, config.uri).num_points == 1000
 
 
-def test_a_full_disk_loses_records_with_one_warning_but_not_the_training(config, tmp_path, caplog):
+def test_a_full_disk_is_named_and_mlflow_has_what_was_recorded(config, tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
     tracker = started(config, "full", blocked / "metrics.jsonl")
-    for step in range(5):
+    for step in range(1, 6):
         tracker.log.metrics(step, {"train/loss": 1.0})
-    tracker.finish(timeout_s=1)
+    assert not tracker.finish(timeout_s=60)
     assert len([m for m in caplog.messages if "cannot be kept" in m]) == 1
+    assert f"{blocked}/metrics.jsonl cannot be written" in tracker.problem
+    assert "does not have" not in tracker.problem
+    assert _only_run(config.uri).info.status == "FINISHED"
+    points = [(step, 1.0) for step in range(1, 6)]
+    assert _history(config.uri, tracker.run_id, "train/loss") == points
+
+
+def test_what_a_full_disk_did_not_take_is_written_when_there_is_room_again(config, log_path):
+    log = MetricsLog(log_path)
+    log.open(RunOpening(config, "full", log_path))
+    log_path.rename(log_path.with_name("aside"))
+    log._file.close()
+    log._file = None
+    log_path.mkdir()  # as if nothing could be written
+    log.metrics(1, {"train/loss": 1.0})
+    assert log.error
+    log_path.rmdir()
+    log_path.with_name("aside").rename(log_path)
+    log.metrics(2, {"train/loss": 2.0})
+    assert [record["kind"] for record in log.opened()] == ["start", "metrics", "metrics"]
+    assert not log.error
+
+
+def folder_run(config, folder, run_id=None, **fields):
+    tags = {RUN_FOLDER: str(folder)}
+    return started(config, "run", folder / "metrics.jsonl", run_id=run_id, tags=tags, **fields)
+
+
+def test_a_copied_folder_has_a_run_of_its_own_and_its_original_keeps_its_curve(config, tmp_path):
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    first = folder_run(config, original)
+    first.log.metrics(1, {"train/loss": 1.0})
+    assert first.finish()
+    shutil.copytree(original, copy)
+    copied = folder_run(config, copy, first.run_id, resume_step=1)
+    copied.log.metrics(2, {"train/loss": 20.0})
+    assert copied.finish()
+    # Its checkpoint may still name the original's run.
+    again = folder_run(config, copy, first.run_id, resume_step=1)
+    assert again.finish()
+    extended = folder_run(config, original, first.run_id, resume_step=1)
+    extended.log.metrics(2, {"train/loss": 2.0})
+    assert extended.finish()
+    assert again.run_id == copied.run_id != first.run_id == extended.run_id
+    assert _history(config.uri, first.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+    assert _history(config.uri, copied.run_id, "train/loss") == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_folder_that_was_moved_keeps_its_run(config, tmp_path):
+    first = folder_run(config, tmp_path / "here")
+    assert first.finish()
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = folder_run(config, tmp_path / "there", first.run_id)
+    assert moved.finish()
+    assert moved.run_id == first.run_id
+    tags = _only_run(config.uri).data.tags
+    assert tags[RUN_FOLDER] == str(tmp_path / "there")
+
+
+@pytest.mark.parametrize("change", ["deleted", "another"])
+def test_a_store_that_was_deleted_or_changed_gets_the_whole_curve(
+    change, config, log_path, tmp_path, caplog
+):
+    first = started(config, "run", log_path)
+    first.log.metrics(1, {"train/loss": 1.0})
+    assert first.finish()
+    if change == "deleted":
+        new = open_client(f"sqlite:///{tmp_path}/new.db")
+        for client in (new, MlflowClient(config.uri)):  # another process has no connections
+            engine_of(client).dispose()
+        (tmp_path / "new.db").replace(tmp_path / "mlflow.db")
+    else:
+        config = config.model_copy(update={"uri": f"sqlite:///{tmp_path}/other.db"})
+    second = started(config, "run", log_path, run_id=first.run_id, resume_step=1)
+    second.log.metrics(2, {"train/loss": 2.0})
+    assert second.finish()
+    assert _history(config.uri, second.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+    assert f"does not have run {first.run_id}" in caplog.text
+
+
+def test_a_run_that_is_deleted_while_it_trains_is_recorded_again_from_its_start(config, log_path):
+    tracker = started(config, "run", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    assert tracker.flush(30)
+    first = tracker.run_id
+    MlflowClient(config.uri).delete_run(first)
+    tracker.log.metrics(2, {"train/loss": 2.0})
+    assert tracker.finish(timeout_s=60)
+    assert _only_run(config.uri).info.run_id == tracker.run_id != first
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_deleted_experiment_is_the_reason_that_is_given(config, log_path):
+    client = open_client(config.uri)
+    client.delete_experiment(experiment_id(client, config.uri, "trials"))
+    tracker = started(config, "run", log_path)
+    assert not tracker.finish(timeout_s=5)
+    assert "has been deleted in MLflow; restore it with" in tracker.problem
+    assert tracker.hint == ""
+
+
+def test_a_users_tag_that_mlflow_refuses_costs_none_of_the_runs_own(config, log_path):
+    """The recipe refuses those that are known; MLflow decides."""
+    refused = config.model_copy(update={"tags": {"50%": "x"}})
+    tracker = started(refused, "run", log_path, tags={"vit_ray.kind": "pretrain"})
+    assert not tracker.finish()
+    assert _only_run(config.uri).data.tags["vit_ray.kind"] == "pretrain"
+    other = f"sqlite:///{log_path.parent}/other.db"
+    assert len(replay(log_path, other).refused) == 1
+    assert _only_run(other).data.tags["vit_ray.kind"] == "pretrain"
+
+
+def test_a_replay_without_a_file_that_is_gone_says_so_and_fails(config, log_path):
+    log_path.parent.mkdir()
+    page = log_path.with_name("report.html")
+    page.write_text("x")
+    tracker = started(config, "run", log_path)
+    tracker.log.artifact(page)
+    assert tracker.finish()
+    page.unlink()
+    other = f"sqlite:///{log_path.parent}/other.db"
+    assert run_replay(log_path, other) == 1
+    (text,) = replay(log_path, other).refused
+    assert "report.html no longer exists" in text
 
 
 def _record_in_process(uri, folder, name):

@@ -80,7 +80,8 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
     if swept.parent_run_id is not None:
         written = report(recipe, whole_experiment=True, keep_with=swept.parent_run_id)
         print(f"report of all runs: {written.page}")
-        print(f"all runs in MLflow: {swept.hint}")
+        if swept.hint:
+            print(f"all runs in MLflow: {swept.hint}")
     return 0
 
 

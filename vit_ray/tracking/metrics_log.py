@@ -79,6 +79,7 @@ _TIMELINE: Final = tuple(
 )
 """Beginnings of the lines from which a run's time is computed."""
 _START: Final = b'{"kind": "start"'
+_EVENT: Final = b'{"kind": "event"'
 RELEASE_S = 20.0
 """How long the process of a killed driver may take to release its logs."""
 ARRIVAL_S: Final = 300.0
@@ -200,10 +201,13 @@ class MetricsLog(Recorder):
         self.path, self._on_record = path, on_record
         self.num_cuts = 0
         """How often the file was found shorter than before."""
+        self.error = ""
+        """Why the last record is not on disk."""
+        self.unwritten: list[Record] = []
+        """Records that are only in memory, because the disk is full."""
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._end = 0
-        self._has_warned = False
         self._sent_path = path.with_name(path.name + ".sent")
         self._sent = self.read_sent()
         self._work_path = path.with_name(path.name + ".work")
@@ -220,13 +224,14 @@ class MetricsLog(Recorder):
         if earlier := self.opened(opening.key):
             return earlier[0]
         run_id, tags = self.read_sent().run_id, dict(opening.tags)
+        ours = {run_id, *(start.get("run_id") for start in self.starts())}
         first, training_id = self.first_start(), opening.training_id
         if first and training_id and first.get("training_id") != training_id:
             self._set_aside(run_id or time.strftime("%Y%m%dT%H%M%S"))
             tags |= {STARTED_OVER: run_id} if run_id else {}
-        elif opening.run_id and run_id and opening.run_id != run_id:
+        elif opening.run_id and run_id and opening.run_id not in ours:
             self._set_aside(run_id)
-        same = ["run_name", "resume_step", "datasets", "awaited_metric", "measured_on", "began_s"]
+        same = ["run_name", "run_id", "resume_step", "datasets", "awaited_metric", "measured_on"]
         return self.append(
             "start",
             **{name: getattr(opening, name) for name in same},
@@ -235,7 +240,9 @@ class MetricsLog(Recorder):
             parent_log=str(opening.parent.log_path) if opening.parent else None,
             params={key: str(value) for key, value in opening.params.items()},
             tags={key: str(value) for key, value in tags.items()},
+            user_tags=opening.config.tags,
             opening=opening.key,
+            began_s=opening.began_s,
             training_id=training_id,
         )
 
@@ -260,11 +267,13 @@ class MetricsLog(Recorder):
         self.artifact(path, folder)
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> Record:
-        """Write one record without secrets; a full disk loses it with one warning, nothing else."""
-        record = {"kind": kind, **values, "time_ms": round(time.time() * 1000)}
-        line = (json.dumps(redacted(record)) + "\n").encode()
+        """Write one record without secrets; a full disk keeps it in memory, with one warning."""
+        record = redacted({"kind": kind, **values, "time_ms": round(time.time() * 1000)})
         try:
             with self._lock:
+                self.unwritten.append(record)
+                lines = [json.dumps(one) + "\n" for one in self.unwritten]
+                line = "".join(lines).encode()
                 file = self._opened_file()
                 end = file.seek(0, os.SEEK_END)
                 if end < self._end:
@@ -277,10 +286,11 @@ class MetricsLog(Recorder):
                 file.write(line)
                 file.flush()
                 self._end = file.tell()
+                self.unwritten, self.error = [], ""
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
+            if not self.error:
                 logger.warning("metrics cannot be kept in %s: %s", self.path, error)
+            self.error = str(error)
         if self._on_record is not None:
             self._on_record(record)
         return record
@@ -347,6 +357,16 @@ class MetricsLog(Recorder):
         """The lines of the file; none if it cannot be read."""
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             yield from file
+
+    def starts(self) -> list[Record]:
+        """The start records of all openings."""
+        found = (_parsed(line) for line in self._lines() if line.startswith(_START))
+        return [record for record in found if record["kind"] == "start"]
+
+    def events(self) -> list[Record]:
+        """The events of all openings."""
+        found = (_parsed(line) for line in self._lines() if line.startswith(_EVENT))
+        return [record for record in found if record["kind"] == "event"]
 
     def end(self, status: Status) -> None:
         """Write the last record of an opening."""

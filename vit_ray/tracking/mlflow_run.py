@@ -10,21 +10,28 @@ import json
 import logging
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from vit_ray.config.recorded_recipe import CHANGED_PARAMS, PARENT_TAG, stored_tag, tags_of
+from vit_ray.config.recorded_recipe import (
+    CHANGED_PARAMS,
+    PARENT_TAG,
+    RUN_FOLDER,
+    stored_tag,
+    tags_of,
+)
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S, SYSTEM_GROUP
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import (
     CARD,
     FAILURE,
     REQUIREMENTS,
+    MetricsLog,
     Record,
+    metrics_log_path,
     parent_run_of,
 )
 from vit_ray.tracking.mlflow_api import (
@@ -84,6 +91,7 @@ class RunWriter:
         """
         self.opening = opening
         self._folder = folder.resolve()
+        self._first, self._run_folder = first, str(opening["tags"].get(RUN_FOLDER, ""))
         self._seen: dict[str, SeenSteps] | None = None
         self._latest_ms: dict[str, int] = {}
         self._num_nonfinite: dict[str, float] = {}
@@ -91,6 +99,8 @@ class RunWriter:
         run = self._find(first, run_id)
         if run is None:
             tags = {ORIGIN: run_id or first["opening"]}
+            if self._run_folder:
+                tags[RUN_FOLDER] = self._run_folder
             if parent := parent_run_of(first):
                 tags[PARENT_TAG] = parent
             run = self.client.create_run(
@@ -104,29 +114,50 @@ class RunWriter:
         self.run_id: str = run.info.run_id
 
     def _find(self, first: Record, run_id: str | None) -> Run | None:
-        try:
-            run = self.client.get_run(run_id) if run_id else None
-            if run is not None and run.info.lifecycle_stage == "active":
-                return run
-        except MlflowException as error:
-            # A server with log-ins refuses requests for runs that it does not have.
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED"):
-                raise
+        run = self._active(run_id) if run_id else None
+        if run is not None and not self._is_originals(run):
+            return run
         experiment = self.client.get_experiment_by_name(first["experiment"])
         if experiment is None:
             return None
         for origin in filter(None, (run_id, first["opening"])):
             for tag in (ORIGIN, _OLD_ORIGIN):
                 found = self.client.search_runs(
-                    [experiment.experiment_id], f"tags.`{tag}` = '{origin}'", max_results=1
+                    [experiment.experiment_id], f"tags.`{tag}` = '{origin}'"
                 )
-                if found:
-                    return self.client.get_run(found[0].info.run_id)
+                for run in found:
+                    if not self._is_originals(run):
+                        return self.client.get_run(run.info.run_id)
         return None
 
+    def _active(self, run_id: str) -> Run | None:
+        try:
+            run = self.client.get_run(run_id)
+        except MlflowException as error:
+            # A server with log-ins refuses requests for runs that it does not have.
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED"):
+                raise
+            return None
+        return run if run.info.lifecycle_stage == "active" else None
+
+    def _is_originals(self, run: Run) -> bool:
+        """Whether it is the run of another folder, of which this run's folder is a copy.
+
+        A folder that was moved keeps its run: no log in its former place is sent to it.
+        """
+        other = run.data.tags.get(RUN_FOLDER)
+        if not other or not self._run_folder or other == self._run_folder:
+            return False
+        log = metrics_log_path(other)
+        is_here = log.parent.resolve() == self._folder
+        return not is_here and MetricsLog(log).read_sent().run_id == run.info.run_id
+
+    def is_deleted(self) -> bool:
+        """Whether MLflow no longer has the run."""
+        return self._active(self.run_id) is None
+
     def log_history(self, events: Sequence[Record]) -> None:
-        """Write the events of an opening, or of a part of it, as a file, and count them in tags."""
-        seconds, ms = divmod(events[0]["time_ms"], 1000)
+        """Write the events of a log as a file, and count those of all logs of the run in tags."""
         found = [
             {
                 **{"kind": one["event"], "text": one["text"], "step": one["step"]},
@@ -134,10 +165,15 @@ class RunWriter:
             }
             for one in events
         ]
-        began_at = time.strftime("%Y%m%dT%H%M%S", time.gmtime(seconds))
-        name = f"history/{began_at}.{ms:03}-{self.opening['opening']}.json"
-        self.client.log_text(self.run_id, json.dumps(found, indent=1), name)
-        counts = Counter(one["event"].replace(" ", "_") for one in events)
+        own = f"history/{self._first['opening']}.json"
+        self.client.log_text(self.run_id, json.dumps(found, indent=1), own)
+        # A run that was continued on another machine has a log there.
+        for file in self.client.list_artifacts(self.run_id, "history"):
+            if file.path != own:
+                with TemporaryDirectory() as folder:
+                    path = self.client.download_artifacts(self.run_id, file.path, folder)
+                    found += json.loads(Path(path).read_text())
+        counts = Counter(str(one["kind"]).replace(" ", "_") for one in found)
         tags = [
             RunTag(stored_tag(f"vit_ray.events.{kind}"), str(count))
             for kind, count in counts.items()
@@ -219,6 +255,8 @@ class RunWriter:
         tags = dict(record["tags"])
         if parent := parent_run_of(record):
             tags[PARENT_TAG] = parent
+        if self._run_folder:  # the folder may have been moved, or be a copy
+            tags[RUN_FOLDER] = self._run_folder
         if record["resume_step"] is not None:
             steps = [
                 *before.get("vit_ray.resumed_at_steps", "").split(),
@@ -231,6 +269,10 @@ class RunWriter:
             self.run_id,
             tags=[RunTag(stored_tag(k), str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()],
         )
+        # Last, since MLflow may refuse one of the user's own.
+        users = [RunTag(k, v[:MAX_TAG_CHARS]) for k, v in record.get("user_tags", {}).items()]
+        if users:
+            self.client.log_batch(self.run_id, tags=users)
 
     def _steps_of(self, run: Run, resume_step: int | None = None) -> "dict[str, SeenSteps]":
         """What a run has, by key.
@@ -290,17 +332,16 @@ class RunWriter:
         return len(points)
 
     def _send_artifact(self, record: Record) -> None:
-        """Log a file or folder that still exists.
+        """Log a file or folder.
 
         Raises:
+            FileNotFoundError: it no longer exists.
             ForeignFileError: some of it, links resolved, is not in the run's folder; a log that was
                 tampered with could name any file.
         """
         path = Path(record["path"])
         if not path.exists():
-            return logger.warning(
-                "run %s: %s no longer exists and is not recorded", self.run_id, path
-            )
+            raise FileNotFoundError(f"{path} no longer exists")
         for file in (path, *(path.rglob("*") if path.is_dir() else ())):
             if not file.resolve().is_relative_to(self._folder):
                 raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")

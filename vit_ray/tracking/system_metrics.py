@@ -6,7 +6,6 @@ Keys are `system/<node>/...`, which MLflow's page shows on a separate tab.
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import ray
@@ -18,6 +17,8 @@ from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
 from vit_ray.tracking.mlflow_client import open_client, redact_uri
 
 INTERVAL_S: Final = 10.0
+POLL_S: Final = 1.0
+"""Between two looks for nodes that have joined."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,20 +71,40 @@ class SystemMetrics:
             self._ends.wait(self._interval_s)
 
 
-def sample_nodes(run_id: str, uri: str) -> list[Callable[[], None]]:
-    """Sample every node until the returned functions are called.
+class NodeSamples(threading.Thread):
+    """Samples every node of the cluster into a run, also those that join later.
 
     For a run in a SQLite file only this node is sampled, because only it has the file.
     """
-    own = SystemMetrics(run_id, uri, "node-0")
-    if not uri.startswith(("http://", "https://")):
-        return [own.stop]
-    here = ray.get_runtime_context().get_node_id()
-    alive = [n["NodeID"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
-    others: list[Any] = [
-        ray.remote(SystemMetrics)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(run_id, uri, f"node-{index}")
-        for index, node in enumerate(sorted(set(alive) - {here}), start=1)
-    ]
-    return [own.stop, *(partial(ray.kill, other) for other in others)]
+
+    def __init__(self, uri: str, run_id: Callable[[], str | None]) -> None:
+        """`run_id`: the MLflow run, None while it is unknown."""
+        super().__init__(name="node-samples", daemon=True)
+        self._uri, self._run_id = uri, run_id
+        self._samplers: dict[str, Any] = {}
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        while not self._ends.wait(POLL_S):
+            if (run_id := self._run_id()) is None:
+                continue
+            if here not in self._samplers:
+                self._samplers[here] = SystemMetrics(run_id, self._uri, "node-0")
+            if self._uri.startswith(("http://", "https://")):
+                self._add_nodes(run_id)
+
+    def _add_nodes(self, run_id: str) -> None:
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        for node in sorted({one["NodeID"] for one in nodes if one["Alive"]} - {*self._samplers}):
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor: Any = ray.remote(SystemMetrics).options(num_cpus=0, scheduling_strategy=place)
+            name = f"node-{len(self._samplers)}"
+            self._samplers[node] = actor.remote(run_id, self._uri, name)
+
+    def stop(self) -> None:
+        """Stop sampling."""
+        self._ends.set()
+        self.join(POLL_S)
+        for sampler in self._samplers.values():
+            sampler.stop() if isinstance(sampler, SystemMetrics) else ray.kill(sampler)

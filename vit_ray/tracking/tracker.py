@@ -41,6 +41,7 @@ NEVER_REACHED_S: Final = 5.0
 """Longest wait at a run's end for an MLflow that has never answered."""
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 """The request itself is wrong, so trying again does not help."""
+_FINAL: Final = (ForeignFileError, FileNotFoundError)
 _DATABASE: Final = "BAD_REQUEST"
 """MLflow's code for nearly every error of its database: a wrong value, a full pool, a failover."""
 
@@ -122,10 +123,11 @@ class Tracker:
         """Records that MLflow rejects although it accepts others; they are left out."""
         self._doubtful: tuple[Record | None, int] = None, 0
         """A record that the database refuses, and how often it did."""
-        self._events = [
-            one for one in log.opened(start["opening"], sent.files_offset) if one["kind"] == "event"
-        ]
-        """Records of this opening, and those that the previous one could not send."""
+        self._num_from_memory = 0
+        """Records that are not on disk and were sent."""
+        self.problem = ""
+        """What MLflow does not have, and why; set by `close`."""
+        self._last_error = ""
         self._waiting: dict[int, Record] = {}
         """Files and events that MLflow does not have, by the offset before them."""
         self._warned: set[int] = set()
@@ -147,7 +149,7 @@ class Tracker:
         start = log.open(opening)
         first = log.first_start() or start  # on a full disk there is none
         tracker = cls(log, absolute_uri(opening.config.uri), first, start)
-        tracker._wanted = opening.run_id or log.read_sent().run_id
+        tracker._wanted = log.read_sent().run_id or opening.run_id
         tracker._points.start()
         tracker._files.start()
         tracker._points.wait_for_try(wait_s)
@@ -160,9 +162,9 @@ class Tracker:
 
     @property
     def hint(self) -> str:
-        """The command or link that opens MLflow's page."""
+        """The command or link that opens MLflow's page; empty while MLflow has no run."""
         if (writer := self._writer) is None:
-            return page_hint(self._uri)
+            return ""
         return page_hint(self._uri, writer.experiment_id, has_view=writer.has_view)
 
     def flush(self, timeout_s: float) -> bool:
@@ -171,8 +173,13 @@ class Tracker:
         A file that cannot be stored is waited for only during a few more attempts.
         """
         size, deadline = self.log.size, time.monotonic() + timeout_s
+        num_in_memory = len(self.log.unwritten)
         return self._points.wait_until(
-            lambda: self._points_at >= (self.log.num_cuts, size), deadline
+            lambda: (
+                self._points_at >= (self.log.num_cuts, size)
+                and self._num_from_memory >= min(num_in_memory, len(self.log.unwritten))
+            ),
+            deadline,
         ) and self._files.wait_until(
             lambda: self._files_at >= (self.log.num_cuts, size), deadline, FILE_TRIES_AT_END
         )
@@ -196,16 +203,19 @@ class Tracker:
         missing = list(dict.fromkeys(map(file_name, self._waiting.values())))
         if refused := self._num_refused:
             missing = [f"{refused} refused record{'s' if refused > 1 else ''}", *missing]
-        if not is_sent or missing:
-            logger.warning(
-                "MLflow at %s does not have %s of run %s; when that is fixed, run: "
-                "vit-ray replay %s URI",
-                safe_uri(self._uri),
-                ", ".join(missing) if missing else "all",
-                self.run_id,
-                self.log.path,
+        is_sent &= not missing
+        if not is_sent:
+            what = ", ".join(missing) if missing else "all"
+            why = self._last_error or f"it did not take it in {timeout_s:g} s"
+            self.problem = (
+                f"MLflow at {safe_uri(self._uri)} does not have {what} of run {self.run_id} ({why})"
             )
-        return is_sent and not missing
+        if self.log.error:
+            text = f"{self.log.path} cannot be written ({self.log.error}): free space there"
+            self.problem = f"{self.problem}; {text}" if self.problem else text
+        if self.problem:
+            logger.warning("%s; then run: vit-ray replay %s URI", self.problem, self.log.path)
+        return is_sent and not self.log.error
 
     def _send_points(self) -> bool:
         """Find or create the run, and send all but files; after any error MLflow counts as away."""
@@ -216,10 +226,7 @@ class Tracker:
                 # A tracker that was ended before a slow MLflow answered may still be creating the
                 # run.
                 with _finding:
-                    self._writer = RunWriter(
-                        self._uri, self._first, self.log.path.parent, self._wanted, self._start
-                    )
-                self.log.mark_sent(run_id=self._writer.run_id)
+                    self._writer = self._connected()
             cuts, offset = self._points_at
             if cuts != self.log.num_cuts:  # what MLflow has is not sent twice
                 cuts, offset = self.log.num_cuts, 0
@@ -231,9 +238,18 @@ class Tracker:
                 self._is_away = False  # before callers that wait for this offset look at the files
                 self._points_at = cuts, (offset := found[1])
                 self.log.mark_sent(offset=offset)
+            in_memory = list(self.log.unwritten)  # the disk is full
+            known = self._num_from_memory if self._num_from_memory <= len(in_memory) else 0
+            for record in in_memory[known:]:
+                if record["kind"] in SENT_KINDS and record["kind"] not in FILES:
+                    send_each(self._writer, [record], self._refuses)
+            self._num_from_memory = len(in_memory)
             self._points_at, self._is_away = (cuts, offset), False
+            if not (self._num_refused or self._waiting):
+                self._last_error = ""
         except Exception as error:
             self._failed_tries += 1
+            self._last_error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
             if not self._is_away:
                 self._is_away = True
                 name = self.run_id or self.log.path.stem
@@ -241,6 +257,28 @@ class Tracker:
                 self._warn(f"{text}continues, its metrics wait in {self.log.path}", error)
             return False
         return True
+
+    def _connected(self) -> RunWriter:
+        """The run, found or created; another one than before gets all of the log."""
+        before = self.log.read_sent().run_id
+        folder, wanted = self.log.path.parent, self._wanted
+        writer = RunWriter(self._uri, self._first, folder, wanted, self._start)
+        self._wanted = writer.run_id
+        if before not in (None, writer.run_id):
+            logger.warning(
+                "MLflow at %s does not have run %s, or has it for another folder: all of %s is "
+                "sent to run %s",
+                safe_uri(self._uri),
+                before,
+                self.log.path,
+                writer.run_id,
+            )
+            cuts = self.log.num_cuts
+            self._points_at, self._files_at = (cuts, 0), (cuts, 0)
+            self._read_to, self._waiting = 0, {}
+            self.log.mark_sent(offset=0, files_offset=0)
+        self.log.mark_sent(run_id=writer.run_id)
+        return writer
 
     def _refuses(self, error: Exception, records: list[Record]) -> bool:
         """Whether MLflow rejects the record, or keeps failing on it while it accepts similar ones.
@@ -251,6 +289,9 @@ class Tracker:
         while MLflow accepted a point that it has.
         """
         assert self._writer is not None
+        if isinstance(error, MlflowException) and self._writer.is_deleted():
+            self._writer = None  # to be found or created again
+            return False
         if isinstance(error, MlflowException) and error.error_code == _DATABASE:
             if len(records) > 1:
                 return True
@@ -278,11 +319,10 @@ class Tracker:
             return True
         cuts = self.log.num_cuts
         if cuts != self._files_at[0]:
-            self._read_to, self._waiting, self._events = 0, {}, []
+            self._read_to, self._waiting = 0, {}
         while (found := next_batch(self.log, self._read_to, files=True))[1] > self._read_to:
             for record in found[0]:
                 self._waiting[self._read_to] = record
-                self._events += [record] if record["kind"] == "event" else []
             self._read_to = found[1]
         for offset, record in list(self._waiting.items()):
             if record["kind"] != "event":
@@ -297,11 +337,11 @@ class Tracker:
         """Send a file, or the whole history for the events at these offsets."""
         try:
             if record["kind"] == "event":
-                writer.log_history(self._events)
+                writer.log_history(self.log.events())
             else:
                 writer.send([record])
         except Exception as error:
-            is_final = isinstance(error, ForeignFileError) or _is_rejection(error)
+            is_final = isinstance(error, _FINAL) or _is_rejection(error)
             if is_final or self._warned.isdisjoint(offsets):
                 name = file_name(record)
                 self._warn(f"run {self.run_id}: {name} cannot be stored with it", error)
@@ -312,7 +352,8 @@ class Tracker:
             del self._waiting[offset]
 
     def _warn(self, text: str, error: Exception) -> None:
-        logger.warning("%s (%s)", text, redact_uri(str(error), self._uri).partition("\n")[0])
+        self._last_error = redact_uri(str(error), self._uri).partition("\n")[0]
+        logger.warning("%s (%s)", text, self._last_error)
 
 
 def _is_rejection(error: Exception) -> bool:
@@ -398,7 +439,9 @@ def replay(log_path: Path, uri: str) -> Replayed:
             "run's metrics.jsonl"
         )
     try:
-        writer = RunWriter(absolute_uri(uri), first, log_path.parent, log.read_sent().run_id, first)
+        run_id, start = log.read_sent().run_id, log.starts()[-1]
+        writer = RunWriter(absolute_uri(uri), first, log_path.parent, run_id, start)
+        writer.opening = first
     except Exception as error:
         raise unusable(uri, error) from None
     done, offset = Replayed(), 0

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import ray
@@ -76,7 +76,7 @@ def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_host(
     assert host.ask(second.key, "tracker.run_id") == run_id
     host.record(first.key, first.log_path, None, "metrics", {"step": 2, **values})  # it is late
     host.record(second.key, second.log_path, None, "metrics", {"step": 3, **values})
-    assert host.finish(second.key, "FINISHED")
+    assert not host.finish(second.key, "FINISHED")
     assert store.get_run(run_id).info.status == "FINISHED"
     assert [one.step for one in store.get_metric_history(run_id, "train/loss")] == [1, 3]
 
@@ -89,7 +89,7 @@ def test_a_file_from_a_worker_is_kept_with_the_run(
     link.keep_file("trace.json.gz", gzip.compress(b"a trace"))
     assert record.flush(60)
     run_id = record.run_id()
-    assert record.finish("FINISHED")
+    assert not record.finish("FINISHED")
     path = store.download_artifacts(run_id, "profile/trace.json.gz", str(tmp_path))
     assert gzip.decompress(Path(path).read_bytes()) == b"a trace"
 
@@ -136,7 +136,7 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
     parent.request_stop("SIGTERM")
     wait_until_stopped(control, 1)
     assert record.run_id() == run_id
-    assert record.finish("FINISHED")
+    assert not record.finish("FINISHED")
     assert CountedOpening.sent == 2
     points = store.get_metric_history(run_id, "train/loss")
     assert sorted((p.step, p.value) for p in points) == [
@@ -177,7 +177,7 @@ def test_what_is_recorded_while_the_host_does_not_know_the_run_is_neither_lost_n
     record.metrics(3, {"train/loss": 3.0, "startup/first_step_s": 9.0})
     assert control.status().metrics == {"train/loss": 3.0, "startup/first_step_s": 7.0}
     assert [event.kind for event in control.status().events] == ["resumed"]
-    assert record.finish("KILLED")
+    assert not record.finish("KILLED")
     assert here.count("open") == 2
     for key, expected in (
         ("train/loss", [(1, 1.0), (2, 2.0), (3, 3.0)]),
@@ -210,7 +210,7 @@ def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow(
     here.host._runs[opening.key].log.append("finish", status="FINISHED")
     here.die()
     assert store.get_run(run_id).info.status == "RUNNING"
-    assert record.finish("FINISHED")
+    assert not record.finish("FINISHED")
     assert store.get_run(run_id).info.status == "FINISHED"
 
 
@@ -321,7 +321,7 @@ def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_host_dies(
     here.die()
     assert control.status().step == 1
     assert record.run_id() == run_id
-    assert record.finish("FINISHED")
+    assert not record.finish("FINISHED")
     assert [p.name for p in opening.log_path.parent.glob("*.jsonl")] == ["metrics.jsonl"]
 
 
@@ -331,7 +331,7 @@ def test_a_run_that_has_ended_is_not_to_stop_and_has_no_failure(
     record, control = recorded_here(opening_of(tmp_path))
     control.request_stop("SIGTERM")
     control.fail(Failure("reason"))
-    assert record.finish("FAILED")
+    assert not record.finish("FAILED")
     assert control.stop_reason() is None
     assert control.failure() is None
 
@@ -339,11 +339,11 @@ def test_a_run_that_has_ended_is_not_to_stop_and_has_no_failure(
 def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampled: list[str] = []
-    monkeypatch.setattr(
-        "vit_ray.tracking.system_metrics.sample_nodes",
-        lambda run_id, uri: sampled.append(run_id) or [],
-    )
+    sampled: list[str | None] = []
+    samples = Mock()
+    samples.start.side_effect = lambda: sampled.append(given.call_args[0][1]())
+    given = Mock(return_value=samples)
+    monkeypatch.setattr("vit_ray.tracking.system_metrics.NodeSamples", given)
     here, opening = Here(), opening_of(tmp_path)
     opening = replace(opening, config=opening.config.model_copy(update={"system_metrics": True}))
     record, _ = recorded_here(opening, here)
@@ -351,7 +351,7 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     assert sampled == [run_id]
     here.host._runs[opening.key].log.append("finish", status="FINISHED")
     here.die()
-    assert record.finish("FINISHED")
+    assert not record.finish("FINISHED")
     assert sampled == [run_id]
 
 
@@ -461,7 +461,7 @@ def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(
         record.metrics(step, {"startup/first_step_s": float(step)})
         record.metrics(step + 1, {"startup/first_step_s": 100.0})
         run_id = record.run_id()
-        assert record.finish("FINISHED")
+        assert not record.finish("FINISHED")
     points = store.get_metric_history(run_id, "startup/first_step_s")
     assert sorted((p.step, p.value) for p in points) == [(1, 1.0), (5, 5.0)]
 
@@ -472,11 +472,11 @@ def test_what_is_recorded_after_the_end_changes_nothing(
     opening = opening_of(tmp_path)
     record, control = recorded_here(opening)
     run_id = record.run_id()
-    assert record.finish("FINISHED")
+    assert not record.finish("FINISHED")
     size = opening.log_path.stat().st_size
     record.metrics(9, {"train/loss": 1.0})
     assert control.heartbeat(1, 9) is None
     assert opening.log_path.stat().st_size == size
     assert store.get_run(run_id).info.status == "FINISHED"
-    assert record.finish("FINISHED")
+    assert not record.finish("FINISHED")
     Tracker.start(opening_of(tmp_path)).close()

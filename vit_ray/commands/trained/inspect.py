@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from pyarrow import fs
 
+from vit_ray.commands.printed_tables import print_link
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
@@ -61,7 +62,7 @@ def inspect(recipe: Recipe) -> int:
         if isinstance(result, Path):
             tracker.log.artifact(result, "inspection")
     tracker.finish()
-    print(f"MLflow page: {tracker.hint}")
+    print_link(tracker.hint, tracker.run_id)
     return 0
 
 

@@ -62,15 +62,15 @@ class OpenRun:
 
     def finish(self, status: Status) -> None:
         """End the record; if that fails the result is still valid, and a message says so."""
-        has_all = False
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            has_all = self.record.finish(status)
-        if not has_all:
+        try:
+            problem = self.record.finish(status)
+        except (ray.exceptions.RayError, RuntimeError) as error:
+            problem = f"MLflow may not have all of it ({redact(str(error))})"
+        if problem:
             logger.warning(
-                "MLflow at %s does not have all of run %s; when MLflow answers again, run: vit-ray "
-                "replay %s URI",
-                redact(self.opening.config.uri),
+                "run %s: %s; then run: vit-ray replay %s URI",
                 self.opening.run_name,
+                problem,
                 self.opening.log_path,
             )
 

@@ -62,8 +62,8 @@ class _Run:
         self.one_at_a_time = threading.Lock()
         """Lock for opening and ending it."""
         self.tracker: Tracker | None = None
-        self.is_sent: bool | None = None
-        """Set at its end: whether MLflow has everything."""
+        self.problem: str | None = None
+        """Set at its end: what MLflow does not have, and why; empty if it has everything."""
         self._key, self._is_read, self._has_opening = key, False, False
         self._reading = threading.Lock()
         self._accounted_s = time.monotonic()
@@ -87,7 +87,7 @@ class _Run:
             RuntimeError: the process of an earlier driver still writes its log.
         """
         # Imported here: the driver and the workers also import this module and need no MLflow.
-        from vit_ray.tracking.system_metrics import sample_nodes
+        from vit_ray.tracking.system_metrics import NodeSamples
         from vit_ray.tracking.tracker import Tracker
 
         lock = lock_log(opening.log_path, opening.run_name)
@@ -98,8 +98,11 @@ class _Run:
         if self.control.has_finished:  # before the process died
             self.close()
         # The children of a sweep or study share nodes; the parent samples these itself.
-        elif opening.config.system_metrics and opening.parent is None and self.tracker.run_id:
-            self._held = [*sample_nodes(self.tracker.run_id, opening.config.uri), lock.close]
+        elif opening.config.system_metrics and opening.parent is None:
+            tracker = self.tracker
+            samples = NodeSamples(opening.config.uri, lambda: tracker.run_id)
+            samples.start()
+            self._held = [samples.stop, lock.close]
 
     def account(self) -> Account:
         """How the run's time was spent so far, over all openings in the log."""
@@ -116,11 +119,12 @@ class _Run:
         """Send what is recorded; the run has ended."""
         assert self.tracker is not None
         *sampled, lock = self._held
-        self.is_sent = False
+        self.problem = "its end was cut off"
         try:
             for stop in sampled:
                 stop()
-            self.is_sent = self.tracker.close()
+            self.tracker.close()
+            self.problem = self.tracker.problem
         finally:
             self.tracker = None
             lock()
@@ -145,7 +149,7 @@ class RunHost:
             run.control.parent = self._runs[opening.parent.key].control
         run.control.name = opening.run_name
         with run.one_at_a_time:
-            if run.tracker is None and run.is_sent is None:
+            if run.tracker is None and run.problem is None:
                 # A trial's process may have died without ending the run that it opened.
                 for key, other in list(self._runs.items()):
                     if other is not run and other.tracker and other.log.path == opening.log_path:
@@ -181,12 +185,12 @@ class RunHost:
         """The answer of `control.method`, `tracker.method` or a method of the run, or `NoRun`."""
         run = self._runs.get(key)
         if run is None or run.tracker is None:
-            return NoRun.UNKNOWN if run is None or run.is_sent is None else NoRun.ENDED
+            return NoRun.UNKNOWN if run is None or run.problem is None else NoRun.ENDED
         found = attrgetter(what)(run)
         return found(*args) if callable(found) else found
 
-    def finish(self, key: str, status: Status) -> bool | NoRun:
-        """End the run; False if MLflow has not received its whole record."""
+    def finish(self, key: str, status: Status) -> str | NoRun:
+        """End the run; says what MLflow does not have, and why."""
         run = self._runs.get(key)
         if run is None:
             return NoRun.UNKNOWN
@@ -194,7 +198,7 @@ class RunHost:
             if run.tracker is not None:
                 run.log.end(status)
                 run.close()
-            return NoRun.UNKNOWN if run.is_sent is None else run.is_sent
+            return NoRun.UNKNOWN if run.problem is None else run.problem
 
     def _run(self, key: str, log_path: Path) -> _Run:
         with self._lock:
@@ -369,8 +373,8 @@ class RunRecord(Recorder):
         """Wait until MLflow has everything recorded so far; False if it does not in time."""
         return self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.flush", timeout_s)
 
-    def finish(self, status: Status) -> bool:
-        """End the run; False if MLflow has not received its whole record."""
+    def finish(self, status: Status) -> str:
+        """End the run; says what MLflow does not have, and why."""
         return self._run.ask(ANSWER_LIMIT_S, "finish", status)
 
 

@@ -29,6 +29,10 @@ os.environ["RAY_DEDUP_LOGS"] = "0"
 # More threads cost more than they bring for tensors as small as those of tests, and wait for each
 # other where a machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A thread that outlives its test, and with it the limits that `open_client` sets, would try for
+# minutes, and keep others from finding their runs.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 # The head's idle processes serve the next test; by default those beyond its CPUs end in a second.
 os.environ["RAY_num_workers_soft_limit"] = "16"  # noqa: SIM112
 # Ray starts a cluster at its first use (`ray.put`), for which nothing sets a limit: a test without

@@ -19,7 +19,6 @@ from tests.data.s3_server import serve_conditional_s3, serve_s3, this_process_us
 from vit_ray import s3
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert import conversion
-from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
 
@@ -318,15 +317,3 @@ def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
         convert(source, target, **SMALL | {"seed": 4})
     assert not (target / "_staging").exists()
     assert open_dataset(str(target)).num_images == 20
-
-
-def test_a_setting_that_is_newer_than_a_set_had_its_default(serial: None, tmp_path: Path) -> None:
-    begin_files(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "set", **SMALL)
-    file = locate(str(tmp_path / "set" / "source.json"))
-    facts = read_facts(file)
-    del facts["settings"]["max_pixels"]
-    write_facts(file, facts)
-    assert convert(tmp_path / "source", tmp_path / "set", **SMALL).was_done
-    with pytest.raises(ValueError, match=r"convert.max_pixels=9000 \(it was 134217728\)"):
-        convert(tmp_path / "source", tmp_path / "set", **SMALL, max_pixels=9000)

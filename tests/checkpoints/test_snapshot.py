@@ -1,15 +1,13 @@
 """A rank's part of a checkpoint in host memory."""
 
-import json
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from tests.checkpoints.written import position, snapshot_of
-from tests.net.__main__ import KEPT
 from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 
 NAMES = ["blocks.10.w", "blocks.2.w", "a", "a.b", "\u00e4", 'quoted "name"', "last"]
@@ -24,18 +22,6 @@ def state(scale: float = 1.0) -> dict[str, Tensor]:
 
 def content(taken: Snapshot) -> bytes:
     return taken.content.numpy().tobytes()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_kept_checkpoint_is_written_again_byte_by_byte(rank: int) -> None:
-    """Its tensors and their list in the index."""
-    stem = KEPT / "run" / "step-00000004" / f"rank-{rank:05d}-of-00002"
-    file = stem.with_suffix(".safetensors").read_bytes()
-    listed = json.loads(stem.with_suffix(".json").read_text())["tensors"]
-    tensors = load(file)
-    taken = snapshot_of(rank, 2, {key: tensors[key] for key in listed}, position(4))
-    assert content(taken) == file
-    assert json.dumps(taken.tensors) == json.dumps(listed)
 
 
 def test_its_memory_is_the_file_that_safetensors_writes() -> None:

@@ -91,7 +91,7 @@ def test_beside_the_server_no_more_processes_import_than_half_of_the_cores(
         raising=False,
     )
     monkeypatch.setattr(
-        ray_datasets, "_import_what_tasks_need", SimpleNamespace(options=lambda num_cpus: task)
+        ray_datasets, "_import_what_tasks_need", SimpleNamespace(options=lambda **_: task)
     )
     ray_datasets.start_beside_server(tasks, cores)
     assert started == ["coordinator", *["import"] * warmed]

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Any, Final
 
 import vl_convert
@@ -18,6 +19,8 @@ from vit_ray.report.tables import Column, Table, file_name, number, percent
 
 WIDTH, HEIGHT = 640, 340
 """Size of a chart in pixels."""
+TITLE_LETTERS: Final = 64
+"""Most letters of a title's line."""
 LONGEST_TABLE: Final = 200
 """Up to this many points, a chart is also shown as a table."""
 MOST_LABELS: Final = 8
@@ -259,7 +262,7 @@ class Chart:
         words = [f"{glyph} {word}" for word, glyph in self.states.items()]
         longest = max((len(one["text"]) for one in labels if one["is_late"]), default=0)
         return {
-            "title": {"text": self.title, "subtitle": "; ".join(words)},
+            "title": {"text": wrap(self.title, TITLE_LETTERS), "subtitle": "; ".join(words)},
             "description": f"{self.title}: {self.y.title} against {self.x.title}",
             "width": WIDTH,
             "height": HEIGHT,

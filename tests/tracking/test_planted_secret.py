@@ -48,7 +48,7 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     record.event("restart", f"cannot reach {ADDRESS}", 1)
     control.request_stop(f"cannot reach {ADDRESS}")
     record.metrics(1, {"train/loss": 1.0})
-    assert record.finish("FINISHED")
+    assert record.finish("FINISHED") == ""
     return recipe
 
 

@@ -35,17 +35,21 @@ def record(folder: Path) -> dict[str, Any]:
         convert_digits(own, folder)
         for name, words in commands.items():
             run(own, name, *words, *common, limit_s=600)
+    return _recorded(folder)
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     runs = runs_of(folder)
     names = {one.info.run_id: one.info.run_name for one in runs}
     for one in runs:
-        parent = one.data.tags.get("mlflow.parentRunId")
-        found.setdefault(one.info.run_name, []).append(
-            {
-                "parent": parent and names[parent],
-                "status": one.info.status,
-                "varied": {key: one.data.params.get(key) for key in VARIED},
-                "metrics": curves(folder, one),
-            }
-        )
+        parent, name = one.data.tags.get("mlflow.parentRunId"), one.info.run_name
+        while name in found:
+            name += " again"
+        found[name] = {
+            "parent": parent and names[parent],
+            "status": one.info.status,
+            "varied": {key: one.data.params.get(key) for key in VARIED},
+            "metrics": curves(folder, one),
+        }
     return found

@@ -437,7 +437,12 @@ def _row(line: int, point: Point) -> dict[str, Any]:
 
 
 def svg(chart: Chart) -> str:
-    """The chart as SVG; coordinates in hundredths of a pixel: more digits only take space."""
+    """The chart as SVG; coordinates in hundredths of a pixel: more digits only take space.
+
+    Groups of marks have no role of their own, which would need a text that only the marks have.
+    """
     drawing = str(vl_convert.vegalite_to_svg(json.dumps(chart.spec()), allowed_base_urls=[]))
+    groups = re.compile(r'(<g [^>]*) role="graphics-symbol" aria-roledescription="[^"]* container"')
+    drawing = groups.sub(r"\1", drawing)
     places = re.compile(r' (?:d|transform)="[^"]*"')
     return places.sub(lambda one: re.sub(r"(\.\d\d)\d+", r"\1", one[0]), drawing)

@@ -53,6 +53,9 @@ from vit_ray.data.prepare.digits import write_digits
 
 ROOT = Path(__file__).parents[1]
 
+# Under `nohup` it is ignored, which processes of tests would inherit: they would not hear it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

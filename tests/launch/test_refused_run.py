@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import ray
 
+from tests.data.converted_set import converted_set
 from tests.recipes import recipe_with
 from vit_ray.launch import run
 from vit_ray.launch.cluster.connection import ClusterShape
-
-SET = Path(__file__).parents[1] / "net" / "kept" / "set"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,8 @@ def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(
     else:
         monkeypatch.setattr(run, "connect", lambda _: cluster)
     recipe = recipe_with(
-        "refused", output=str(tmp_path / "runs"), data={"train": str(SET), "eval": None},
+        "refused", output=str(tmp_path / "runs"),
+        data={"train": str(converted_set()), "eval": None},
         optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 2},
         workers={"num_workers": 2},
     )  # fmt: skip
@@ -57,12 +57,17 @@ def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_
     monkeypatch.setattr(run, "connect", lambda _: cluster)
     monkeypatch.setattr(run, "check_shared", refuse)
     recipe = recipe_with(
-        "refused", output=str(tmp_path / "runs"), data={"train": str(SET), "eval": None},
+        "refused", output=str(tmp_path / "runs"),
+        data={"train": str(converted_set()), "eval": None},
         optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 2},
     )  # fmt: skip
     if begun:
         (tmp_path / "runs" / "refused").mkdir(parents=True)
     with pytest.raises(ValueError, match="not on this node"):
         run.train(recipe)
-    assert asked == [cluster, [("data.train", str(SET))], ("output", str(tmp_path / "runs"))]
+    assert asked == [
+        cluster,
+        [("data.train", str(converted_set()))],
+        ("output", str(tmp_path / "runs")),
+    ]
     assert (tmp_path / "runs").exists() == begun

@@ -192,7 +192,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     context = RankContext(steps, rank, world_size, micro, partial(all_sum, device=CPU))
     count = BATCH // world_size
     share = slice(rank * count, (rank + 1) * count)
-    batches = open_batches(job, training_batches(recipe, progress.step, share), count, CPU)
+    batches = open_batches(training_batches(recipe, progress.step, share), CPU)
     if poison is not None:
         poison_step(engine, poison)
     attempt = Attempt(

@@ -101,7 +101,6 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial() -> None:
     text = describe_sweep(load_recipe(RECIPES / "finetune" / "pets.yaml"))
     assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text
     assert "500 of 512 images" in text
-    assert "one stream for 0.001, 0.003, 0.01, 0.03" in text.replace("learning_rate=", "")
 
 
 def test_a_real_data_set_is_counted_although_counts_are_told(digits: Any) -> None:

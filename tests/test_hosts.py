@@ -44,7 +44,10 @@ def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(
     assert one.run("hostname") == (0, "one\n")
     assert two.address in one.run("getent", "hosts", "two")[1]
     sleeper = one.serve("sleep.log", "sleep", f"77{os.getpid()}")
-    assert f"sleep 77{os.getpid()}" in one.processes()
+    deadline = time.monotonic() + 30
+    while f"sleep 77{os.getpid()}" not in one.processes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert f"sleep 77{os.getpid()}" not in two.processes()
     for place, shared in (
         ("/dev/shm/mark", False),

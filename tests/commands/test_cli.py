@@ -232,10 +232,10 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: str, is_buffered: bool
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_help_and_refusals_import_nothing_heavy() -> None:
+def test_help_and_refusals_import_nothing_heavy(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN_EACH, json.dumps(LIGHT)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     told = [line for line in done.stdout.splitlines() if line.startswith("imported:")]

@@ -86,11 +86,22 @@ def run(parent: OpenParent, work: Any, folder: Path, **how: Any) -> Ended:
     return run_trials(work, parent.run, folder=f"{folder}/tune/trials", **given)
 
 
-def no_place_is_kept() -> None:
-    """Every placement group of a trial is given back within 20 s."""
+def kept_places() -> set[str]:
+    table = placement_group_table()
+    return {name for name, one in table.items() if one["state"] != "REMOVED"}
+
+
+@pytest.fixture(autouse=True)
+def no_place_is_kept(ray_cluster: Head) -> Iterator[None]:
+    """Every placement group of a trial is given back within 20 s.
+
+    Workers that other tests share stay on the cluster.
+    """
+    before = kept_places()
+    yield
     deadline_s = time.monotonic() + 20
-    while states := [one for one in placement_group_table().values() if one["state"] != "REMOVED"]:
-        assert time.monotonic() < deadline_s, states
+    while kept := kept_places() - before:
+        assert time.monotonic() < deadline_s, kept
         time.sleep(0.5)
 
 
@@ -117,7 +128,6 @@ def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_noth
     ended = run(parent, partial(training, tmp_path, 0.0), tmp_path, space=more)
     assert len(ended.results) == 5
     assert [one for one in starts(tmp_path)[len(RATES) :] if one[1] < STEPS] == [(0.5, 0)]
-    no_place_is_kept()
 
 
 def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path) -> None:
@@ -133,7 +143,6 @@ def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path
     assert [found[rate].step for rate in RATES[1:]] == [2, 2, 2]
     for rate in RATES[1:]:
         assert 2 <= int((tmp_path / f"{rate}").read_text()) < STEPS
-    no_place_is_kept()
 
 
 def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
@@ -146,7 +155,6 @@ def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
     }  # fmt: skip
     assert math.isnan(found[0.1].top1)
     assert "died 4 times" in ended.lost.error
-    no_place_is_kept()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -166,7 +174,6 @@ def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
         run(parent, partial(training, tmp_path, 0.5), tmp_path)
     saved = {float(path.name): int(path.read_text()) for path in tmp_path.glob("0.*")}
     assert set(saved) == set(RATES[:2])
-    no_place_is_kept()
 
 
 def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[float, int]]:

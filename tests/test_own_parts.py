@@ -201,7 +201,7 @@ def test_its_weights_go_to_our_layout_and_come_back_with_another_head(tmp_path: 
         report = load_weights(other, place)
         assert sorted(report.new) == ["head.bias", "head.weight"]
         torch.testing.assert_close(other.get_parameter("first.weight"), model.first.weight)
-    with pytest.raises(ValueError, match=r"layout='timm' has no names for .* \(ConvNet\)"):
+    with pytest.raises(ValueError, match=r"layout='timm' has no names for a ConvNet"):
         save_weights(model, tmp_path / "timm.safetensors", "timm")
 
 

@@ -198,10 +198,11 @@ BAD_WEIGHTS = {
     "sets/junk.npz": "init_from: weights .*junk.npz cannot be read: ",
     "sets/junk.safetensors": "init_from: weights .*junk.safetensors cannot be read: ",
     "sets/cut.safetensors": "init_from: weights .*cut.safetensors cannot be read: ",
-    "sets/wide.npz": r"init_from: .*wide.npz \(layout jax\) does not fit this ViT:.*of another "
-    r"shape:.*blocks\.1\.mlp\.contract\.weight is 32x96, the model has 32x64.*Build the model with",
-    "sets/bit.npz": r"init_from: .*does not fit this ViT:.*unexpected: .*resnet/root_block/.*"
-    "missing: .*Transformer/encoder_norm/scale",
+    "sets/wide.npz": r"init_from: .*wide.npz \(layout jax\) does not fit this VisionTransformer:"
+    r".*of another shape:.*"
+    r"blocks\.1\.mlp\.contract\.weight is 32x96, the model has 32x64.*Build the model with",
+    "sets/bit.npz": "init_from: .*does not fit this VisionTransformer:.*unexpected: "
+    ".*resnet/root_block/.*missing: .*Transformer/encoder_norm/scale",
     "sets/other.npz": "init_from: the tensors' names are of no known layout .*: words",
     "sets/pictures": "init_from: .* holds no whole checkpoint; give a run folder, ",
 }
@@ -214,8 +215,8 @@ TRANSFERS = [
     ),
     (
         "evaluate tiny.yaml init_from=sets/of4.npz",
-        "init_from: .*does not fit this ViT:.*of another shape: head.weight is 4x32, the model has "
-        "3x32.*of other classes: 4, the model has 3",
+        "init_from: .*does not fit this VisionTransformer:.*of another shape: head.weight is 4x32, "
+        "the model has 3x32.*of other classes: 4, the model has 3",
     ),
     (
         "sweep tiny.yaml sweep.learning_rates=[]",

@@ -16,9 +16,8 @@ from tests.models.small import (
     some_images,
 )
 from vit_ray.models import build_model
+from vit_ray.models.fitting import fit_state_dict
 from vit_ray.models.weights import load_weights, save_weights
-from vit_ray.models.weights.files import Origin
-from vit_ray.models.weights.state_dicts import fit_state_dict
 
 
 def peer_config(image_size: int = 32) -> ViTConfig:
@@ -263,7 +262,7 @@ def test_a_negative_checkpointing_interval_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_a_model_resized_to_its_own_grid_is_unchanged(mode: Any) -> None:
     source, model = small_model("ViT"), build_like_small()
-    report = fit_state_dict(model, source.state_dict(), resize=mode, origin=Origin((4, 4)))
+    report = fit_state_dict(model, source.state_dict(), resize=mode, origin={"grid": (4, 4)})
     assert report.resized == []
     assert torch.equal(model(some_images()), source(some_images()))
 

@@ -19,18 +19,17 @@ from huggingface_hub.errors import (
 from pyarrow import fs
 
 from vit_ray.model_aliases import canonical_model
-from vit_ray.models.weights.files import parts_of
-from vit_ray.models.weights.folder_config import (
+from vit_ray.models.weights.load import WeightFile, parts_of, read_weights
+from vit_ray.models.weights.published import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
+    FOLDER_PREPROCESSOR,
     FOLDER_WEIGHTS,
     USE,
+    model_options,
     parse_settings,
     weights_file,
 )
-from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
-from vit_ray.models.weights.load_save import WeightFile, read_weights
-from vit_ray.models.weights.published_models import model_section
 from vit_ray.storage import Location, locate
 
 _WEIGHT_FILES = (".npz", ".safetensors")
@@ -103,6 +102,7 @@ def find_weight_file(path: str) -> Location | None:
     return found
 
 
+_SIZES: Final = {"depth", "width", "mlp_dim", "num_heads", "patch_size"}
 _PILLOWS_BICUBIC: Final = 3  # in the settings of transformers' image processors
 
 
@@ -118,7 +118,7 @@ def published_use(path: str) -> dict[str, Any] | None:
     settings = _settings_beside(path, FOLDER_CONFIG)
     if USE in settings:
         return dict(settings[USE])
-    model = model_section(settings)
+    model = _model_section(settings)
     if model is None:
         name = path.removeprefix(SCHEME).partition("@")[0]
         if canonical_model(name)[0] == name:
@@ -137,6 +137,19 @@ def published_use(path: str) -> dict[str, Any] | None:
     if timm.get("interpolation") == "bicubic" or processor.get("resample") == _PILLOWS_BICUBIC:
         crop["interpolation"] = "bicubic"
     return {"model": model, "data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
+
+
+def _model_section(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The recipe section `model` for what transformers or timm would build; None: not known."""
+    if config.get("model_type") == "bit":
+        factor = config.get("embedding_size", 64) // 64
+        return {"name": "ResNet", "stages": config.get("depths"), "width_factor": factor}
+    found = {"name": "ViT", "image_size": 224, "pool": "cls", **model_options(config)}
+    if config.get("model_type", "vit") == "vit" and set(found) >= _SIZES:
+        no_keys = ("grid", "norm_layer", "pooler_act")
+        return {key: value for key, value in found.items() if key not in no_keys}
+    name = str(config.get("architecture"))
+    return {"name": name} if canonical_model(name)[0] != name else None
 
 
 def published_classes(path: str) -> tuple[str, ...] | None:
@@ -187,7 +200,7 @@ def read_weight_file(location: Location, has_values: bool) -> WeightFile:
             _fetch(_beside(location, small), here / small)
         if name == FOLDER_INDEX:
             _fetch(location, here / name)
-            heavy = list(parts_of(here / name, location.uri))
+            heavy = parts_of(here / name, location.uri)
         for part in heavy:
             _fetch(_beside(location, part), here / part, is_whole=has_values)
         opener = None if has_values else open_there
@@ -229,10 +242,15 @@ def _beside(location: Location, name: str) -> Location:
 
 
 def _fetch(location: Location, copy: Path, *, is_whole: bool = True) -> None:
-    """Copy a file, where there is one; if not whole, an empty one says that it is there."""
+    """Copy a file, where there is one; if not whole, the header of safetensors, without values."""
     size = location.info().size
     if size is None:
         return
+    end = size
+    if not is_whole:
+        length = location.read_range(0, 8) if copy.suffix == ".safetensors" else b""
+        end = min(size, 8 + int.from_bytes(length, "little")) if length else 0
     with copy.open("wb") as file:
-        for start in range(0, size if is_whole else 0, _PIECE_BYTES):
-            file.write(location.read_range(start, min(_PIECE_BYTES, size - start)))
+        for start in range(0, end, _PIECE_BYTES):
+            file.write(location.read_range(start, min(_PIECE_BYTES, end - start)))
+        file.truncate(size)  # of this size, which takes no room

@@ -14,7 +14,7 @@ from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.worker.run_link import ControlsRun, RecordsRun
 
 if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
-    from vit_ray.models.weights.state_dicts import NewHead
+    from vit_ray.models.fitting import NewHead
 
 
 @dataclass(frozen=True)

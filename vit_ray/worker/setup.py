@@ -9,8 +9,8 @@ from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
+from vit_ray.models.fitting import LoadReport
 from vit_ray.models.parameter_groups import part_of
-from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch

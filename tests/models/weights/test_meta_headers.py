@@ -17,7 +17,7 @@ from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
 from vit_ray.checkpoints.weight_files import LOOK_BYTES
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.weights import save_weights
-from vit_ray.models.weights.files import read_tensors
+from vit_ray.models.weights.load import read_tensors
 
 PLACES = {"jax": "model.npz", "timm": "model.safetensors", "huggingface": "hub", "vit_ray": "own"}
 
@@ -54,12 +54,9 @@ class Counted(io.FileIO):
         return found
 
 
-@pytest.mark.parametrize("name", ["large.npz", "large.safetensors"])
-def test_an_outline_reads_a_small_part_of_a_large_file(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    save_weights(
-        small_model("ViT", width=256, mlp_dim=1024), path, "timm" if "safe" in name else "jax"
-    )
+def test_an_outline_reads_a_small_part_of_a_large_file(tmp_path: Path) -> None:
+    path = tmp_path / "large.npz"
+    save_weights(small_model("ViT", width=256, mlp_dim=1024), path, "jax")
     size = path.stat().st_size
     Counted.count = 0
     read_tensors(path, "it", lambda p: io.BufferedReader(Counted(p), LOOK_BYTES))
@@ -123,7 +120,7 @@ def test_storage_that_is_away_is_not_told_as_wrong_weights(tmp_path: Path) -> No
 
 def test_arrays_that_could_run_code_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", words=np.array([{}]), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"words\.npy has objects, which can run code"):
+    with pytest.raises(ValueError, match=r"words\.npy is of the type \|O"):
         read_tensors(tmp_path / "a.npz", "it", opened)
 
 

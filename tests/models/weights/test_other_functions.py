@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import DeiTConfig, ViTConfig, ViTForImageClassification
 
 from tests.models.small import FAMILIES, relative_difference, small_model, some_images
+from vit_ray.checkpoints.init_weights import planned_load
+from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
 
@@ -44,9 +47,9 @@ def fitting_model() -> torch.nn.Module:
     ("settings", "difference"),
     [
         ({"layer_norm_eps": 1e-6}, ""),
-        ({"hidden_act": "gelu", "layer_norm_eps": 1e-6}, "trained with hidden_act=gelu"),
-        ({}, "trained with layer_norm_eps=1e-12"),
-        ({"layer_norm_eps": 1e-5}, "trained with layer_norm_eps=1e-05"),
+        ({"hidden_act": "gelu", "layer_norm_eps": 1e-6}, "trained with activation=gelu"),
+        ({}, "trained with norm_eps=1e-12"),
+        ({"layer_norm_eps": 1e-5}, "trained with norm_eps=1e-05"),
     ],
 )
 def test_settings_that_differ_little_are_read_and_reported(
@@ -59,21 +62,21 @@ def test_settings_that_differ_little_are_read_and_reported(
         assert relative_difference(model(some_images()), peer(some_images()).logits) < 5e-3
 
 
-@pytest.mark.parametrize("epsilon", [None, "1e-6", -1e-6, float("nan")])
+@pytest.mark.parametrize("epsilon", ["1e-6", -1e-6, float("nan")])
 def test_an_epsilon_that_is_none_is_refused(tmp_path: Path, epsilon: Any) -> None:
     transformers_folder(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "layer_norm_eps": epsilon}))
-    with pytest.raises(ValueError, match="layer_norm_eps="):
+    with pytest.raises(ValueError, match="norm_eps="):
         load_weights(fitting_model(), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act='relu'"),
-        ({"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
-        ({"layer_norm_eps": 0.1}, "layer_norm_eps=0.1"),
+        ({"hidden_act": "relu"}, "activation=relu"),
+        ({"hidden_act": "quick_gelu"}, "activation=quick_gelu"),
+        ({"layer_norm_eps": 0.1}, "norm_eps=0.1"),
     ],
 )
 def test_settings_of_another_function_are_refused(
@@ -98,7 +101,9 @@ def test_settings_of_another_function_are_refused(
 def test_settings_of_timm_are_read_too(tmp_path: Path, config: dict[str, Any]) -> None:
     save_weights(small_model("ViT"), tmp_path / "model.safetensors", "timm")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config\.json has"):
+    with pytest.raises(
+        ValueError, match=r"is of a model with (activation=quick_gelu|norm_layer=rmsnorm)"
+    ):
         load_weights(small_model("ViT"), tmp_path / "model.safetensors")
 
 
@@ -136,6 +141,8 @@ def test_a_config_with_an_oblong_image_is_believed(tmp_path: Path) -> None:
 def test_an_npz_file_cannot_hold_a_grid_that_would_be_read_as_a_square(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 x 8 patches"):
         save_weights(oblong((16, 64)), tmp_path / "model.npz", "jax")
+    with pytest.raises(ValueError, match="4 x 6 patches"):  # 25 rows with the class token
+        save_weights(oblong((32, 48)), tmp_path / "model.npz", "jax")
     save_weights(oblong((16, 48)), tmp_path / "model.npz", "jax")  # 12 patches are no square
 
 
@@ -145,8 +152,44 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path, value: float) -> 
     with torch.no_grad():
         model.blocks[1].mlp.expand.weight[3, 2] = value
     save_weights(model, tmp_path / "model.safetensors", "vit_ray")
-    with pytest.raises(ValueError, match=r"not finite: blocks\.1\.mlp\.expand\.weight"):
+    with pytest.raises(ValueError, match=r"not finite: blocks\.1\.mlp\.expand\.weight; its"):
         load_weights(small_model("ViT"), tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("layout", ["timm", "huggingface", "vit_ray"])
+def test_quantized_tensors_are_named(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
+    """Without their scales they are other numbers; also where only shapes are read."""
+    path = respelled(tmp_path, layout, lambda name: name)
+    name = next(
+        n
+        for n in load_file(path)
+        if "1" in n and n.endswith(("fc2.weight", "expand.weight", "1.output.dense.weight"))
+    )
+    save_file({n: t.to(dtype) if n == name else t for n, t in load_file(path).items()}, path)
+    said = rf"quantized tensors: blocks\.1\.mlp\.\w+\.weight \({dtype}\); give the weights"
+    model = small_model("ViT")
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=said):
+        load_weights(model, path)
+    config = ModelConfig(name="ViT", image_size=32, **FAMILIES["ViT"])
+    with pytest.raises(ValueError, match=said):
+        planned_load(config, 5, str(path), False, "bilinear")
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_integers_of_an_npz_file_are_named(tmp_path: Path) -> None:
+    save_weights(small_model("ViT"), tmp_path / "model.npz", "jax")
+    arrays = dict(np.load(tmp_path / "model.npz"))
+    arrays["Transformer/encoder_norm/scale"] = np.ones(32, np.int8)
+    np.savez(tmp_path / "model.npz", **arrays)
+    with pytest.raises(ValueError, match=r"quantized tensors: norm\.weight \(torch\.int8\)"):
+        load_weights(small_model("ViT"), tmp_path / "model.npz")
+    arrays["Transformer/encoder_norm/scale"] = np.ones(32, "V1")  # numpy's fp8
+    np.savez(tmp_path / "model.npz", **arrays)
+    with pytest.raises(ValueError, match=r"encoder_norm/scale.* is of the type \|V1"):
+        load_weights(small_model("ViT"), tmp_path / "model.npz")
 
 
 def respelled(folder: Path, layout: str, spell: Any) -> Path:

@@ -17,11 +17,14 @@ from vit_ray.data.images.augmentations import augmentation_of
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.record.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names
-from vit_ray.models.weights.files import check_suffix
-from vit_ray.models.weights.folder_config import FOLDER_CONFIG, USE, weights_file
-from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
-from vit_ray.models.weights.load_save import save_weights
-from vit_ray.models.weights.state_dicts import LoadReport
+from vit_ray.models.fitting import LoadReport
+from vit_ray.models.weights.published import (
+    FOLDER_CONFIG,
+    FOLDER_PREPROCESSOR,
+    USE,
+    weights_file,
+)
+from vit_ray.models.weights.save import check_suffix, save_weights
 from vit_ray.storage import absolute, locate
 
 _CARD = "README.md"

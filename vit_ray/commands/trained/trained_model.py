@@ -6,7 +6,7 @@ from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe, require
 from vit_ray.config.validation import errors_of
 from vit_ray.models import build_model
-from vit_ray.models.weights.state_dicts import LoadReport
+from vit_ray.models.fitting import LoadReport
 
 # A model that was pre-trained without labels, or published without a head, has no classes; its new
 # head has one class and is zero.

@@ -1,0 +1,248 @@
+"""A state dict into a model of another head or resolution, and a report of every tensor."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
+from vit_ray.models.sizes import Grid
+from vit_ray.models.vit import VisionTransformer
+
+Tensors = dict[str, Tensor]
+NewHead = bool | Literal["auto"]
+Origin = Mapping[str, Any]
+"""Properties of a model that the names and shapes of its weights do not determine, as far as they
+are known: `grid` (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`."""
+NOT_TOLD: Final[Origin] = MappingProxyType({})
+
+SPARE_PREFIXES = ("head.", "representation.", "class_token.")
+"""What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
+3.2), and the class token."""
+# Parts of the objective around the model that it trains.
+_OBJECTIVE_PREFIXES = ("mask.", "prediction.")
+FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
+FIXED: Final = {"norm_layer": "layernorm", "pooler_act": "tanh"}
+_MOST_EPS: Final = 1e-5
+"""torch's default epsilon of a layer norm; up to here values count as equal."""
+
+
+@dataclass
+class LoadReport:
+    """What happened to every tensor of a file and of a model; prints as a short table.
+
+    `loaded` are names of the model; `resized` adds the grids of positions, or the shapes; `new`
+    kept their initial values; `ignored` are names of the file that the model does not need; `grids`
+    are the (rows, columns) of tokens that the weights were trained at and that the model has; None
+    if they are equal, or not known.
+    """
+
+    source: str
+    loaded: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    grids: tuple[Grid, Grid] | None = None
+
+    def __str__(self) -> str:
+        lines = [f"weights from {self.source}", f"  loaded   {len(self.loaded)} tensors"]
+        for title in ("resized", "new", "ignored"):
+            lines.append(f"  {title:8} {', '.join(getattr(self, title)) or 'none'}")
+        return "\n".join(lines)
+
+
+def fit_state_dict(
+    model: nn.Module,
+    state_dict: Tensors,
+    new_head: NewHead = "auto",
+    *,
+    resize: ResizeMode = "bilinear",
+    origin: Origin = NOT_TOLD,
+    source: str = "a state dict",
+) -> LoadReport:
+    """Load a state dict of our own names into a model of another resolution or number of classes.
+
+    The weights of an objective are those of the model inside it; as `model` it also gets the state
+    dict's own layers of it, if these are for the same target.
+
+    Args:
+        model: filled in place.
+        state_dict: names and tensors of a model of the same encoder.
+        new_head: True keeps the model's new head, as fine-tuning does; False requires the state
+            dict's head, after the same layers; "auto" loads it if it fits and comes after the same
+            layers. The representation layer and the class token are loaded if both have them: a
+            model built without them drops them, and the first stays new in a model that adds it,
+            unless the head after it is required.
+        resize: how positions are resampled to another grid.
+        origin: what is known about the model of the state dict; positions are of a square image if
+            their grid is not known.
+        source: name of the state dict in the report and in errors.
+
+    Raises:
+        ValueError: listing tensors that are missing, unexpected, of the wrong shape or type, or not
+            finite; or the model would compute another function of the same tensors.
+    """
+    inner = model.model if isinstance(model, MaskedPatchObjective) else model
+    source += _other_settings(inner, origin, source)
+    wanted = {name.removeprefix("model."): t for name, t in model.state_dict().items()}
+    state = {name.removeprefix("model."): t for name, t in state_dict.items()}
+    is_objective = inner is not model or any(name.startswith("model.") for name in state_dict)
+    outer = _OBJECTIVE_PREFIXES if is_objective else ()
+    fresh = _fresh_names(wanted, state, new_head, outer)
+    # A required head means nothing without the layers that it was trained after.
+    prefixes = outer if new_head is False else (*outer, *SPARE_PREFIXES)
+    spare = {name for name in state if name not in wanted and name.startswith(prefixes)}
+    problems: dict[str, list[str]] = {
+        "missing": [name for name in wanted if name not in state and name not in fresh],
+        "unexpected": [name for name in state if name not in wanted and name not in spare],
+        "of another shape": [],
+    }
+    report = LoadReport(source, new=sorted(fresh), ignored=sorted(spare | (fresh & set(state))))
+    fitted = {name: state[name] for name in wanted if name in state and name not in fresh}
+    _check_values(fitted, source)
+    trained_at, grid = origin.get("grid"), getattr(inner, "grid", None)
+    for name, tensor in fitted.items():
+        shape, change = (
+            wanted[name].shape,
+            f"{_sides(tensor.shape)} to {_sides(wanted[name].shape)}",
+        )
+        if name.startswith("positions.") and tensor.dim() == 3:
+            rows, has_token = tensor.shape[1], "class_token.token" in state
+            same = grid if tensor.shape == shape else None
+            trained_at = trained_at or square_grid(rows - has_token) or same or square_grid(rows)
+            if trained_at is None or grid is None:
+                raise ValueError(
+                    f"{name} has {rows - has_token} patches, which do not form a square; give "
+                    "source_grid=(rows, columns) of the checkpoint, or its weights as a "
+                    ".safetensors file of ours, which records its grid"
+                )
+            fitted[name] = _fitted_table(tensor, wanted[name], tuple(trained_at), grid, resize)
+            change = f"{_sides(trained_at)} to {_sides(grid)}"
+        elif name.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
+            fitted[name] = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
+        if fitted[name].shape != shape:
+            sides = _sides(tensor.shape), _sides(shape)
+            problems["of another shape"].append("{} is {}, the model has {}".format(name, *sides))
+            if name == "head.weight" and tensor.dim() == len(shape) and len(tensor) != shape[0]:
+                problems["of other classes"] = [f"{len(tensor)}, the model has {shape[0]}"]
+        elif fitted[name] is tensor:
+            report.loaded.append(name)
+        else:
+            report.resized.append(f"{name} {change}")
+    check_fit(source, inner, problems)
+    if trained_at and grid and tuple(trained_at) != grid:
+        report.grids = (tuple(trained_at), grid)
+    with torch.no_grad():
+        for name, tensor in fitted.items():
+            wanted[name].copy_(tensor)
+    return report
+
+
+def _sides(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "a single number"
+
+
+def _fresh_names(
+    wanted: Tensors, state: Tensors, new_head: NewHead, outer: tuple[str, ...]
+) -> set[str]:
+    """Names of the head, the layers before it and those of an objective that keep new values."""
+    layers = {n: t for n, t in wanted.items() if n.startswith(outer)}
+    fits = all(n in state and state[n].shape == t.shape for n, t in layers.items())
+    fresh = set() if fits else set(layers)
+    if new_head is False:
+        return fresh
+    before = ("representation.weight", "class_token.token")
+    has_same_layers = all((name in wanted) == (name in state) for name in before)
+    fresh |= {n for n in wanted if n.startswith("representation.") and n not in state}
+    head = {name for name in wanted if name.startswith("head.")}
+    given = head & state.keys()
+    fits = has_same_layers and all(state[name].shape == wanted[name].shape for name in given)
+    # Of a kernel without its bias, or the reverse, the other is missing.
+    if new_head is True or not given or (given == head and not fits):
+        fresh |= head
+    return fresh
+
+
+def _fitted_table(
+    table: Tensor, wanted: Tensor, trained_at: Grid, grid: Grid, resize: ResizeMode
+) -> Tensor:
+    """Positions at the model's grid, with a row for the class token if the model has one.
+
+    Those of big_vision, and of some models of timm, have none.
+    """
+    has_row, wants_row = (
+        t.shape[1] - math.prod(g) for t, g in ((table, trained_at), (wanted, grid))
+    )
+    if (has_row, wants_row) == (0, 1):
+        table = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+    elif (has_row, wants_row) == (1, 0):
+        table = table[:, 1:]
+    return resize_table(table, trained_at, grid, resize)
+
+
+def origin_of(model: nn.Module) -> Origin:
+    """The origin to save with a model's weights."""
+    if not isinstance(model, VisionTransformer):
+        return NOT_TOLD
+    known = {**vars(model.options), "num_heads": model.size.num_heads}
+    return {"grid": model.grid, **{name: known[name] for name in FUNCTION}}
+
+
+def _other_settings(model: nn.Module, origin: Origin, source: str) -> str:
+    """Settings of the training that differ slightly here; exact GELU does by 5e-4 at most.
+
+    Raises:
+        ValueError: the model would compute another function of the same tensors.
+    """
+    own, different = origin_of(model), list[str]()
+    for name in [*FUNCTION, *FIXED] if own else []:
+        there, here = origin.get(name), {**own, **FIXED}[name]
+        if there in (None, here):
+            continue
+        is_small = isinstance(there, float) and 0 <= there <= _MOST_EPS and here <= _MOST_EPS
+        if not is_small and {there, here} != {"gelu", "gelu_tanh"}:
+            raise ValueError(
+                f"{source} is of a model with {name}={there}, and this one has {name}={here}; "
+                f"build it with {name}={there}"
+            )
+        different.append(f"{name}={there}")
+    return f", trained with {' and '.join(different)}" if different else ""
+
+
+def _check_values(tensors: Tensors, source: str) -> None:
+    """Refuse what are not the numbers of weights.
+
+    Raises:
+        ValueError: naming tensors of integers or fp8, which mean nothing without their scales, or
+            with NaN.
+    """
+    is_float = {n: t.is_floating_point() and t.element_size() > 1 for n, t in tensors.items()}
+    if quantized := [f"{n} ({tensors[n].dtype})" for n in tensors if not is_float[n]]:
+        raise ValueError(
+            f"{source} has quantized tensors: {', '.join(quantized)}; give the weights in fp32, "
+            "fp16 or bf16"
+        )
+    if broken := [n for n, t in tensors.items() if not t.is_meta and not bool(t.isfinite().all())]:
+        raise ValueError(
+            f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "
+            "or the file is damaged: use an earlier checkpoint, or fetch the file again"
+        )
+
+
+def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> None:
+    """List all that does not fit in one error.
+
+    Raises:
+        ValueError: there are names under some title.
+    """
+    lines = [f"  {title}: {', '.join(names)}" for title, names in problems.items() if names]
+    if lines:
+        raise ValueError(
+            f"{source} does not fit this {type(model).__name__}:\n" + "\n".join(lines) + "\n"
+            "Build the model with the name and options that the weights were trained with"
+        )

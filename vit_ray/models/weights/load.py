@@ -1,0 +1,262 @@
+"""Loading weights: published files and our own.
+
+Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors. A file
+may be opened without its values, for its names, types and shapes: tensors are then on `meta`.
+"""
+
+import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from vit_ray.models.fitting import (
+    SPARE_PREFIXES,
+    LoadReport,
+    NewHead,
+    Origin,
+    Tensors,
+    check_fit,
+    fit_state_dict,
+)
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.positions import ResizeMode
+from vit_ray.models.sizes import Grid
+from vit_ray.models.weights import published
+from vit_ray.models.weights.names import ENCODER, HEAD_BIASES, detect_layout, rules_for
+from vit_ray.retry import is_transient
+
+Opener = Callable[[Path], IO[bytes]]
+METADATA: Final = "vit_ray"
+"""Key of a safetensors file's metadata, for the layout and origin that we write."""
+
+_WRAPPERS: Final = r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*"
+"""What DDP, `torch.compile` and trainers put before all names."""
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """Tensors of a file in a published layout, under its names.
+
+    Attributes:
+        num_classes: of its head; None if it has no head.
+        beside: what the file holds of the training that made it; it is ignored.
+        inputs: the statistics by which its inputs were normalised; None for [-1, 1].
+    """
+
+    source: str
+    layout: str
+    tensors: Tensors
+    origin: Origin
+    num_classes: int | None
+    beside: list[str]
+    inputs: published.Statistics | None
+
+    def load_into(
+        self,
+        model: nn.Module,
+        new_head: NewHead = "auto",
+        *,
+        resize: ResizeMode = "bilinear",
+        source_grid: Grid | None = None,
+    ) -> LoadReport:
+        """As `load_weights`."""
+        inner = model.model if isinstance(model, MaskedPatchObjective) else model
+        source, own = f"{self.source} (layout {self.layout})", self.tensors
+        if self.layout != "vit_ray":
+            own = _own_names(inner, self.layout, own, source)
+        if self.inputs is not None:
+            own = published.with_our_inputs(own, inner, self.inputs, source)
+            mean, std = self.inputs
+            source += f"; its inputs' mean {mean} and std {std} are folded into the first layer"
+        origin = self.origin if source_grid is None else {**self.origin, "grid": source_grid}
+        report = fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
+        report.ignored += self.beside
+        return report
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    layout: str = "auto",
+    *,
+    new_head: NewHead = "auto",
+    resize: ResizeMode = "bilinear",
+    source_grid: Grid | None = None,
+) -> LoadReport:
+    """Load a published checkpoint into a model, in place.
+
+    Args:
+        model: from `build_model`; its resolution and head may differ from the file's.
+        path: as in `read_weights`.
+        layout: as in `read_weights`.
+        new_head: as in `fit_state_dict`.
+        resize: "bilinear" as the reference code, or "bicubic".
+        source_grid: (rows, columns) of the file's positions if they are not of a square image.
+
+    Raises:
+        ValueError: if the file is incomplete, has tensors of another model, or is of a format that
+            could run code; the tensors are listed.
+    """
+    file = read_weights(path, layout)
+    return file.load_into(model, new_head, resize=resize, source_grid=source_grid)
+
+
+def read_weights(
+    path: str | Path,
+    layout: str = "auto",
+    source: str | None = None,
+    opener: Opener | None = None,
+) -> WeightFile:
+    """Read a whole published checkpoint.
+
+    Args:
+        path: `.npz` of the JAX layout, `.safetensors` of any other, or a folder that Hugging Face
+            transformers wrote, in one file or several.
+        layout: "jax", "timm", "huggingface", "vit_ray", or "auto": as the file records, or else by
+            its names.
+        source: its name in reports and errors; by default the path.
+        opener: opens an `.npz` file for names and shapes alone, as a safetensors file is then read,
+            too; None = with values.
+
+    Raises:
+        ValueError: if the file is broken, of no known layout, or of a format that could run code.
+    """
+    path, source = Path(path), source or str(path)
+    config = published.model_options(published.settings_beside(path, published.FOLDER_CONFIG))
+    inputs = published.statistics_beside(path)
+    tensors, recorded = read_tensors(path, source, opener)
+    tensors, beside = _parameters(tensors)
+    layout = recorded.get("layout", "auto") if layout == "auto" else layout
+    if layout != "vit_ray":
+        tensors = {re.sub(ENCODER, "", name): tensor for name, tensor in tensors.items()}
+        layout = detect_layout(tensors) if layout == "auto" else layout
+    # Kernels of queries are (D, H, K).
+    queries = [t for name, t in tensors.items() if name.endswith("/query/kernel") and t.dim() == 3]
+    by_shape = {"num_heads": queries[0].shape[1]} if queries else {}
+    num_classes = next((tensors[name].numel() for name in HEAD_BIASES if name in tensors), None)
+    origin = {**recorded, **config, **by_shape}
+    return WeightFile(source, layout, tensors, origin, num_classes, beside, inputs)
+
+
+def read_tensors(
+    path: Path, source: str, opener: Opener | None = None
+) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors of a file or folder, and what `save_weights` recorded; see `read_weights`."""
+    if path.is_dir():
+        whole, index = path / published.FOLDER_WEIGHTS, path / published.FOLDER_INDEX
+        path = index if index.exists() and not whole.exists() else whole
+    if not path.is_file():
+        raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file")
+    if path.name == published.FOLDER_INDEX:
+        tensors: Tensors = {}
+        for name in parts_of(path, source):
+            tensors |= read_tensors(path.with_name(name), f"{source}, part {name},", opener)[0]
+        return tensors, {}
+    if path.suffix not in (".npz", ".safetensors"):
+        raise ValueError(
+            f"weights {source} end in {path.suffix!r}; only .npz and .safetensors are read, "
+            "because other formats can run code; convert the file first"
+        )
+    try:
+        return _read_npz(path, opener) if path.suffix == ".npz" else _read_safetensors(path, opener)
+    except Exception as error:  # from zip, numpy, JSON and others, since the file may hold anything
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
+            raise
+        raise ValueError(f"weights {source} cannot be read: {error}") from error
+
+
+def parts_of(index: Path, source: str) -> list[str]:
+    """Names of the files that a Hugging Face index names, each in its folder.
+
+    Raises:
+        ValueError: it is not such an index.
+    """
+    try:
+        return sorted(
+            {Path(file).name for file in json.loads(index.read_text())["weight_map"].values()}
+        )
+    except (ValueError, OSError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"weights {source}: {index.name} is damaged: {error!r}") from None
+
+
+def _read_npz(path: Path, opener: Opener | None) -> tuple[Tensors, dict[str, Any]]:
+    tensors: Tensors = {}
+    with zipfile.ZipFile(path if opener is None else opener(path)) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as member:
+                if opener is None:
+                    array = np.lib.format.read_array(member, allow_pickle=False)
+                else:
+                    np.lib.format.read_magic(member)
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+                    array = np.broadcast_to(np.empty((), dtype), shape)  # takes no memory
+            # numpy has no bfloat16, and writes it as two unnamed bytes.
+            is_half = array.dtype == np.dtype("V2")
+            if array.dtype.kind not in "fiub" and not is_half:
+                raise ValueError(f"{name} is of the type {array.dtype.str}, not of numbers")
+            tensor = torch.from_numpy(array.view(np.int16) if is_half else array)
+            tensor = tensor.view(torch.bfloat16) if is_half else tensor
+            tensors[name.removesuffix(".npy")] = tensor if opener is None else tensor.to("meta")
+    return tensors, {}
+
+
+def _read_safetensors(path: Path, opener: Opener | None) -> tuple[Tensors, dict[str, Any]]:
+    tensors: Tensors = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            if opener is None or not part.get_shape():
+                tensors[name] = file.get_tensor(name)
+            else:
+                tensors[name] = part[:0].new_empty(part.get_shape(), device="meta")
+        return tensors, json.loads((file.metadata() or {}).get(METADATA, "{}"))
+
+
+def _parameters(tensors: Tensors) -> tuple[Tensors, list[str]]:
+    """The parameters of a file by their plain names, and what its training stored with them.
+
+    Checkpoints of big_vision and of flax are whole trainings, and may have all blocks in one
+    tensor.
+    """
+    wrappers = {re.match(_WRAPPERS, name)[0] for name in tensors}  # type: ignore[index]
+    prefix = min(wrappers, key=len, default="")
+    for folder in ("params/", "opt/target/"):
+        prefix = folder if any(name.startswith(folder) for name in tensors) else prefix
+    beside = Counter(name.partition("/")[0] for name in tensors if not name.startswith(prefix))
+    stacked, found = "Transformer/encoderblock/", dict[str, Tensor]()
+    for name in (name for name in tensors if name.startswith(prefix)):
+        own = name.removeprefix(prefix)
+        for index, tensor in enumerate(tensors[name] if stacked in own else [tensors[name]]):
+            found[own.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
+    return found, [f"{name} ({count} of training)" for name, count in beside.items()]
+
+
+def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
+    """Tensors under our names.
+
+    Head, representation layer and class token may be missing here: `fit_state_dict` decides
+    whether they are needed.
+
+    Raises:
+        ValueError: listing published names without a use, and missing ones.
+    """
+    own, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
+    for rule in rules_for(model, layout):
+        names = max(rule.spellings, key=lambda names: sum(name in tensors for name in names))
+        absent = [name for name in names if name not in tensors]
+        unused.difference_update(names)
+        if not absent:
+            own[rule.own] = rule.to_own([tensors[name] for name in names])
+        elif len(absent) < len(names) or not rule.own.startswith(SPARE_PREFIXES):
+            missing += absent
+    check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
+    return own

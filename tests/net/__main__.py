@@ -5,6 +5,7 @@
     python -m tests.net compare A B [PART ...]      prints what differs between two recordings
     python -m tests.net keep [PART ...]             renews kept/ from the base revision
     python -m tests.net mutations [NAME ...]        each mutation must fail its test
+    python -m tests.net speed REV [MEASURE ...]     how fast it is there and here
 
 A difference that is intended has an entry in `intended.toml`, and is not printed. The exit code is
 1 if anything else differs. Parts are the modules of `tests/net/parts`; by default all of them are
@@ -14,8 +15,6 @@ Two recordings of one commit on one machine are equal. Those of the parts in `ke
 on other processors; `test_net.py` compares with them.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -23,48 +22,39 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tests.net import compare as comparing
-from tests.net import trees
+from tests.net.compare import read_intended, unintended
+from tests.net.trees import BASE, HERE, PLACE, checkout
 
-KEPT = Path(__file__).with_name("kept")
-PARTS = sorted(
-    file.stem for file in Path(__file__).with_name("parts").glob("*.py") if file.stem != "__init__"
-)
+NET = Path(__file__).parent
+KEPT = NET / "kept"
+PARTS = sorted(file.stem for file in (NET / "parts").glob("[a-z]*.py"))
+KEPT_PARTS = sorted(file.stem for file in KEPT.glob("*.json"))
 
 
 def record(folder: Path, parts: list[str]) -> None:
-    """Write `PART.json` for each part."""
+    """Write `PART.json` for each part, one leaf a line, so that `diff` reads it too."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         start_s = time.monotonic()
         module = importlib.import_module(f"tests.net.parts.{part}")
         with tempfile.TemporaryDirectory(prefix=f"net-{part}-") as scratch:
-            write_part(folder, part, module.record(Path(scratch)))
+            found = json.dumps(module.record(Path(scratch)), indent=1, sort_keys=True)
+        (folder / f"{part}.json").write_text(found + "\n")
         print(f"{part}: recorded in {time.monotonic() - start_s:.0f} s", flush=True)
-
-
-def write_part(folder: Path, part: str, found: Any) -> None:
-    """One leaf a line, so that `diff` reads it too."""
-    (folder / f"{part}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def compare(first: Path, second: Path, parts: list[str]) -> int:
     """Print the differences that are not intended; 1 if there are any."""
-    intended = comparing.read_intended()
+    intended = read_intended()
     found = []
     for part in parts:
-        one, other = (folder / f"{part}.json" for folder in (first, second))
-        if one.is_file() and other.is_file():
-            before, after = (json.loads(file.read_text()) for file in (one, other))
-            found += comparing.unintended(part, before, after, intended)
-        elif one.is_file() or other.is_file():
-            found.append(
-                f"{part}: could not be recorded in {'second' if one.is_file() else 'first'}"
-            )
+        files = [folder / f"{part}.json" for folder in (first, second)]
+        if absent := [str(file) for file in files if not file.is_file()]:
+            found.append(f"{part}: not recorded: {', '.join(absent)}")
         else:
-            found.append(f"{part}: could not be recorded")
+            before, after = (json.loads(file.read_text()) for file in files)
+            found += unintended(part, before, after, intended)
     print("\n".join(found) or f"equal: {', '.join(parts)}")
     for entry in intended:
         if entry.part in parts and not entry.is_used:
@@ -74,23 +64,17 @@ def compare(first: Path, second: Path, parts: list[str]) -> int:
 
 def against(revision: str, parts: list[str]) -> int:
     """Record there and here, part by part, and compare."""
-    tree = trees.checkout(revision)
-    folders = [trees.PLACE / "recorded" / name for name in (tree.folder.name, "here")]
+    tree = checkout(revision)
+    folders = [PLACE / "recorded" / name for name in (tree.folder.name, "here")]
     for part in parts:
-        for place, folder in zip((tree, trees.HERE), folders, strict=True):
+        for place, folder in zip((tree, HERE), folders, strict=True):
             (folder / f"{part}.json").unlink(missing_ok=True)
             place.run("record", str(folder), part)
     return compare(*folders, parts)
 
 
-def keep(parts: list[str]) -> int:
-    """Record the kept parts at the base revision."""
-    return trees.checkout(trees.BASE).run("record", str(KEPT), *parts)
-
-
 def main(*words: str) -> int:
     """The command line."""
-    kept = sorted(file.stem for file in KEPT.glob("*.json"))
     match words:
         case ["record", folder, *parts] if set(parts) <= set(PARTS):
             record(Path(folder), parts or PARTS)
@@ -99,7 +83,7 @@ def main(*words: str) -> int:
         case ["against", revision, *parts] if set(parts) <= set(PARTS):
             return against(revision, parts or PARTS)
         case ["keep", *parts] if set(parts) <= set(PARTS):
-            return keep(parts or kept)
+            return checkout(BASE).run("record", str(KEPT), *(parts or KEPT_PARTS))
         case ["mutations" | "speed" as command, *names]:
             run: Callable[[list[str]], int] = importlib.import_module(f"tests.net.{command}").run
             return run(names)

@@ -1,7 +1,5 @@
 """Commands of this tree, many in one process, so that torch and Ray start once."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -10,18 +8,18 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 from unittest.mock import patch
 
-from tests.net.adapters import without_ray
 from tests.net.trees import HERE
 
+RECIPE = Path(__file__).with_name("recipe.yaml")
+Result = tuple[int, str]  # exit code, and what was printed
 
-class Result(NamedTuple):
-    """What a command ended with, and what it printed."""
 
-    code: int
-    output: str
+def words(command: str, *more: str, **keys: Any) -> list[str]:
+    """Of a command for data sets: its keys, then others."""
+    return [command, str(RECIPE), *(f"{command}.{key}={keys[key]}" for key in keys), *more]
 
 
 def run_commands(
@@ -31,32 +29,25 @@ def run_commands(
 
     Without one, a Ray that they need is their own.
     """
-    kept = {key: value for key, value in HERE.environment().items() if not key.startswith("RAY_")}
     process = subprocess.run(
         [sys.executable, "-m", "tests.net.commands"],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=own or kept,
-    )
+        input=json.dumps(commands), capture_output=True, text=True,
+        cwd=folder, env=own or HERE.environment(),
+    )  # fmt: skip
     if process.returncode != 0:
         raise RuntimeError(process.stderr[-4000:])
-    return [Result(*found) for found in json.loads(process.stdout.splitlines()[-1])]
+    return [(code, output) for code, output in json.loads(process.stdout.splitlines()[-1])]
 
 
-def must_run(
-    folder: Path, commands: list[list[str]], own: dict[str, str] | None = None
-) -> list[str]:
-    """What the commands print; each must succeed."""
-    found = run_commands(folder, commands, own)
-    for words, result in zip(commands, found, strict=True):
-        if result.code != 0:
-            raise RuntimeError(f"vit-ray {' '.join(words)}: {result.code}\n{result.output}")
-    return [result.output for result in found]
+def must_run(folder: Path, commands: list[list[str]], own: dict[str, str] | None = None) -> None:
+    """As `run_commands`; each must succeed."""
+    for words, (code, output) in zip(commands, run_commands(folder, commands, own), strict=True):
+        if code != 0:
+            raise RuntimeError(f"vit-ray {' '.join(words)}: exit code {code}\n{output}")
 
 
-def _run(words: list[str]) -> Result:
+def run_here(words: list[str]) -> Result:
+    """`vit-ray WORDS` in this process."""
     printed, code = io.StringIO(), 0
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
@@ -64,10 +55,9 @@ def _run(words: list[str]) -> Result:
                 runpy.run_module("vit_ray", run_name="__main__")
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return Result(code, printed.getvalue())
+    return code, printed.getvalue()
 
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "200"
-    with without_ray() if "NET_WITHOUT_RAY" in os.environ else contextlib.nullcontext():
-        print(json.dumps([_run(words) for words in json.loads(sys.stdin.read())]))
+    print(json.dumps([run_here(words) for words in json.loads(sys.stdin.read())]))

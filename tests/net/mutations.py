@@ -3,9 +3,6 @@
 `mutations.toml` gives the text, not the file, so that the list stays true where code moves.
 """
 
-from __future__ import annotations
-
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +12,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.net.trees import ROOT, Tree
+
 LIST = Path(__file__).with_name("mutations.toml")
 LIMIT_S = 600
 """For one test file on a busy machine; a quiet one takes less than a minute."""
@@ -67,11 +65,7 @@ def _try(mutation: Mutation, copy: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutation.test]
     try:
         code = subprocess.run(
-            command,
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy)},
-            capture_output=True,
-            timeout=LIMIT_S,
+            command, cwd=copy, env=Tree(copy).environment(), capture_output=True, timeout=LIMIT_S
         ).returncode
     except subprocess.TimeoutExpired:
         return f"no end in {LIMIT_S} s"

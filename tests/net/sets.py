@@ -1,11 +1,10 @@
-"""Data sets for several parts, converted once in a process by `vit-ray convert`."""
-
-from __future__ import annotations
+"""Images, the data sets that `vit-ray convert` makes of them, and a recipe that trains on one."""
 
 import atexit
 import functools
 import hashlib
 import io
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_sample_images
+from sklearn.datasets import load_digits, load_sample_images
 
-from tests.net.commands import must_run
+from tests.net.commands import RECIPE, must_run, words
 
 NUM_SMALL, NUM_LARGE, NUM_PHOTOS = 300, 4_500, 64
 
@@ -33,30 +32,33 @@ def converted() -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="net-sets-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    _write(folder / "small-images", _squares(NUM_SMALL), 3)
-    _write(folder / "large-images", _squares(NUM_LARGE), 10)
-    _write(folder / "photos-images", {**photographs(), **odd_images()}, 3)
-    (folder / "recipe.yaml").write_text("name: net\nseed: 3\n")
-    conversions = [
-        _conversion("small", "small", 4, "shard_mib=0.01"),
-        _conversion("large", "large", 64),
-        _conversion("photos", "photos", 8),
-        _conversion("photos", "plain", 8, "index_jpeg=false"),
-    ]
-    must_run(folder, conversions)
+    write_files(folder / "small-images", in_classes(_squares(NUM_SMALL), 3))
+    write_files(folder / "large-images", in_classes(_squares(NUM_LARGE), 10))
+    write_files(folder / "photos-images", in_classes({**photographs(), **odd_images()}, 3))
+    small = _conversion("small", "small", 4, shard_mib=0.01)
+    large = _conversion("large", "large", 64)
+    photos = _conversion("photos", "photos", 8)
+    plain = _conversion("photos", "plain", 8, index_jpeg="false")
+    must_run(folder, [small, large, photos, plain])
     return folder
 
 
-def _conversion(source: str, name: str, rows: int, *more: str) -> list[str]:
-    keys = [f"source={source}-images", f"destination={name}", f"rows_per_row_group={rows}", *more]
-    return ["convert", "recipe.yaml", *(f"convert.{key}" for key in keys)]
+def _conversion(images: str, name: str, rows: int, **keys: Any) -> list[str]:
+    places = {"source": f"{images}-images", "destination": name}
+    return words("convert", "seed=3", **places, rows_per_row_group=rows, **keys)
 
 
-def _write(folder: Path, images: dict[str, bytes], num_classes: int) -> None:
-    for number, (name, content) in enumerate(images.items()):
-        file = folder / f"class_{number % num_classes}" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    """By their paths in the folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def in_classes(images: dict[str, bytes], num_classes: int) -> dict[str, bytes]:
+    """Images in folders of classes, in turn."""
+    named = enumerate(images.items())
+    return {f"class_{k % num_classes}/{name}": content for k, (name, content) in named}
 
 
 def _squares(count: int) -> dict[str, bytes]:
@@ -109,3 +111,28 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     content = io.BytesIO()
     image.save(content, kind, **options)
     return content.getvalue()
+
+
+def convert_digits(folder: Path, own: dict[str, str]) -> None:
+    """The digits of scikit-learn as the data sets `folder/train` and `folder/test`, each sixth."""
+    found, files = load_digits(), {}
+    for number, (image, label) in enumerate(zip(found.images, found.target, strict=True)):
+        pixels = np.repeat(np.repeat(np.uint8(image * 255 / 16), 4, axis=0), 4, axis=1)
+        name = f"{'train' if number % 6 else 'test'}-images/{label}/{number:04d}.png"
+        files[name] = _encoded(Image.fromarray(pixels), "PNG")
+    write_files(folder, files)
+    must_run(folder, [_conversion(split, split, 32) for split in ("train", "test")], own)
+
+
+def write_recipe(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
+    """Two workers, ZeRO 2, a tiny ViT, 24 steps (`recipe.yaml`), with changes by section.
+
+    `folder` holds the data sets, the runs and MLflow's file.
+    """
+    text = RECIPE.read_text().replace("FOLDER", str(folder)).replace("NAME", name)
+    recipe: dict[str, Any] = json.loads(text)  # which is YAML, too
+    for section, changes in sections.items():
+        recipe[section] = {**recipe.get(section, {}), **changes}
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(recipe))
+    return path

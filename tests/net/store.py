@@ -1,10 +1,7 @@
 """What an MLflow store holds of runs, without measured times."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -14,36 +11,30 @@ TIMED = re.compile(
 )
 
 
-def runs_of(folder: Path) -> list[Run]:
-    """Of `folder/mlflow.db`, oldest first."""
+def runs_of(folder: Path, name: str = "") -> list[Run]:
+    """Of `folder/mlflow.db`, or those of a name, oldest first."""
     client = _client(folder)
     experiments = [one.experiment_id for one in client.search_experiments()]
-    return sorted(client.search_runs(experiments), key=lambda run: run.info.start_time)
+    found = sorted(client.search_runs(experiments), key=lambda run: run.info.start_time)
+    return [run for run in found if name in ("", run.info.run_name)]
 
 
 def curves(folder: Path, run: Run) -> dict[str, list[str]]:
     """`step value` of each point by metric, as often as MLflow has it, in the order of steps."""
-    client = _client(folder)
-    found = {}
-    for key in sorted(run.data.metrics):
-        if not TIMED.search(key):
-            points = client.get_metric_history(run.info.run_id, key)
-            exact = sorted((point.step, float(point.value).hex()) for point in points)
-            found[key] = [f"{step} {value}" for step, value in exact]
-    return found
-
-
-def named(folder: Path, name: str) -> Any:
-    """The curves of the only run of this name."""
-    (run,) = [run for run in runs_of(folder) if run.info.run_name == name]
-    return curves(folder, run)
+    keys = [key for key in sorted(run.data.metrics) if not TIMED.search(key)]
+    points = {key: _points(folder, run, key) for key in keys}
+    return {key: [f"{step} {value.hex()}" for step, value in points[key]] for key in keys}
 
 
 def values(folder: Path, name: str, key: str) -> list[float]:
     """Of a metric of the only run of this name, in the order of steps."""
-    (run,) = [run for run in runs_of(folder) if run.info.run_name == name]
+    (run,) = runs_of(folder, name)
+    return [value for _, value in _points(folder, run, key)]
+
+
+def _points(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
     points = _client(folder).get_metric_history(run.info.run_id, key)
-    return [point.value for point in sorted(points, key=lambda point: point.step)]
+    return sorted((point.step, float(point.value)) for point in points)
 
 
 def _client(folder: Path) -> MlflowClient:

@@ -1,28 +1,39 @@
 """What users have is what it was at the base revision, for what depends on no processor."""
 
-import subprocess
-import sys
+import contextlib
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.data.converting import run_in_this_process
 from tests.net import mutations
-from tests.net.__main__ import KEPT, PARTS, compare, write_part
+from tests.net.__main__ import KEPT, KEPT_PARTS, compare, record
+from tests.net.commands import Result, run_here
 from tests.net.compare import Intended, unintended
-from tests.net.trees import HERE, ROOT
-
-KEPT_PARTS = sorted(set(PARTS) & {file.stem for file in KEPT.glob("*.json")})
+from tests.net.trees import ROOT
 
 
-def test_what_users_have_is_what_was_kept(tmp_path: Path) -> None:
-    """Recorded by two processes at once; images are converted without Ray."""
-    command = [sys.executable, "-m", "tests.net", "record", str(tmp_path)]
-    own = {**HERE.environment(), "NET_WITHOUT_RAY": "1"}
-    with_data = {"choices", "order", "pixels"}
-    halves = [with_data & {*KEPT_PARTS}, {*KEPT_PARTS} - with_data]
-    running = [subprocess.Popen([*command, *half], cwd=ROOT, env=own) for half in halves]
-    assert [process.wait() for process in running] == [0, 0]
-    assert compare(KEPT, tmp_path, KEPT_PARTS) == 0
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands for data sets do their tasks one after another in this process."""
+
+    def run_commands(folder: Path, commands: list[list[str]], own: None) -> list[Result]:
+        with contextlib.chdir(folder):
+            return [run_here(words) for words in commands]
+
+    run_in_this_process(monkeypatch)
+    monkeypatch.setattr("tests.net.commands.run_commands", run_commands)
+    for module in ("convert", "datasets"):
+        monkeypatch.setattr(f"vit_ray.commands.{module}.connect", lambda _: None)
+        monkeypatch.setattr(f"vit_ray.commands.{module}.check_shared", lambda *_: None)
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("part", KEPT_PARTS)
+def test_what_users_have_is_what_was_kept(part: str, tmp_path: Path) -> None:
+    record(tmp_path, [part])
+    assert compare(KEPT, tmp_path, [part]) == 0
 
 
 def test_each_mutation_has_one_place_and_a_test() -> None:
@@ -39,8 +50,9 @@ def test_a_comparison_names_each_difference(
 ) -> None:
     for name, loss, tags in (("before", 1.5, ["a"]), ("after", 2.5, ["a", "b"])):
         (tmp_path / name).mkdir()
-        write_part(tmp_path / name, "losses", {"ViT": {"step 1": loss, "step 2": 0.5}})
-        write_part(tmp_path / name, "mlflow", {"tags": tags})
+        losses = {"ViT": {"step 1": loss, "step 2": 0.5}}
+        for part, found in (("losses", losses), ("mlflow", {"tags": tags})):
+            (tmp_path / name / f"{part}.json").write_text(json.dumps(found))
     before, after = tmp_path / "before", tmp_path / "after"
     assert compare(before, after, ["losses", "mlflow"]) == 1
     assert capsys.readouterr().out.splitlines() == [
@@ -57,6 +69,6 @@ def test_an_intended_difference_is_covered_and_a_whole_part_is_refused() -> None
     assert unintended("losses", before, after, []) == lines
     assert unintended("losses", before, after, [Intended("losses", "> d:", "60", "left")]) == []
     assert unintended("losses", before, after, [Intended("mlflow", "> d:", "60", "left")]) == lines
-    for pattern in (".*", "^losses", ">", ": "):
-        with pytest.raises(ValueError, match="matches all of part losses"):
+    for pattern in (".*", "^losses", ">", ": ", "only in the first"):
+        with pytest.raises(ValueError, match="matches any difference of part losses"):
             unintended("losses", before, after, [Intended("losses", pattern, "60", "left")])

@@ -1,7 +1,5 @@
 """Another revision beside this tree: its files, an environment, and this net in it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -23,8 +21,9 @@ class Tree:
     python: str = sys.executable
 
     def environment(self) -> dict[str, str]:
-        """For processes in which `vit_ray` is this tree's, in their own processes too."""
-        return {**os.environ, "PYTHONPATH": str(self.folder)}
+        """For processes that use this tree, themselves and in theirs, and no Ray that runs."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        return {**kept, "PYTHONPATH": str(self.folder)}
 
     def run(self, *words: str) -> int:
         """Run a command of the net in this tree; returns its exit code."""
@@ -56,12 +55,8 @@ def checkout(revision: str) -> Tree:
 
 def _commit(revision: str) -> str:
     """The full hash; that of the base revision also where a clone has no tags."""
-    found = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", is_checked=False)
-    if not found and revision == BASE:
-        found = Path(__file__).with_name("BASE").read_text().strip()
-    if not found:
-        sys.exit(f"git knows no revision {revision!r}")
-    return found
+    name = Path(__file__).with_name("BASE").read_text().strip() if revision == BASE else revision
+    return _git("rev-parse", "--verify", f"{name}^{{commit}}")
 
 
 def _versions(folder: Path) -> tuple[str, list[str]]:
@@ -81,8 +76,5 @@ def _python_of(folder: Path) -> str:
     return str(environment / "bin" / "python")
 
 
-def _git(*words: str, is_checked: bool = True) -> str:
-    run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-    if is_checked and run.returncode:
-        sys.exit(f"git {' '.join(words)}: {run.stderr.strip()}")
-    return run.stdout.strip()
+def _git(*words: str) -> str:
+    return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()

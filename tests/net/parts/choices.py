@@ -1,7 +1,5 @@
 """Which images a fraction, a split, a dev split, a subset and few-shot draws choose."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +8,11 @@ import numpy as np
 
 import vit_ray
 from tests.net.adapters import dev_split
-from tests.net.commands import must_run
+from tests.net.commands import must_run, words
 from tests.net.sets import converted, digest
 
 SEEDS = range(5)
+BATCH = 15  # a divisor of all epochs in training
 SUBSETS = {"count": 100, "fraction": 0.25}
 
 
@@ -24,13 +23,13 @@ def record(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for seed in SEEDS:
         for fraction in (0.1, 0.5):
-            found[f"fraction {fraction}, seed {seed}"] = _trained(data, seed, fraction=fraction)
+            found[f"fraction {fraction}, seed {seed}"] = _epoch(data, seed, fraction=fraction)
         for share in (0.1, 0.25):
-            name = f"{share} held out, seed {seed}"
-            found[name] = _trained(data, seed, held_out_fraction=share)
-            found[f"{name}, evaluated"] = _evaluated(data, seed, held_out_fraction=share)
+            name, split = f"{share} held out, seed {seed}", {"held_out_fraction": share}
+            found[name] = _epoch(data, seed, **split)
+            found[f"{name}, evaluated"] = _epoch(data, seed, training=False, **split)
         both = {"fraction": 0.5, "held_out_fraction": 0.1}
-        found[f"half of nine tenths, seed {seed}"] = _trained(data, seed, **both)
+        found[f"half of nine tenths, seed {seed}"] = _epoch(data, seed, **both)
         rest, dev = dev_split(str(source), str(folder / "dev"), 0.2, seed)
         found[f"dev split, seed {seed}"] = {"rest": _keys(rest), "dev": _keys(dev)}
     found.update(_subsets(source, folder))
@@ -38,26 +37,13 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _trained(data: Any, seed: int, **keys: Any) -> str:
-    """Count and digest of the images of one epoch."""
-    left = 1.0 - keys.get("held_out_fraction", 0.0)
-    batch = _whole_batch(round(round(len(data) * left) * keys.get("fraction", 1.0)))
-    batches = data.iter_batches(batch, 8, epochs=1, seed=seed, shuffle_window=0, **keys)
-    return _chosen([number for part in batches for number in part["sample"].tolist()])
-
-
-def _whole_batch(count: int) -> int:
-    """A batch that divides the epoch."""
-    return max(size for size in range(1, 33) if count % size == 0)
-
-
-def _evaluated(data: Any, seed: int, **keys: Any) -> str:
-    parts = data.iter_batches(16, 8, training=False, seed=seed, **keys)
-    return _chosen([n for part in parts for n in part["sample"][part["weight"] > 0].tolist()])
-
-
-def _chosen(numbers: list[int]) -> str:
-    return f"{len(numbers)} images, {digest(json.dumps(sorted(numbers)).encode())}"
+def _epoch(data: Any, seed: int, **keys: Any) -> str:
+    """Count and digest of the images of an epoch."""
+    chosen: list[int] = []
+    for batch in data.iter_batches(BATCH, 8, seed=seed, shuffle_window=0, **keys):
+        is_image = batch.get("weight", np.ones(BATCH)) > 0  # an evaluation fills its last batch
+        chosen += batch["sample"][is_image].tolist()
+    return f"{len(chosen)} images, {digest(json.dumps(sorted(chosen)).encode())}"
 
 
 def _keys(path: str) -> str:
@@ -67,7 +53,6 @@ def _keys(path: str) -> str:
 
 
 def _subsets(source: Path, folder: Path) -> dict[str, Any]:
-    (folder / "recipe.yaml").write_text("name: net\n")
     listed = [sample.key for sample in vit_ray.open_dataset(str(source))][5:290:7]
     (folder / "keys.txt").write_text("\n".join(listed) + "\n")
     chosen = {
@@ -76,9 +61,10 @@ def _subsets(source: Path, folder: Path) -> dict[str, Any]:
         for seed in SEEDS
     }
     chosen["listed keys"] = ["subset.keys=keys.txt"]
-    first = ["subset", "recipe.yaml", f"subset.source={source}"]
-    targets = {name: f"subset.destination={folder / name}" for name in chosen}
-    must_run(folder, [[*first, targets[name], *words] for name, words in chosen.items()])
+    must_run(
+        folder,
+        [words("subset", *more, source=source, destination=name) for name, more in chosen.items()],
+    )
     return {f"subset, {name}": _keys(str(folder / name)) for name in chosen}
 
 

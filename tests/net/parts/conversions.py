@@ -1,7 +1,5 @@
 """What `convert` makes of the same images in each kind of source, and which it rejects."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -16,79 +14,53 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from google_crc32c import value as crc32c
-from PIL import Image
 
 import vit_ray
-from tests.net.commands import run_commands
-from tests.net.sets import digest, odd_images, photographs
+from tests.net.commands import run_commands, words
+from tests.net.sets import digest, odd_images, photographs, write_files
 
 CLASSES = ["bird", "cat", "dog"]
 Item = tuple[str, str, bytes]  # number as text, class, encoded image or what claims to be one
+Writer = Callable[[Path, list[Item]], Path]
 
 
 def record(folder: Path) -> dict[str, Any]:
     """Rows in their order, classes and rejections, by source."""
-    sources: dict[str, tuple[Callable[[Path, list[Item]], Path], list[str]]] = {
-        "class folders": (_folders, []),
-        "shrunk and turned": (_folders, ["convert.shrink_to=48", "convert.apply_orientation=true"]),
-        "too much rejected": (_folders, ["convert.max_rejected_fraction=0.01"]),
-        "tar": (_tars, []),
-        "damaged tar": (_damaged_tar, []),
-        "parquet": (_parquet, []),
-        "parquet in place": (_parquet, ["convert.in_place=true"]),
-        "csv": (_csv, []),
-        "jsonl": (_jsonl, []),
-        "tfrecord": (_tfrecord, []),
+    sources: dict[str, tuple[Writer, dict[str, Any]]] = {
+        "class folders": (_folders, {}),
+        "shrunk and turned": (_folders, {"shrink_to": 48, "apply_orientation": "true"}),
+        "too much rejected": (_folders, {"max_rejected_fraction": 0.01}),
+        "tar": (_tars, {}),
+        "damaged tar": (_damaged_tar, {}),
+        "parquet": (_parquet, {}),
+        "parquet in place": (_parquet, {"in_place": "true"}),
+        "csv": (_csv, {}),
+        "jsonl": (_jsonl, {}),
+        "tfrecord": (_tfrecord, {}),
     }
-    (folder / "recipe.yaml").write_text("name: net\n")
-    common = ["convert.rows_per_row_group=4", "convert.max_rejected_fraction=0.5"]
+    common = {"rows_per_row_group": 4, "max_rejected_fraction": 0.5}
     commands = []
-    for name, (write, words) in sources.items():
-        place = folder / name.replace(" ", "-")
-        place.mkdir()
-        source = f"convert.source={write(place / 'source', _items())}"
-        target = f"convert.destination={place}/set"
-        commands.append(["convert", "recipe.yaml", source, target, *common, *words])
+    for name, (write, keys) in sources.items():
+        (folder / name).mkdir()
+        places = {"source": write(folder / name / "source", _items()), "destination": f"{name}/set"}
+        commands.append(words("convert", **places, **{**common, **keys}))
     results = run_commands(folder, commands)
     return {
-        name: _converted(folder / name.replace(" ", "-") / "set", result.code)
-        for name, result in zip(sources, results, strict=True)
+        name: _converted(folder / name / "set", code)
+        for name, (code, _) in zip(sources, results, strict=True)
     }
 
 
 def _converted(target: Path, code: int) -> dict[str, Any]:
     if code != 0:
         return {"exit code": code, "is committed": any(target.glob("manifest*"))}
+    data, rows = vit_ray.open_dataset(str(target)), []
+    for sample in data:
+        pixels = digest(np.asarray(sample.image.convert("RGB")).tobytes())
+        rows.append(f"{sample.key} {list(sample.labels)} {sample.image.size} {pixels}")
     rejected = pq.read_table(target / "rejected.parquet").to_pylist()
-    return {
-        "classes": vit_ray.open_dataset(str(target)).classes,
-        "rows": _opened(target) if "in-place" in target.parent.name else _stored(target),
-        "rejected": {row["key"]: _kind(row["reason"]) for row in rejected},
-    }
-
-
-def _stored(target: Path) -> list[str]:
-    files = [file for file in sorted(target.glob("*.parquet")) if _has_images(file)]
-    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-    images = [Image.open(io.BytesIO(row["image"])) for row in rows]
-    sizes = [(row["width"], row["height"]) for row in rows]
-    assert sizes == [image.size for image in images]
-    named = zip(rows, images, strict=True)
-    return [_row(row["key"], row["labels"], image) for row, image in named]
-
-
-def _has_images(file: Path) -> bool:
-    return "image" in pq.read_schema(file).names
-
-
-def _opened(target: Path) -> list[str]:
-    samples = vit_ray.open_dataset(str(target))
-    return [_row(one.key, one.labels, one.image) for one in samples]
-
-
-def _row(key: str, labels: Any, image: Image.Image) -> str:
-    pixels = np.asarray(image.convert("RGB")).tobytes()
-    return f"{key} {list(labels)} {image.size} {digest(pixels)}"
+    kinds = {row["key"]: _kind(row["reason"]) for row in rejected}
+    return {"classes": data.classes, "rows": rows, "rejected": kinds}
 
 
 def _kind(reason: str) -> str:
@@ -112,10 +84,7 @@ def _items() -> list[Item]:
 
 
 def _folders(source: Path, items: list[Item]) -> Path:
-    for key, label, content in items:
-        place = source / label / f"{key}.jpg"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(content)
+    write_files(source, {f"{label}/{key}.jpg": content for key, label, content in items})
     (source / "empty-class").mkdir()
     return source
 
@@ -125,13 +94,11 @@ def _tars(source: Path, items: list[Item]) -> Path:
     for part in (0, 1):
         with tarfile.open(source / f"part-{part}.tar", "w") as tar:
             for key, label, content in items[part::2]:
-                files = {"jpg": content, "cls": label.encode()}
-                if key == "016":
-                    del files["cls"]
-                for suffix, value in files.items():
-                    info = tarfile.TarInfo(f"{key}.{suffix}")
-                    info.size = len(value)
-                    tar.addfile(info, io.BytesIO(value))
+                for name, value in ((f"{key}.jpg", content), (f"{key}.cls", label.encode())):
+                    if name != "016.cls":
+                        info = tarfile.TarInfo(name)
+                        info.size = len(value)
+                        tar.addfile(info, io.BytesIO(value))
     return source
 
 
@@ -177,22 +144,20 @@ def _tfrecord(source: Path, items: list[Item]) -> Path:
     (source / "label.labels.txt").write_text("\n".join(CLASSES) + "\n")
     with open(source / "pets-train.tfrecord-00000-of-00001", "wb") as file:
         for _, label, content in items:
-            image = _message(1, b"image") + _message(2, _message(1, _message(1, content)))
-            number = _message(3, _message(1, bytes([CLASSES.index(label)])))
-            entries = _message(1, image) + _message(1, _message(1, b"label") + _message(2, number))
-            example = _message(1, entries)
+            values = {"image": _field(1, _field(1, content))}
+            values["label"] = _field(3, _field(1, bytes([CLASSES.index(label)])))
+            entries = [_field(1, _field(1, k.encode()) + _field(2, v)) for k, v in values.items()]
+            example = _field(1, b"".join(entries))
             length = struct.pack("<Q", len(example))
             file.write(length + _masked_crc32c(length) + example + _masked_crc32c(example))
     return source
 
 
-def _message(number: int, content: bytes) -> bytes:
-    """A length-delimited field of a protocol buffer."""
-    size, length = len(content), b""
-    while size > 0x7F:
-        length += bytes([size & 0x7F | 0x80])
-        size >>= 7
-    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+def _field(number: int, content: bytes) -> bytes:
+    """Of a protocol buffer: its length has four digits of base 128, of which all but one go on."""
+    length = [len(content) >> shift & 0x7F | 0x80 for shift in (0, 7, 14, 21)]
+    length[-1] &= 0x7F
+    return bytes([number << 3 | 2, *length]) + content
 
 
 def _masked_crc32c(content: bytes) -> bytes:

@@ -1,28 +1,15 @@
 """What each fault leaves: exit code, steps, points of the loss, files; no wording."""
 
-from __future__ import annotations
-
-import os
 import re
-import signal
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.net.cluster import (
-    Command,
-    Environment,
-    convert_digits,
-    ray_head,
-    wait_until,
-    write_recipe,
-)
-from tests.net.parts.runs import holding, kill_driver
+from tests.net.cluster import Command, ray_head
+from tests.net.sets import convert_digits, write_recipe
 from tests.net.store import curves, runs_of
+from tests.net.strikes import HOLD, Strike, hang_worker, kill_driver, kill_worker, stop, strike
 
-HOLD = {"train": {"callbacks": ["tests.net.hooks.hold"], "step_timeout_s": 8.0}}
 ALONE = {"workers": {"num_workers": 1}}
 
 
@@ -30,33 +17,29 @@ def record(folder: Path) -> dict[str, Any]:
     """What is left, by fault."""
     found: dict[str, Any] = {}
     with ray_head(NET_HOLD=str(folder)) as own:
-        convert_digits(own, folder)
+        convert_digits(folder, own)
 
-        def note(fault: str, recipe: Path) -> None:
-            code, _ = Command(own, "pretrain", str(recipe)).wait()
-            found[fault] = {"exit code": code, **_left(folder, recipe.stem)}
+        def note(fault: str, recipe: Path, disturb: Strike | None = None) -> None:
+            if disturb is None:
+                command = Command(own, "pretrain", str(recipe))
+            else:
+                command = strike(own, folder, recipe, disturb)
+            found[fault] = {"exit code": command.wait(), **_left(folder, recipe.stem)}
 
-        def struck(fault: str, strike: Callable[[Command, int], None], **changes: Any) -> Path:
-            recipe = write_recipe(folder, fault.replace(" ", "-"), **HOLD, **changes)
-            code = _strike(own, folder, recipe, strike)
-            found[fault] = {"exit code": code, **_left(folder, recipe.stem)}
-            return recipe
-
-        stopped = struck("SIGTERM", lambda command, _: command.process.terminate(), **ALONE)
-        note("same command after SIGTERM", stopped)
-        note("same command after the end", stopped)
-        cut = struck("driver killed", kill_driver, **ALONE)
-        note("same command after the driver was killed", cut)
-        struck("worker killed", lambda _, pid: os.kill(pid, signal.SIGKILL))
-        struck("worker hangs", lambda _, pid: os.kill(pid, signal.SIGSTOP))
+        held = write_recipe(folder, "SIGTERM", train=HOLD, **ALONE)
+        note("SIGTERM", held, stop)
+        note("same command after SIGTERM", held)
+        note("same command after the end", held)
+        held = write_recipe(folder, "driver-killed", train=HOLD, **ALONE)
+        note("driver killed", held, kill_driver)
+        note("same command after the driver was killed", held)
+        note("worker killed", write_recipe(folder, "worker-killed", train=HOLD), kill_worker)
+        note("worker hangs", write_recipe(folder, "worker-hangs", train=HOLD), hang_worker)
 
         for policy in ("stop", "skip"):
-            loss = {"loss": "tests.net.hooks.not_finite_once", "nonfinite": policy}
-            note(
-                f"not finite, {policy}",
-                write_recipe(folder, f"not-finite-{policy}", train=loss, **ALONE),
-            )
-        damaged = folder / "not-finite-skip.yaml"
+            loss = {"loss": "tests.net.strikes.not_finite_once", "nonfinite": policy}
+            damaged = write_recipe(folder, f"not-finite-{policy}", train=loss, **ALONE)
+            note(f"not finite, {policy}", damaged)
         shards = (folder / "runs" / damaged.stem).glob("step-*/*.safetensors")
         shard = max(shards)  # of the newest checkpoint
         content = bytearray(shard.read_bytes())
@@ -75,24 +58,11 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _strike(
-    own: Environment, folder: Path, recipe: Path, strike: Callable[[Command, int], None]
-) -> int:
-    """Disturb a run that waits at its step 12; its exit code."""
-    command = Command(own, "pretrain", str(recipe))
-    with holding(folder):
-        wait_until((folder / "held").exists, command.process)
-        time.sleep(1)  # until the checkpoint of step 8 is whole
-        strike(command, int((folder / "held").read_text()))
-        time.sleep(2)  # until the request to stop is at the workers
-    return command.wait()[0]
-
-
 def _left(folder: Path, name: str) -> dict[str, Any]:
     """Of a run: its files by kind, and its points in MLflow."""
     place = folder / "runs" / name
     files = sorted(path.name for path in place.iterdir()) if place.exists() else []
-    runs = [run for run in runs_of(folder) if run.info.run_name == name]
+    runs = runs_of(folder, name)
     losses = [point for run in runs for point in curves(folder, run).get("train/loss", [])]
     steps = Counter(point.split()[0] for point in losses)
     return {

@@ -1,16 +1,14 @@
 """Losses of eight small trainings on two workers, bit by bit; of AdamW's under each ZeRO stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import vit_ray
-from tests.net.cluster import convert_digits, ray_head, write_recipe
+from tests.net.cluster import ray_head
 from tests.net.commands import must_run
-from tests.net.sets import digest
+from tests.net.sets import convert_digits, digest, write_recipe
 from tests.net.store import values
 
 STEPS = 6
@@ -39,15 +37,14 @@ STAGES = {
 
 def record(folder: Path) -> dict[str, Any]:
     """By recipe and ZeRO stage: the loss of each step, and the logits of the end."""
-    runs = {f"{kind}-{stage}": (kind, stage) for kind in KINDS for stage in STAGES[kind]}
+    recipes = [_recipe(folder, kind, stage) for kind in KINDS for stage in STAGES[kind]]
     with ray_head() as own:
-        convert_digits(own, folder)
-        recipes = [_recipe(folder, name, *how) for name, how in runs.items()]
+        convert_digits(folder, own)
         must_run(folder, [["pretrain", str(recipe)] for recipe in recipes], own)
-    return {name: _trained(folder, name) for name in runs}
+    return {recipe.stem: _trained(folder, recipe.stem) for recipe in recipes}
 
 
-def _recipe(folder: Path, name: str, kind: str, stage: int) -> Path:
+def _recipe(folder: Path, kind: str, stage: int) -> Path:
     sections: dict[str, dict[str, Any]] = {
         "model": {"depth": 2, "image_size": 32, "patch_size": 8, "dropout": 0.0},
         "data": {"eval": None},
@@ -56,7 +53,7 @@ def _recipe(folder: Path, name: str, kind: str, stage: int) -> Path:
         "checkpoint": {"every_steps": None},
     }
     changed = {key: {**section, **KINDS[kind].get(key, {})} for key, section in sections.items()}
-    return write_recipe(folder, name, **changed)
+    return write_recipe(folder, f"{kind}-{stage}", **changed)
 
 
 def _trained(folder: Path, name: str) -> dict[str, Any]:
@@ -64,12 +61,9 @@ def _trained(folder: Path, name: str) -> dict[str, Any]:
     assert len(losses) == STEPS, f"{name}: {losses}"
     found: dict[str, Any] = {"losses": losses}
     if "masked" not in name:  # it has no head
+        images = np.random.default_rng(1).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
         for averaged in {False, "averaging" in name}:
             model = vit_ray.load(f"{folder}/runs/{name}", averaged=averaged)
-            found["logits, averaged" if averaged else "logits"] = _logits(model)
+            logits = np.ascontiguousarray(model.logits(images))
+            found["logits, averaged" if averaged else "logits"] = digest(logits.tobytes())
     return found
-
-
-def _logits(model: Any) -> str:
-    images = np.random.default_rng(1).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
-    return digest(np.ascontiguousarray(model.logits(images)).tobytes())

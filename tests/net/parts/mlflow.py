@@ -1,11 +1,10 @@
 """What pre-training, a sweep and a study on the digits leave in MLflow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
-from tests.net.cluster import convert_digits, ray_head, run
+from tests.net.cluster import Command, ray_head
+from tests.net.sets import convert_digits
 from tests.net.store import curves, runs_of
 
 VARIED = ("optim.learning_rate", "optim.steps", "optim.epochs", "data.fraction", "seed")
@@ -20,25 +19,18 @@ def record(folder: Path) -> dict[str, Any]:
         "workers.num_workers=1", "train.micro_batch_size=64", "train.log_every_steps=2",
         "optim.warmup_steps=2",
     ]  # fmt: skip
+    init = f"init_from={folder}/runs/digits-vit"
+    cells = ["study.epochs=[1]", "study.data_fractions=[0.5]"]
+    few_shot = [f"evaluate.few_shot_{name}={folder}/{name}" for name in ("train", "test")]
     commands = {
         "pretrain": ["digits", "optim.epochs=1"],
-        "sweep": [
-            "digits_sweep", f"init_from={folder}/runs/digits-vit", "optim.steps=6",
-            "sweep.learning_rates=[0.03,1e-6]",
-        ],
-        "scaling_study": [
-            "study_digits", "study.epochs=[1]", "study.data_fractions=[0.5]",
-            f"evaluate.few_shot_train={folder}/train", f"evaluate.few_shot_test={folder}/test",
-        ],
-    }  # fmt: skip
+        "sweep": ["digits_sweep", init, "optim.steps=6", "sweep.learning_rates=[0.03,1e-6]"],
+        "scaling_study": ["study_digits", *cells, *few_shot],
+    }
     with ray_head() as own:
-        convert_digits(own, folder)
+        convert_digits(folder, own)
         for name, words in commands.items():
-            run(own, name, *words, *common, limit_s=600)
-    return _recorded(folder)
-
-
-def _recorded(folder: Path) -> dict[str, Any]:
+            Command(own, name, *words, *common).must_end()
     found: dict[str, Any] = {}
     runs = runs_of(folder)
     names = {one.info.run_id: one.info.run_name for one in runs}

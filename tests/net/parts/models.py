@@ -1,7 +1,5 @@
 """Counts, FLOPs, initial values and logits of models, and weights in each published layout."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,20 @@ from safetensors.numpy import load_file, save_file
 import vit_ray
 
 CLASSES, SIDE = 7, 32
-VIT: dict[str, Any] = {"depth": 2, "width": 24, "mlp_dim": 40, "num_heads": 2}
-PATCHES = {**VIT, "patch_size": 8}
+BODY: dict[str, Any] = {"depth": 2, "width": 24, "mlp_dim": 40, "num_heads": 2}
+VIT = {**BODY, "patch_size": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ViT": ("ViT", PATCHES),
-    "ViT, representation, head bias": (
-        "ViT",
-        PATCHES | {"representation": True, "head_bias": -10.0},
-    ),
-    "ViT, mean, exact GELU": ("ViT", {**PATCHES, "pool": "gap", "activation": "gelu"}),
+    "ViT": ("ViT", VIT),
+    "ViT, representation, head bias": ("ViT", {**VIT, "representation": True, "head_bias": -10.0}),
+    "ViT, mean, exact GELU": ("ViT", {**VIT, "pool": "gap", "activation": "gelu"}),
     **{
-        f"ViT, positions {kind}": ("ViT", {**PATCHES, "positions": kind})
+        f"ViT, positions {kind}": ("ViT", {**VIT, "positions": kind})
         for kind in ("none", "learned_2d", "relative", "sincos_2d")
     },
-    "ViT, positions in layers": ("ViT", {**PATCHES, "positions_at": "every_layer"}),
-    "hybrid": ("R+ViT", {**VIT, "stages": [1, 1], "width_factor": 1}),
+    "ViT, positions in layers": ("ViT", {**VIT, "positions_at": "every_layer"}),
+    "hybrid": ("R+ViT", {**BODY, "stages": [1, 1], "width_factor": 1}),
     "BiT": ("ResNet", {"stages": [1, 1], "width_factor": 1}),
-    "axial ViT": ("Axial-ViT", PATCHES),
+    "axial ViT": ("Axial-ViT", VIT),
     "axial ResNet": ("AxialResNet", {"stages": [1, 1], "width_factor": 1}),
 }
 LAYOUTS = {"jax": ".npz", "timm": ".safetensors", "huggingface": ".safetensors"}
@@ -43,7 +38,8 @@ def record(folder: Path) -> dict[str, Any]:
         torch.manual_seed(3)
         model = vit_ray.build_model(name, CLASSES, SIDE, **options)
         found[title] = {"initial values": _values(model)}
-        _fill(model)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.data = torch.from_numpy(_random(str(number), tuple(parameter.shape)))
         found[title]["logits"] = _logits(model)
     for layout, suffix in LAYOUTS.items():
         for title in ("ViT", "hybrid", "BiT"):
@@ -82,13 +78,6 @@ def _random(key: str, shape: tuple[int, ...]) -> np.ndarray:
     """Values of the size of trained ones; vectors around 1, since some are scales of norms."""
     values = np.random.default_rng(zlib.crc32(key.encode())).normal(size=shape)
     return (0.1 * values + (len(shape) == 1)).astype(np.float32)
-
-
-@torch.no_grad()
-def _fill(model: torch.nn.Module) -> None:
-    """By the order of the parameters."""
-    for number, parameter in enumerate(model.parameters()):
-        parameter.copy_(torch.from_numpy(_random(str(number), tuple(parameter.shape))))
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Which samples the global batches have, in 48 worlds and for large batches."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -48,13 +46,8 @@ def _rows(data: Any) -> dict[str, Any]:
 
 def _samples(data: Any, batch: int, size: int, steps: slice, **options: Any) -> str:
     """Of the global batches, put together from those of the ranks."""
-    ranks = [
-        [
-            part["sample"]
-            for part in data.iter_batches(batch, 8, rank=rank, world_size=size, **options)[steps]
-        ]
-        for rank in range(size)
-    ]
+    worlds = [data.iter_batches(batch, 8, rank=r, world_size=size, **options) for r in range(size)]
+    ranks = [[part["sample"] for part in world[steps]] for world in worlds]
     batches = [np.concatenate(parts).astype(np.int64) for parts in zip(*ranks, strict=True)]
     assert len(batches) == steps.stop
     return digest(*(samples.tobytes() for samples in batches))

@@ -1,8 +1,5 @@
 """Crops of photographs and odd images, with and without an index of restart markers."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +53,15 @@ def _crops(data: Any) -> dict[str, Any]:
 
 
 def _digests(keys: list[str], data: Any, side: Any, **options: Any) -> dict[str, str]:
+    """In training, of each image's crops in two epochs."""
     images: dict[str, list[bytes]] = {key: [] for key in sorted(keys)}
-    for number, pixels in _images(data, side, **options):
-        images[keys[number]].append(pixels.tobytes())
-    photos = [b"".join(each) for key, each in images.items() if Path(key).stem.isdigit()]
-    assert len(photos) == NUM_PHOTOS
-    odd = {key: digest(*each) for key, each in images.items() if not Path(key).stem.isdigit()}
-    return {"photographs": digest(*photos), **odd}
-
-
-def _images(data: Any, side: Any, **options: Any) -> Iterator[tuple[int, np.ndarray]]:
-    """Number and crop of each image, in training over two epochs."""
     order = {"epochs": EPOCHS, "seed": 13, "shuffle_window": 0}
     for batch in data.iter_batches(BATCH, side, **order, **options):
         weights = batch.get("weight", np.ones(BATCH))
         for number, pixels, weight in zip(batch["sample"], batch["image"], weights, strict=True):
             if weight:
-                yield int(number), pixels
+                images[keys[number]].append(pixels.tobytes())
+    photos = [b"".join(each) for key, each in images.items() if Path(key).stem.isdigit()]
+    assert len(photos) == NUM_PHOTOS
+    odd = {key: digest(*each) for key, each in images.items() if not Path(key).stem.isdigit()}
+    return {"photographs": digest(*photos), **odd}

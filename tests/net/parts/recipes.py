@@ -1,7 +1,5 @@
 """Steps, batch, parameters and exaFLOPs that `--dry-run` prints for each shipped recipe."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,13 @@ CELL = re.compile(rf"^(\S*-\S+) +{NUMBER} +{NUMBER} +{NUMBER} ", re.MULTILINE)
 
 def record(folder: Path) -> dict[str, Any]:
     """By recipe, and by cell of a study."""
-    files = sorted(RECIPES.rglob("*.yaml"))
-    printed = run_commands(folder, [[_command(file), str(file), "--dry-run"] for file in files])
-    names = [str(file.relative_to(RECIPES).with_suffix("")) for file in files]
-    return {name: _facts(*result) for name, result in zip(names, printed, strict=True)}
-
-
-def _command(file: Path) -> str:
-    return "scaling_study" if re.search("^study:", file.read_text(), re.MULTILINE) else "pretrain"
+    files = {str(file.relative_to(RECIPES))[:-5]: file for file in sorted(RECIPES.rglob("*.yaml"))}
+    commands = []
+    for file in files.values():
+        is_study = re.search("^study:", file.read_text(), re.MULTILINE)
+        commands.append(["scaling_study" if is_study else "pretrain", str(file), "--dry-run"])
+    printed = run_commands(folder, commands)
+    return {name: _facts(*result) for name, result in zip(files, printed, strict=True)}
 
 
 def _facts(code: int, printed: str) -> dict[str, Any]:

@@ -1,19 +1,19 @@
 """Numbers in the tables of three pages, of a store whose runs have known results."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import math
 import re
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 
-from tests.net.cluster import write_recipe
 from tests.net.commands import must_run
+from tests.net.sets import write_recipe
 
 START_MS = 1_700_000_000_000
 GMACS = {
@@ -30,14 +30,22 @@ KNOWN = {
 """Numbers that the text or a table of a page has."""
 
 
+class Run(NamedTuple):
+    """As a training records it; `varied` are keys of its recipe."""
+
+    name: str
+    kind: str
+    varied: dict[str, Any]
+    metrics: dict[str, float]
+    parent: str = ""
+    tags: dict[str, str] = {}
+
+
 def record(folder: Path) -> dict[str, Any]:
     """Known answers found, and the numbers of each row of a table: no captions, no order."""
-    store = Store(folder)
-    _study(store)
-    _sweep(store)
-    store.run("one", "pretrain", {"optim.epochs": 7.0}, {"eval/top1": 0.75, "eval/loss": 0.9})
-    words = {name: ["report", str(write_recipe(folder, name))] for name in KNOWN}
-    must_run(folder, [*words.values()])
+    one = Run("one", "pretrain", {"optim.epochs": 7.0}, {"eval/top1": 0.75, "eval/loss": 0.9})
+    _write(folder, [*_study(), *_sweep(), one])
+    must_run(folder, [["report", str(write_recipe(folder, name))] for name in KNOWN])
     found = {}
     for name in KNOWN:
         (page,) = (folder / "runs").glob(f"{name}*/*.html")
@@ -47,87 +55,61 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _study(store: Store) -> None:
+def _study() -> Iterator[Run]:
     """Power laws of two families: error = a x exaFLOPs ^ -0.3, one point apart by seed."""
-    study = store.run("study", "study", {}, {"study/cells": 36.0})
-    for model, gmacs in GMACS.items():
-        for epochs in (7.0, 14.0, 28.0):
-            for seed in (0, 1):
-                exaflops = 6e9 * gmacs * IMAGES * epochs / 1e18
-                scale = 0.12 if model.startswith("ViT") else 0.1
-                top1 = round(1 - scale * exaflops**-0.3 + 0.01 * seed, 4)
-                metrics = {
-                    "study/exaflops": exaflops, "study/forward_gmacs": gmacs, "eval/top1": top1,
-                    "few_shot/5_shot_top1": top1 - 0.1, "study/images_seen": IMAGES * epochs,
-                }  # fmt: skip
-                varied = {"model.name": model, "optim.epochs": epochs, "seed": seed}
-                name = f"study-{model.replace('/', '_')}-e{epochs:g}-s{seed}"
-                label = {"vit_ray.study_label": model}
-                store.run(name, "study_cell", varied, metrics, parent=study, tags=label)
+    yield Run("study", "study", {}, {"study/cells": 36.0})
+    for model, epochs, seed in itertools.product(GMACS, (7.0, 14.0, 28.0), (0, 1)):
+        exaflops = 6e9 * GMACS[model] * IMAGES * epochs / 1e18
+        scale = 0.12 if model.startswith("ViT") else 0.1
+        top1 = round(1 - scale * exaflops**-0.3 + 0.01 * seed, 4)
+        metrics = {
+            "study/exaflops": exaflops, "study/forward_gmacs": GMACS[model], "eval/top1": top1,
+            "few_shot/5_shot_top1": top1 - 0.1, "study/images_seen": IMAGES * epochs,
+        }  # fmt: skip
+        varied = {"model.name": model, "optim.epochs": epochs, "seed": seed}
+        name = f"study-{model.replace('/', '_')}-e{epochs:g}-s{seed}"
+        yield Run(name, "study_cell", varied, metrics, "study", {"vit_ray.study_label": model})
 
 
-def _sweep(store: Store) -> None:
+def _sweep() -> Iterator[Run]:
     """Four rates, a parabola over their logarithm with its top at 0.03; the best, three seeds."""
-    sweep = store.run("sweep", "sweep", {}, {"sweep/learning_rate": 0.03})
+    yield Run("sweep", "sweep", {}, {"sweep/learning_rate": 0.03})
     stage = "mlflow.vit_ray.sweep_stage"
     for rate in (0.003, 0.01, 0.03, 0.1):
         top1 = 0.9 - 0.1 * math.log10(rate / 0.03) ** 2
         varied = {"optim.learning_rate": rate, "optim.steps": 100, "data.held_out_fraction": 0.2}
-        name, tags = f"sweep-lr{rate:g}", {stage: "trial"}
         metrics = {"dev/top1": top1, "study/exaflops": 0.5}
-        store.run(name, "sweep_trial", varied, metrics, parent=sweep, tags=tags)
+        yield Run(f"sweep-lr{rate:g}", "sweep_trial", varied, metrics, "sweep", {stage: "trial"})
     for seed, top1 in enumerate((0.91, 0.89, 0.9)):
         varied = {"optim.learning_rate": 0.03, "optim.steps": 100, "seed": seed}
-        name, tags = f"sweep-s{seed}", {stage: "finetune"}
         metrics = {"eval/top1": top1, "study/exaflops": 0.6}
-        store.run(name, "finetune", varied, metrics, parent=sweep, tags=tags)
+        yield Run(f"sweep-s{seed}", "finetune", varied, metrics, "sweep", {stage: "finetune"})
 
 
-class Store:
-    """An MLflow store in which runs are recorded as trainings record them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
-        self._experiment = self._client.create_experiment("net", f"{folder}/mlruns")
-        self._start_ms = START_MS
-
-    def run(
-        self, name: str, kind: str, varied: dict[str, Any], metrics: dict[str, float],
-        *, parent: str | None = None, tags: dict[str, str] | None = None,
-    ) -> str:  # fmt: skip
-        """Its id; `varied`: keys of its recipe."""
-        self._start_ms += 1_000
-        own = {"mlflow.parentRunId": parent} if parent else {}
-        about = {key: value for key, value in varied.items() if key != "seed"}
-        every = {
-            "mlflow.runName": name, "vit_ray.kind": kind, "vit_ray.run_folder": f"/runs/{name}",
-            "vit_ray.group": json.dumps([kind, about]), "mlflow.vit_ray.git_commit": "c0ffee",
-            "mlflow.data.train": "/data/train", "mlflow.data.eval": "/data/test",
-            "mlflow.vit_ray.data_fingerprint": "0123456789abcdef", **own, **(tags or {}),
-        }  # fmt: skip
-        made = self._client.create_run(self._experiment, self._start_ms, every, name).info.run_id
-        params = {
-            "seed": 0, "model.name": "ViT-B/16", "model.image_size": 224, "data.fraction": 1.0,
-            "optim.learning_rate": 0.001, "train.global_batch_size": 128, **varied,
-        }  # fmt: skip
-        held = {"study/train_images": float(IMAGES), **metrics}
-        self._client.log_batch(
+def _write(folder: Path, runs: list[Run]) -> None:
+    """Into `folder/mlflow.db`, one a second."""
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.create_experiment("net", f"{folder}/mlruns")
+    profile = json.dumps({"num_images": 10_000, "num_classes": 10})
+    test = Dataset("test", f"{10_000:016x}", "vit_ray", '{"uri": "/data/test"}', profile=profile)
+    evaluated = DatasetInput(test, [InputTag("mlflow.data.context", "evaluation")])
+    ids: dict[str, str] = {}
+    for number, run in enumerate(runs):
+        start_ms = START_MS + 1_000 * number
+        parent = {"mlflow.parentRunId": ids[run.parent]} if run.parent else {}
+        tags = {"vit_ray.kind": run.kind, **parent, **run.tags}
+        always = {"seed": 0, "model.name": "ViT-B/16", "data.fraction": 1.0}
+        params = {"optim.learning_rate": 0.001, **always, **run.varied}
+        held = {"study/train_images": float(IMAGES), **run.metrics}
+        made = client.create_run(experiment, start_ms, tags, run.name).info.run_id
+        client.log_batch(
             made,
-            [Metric(key, value, self._start_ms + 500, 10) for key, value in held.items()],
+            [Metric(key, value, start_ms + 500, 10) for key, value in held.items()],
             [Param(key, str(value)) for key, value in params.items()],
-            [RunTag("vit_ray.cluster", "1 node, 4 CPUs, 0 GPUs")],
         )
-        self._client.log_inputs(made, [_data("train", "training"), _data("test", "evaluation")])
-        self._client.set_terminated(made, end_time=self._start_ms + 900)
-        return str(made)
-
-
-def _data(name: str, use: str) -> DatasetInput:
-    images = IMAGES if use == "training" else 10_000
-    profile = {"num_images": images, "num_images_of_the_whole": images, "num_classes": 10}
-    source = json.dumps({"uri": f"/data/{name}"})
-    data = Dataset(name, f"{images:016x}", "vit_ray", source, profile=json.dumps(profile))
-    return DatasetInput(data, [InputTag("mlflow.data.context", use)])
+        client.log_inputs(made, [evaluated])
+        client.set_terminated(made, end_time=start_ms + 900)
+        ids[run.name] = made
 
 
 def _text(html: str) -> str:

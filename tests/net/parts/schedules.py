@@ -1,11 +1,10 @@
 """Learning rates of every step, for each schedule with and without its options."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
-from tests.net.adapters import learning_rates
+from tests.net.adapters import lr_at
+from tests.net.commands import RECIPE
 from vit_ray.config import load_recipe
 
 STEPS = 40
@@ -26,12 +25,11 @@ SCHEDULES = {
 
 def record(folder: Path) -> dict[str, Any]:
     """By schedule and warm-up, bit by bit."""
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(f"name: net\noptim: {{learning_rate: 3e-3, steps: {STEPS}}}\n")
     found = {}
+    always = [f"optim.steps={STEPS}", "optim.learning_rate=3e-3"]
     for name, keys in SCHEDULES.items():
         for warmup in (0, 7):
-            optim = load_recipe(recipe, [*keys, f"optim.warmup_steps={warmup}"]).optim
-            rates = learning_rates(optim, STEPS)
-            found[f"{name}, warm-up {warmup}"] = " ".join(rate.hex() for rate in rates)
+            optim = load_recipe(RECIPE, [*always, *keys, f"optim.warmup_steps={warmup}"]).optim
+            rates = [lr_at(step, optim, STEPS).hex() for step in range(STEPS)]
+            found[f"{name}, warm-up {warmup}"] = " ".join(rates)
     return found

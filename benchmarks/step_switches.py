@@ -45,11 +45,9 @@ def attention_by(backend: SDPBackend, name: str) -> nn.Module:
     model = our_model(name)
 
     class Chosen(Attention):  # a function for each of them would be compiled for each block
-        def forward(
-            self, x_BND: Tensor, weights_to: Any = None, num_queries: int | None = None
-        ) -> Tensor:
+        def forward(self, x_BND: Tensor, num_queries: int | None = None) -> Tensor:
             with nullcontext() if num_queries else sdpa_kernel(backend):
-                return super().forward(x_BND, weights_to, num_queries)
+                return super().forward(x_BND, num_queries)
 
     for module in model.modules():
         if isinstance(module, Attention):

@@ -368,14 +368,15 @@ def memory_cells(row: Measured, has_bar: bool) -> list[str]:
 
 def mfu(args: argparse.Namespace, images_per_s: float) -> str:
     from vit_ray.measure.devices import peak_flops
-    from vit_ray.models.flops import training_macs
+    from vit_ray.training.memory.memory_estimate import step_macs
 
     if not torch.cuda.is_available():
         return ""
     peak = peak_flops(torch.cuda.get_device_name(), args.precision)
     if peak is None:
         return ""
-    return f"{2 * training_macs(args.model, CLASSES, SIZE).model * images_per_s / peak:.1%}"
+    macs = step_macs(recipe_of(args, "", ""), CLASSES).model
+    return f"{2 * macs * images_per_s / peak:.1%}"
 
 
 def main() -> None:

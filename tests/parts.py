@@ -33,9 +33,6 @@ class Wrapped(nn.Module):
     def forward(self, images: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
         return self.head(self.vit(images, keys))
 
-    def set_activation_checkpointing(self, every: int) -> None:
-        self.vit.set_activation_checkpointing(every)
-
 
 class ConvNet(nn.Module):
     """Two convolutions and a linear head."""

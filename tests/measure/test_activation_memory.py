@@ -8,13 +8,14 @@ from torch.nn import functional as F
 
 from vit_ray.measure.activation_memory import ActivationMemory, gpu_kernels, kept_bytes, peak_bytes
 from vit_ray.models import build_model
+from vit_ray.models.recompute import recompute
 
 
 def small_vit(recompute_every: int) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"depth": 4, "width": 64, "mlp_dim": 256, "num_heads": 4, "patch_size": 4}
     model = build_model("ViT", 10, 32, **sizes)
-    model.set_activation_checkpointing(recompute_every)  # type: ignore[operator]
+    recompute(model, recompute_every)
     return model
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.models import build_model
+from vit_ray.models.encoder import Attention
 
 TINY_ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 4}
 TINY_VIT = {**TINY_ENCODER, "patch_size": 8}
@@ -64,7 +65,14 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.no_grad()
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """What the blocks of a ViT show, in turn."""
+    """Of the blocks of a ViT, in turn."""
     weights: list[Tensor] = []
-    model.encode(model.embed(images), weights.append)
+    hooks = [
+        module.register_forward_pre_hook(lambda m, args: weights.append(m.weights(args[0])))
+        for module in model.modules()
+        if isinstance(module, Attention)
+    ]
+    model(images)
+    for hook in hooks:
+        hook.remove()
     return weights

@@ -1,5 +1,6 @@
 """Every family takes a training step in each precision, recomputed or not, compiled or not."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_images
+from vit_ray.models.recompute import chains, recompute
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
@@ -56,10 +58,10 @@ def test_every_parameter_takes_part_in_a_step(family: str, options: dict[str, An
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
 def test_checkpointing_changes_no_bit_of_a_step(family: str, options: dict[str, Any]) -> None:
     dropout = {"dropout": 0.3} if "ViT" in family else {}
-    model = small_model(family, **options, **dropout).train()
     steps = []
     for every in (0, 1, 2):
-        model.set_activation_checkpointing(every)
+        model = small_model(family, **options, **dropout).train()
+        recompute(model, every)
         torch.manual_seed(5)
         steps.append(step(model))
     # The same kernels run twice, and dropout drops the same units.
@@ -69,21 +71,52 @@ def test_checkpointing_changes_no_bit_of_a_step(family: str, options: dict[str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_runs_every_nth_block_again(family: str) -> None:
-    model = small_model(family)
-    blocks = model.blocks if "ViT" in family else model.units
     calls: list[int] = []
-    for index, block in enumerate(blocks):
-        block.register_forward_pre_hook(lambda m, i, index=index: calls.append(index))
-    for every, again in [(0, []), (1, list(range(len(blocks)))), (2, [1])]:
-        model.set_activation_checkpointing(every)
+
+    def note(index: int, *_: Any) -> None:
+        calls.append(index)
+
+    for every in (0, 1, 2):
+        model = small_model(family)
+        blocks = model.blocks if "ViT" in family else model.units
+        recompute(model, every)
+        calls.clear()
+        for index, block in enumerate(blocks):
+            first = next(block.children())  # hooks of the block are outside of what is recomputed
+            first.register_forward_pre_hook(partial(note, index))
+        alone = list(range(len(blocks)))
+        with torch.no_grad():
+            model(some_images())
+        assert sorted(set(calls)) == alone
+        assert len(calls) == len(alone) * calls.count(0)
         calls.clear()
         step(model)
-        assert sorted(calls) == sorted([*range(len(blocks)), *again])
-    model.set_activation_checkpointing(1)
-    calls.clear()
-    with torch.no_grad():
-        model(some_images())
-    assert calls == list(range(len(blocks)))
+        again = {0: [], 1: alone, 2: alone[1::2]}[every]
+        assert sorted(calls) == sorted([*alone, *again])
+
+
+def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it() -> None:
+    """Of torch's own encoder; a position table or a stem of convolutions is no block."""
+    runs: list[int] = []
+    found = []
+    for every in (0, 1, 2):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.3, batch_first=True)
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(16, 32), nn.ReLU()), nn.TransformerEncoder(layer, 4)
+        )
+        assert [len(chain) for chain in chains(model)] == [4]
+        recompute(model, every)
+        for block in model[1].layers:
+            block.linear1.register_forward_hook(lambda *_: runs.append(1))
+        torch.manual_seed(5)
+        runs.clear()
+        model(torch.ones(2, 3, 16)).square().sum().backward()
+        assert len(runs) == 4 + {0: 0, 1: 4, 2: 2}[every]
+        found.append([p.grad for p in model.parameters()])
+    for plain, *again in zip(*found, strict=True):
+        assert all(torch.equal(plain, gradient) for gradient in again)
+    assert not any(chains(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))))
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
@@ -131,7 +164,7 @@ def test_a_compiled_step_equals_an_eager_one(
 ) -> None:
     model = small_model(family, **options).to(dtype)
     reference = step(model)
-    model.set_activation_checkpointing(every)
+    recompute(model, every)
     torch._dynamo.reset()
     # Captured as one graph without a break, forwards and backwards; no machine code is made of it.
     compiled = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))

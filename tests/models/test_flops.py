@@ -11,10 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tests.models.small import FAMILIES, small_model, some_images
+from tests.recipes import recipe_with
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
-from vit_ray.models.flops import forward_macs, training_exaflops, training_macs
-from vit_ray.models.masked import MaskedPatchObjective, Target
+from vit_ray.models.flops import TrainingMacs, forward_macs, training_exaflops
+from vit_ray.models.masked import Target
+from vit_ray.models.recompute import recompute
 from vit_ray.models.vit import VisionTransformer
+from vit_ray.training.memory.memory_estimate import step_macs
 
 JFT_IMAGES = 303_000_000
 
@@ -76,12 +80,9 @@ def counted_macs(name: str, image_size: int | tuple[int, int], **options: Any) -
     with torch.device("meta"):
         model = build_model(name, 10, image_size, **options)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            images = torch.empty(1, 3, *size)
             if isinstance(model, VisionTransformer):
-                # Whole, as Table 6 counts; `features` leaves out what the head does not see.
-                model.head(model.pool(model.encode(model.embed(images))))
-            else:
-                model(images)
+                model.keep_all_tokens()  # as Table 6 counts
+            model(torch.empty(1, 3, *size))
     flops: int = counter.get_total_flops()
     return flops // 2
 
@@ -132,50 +133,44 @@ def test_an_unknown_option_is_refused_as_in_building() -> None:
         forward_macs("R50x1", 10, pool="gap")
 
 
-def counted_training(
-    family: str, side: int, every: int = 0, masked: Target | None = None, **options: Any
-) -> tuple[int, int]:
-    """Multiply-adds of forward and backward pass as torch counts them, in products of matrices."""
-    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
-        model: Any = build_model(family, 10, side, **FAMILIES[family], **options)
-        if masked is not None:
-            model = MaskedPatchObjective(model, masked)
-        model.set_activation_checkpointing(every)
-        images = torch.empty(1, 3, side, side)
-        with FlopCounterMode(display=False) as counter:
-            samples = () if masked is None else (torch.zeros(1, dtype=torch.int64),)
-            output = model(images, *samples).sum()
-        forward = counter.get_total_flops()
-        with FlopCounterMode(display=False) as counter:
-            output.backward()
-    return forward // 2, counter.get_total_flops() // 2
+def macs_of_step(family: str, side: int, **train: Any) -> TrainingMacs:
+    """Of an image of a family; keys of the model that are not of `train` are options."""
+    keys = {key: train.pop(key) for key in list(train) if key not in TrainConfig.model_fields}
+    model = {"name": family, "image_size": side, **FAMILIES[family], **keys}
+    recipe = recipe_with(model=model, train={"compile": False, **train})
+    return step_macs(recipe, 10, has_gpu=False)
 
 
-# Every product of these is counted exactly, none on padding.
-EXACT = [
-    ("ViT", {}),
-    ("ViT", {"pool": "gap", "representation": True}),
-    ("ViT", {"positions": "relative"}),
-    ("ViT", {"dropout": 0.1}),
-    ("ViT", {"stochastic_depth": 0.1}),
-    ("ViT", {"positions": "sincos_2d", "pool": "gap"}),
-    ("Axial-ViT", {}),
-]
-
-
-@pytest.mark.slow(after=8)
-@pytest.mark.parametrize(("family", "options"), EXACT)
-@pytest.mark.parametrize("every", [1, 2, 0])
-def test_a_step_is_counted_as_it_is_computed(
-    family: str, options: dict[str, Any], every: int
+@pytest.mark.parametrize(
+    ("family", "options", "pixels"),
+    [
+        ("ViT", {}, 16 * 3 * 8**2 * 32),
+        ("ViT", {"pool": "gap", "representation": True}, 16 * 3 * 8**2 * 32),
+        ("ViT", {"positions": "relative"}, 16 * 3 * 8**2 * 32),
+        ("ViT", {"dropout": 0.1, "stochastic_depth": 0.1}, 16 * 3 * 8**2 * 32),
+        ("Axial-ViT", {}, 16 * 3 * 8**2 * 32),
+        ("ResNet", {}, 16**2 * 3 * 7**2 * 64),
+        ("AxialResNet", {}, 16**2 * 3 * 7**2 * 64),
+        ("R+ViT", {}, 16**2 * 3 * 7**2 * 64),
+    ],
+)
+def test_each_product_has_two_gradients_but_that_of_the_pixels(
+    family: str, options: dict[str, Any], pixels: int
 ) -> None:
-    macs = training_macs(family, 10, 32, recompute_every=every, **FAMILIES[family], **options)
-    forward, backward = counted_training(family, 32, every, **options)
-    assert macs.forward == forward
-    assert macs.backward + macs.recomputed == backward
-    assert macs.model == macs.forward + macs.backward
-    assert macs.hardware == forward + backward
-    assert (macs.recomputed > 0) == (every > 0)
+    macs = macs_of_step(family, 32, **options)
+    assert macs.backward == 2 * macs.forward - pixels
+    assert (macs.recomputed, macs.hardware) == (0, macs.model)
+
+
+@pytest.mark.parametrize(("every", "num_blocks"), [(0, 0), (1, 2), (2, 1)])
+def test_a_block_is_recomputed_up_to_its_last_product(every: int, num_blocks: int) -> None:
+    width, mlp, tokens = 32, 64, 16
+    block = 4 * tokens * width**2 + 2 * tokens**2 * width + 2 * tokens * width * mlp
+    macs = macs_of_step("ViT", 32, pool="gap", activation_checkpointing=every)
+    # The output of the last product is needed only by the next block.
+    assert macs.recomputed == num_blocks * (block - tokens * width * mlp)
+    compiled = macs_of_step("ViT", 32, pool="gap", activation_checkpointing=every, compile=True)
+    assert compiled.recomputed == num_blocks * block
 
 
 class CountedProducts(TorchDispatchMode):
@@ -226,45 +221,28 @@ def test_a_compiled_block_is_recomputed_whole(
     for recomputes in (0, every):
         torch._dynamo.reset()
         model = small_model(family, 10, 32, **options)
-        model.set_activation_checkpointing(recomputes)
         for block in model.blocks:
-            block.compile(backend=backend)
+            block.forward = torch.compile(block.forward, backend=backend)
+        recompute(model, recomputes)
         with sdpa_kernel(SDPBackend.MATH):
             count.macs = 0
             model(some_images(1)).sum().backward()
         passes[recomputes] = count.macs
-    sizes = {**FAMILIES[family], **options}
-    macs = training_macs(family, 10, 32, recompute_every=every, compiles=True, **sizes)
+    macs = macs_of_step(family, 32, activation_checkpointing=every, compile=True, **options)
     assert passes[every] - passes[0] == macs.recomputed
 
 
 @pytest.mark.parametrize("target", ["mean_color", "downsized", "full_patch"])
 def test_masked_patches_are_counted_with_their_predictions(target: Target) -> None:
-    macs = training_macs("ViT", 10, 32, masked_target=target, **FAMILIES["ViT"])
-    assert (macs.forward, macs.backward) == counted_training("ViT", 32, masked=target)
-
-
-def test_a_hybrids_patches_are_projected_before_they_are_predicted() -> None:
-    # Convolutions, which torch counts on their padding too, are the same in both.
-    sizes, gap = FAMILIES["R+ViT"], {"pool": "gap"}
-    masked = training_macs("R+ViT", 10, 32, masked_target="full_patch", **sizes, **gap)
-    plain = training_macs("R+ViT", 10, 32, **sizes, **gap)
-    counted = counted_training("R+ViT", 32, masked="full_patch", **gap)
-    forward, backward = counted_training("R+ViT", 32, **gap)
-    assert masked.forward - plain.forward == counted[0] - forward
-    assert masked.backward - plain.backward == counted[1] - backward
-
-
-@pytest.mark.parametrize("family", ["ResNet", "AxialResNet", "R+ViT"])
-def test_convolutions_have_two_gradients_but_the_first(family: str) -> None:
-    macs = training_macs(family, 10, 64, recompute_every=1, **FAMILIES[family])
-    forward, backward = counted_training(family, 64, 1)
-    # Torch counts taps on padding too: a tenth of a map of 16 pixels and less.
-    assert 0.85 * forward < macs.forward <= forward
-    assert 0.85 * backward < macs.backward + macs.recomputed <= backward
+    """All tokens of the last block, and predictions for 8 of 16 patches instead of the head."""
+    outputs = {"mean_color": 512, "downsized": 16 * 512, "full_patch": 3 * 8**2}[target]
+    macs = macs_of_step("ViT", 32, loss="masked_patch", masked_target=target)
+    whole = forward_macs("ViT", 10, 32, **FAMILIES["ViT"])
+    assert macs.forward == whole - 10 * 32 + 8 * 32 * outputs
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("ViT-B/16", 1.074), ("ViT-H/14", 1.027)])
 def test_the_papers_count_is_above_what_is_computed(name: str, ratio: float) -> None:
-    computed = training_macs(name, 1000).forward
+    recipe = recipe_with(model={"name": name, "image_size": 224})
+    computed = step_macs(recipe, 1000).forward
     assert forward_macs(name, 1000) / computed == pytest.approx(ratio, abs=1e-3)

@@ -15,6 +15,7 @@ from vit_ray.models.masked import (
     color_class,
     draw_corruption,
 )
+from vit_ray.models.recompute import recompute
 
 SAMPLES = torch.arange(4000)
 
@@ -232,7 +233,7 @@ def test_checkpointing_reaches_the_model_inside() -> None:
     plain = torch.autograd.grad(
         objective(some_images(), torch.arange(2)), list(objective.model.blocks.parameters())
     )
-    objective.set_activation_checkpointing(1)
+    recompute(objective, 1)
     again = torch.autograd.grad(
         objective(some_images(), torch.arange(2)), list(objective.model.blocks.parameters())
     )

@@ -16,6 +16,7 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import sincos_table
+from vit_ray.models.recompute import recompute
 from vit_ray.models.weights import load_weights, save_weights
 
 WIDTH, HEADS, MLP = TINY_VIT["width"], TINY_VIT["num_heads"], TINY_VIT["mlp_dim"]
@@ -84,7 +85,7 @@ def test_every_parameter_learns_and_recomputation_changes_nothing(options: dict[
     gradients = []
     for every in (0, 1):
         model: Any = small_model("ViT", **options).train()
-        model.set_activation_checkpointing(every)
+        recompute(model, every)
         model(IMAGES, keys).square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from tests.models.small import FAMILIES, small_model, some_images
 from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.recompute import recompute
 
 CASES = [
     *((family, {}) for family in FAMILIES),
@@ -17,7 +18,7 @@ CASES = [
 def losses(family: str, options: dict[str, object], stage: int, every: int) -> list[float]:
     """Of three steps of Adam on one batch; nothing of the model stays gathered between uses."""
     model = small_model(family, **options)
-    model.set_activation_checkpointing(every)
+    recompute(model, every)
     zero = {
         "stage": stage,
         "stage3_param_persistence_threshold": 0,

@@ -23,7 +23,7 @@ from vit_ray.models.counter_random import line_keys, random_words, sample_keys
 from vit_ray.models.dropout import StochasticDepth, keyed_dropout
 from vit_ray.models.encoder import Block
 from vit_ray.models.masked import draw_corruption
-from vit_ray.models.recompute import run_block
+from vit_ray.models.recompute import recompute
 from vit_ray.models.sizes import EncoderSize, VitOptions
 from vit_ray.training.engine.compiling import compile_model
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
@@ -55,6 +55,7 @@ def block_differences(rank: int, dropout: float, depth: float, again: bool, mixe
     torch.manual_seed(0)
     size, options = EncoderSize(1, WIDTH, 80, 3), VitOptions(dropout=dropout)
     block = Block(size, options, stochastic_depth=depth).train()
+    recompute(nn.ModuleDict({"blocks": nn.ModuleList([block])}), int(again))
     mixes = TrainConfig(mixup=0.8, cutmix=1.0)
 
     def forward(x: Tensor, samples: Tensor, step: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def block_differences(rank: int, dropout: float, depth: float, again: bool, mixe
         if mixed:
             mixing = draw_mixing(samples + (step << 20), (5, WIDTH), mixes, 0, 0)
             x = mix_images(x[:, None], mixing.weight)[:, 0]
-        return run_block(block, x, again, None, None, keys)
+        return block(x, keys)
 
     compiled = compiled_alone(forward)
     x = torch.randn(4, 5, WIDTH)

@@ -19,6 +19,7 @@ from tests.models.small import FAMILIES, small_model
 from tests.worker.fakes import make_job
 from vit_ray import trust_modules
 from vit_ray.models import build_model
+from vit_ray.models.recompute import recompute
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
 from vit_ray.worker import setup
@@ -134,7 +135,7 @@ def counted_macs(options: dict[str, Any], every: int) -> int:
     name, size = options.pop("name"), options.pop("image_size")
     with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
         model: Any = build_model(name, 10, size, **options)
-        model.set_activation_checkpointing(every)
+        recompute(model, every)
         with FlopCounterMode(display=False) as counter:
             model(torch.empty(1, 3, size, size)).sum().backward()
     return int(counter.get_total_flops()) // 2

@@ -5,6 +5,8 @@ Pure functions turn weights and attention into arrays; `inspection_figures.py` d
 
 # B images, H heads, N tokens, L layers, D width, P patch side, h w grid
 
+import contextlib
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from vit_ray.measure.activation_memory import ActivationMemory
 from vit_ray.models.axial import AxialViT
+from vit_ray.models.encoder import Attention
 from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
 
@@ -182,15 +185,20 @@ def _look(model: VisionTransformer, images: UInt8Array) -> tuple[FloatArray, Flo
     distances: list[FloatArray] = []
     rollout: Tensor | None = None
 
-    def add(weights: Tensor) -> None:
+    def look(attention: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal rollout
+        assert isinstance(attention, Attention)
+        weights = attention.weights(args[0])
         distances.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
         rollout = roll(rollout, weights)
 
     device = next(model.parameters()).device
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.ExitStack() as hooks:
+        for block in model.blocks:
+            attention = block.get_submodule("attention")
+            hooks.callback(attention.register_forward_pre_hook(look).remove)
         pixels = torch.from_numpy(images).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
-        model.encode(model.embed(pixels), add)
+        model.encode(model.embed(pixels))
     assert rollout is not None
     has_class_token = model.class_token is not None
     return np.stack(distances), output_row(rollout, model.grid, has_class_token)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.counter_random import line_keys, numbered_keys
-from vit_ray.models.encoder import Block, WeightsSink
+from vit_ray.models.encoder import Block
 from vit_ray.models.layers import Head, Linear
 from vit_ray.models.positions import POSITION_STD
 from vit_ray.models.resnet import ResNetTrunk
@@ -48,29 +48,19 @@ class AxialBlock(nn.Module):
         self.row = row
         self.column = column
 
-    def forward(
-        self,
-        x_BND: Tensor,
-        weights_to: WeightsSink | None = None,
-        num_queries: int | None = None,
-        keys: Tensor | None = None,
-    ) -> Tensor:
-        """(B, h * w, D) to (B, h * w, D); arguments as in `Block.forward`, for all tokens."""
-        assert num_queries is None
+    def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
+        """(B, h * w, D) to (B, h * w, D); arguments as in `Block.forward`."""
         row_keys = line_keys(numbered_keys(keys, 0), self.grid[0])
         column_keys = line_keys(numbered_keys(keys, 1), self.grid[1])
         return along_both(
             x_BND.view(x_BND.shape[0], *self.grid, -1),
-            lambda x_LND: self.row(x_LND, weights_to, None, row_keys),
-            lambda x_LND: self.column(x_LND, weights_to, None, column_keys),
+            lambda x_LND: self.row(x_LND, row_keys),
+            lambda x_LND: self.column(x_LND, column_keys),
         ).flatten(1, 2)
 
 
 class AxialViT(VisionTransformer):
-    """A ViT of axial blocks with the mean of its tokens as feature.
-
-    Blocks show attention weights twice: (B * h, H, w, w), then (B * w, H, h, h).
-    """
+    """A ViT of axial blocks with the mean of its tokens as feature."""
 
     # Tokens are cut into the lines of a fixed grid, with or without positions.
     is_bound_to_grid = True

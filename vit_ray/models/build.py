@@ -31,8 +31,8 @@ def build_model(
             its own options.
 
     Returns:
-        A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`,
-        `head` and `set_activation_checkpointing`.
+        A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`
+        and `head`.
 
     Raises:
         ValueError: for an unknown name or option, or sizes that do not fit; a user's own model does

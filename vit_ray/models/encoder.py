@@ -15,11 +15,6 @@ from vit_ray.models.layers import Linear, QkvLinear
 from vit_ray.models.positions import RelativePositions
 from vit_ray.models.sizes import Activation, EncoderSize, VitOptions
 
-# Takes the attention weights (B, H, N, N) of one block; they are freed when it no longer keeps
-# them.
-WeightsSink = Callable[[Tensor], None]
-
-
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -41,31 +36,33 @@ class Attention(nn.Module):
         self.relative = relative
         self.out = Linear(width, width)
 
-    def forward(
-        self,
-        x_BND: Tensor,
-        weights_to: WeightsSink | None = None,
-        num_queries: int | None = None,
-    ) -> Tensor:
+    def forward(self, x_BND: Tensor, num_queries: int | None = None) -> Tensor:
         """(B, N, D) to (B, N, D), or to (B, num_queries, D).
 
         Args:
             x_BND: normalised tokens.
-            weights_to: if given, is called with the attention weights (B, H, N, N) in float32; the
-                output still comes from the fused kernel.
             num_queries: how many tokens, from the first on, are needed; None for all.
         """
+        q_BHNK, k_BHNK, v_BHNK, bias = self._projected(x_BND, num_queries)
+        mixed = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def weights(self, x_BND: Tensor) -> Tensor:
+        """(B, H, N, N) in float32, as the fused kernel of `forward` applies them."""
+        q_BHNK, k_BHNK, _, bias = self._projected(x_BND)
+        scale = q_BHNK.shape[-1] ** -0.5
+        logits = (q_BHNK.float() * scale) @ k_BHNK.float().transpose(-2, -1)
+        return torch.softmax(logits if bias is None else logits + bias.float(), dim=-1)
+
+    def _projected(
+        self, x_BND: Tensor, num_queries: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values of each head, and the bias on their logits."""
         q_BHNK, k_BHNK, v_BHNK = (
             part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2)
             for part in self.qkv(x_BND, num_queries)
         )
-        bias = None if self.relative is None else self.relative(q_BHNK)
-        if weights_to is not None:
-            scale = q_BHNK.shape[-1] ** -0.5
-            logits = (q_BHNK.float() * scale) @ k_BHNK.float().transpose(-2, -1)
-            weights_to(torch.softmax(logits if bias is None else logits + bias.float(), dim=-1))
-        mixed = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return q_BHNK, k_BHNK, v_BHNK, self.relative(q_BHNK) if self.relative else None
 
 
 class Mlp(nn.Module):
@@ -94,6 +91,7 @@ class Block(nn.Module):
         options: of the ViT; stochastic depth is that of the last block.
         relative: as in `Attention`.
         stochastic_depth: of this block.
+        num_outputs: how many tokens, from the first on, are needed; None for all.
     """
 
     def __init__(
@@ -102,9 +100,10 @@ class Block(nn.Module):
         options: VitOptions,
         relative: RelativePositions | None = None,
         stochastic_depth: float = 0.0,
+        num_outputs: int | None = None,
     ) -> None:
         super().__init__()
-        width = size.width
+        width, self.num_outputs = size.width, num_outputs
         self.attention_norm = nn.LayerNorm(width, options.norm_eps)
         self.attention = Attention(size, relative)
         self.dropout = Dropout(options.dropout)
@@ -112,25 +111,17 @@ class Block(nn.Module):
         self.mlp = Mlp(width, size.mlp_dim, options.dropout, options.activation)
         self.stochastic_depth = StochasticDepth(stochastic_depth)
 
-    def forward(
-        self,
-        x_BND: Tensor,
-        weights_to: WeightsSink | None = None,
-        num_queries: int | None = None,
-        keys: Tensor | None = None,
-    ) -> Tensor:
-        """(B, N, D) to (B, N, D), or to (B, num_queries, D).
+    def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
+        """(B, N, D) to (B, N, D), or to (B, num_outputs, D).
 
         Args:
             x_BND: tokens.
-            weights_to: as in `Attention.forward`.
-            num_queries: as in `Attention.forward`.
             keys: int64 (B,), from which this block's dropout draws; None = torch's generator.
         """
         # Each place that drops has its own keys: 0 after attention, 1 and 2 in the MLP, 3 and 4 for
         # whole branches.
-        mixed = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
+        mixed = self.attention(self.attention_norm(x_BND), self.num_outputs)
         mixed = self.dropout(mixed, numbered_keys(keys, 0))
-        x_BND = x_BND[:, :num_queries] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
+        x_BND = x_BND[:, : self.num_outputs] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
         made = self.mlp(self.mlp_norm(x_BND), keys)
         return x_BND + self.stochastic_depth(made, numbered_keys(keys, 4))

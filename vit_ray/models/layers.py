@@ -160,7 +160,7 @@ class StandardizedConv2d(nn.Conv2d):
         stride: int = 1,
         is_flax: bool = False,
     ) -> None:
-        self._pads_same = self.eps_on_deviation = is_flax
+        self.pads_same = self.eps_on_deviation = is_flax
         self.eps = 1e-5 if is_flax else 1e-10
         padding = 0 if is_flax else kernel_size // 2
         super().__init__(channels_in, channels_out, kernel_size, stride, padding, bias=False)
@@ -171,7 +171,7 @@ class StandardizedConv2d(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) to (B, C', H', W')."""
-        if self._pads_same:
+        if self.pads_same:
             images = pad_same(images, self.kernel_size[0], self.stride[0])
         kernel = self.weight.float()
         variance, mean = torch.var_mean(kernel, dim=(1, 2, 3), keepdim=True, correction=0)

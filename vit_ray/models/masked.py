@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from vit_ray.models.counter_random import random_words, sample_keys
 from vit_ray.models.layers import Head, cut_patches
 from vit_ray.models.positions import POSITION_STD
-from vit_ray.models.recompute import Recomputable
 from vit_ray.models.vit import VisionTransformer
 
 Target = Literal["mean_color", "downsized", "full_patch"]
@@ -101,7 +100,7 @@ class MaskToken(nn.Module):
         return torch.where(is_masked_BN[..., None], self.token.to(patches_BND.dtype), patches_BND)
 
 
-class MaskedPatchObjective(Recomputable):
+class MaskedPatchObjective(nn.Module):
     """A ViT with a mask token and a linear prediction of what its corrupted patches show.
 
     The model's own head, with the representation layer and pooling by attention before it, is not
@@ -131,6 +130,7 @@ class MaskedPatchObjective(Recomputable):
                 "target='mean_color', or a model with another patch_size"
             )
         self.model = model
+        model.keep_all_tokens()
         self.target = target
         self.seed = seed
         self.mask = MaskToken(model.size.width)

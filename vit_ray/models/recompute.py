@@ -1,48 +1,41 @@
-"""Activation checkpointing: run a block now, and again in the backward pass."""
+"""Activation checkpointing from outside a model: blocks run again in the backward pass."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 
-
-def is_recomputed(index: int, every: int) -> bool:
-    """Whether the block at a 0-based index is recomputed: every n-th one; none if n is 0."""
-    return every > 0 and (index + 1) % every == 0
+_LISTS = (nn.ModuleList, nn.Sequential)
 
 
-def run_block(block: nn.Module, x: Tensor, recomputes: bool, *rest: object) -> Tensor:
-    """`block(x, *rest)`; if `recomputes`, its activations are computed again for the backward pass.
+def recompute(model: nn.Module, every: int) -> None:
+    """Recompute every n-th block of each chain in the backward pass; the others stay as they are.
 
     Dropout drops the same units both times: from keys, or else by torch's stored random state.
+
+    Args:
+        model: of any kind; compiled before, so that a block is recomputed in compiled code.
+        every: n; 0 for none.
     """
-    if not (recomputes and is_grad_enabled()):
-        return block(x, *rest)
-    return checkpoint(block, x, *rest, use_reentrant=False, preserve_rng_state=True)
+    for chain in chains(model) if every else ():
+        for block in chain[every - 1 :: every]:
+            block.forward = partial(_run, block.forward)
 
 
-class Chain(nn.ModuleList):
-    """Blocks that run in sequence, every n-th of them again in the backward pass."""
+def chains(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Blocks in sequence: the items of a list of modules that are alike and have layers inside."""
+    for child in model.children():
+        items = list(child.children())
+        are_alike = isinstance(child, _LISTS) and len({type(item) for item in items}) == 1
+        if are_alike and not isinstance(items[0], _LISTS) and any(items[0].children()):
+            yield items
+        else:
+            yield from chains(child)
 
-    recompute_every = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self):
-            x = run_block(block, x, is_recomputed(index, self.recompute_every))
-        return x
-
-
-class Recomputable(nn.Module):
-    """A module with chains somewhere in it."""
-
-    def set_activation_checkpointing(self, every: int) -> None:
-        """Recompute every n-th block of each chain in the backward pass; 0 recomputes none.
-
-        Raises:
-            ValueError: if it is negative.
-        """
-        if every < 0:
-            raise ValueError(
-                f"set_activation_checkpointing(every={every}): give 0 for none, n for every n-th"
-            )
-        for module in self.modules():
-            if isinstance(module, Chain):
-                module.recompute_every = every
+def _run(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    if not is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.layers import Head, PatchProjection, StandardizedConv2d, pad_same
-from vit_ray.models.recompute import Chain, Recomputable
 from vit_ray.models.sizes import Grid, ResNetOptions, ResNetSize
 
 NUM_GROUPS = 32
@@ -49,7 +48,7 @@ class PreActivationUnit(nn.Module):
         return self.conv3(F.relu(self.norm3(y_BCHW))) + kept
 
 
-class BitResNet(Recomputable):
+class BitResNet(nn.Module):
     """Root, stages of pre-activation units, norm, mean over space, linear head."""
 
     def __init__(self, size: ResNetSize, num_classes: int, options: ResNetOptions) -> None:
@@ -57,7 +56,7 @@ class BitResNet(Recomputable):
         self.size = size
         self.options = options
         self.root = StandardizedConv2d(3, size.widths[0], 7, stride=2)
-        self.units = Chain(PreActivationUnit(*unit) for unit in size.units())
+        self.units = nn.Sequential(*(PreActivationUnit(*unit) for unit in size.units()))
         self.norm = group_norm(size.channels_out)
         self.head = Head(size.channels_out, num_classes, options.head_bias)
 
@@ -119,7 +118,7 @@ class PostActivationUnit(nn.Module):
         return F.relu(kept + self.norm3(self.conv3(y_BCHW)))
 
 
-class ResNetTrunk(Recomputable):
+class ResNetTrunk(nn.Module):
     """Root, norm, pool and units: images to a feature map.
 
     Args:
@@ -140,7 +139,7 @@ class ResNetTrunk(Recomputable):
         self.root = standardized(3, size.widths[0], 7, stride=2)
         self.root_norm = ScaledGroupNorm(size.widths[0])
         grid = (-(-image_size[0] // 4), -(-image_size[1] // 4))
-        self.units = Chain()
+        self.units = nn.Sequential()
         for channels, width, stride in size.units():
             convolution = partial(standardized, width, width, 3, stride)
             layer = partial(middle, width, grid, stride) if middle else convolution

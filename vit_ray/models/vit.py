@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout
-from vit_ray.models.encoder import Block, WeightsSink
+from vit_ray.models.encoder import Block
 from vit_ray.models.layers import Head, Linear, PatchProjection, lecun_normal_
 from vit_ray.models.positions import (
     ClassToken,
@@ -16,7 +16,6 @@ from vit_ray.models.positions import (
     RelativePositions,
     SincosPositions2d,
 )
-from vit_ray.models.recompute import Chain, Recomputable, is_recomputed, run_block
 from vit_ray.models.resnet import ResNetEmbedding
 from vit_ray.models.sizes import EncoderSize, Grid, VitOptions
 
@@ -49,7 +48,7 @@ class PatchEmbedding(nn.Module):
         return self.projection(images)
 
 
-class VisionTransformer(Recomputable):
+class VisionTransformer(nn.Module):
     """Embedding, class token, positions, encoder, pooled feature, linear head.
 
     Args:
@@ -81,7 +80,7 @@ class VisionTransformer(Recomputable):
             for _ in range(tables if options.positions in _POSITIONS else 0)
         )
         self.dropout = Dropout(options.dropout)
-        self.blocks = Chain(self._block(index) for index in range(size.depth))
+        self.blocks = nn.ModuleList(self._block(index) for index in range(size.depth))
         self.norm = nn.LayerNorm(size.width, options.norm_eps)
         self.representation = (
             Linear(size.width, size.width, lecun_normal_) if options.representation else None
@@ -98,7 +97,14 @@ class VisionTransformer(Recomputable):
         relative = None
         if self.options.positions == "relative":
             relative = RelativePositions(self.num_tokens, size.head_width)
-        return Block(size, self.options, relative, self.options.depth_rate(index, size.depth))
+        # 7 % of the products of a 12-layer encoder, on which no output depends, are left out.
+        sees_one = self.options.pool == "cls" and index == size.depth - 1
+        rate = self.options.depth_rate(index, size.depth)
+        return Block(size, self.options, relative, rate, num_outputs=1 if sees_one else None)
+
+    def keep_all_tokens(self) -> None:
+        """Have the last block compute all tokens, also if the head sees only the class token."""
+        self.blocks[-1].num_outputs = None  # type: ignore[assignment]
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K).
@@ -111,13 +117,8 @@ class VisionTransformer(Recomputable):
         return self.head(self.features(images, keys))
 
     def features(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(B, D), the head's input: pooled, and after the tanh layer if there is one.
-
-        If the head only sees the class token, the last block computes only that: 7 % of the
-        products of a 12-layer encoder, which no output depends on, are left out.
-        """
-        num_outputs = 1 if self.options.pool == "cls" else None
-        return self.pool(self.encode(self.embed(images), num_outputs=num_outputs, keys=keys))
+        """(B, D), the head's input: pooled, and after the tanh layer if there is one."""
+        return self.pool(self.encode(self.embed(images), keys))
 
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) to patch embeddings (B, h * w, D), before positions.
@@ -136,22 +137,14 @@ class VisionTransformer(Recomputable):
             )
         return grid_BhwD.flatten(1, 2)
 
-    def encode(
-        self,
-        patches_BND: Tensor,
-        weights_to: WeightsSink | None = None,
-        num_outputs: int | None = None,
-        keys: Tensor | None = None,
-    ) -> Tensor:
-        """Patch embeddings to normalised encoder outputs.
+    def encode(self, patches_BND: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Patch embeddings to normalised encoder outputs that the head sees.
 
-        Class token, if there is one, and patches.
+        The class token alone, or all patches if there is none; the class token and all patches
+        after `keep_all_tokens`.
 
         Args:
             patches_BND: from `embed`.
-            weights_to: if given, is called with each block's attention weights in turn, and again
-                if a block is recomputed.
-            num_outputs: how many tokens, from the first on, are needed; None for all.
             keys: as in `forward`.
         """
         options = self.options
@@ -161,10 +154,7 @@ class VisionTransformer(Recomputable):
                 x_BND = self.positions[index % len(self.positions)](x_BND)
             if index == 0:
                 x_BND = self.dropout(x_BND, numbered_keys(keys, self.size.depth))
-            recomputes = is_recomputed(index, self.blocks.recompute_every)
-            wanted = num_outputs if index == self.size.depth - 1 else None
-            rest = (weights_to, wanted, numbered_keys(keys, index))
-            x_BND = run_block(block, x_BND, recomputes, *rest)
+            x_BND = block(x_BND, numbered_keys(keys, index))
         return self.norm(x_BND)
 
     def pool(self, encoded_BND: Tensor) -> Tensor:

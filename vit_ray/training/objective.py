@@ -15,6 +15,7 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.parameter_groups import chosen_parts, part_of
+from vit_ray.models.recompute import chains
 from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.training.mixing import draw_mixing, mix_images, partners
 
@@ -35,10 +36,11 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
         model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
     freeze(model, recipe.optim.frozen)
     every = recipe.train.activation_checkpointing
-    if every and not hasattr(model, "set_activation_checkpointing"):
+    if every and not any(chains(model)):
         raise ValueError(
-            f"train.activation_checkpointing={every}: model.name={recipe.model.name} has no method "
-            "set_activation_checkpointing(every); add the method, or set the key to 0"
+            f"train.activation_checkpointing={every}: model.name={recipe.model.name} has no list "
+            "of blocks (nn.ModuleList or nn.Sequential of modules of one class, with layers "
+            "inside); set the key to 0"
         )
     return model
 

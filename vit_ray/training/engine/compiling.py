@@ -43,7 +43,8 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
     if isinstance(inner.embedding, ResNetEmbedding):
         inner.embedding.compile(backend=backend)
     for block in inner.blocks:
-        block.compile(backend=backend)
+        # Its forward alone, around which others may wrap, such as `recompute`.
+        block.forward = torch.compile(block.forward, backend=backend)
 
 
 class _Failures(logging.Handler):

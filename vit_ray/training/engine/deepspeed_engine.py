@@ -18,6 +18,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.deepspeed_internals import compile_backend
 from vit_ray.measure.meters import DeviceTimes
+from vit_ray.models.recompute import recompute
 from vit_ray.training.engine.compiling import compile_failures, compile_model, compile_s
 from vit_ray.training.engine.deepspeed_setup import initialize
 from vit_ray.training.engine.elastic_state import TrainingState
@@ -54,8 +55,6 @@ class DeepSpeedEngine:
         frozen = {p: name for p, name in named if optim.frozen and not p.requires_grad}
         # DeepSpeed's bf16 modes round the module in place; these keep the values before rounding.
         exact = {n: p.detach() for p, n in (self._names | frozen).items()}
-        if train.activation_checkpointing:
-            model.set_activation_checkpointing(train.activation_checkpointing)  # type: ignore[operator]
         has_gpu = torch.cuda.is_available()
         self._optimizer = build_optimizer(model, optim)
         self._guard = StepGuard(self._optimizer, torch.device("cuda" if has_gpu else "cpu"))
@@ -71,6 +70,7 @@ class DeepSpeedEngine:
         )
         if train.compiles(has_gpu):
             compile_model(model, compile_backend(), may_fail=train.compile == "auto")
+        recompute(model, train.activation_checkpointing)
         self._is_parted = train.zero_stage == 3
         self.rank, self.world_size = int(self._engine.global_rank), int(self._engine.world_size)
         self.device = torch.device(self._engine.device)

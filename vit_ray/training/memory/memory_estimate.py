@@ -7,8 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import (
@@ -17,8 +16,8 @@ from vit_ray.measure.activation_memory import (
     peak_bytes,
 )
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
-from vit_ray.models.flops import TrainingMacs, count_exaflops, forward_macs, training_macs
-from vit_ray.own_parts import is_own
+from vit_ray.models.flops import TrainingMacs, count_exaflops, count_macs, forward_macs
+from vit_ray.models.recompute import recompute
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.optim.optimizers import bytes_per_element
 
@@ -59,51 +58,30 @@ def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> Trainin
     Args:
         has_gpu: decides whether blocks are compiled if the recipe does not.
     """
-    model, train = recipe.model, recipe.train
-    if is_own(model.name):
-        return _counted_macs(recipe, num_classes)
-    whole, early = (
-        training_macs(
-            model.name,
-            num_classes,
-            model.image_size,
-            recompute_every=train.activation_checkpointing,
-            compiles=compiles,
-            masked_target=train.masked_target if train.loss == "masked_patch" else None,
-            **model.options(),
-        )
-        for compiles in (train.compiles(has_gpu), False)
-    )
-    if not recipe.optim.frozen:
-        return whole
-    counted = _counted_macs(recipe, num_classes)
-    # Compiled blocks are recomputed whole; the count for eager ones says which.
-    recomputed = counted.recomputed * whole.recomputed // max(1, early.recomputed)
-    return TrainingMacs(counted.forward, counted.backward, recomputed)
-
-
-@functools.lru_cache(maxsize=256)
-def _counted_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
-    """By torch's counter; frozen parts need no gradients, and the layers below them none at all.
-
-    It also counts convolutions on their padding, which the count by sizes leaves out.
-    """
+    train, counts = recipe.train, (recipe.model, recipe.train, recipe.optim.frozen)
     plain = recipe.with_changes(train={"activation_checkpointing": 0})
-    forward, needed = _count_step(plain, num_classes)
-    _, done = _count_step(recipe, num_classes)
+    forward, needed = _counted(_Measurable((*counts, False), plain), num_classes)
+    if not train.activation_checkpointing:
+        return TrainingMacs(forward, needed - forward)
+    # A compiled block is one operation: its recomputation does not end early.
+    with set_checkpoint_early_stop(not train.compiles(has_gpu)):
+        how = (*counts, train.compiles(has_gpu), True)
+        _, done = _counted(_Measurable(how, recipe), num_classes)
     return TrainingMacs(forward, needed - forward, done - needed)
 
 
-def _count_step(recipe: Recipe, num_classes: int) -> tuple[int, int]:
-    """Multiply-adds of an image's forward pass, and of its forward and backward pass together."""
+@functools.lru_cache(maxsize=256)
+def _counted(measurable: "_Measurable", num_classes: int) -> tuple[int, int]:
+    """Multiply-adds of an image's forward pass, and of its forward and backward pass together.
+
+    Frozen parts need no gradients, and the layers below them none at all.
+    """
+    recipe = measurable.recipe
     model, batch_size = prepared_model(recipe, num_classes), recipe.train.least_pass
-    # The count of the fused kernel includes the attention weights twice.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        loss = forward_pass(model, recipe, batch_size)()
-        forward = counter.get_total_flops()
-        loss.backward()  # type: ignore[no-untyped-call]
-    both = counter.get_total_flops()
-    return forward // (2 * batch_size), both // (2 * batch_size)
+    forward, losses = forward_pass(model, recipe, batch_size), list[Tensor]()
+    macs = count_macs(lambda: losses.append(forward()))
+    both = macs + count_macs(losses[0].backward)
+    return macs // batch_size, both // batch_size
 
 
 def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
@@ -192,6 +170,5 @@ def prepared_model(recipe: Recipe, num_classes: int, device: torch.device = META
         model = build_objective(recipe, num_classes)
     if recipe.train.precision == "bf16":
         model = model.to(torch.bfloat16)
-    if recipe.train.activation_checkpointing:
-        model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
+    recompute(model, recipe.train.activation_checkpointing)
     return model

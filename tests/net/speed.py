@@ -28,7 +28,8 @@ ROUNDS = 3
 IMAGES = 2_000
 S3 = {
     "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true", "RCLONE_CONFIG": "/dev/null",
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required", "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required", "RCLONE_CONFIG": "/dev/null",
 }  # fmt: skip
 Figures = dict[str, float]
 
@@ -56,8 +57,9 @@ def stream_s3(folder: Path, own: Environment) -> Figures:
     (port,) = cluster.free_ports(1)
     own = {**own, **S3, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     (folder / "s3" / "net").mkdir(parents=True)
-    words = ["serve", "s3", f"{folder}/s3", f"--addr=127.0.0.1:{port}", "--auth-key=key,secret"]
-    server = subprocess.Popen([Path(sys.executable).with_name("rclone"), *words, "-q"], env=own)
+    command = [str(Path(sys.executable).with_name("rclone")), "serve", "s3", f"{folder}/s3", "-q"]
+    command += [f"--addr=127.0.0.1:{port}", "--auth-key=key,secret"]
+    server = subprocess.Popen(command, env=own, stderr=subprocess.DEVNULL)
     try:
         wait_until(functools.partial(cluster.is_open, port), server)
         return stream(folder, own, "s3://net/set")
@@ -148,7 +150,8 @@ def run(names: list[str]) -> int:
     """Print a row for each figure of each measurement."""
     revision, *measures = names
     other = checkout(revision)
-    print(f"| figure | {revision} | here | ratio | least | greatest |\n|---|---|---|---|---|---|")
+    print(f"| figure | {revision} | here | ratio | least | greatest |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     for name in measures or MEASURES:
         rounds: list[dict[Tree, Figures]] = []
         for turn in range(ROUNDS):
@@ -157,6 +160,7 @@ def run(names: list[str]) -> int:
                 command = [tree.python, "-m", "tests.net.speed", name]
                 output = subprocess.check_output(command, cwd=tree.folder, env=tree.environment())
                 rounds[-1][tree] = json.loads(output.splitlines()[-1])
+                print(f"{name} in {tree.folder}: {rounds[-1][tree]}", file=sys.stderr, flush=True)
         for figure in rounds[0][HERE]:
             there, here = ([one[tree][figure] for one in rounds] for tree in (other, HERE))
             ratios = [after / before for before, after in zip(there, here, strict=True)]

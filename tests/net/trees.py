@@ -68,6 +68,7 @@ def _python_of(folder: Path) -> str:
     environment, stamp = folder / ".venv", folder / ".venv" / "constraints.txt"
     constraints = (folder / "constraints.txt").read_text()
     if not stamp.is_file() or stamp.read_text() != constraints:
+        print(f"installing versions of {folder}, which takes minutes", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
         pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "-qq"]
         wanted = ["--constraint", "constraints.txt", "--editable", ".[dev]"]

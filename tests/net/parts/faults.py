@@ -40,8 +40,7 @@ def record(folder: Path) -> dict[str, Any]:
             loss = {"loss": "tests.net.strikes.not_finite_once", "nonfinite": policy}
             damaged = write_recipe(folder, f"not-finite-{policy}", train=loss, **ALONE)
             note(f"not finite, {policy}", damaged)
-        shards = (folder / "runs" / damaged.stem).glob("step-*/*.safetensors")
-        shard = max(shards)  # of the newest checkpoint
+        shard = max((folder / "runs" / damaged.stem).glob("step-*/*.safetensors"))  # the newest
         content = bytearray(shard.read_bytes())
         content[-8] ^= 1
         shard.write_bytes(content)

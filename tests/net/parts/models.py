@@ -95,8 +95,7 @@ def _file(file: Path, layout: str, name: str, options: dict[str, Any]) -> dict[s
     tensors = dict(np.load(file)) if is_npz else load_file(file)
     filled = {key: _random(key, tensor.shape) for key, tensor in tensors.items()}
     np.savez(file, **filled) if is_npz else save_file(filled, file)
-    shapes = [f"{key} {list(tensors[key].shape)}" for key in sorted(tensors)]
-    found: dict[str, Any] = {"names": shapes}
+    found = {"names": [f"{key} {list(tensors[key].shape)}" for key in sorted(tensors)]}
     for side in (SIDE, 48):
         model = vit_ray.build_model(name, CLASSES, side, **options)
         vit_ray.load_weights(model, file, layout)

@@ -17,6 +17,8 @@ TRAINING: dict[str, dict[str, Any]] = {
     "resize and crop": {"kind": "resize_crop", "resize": 120},
     "resize": {"kind": "resize", "interpolation": "bicubic"},
     "centre": {"kind": "center_crop"},
+    "RandAugment 2, 10": randaugment(2, 10.0),
+    "RandAugment 4, 15": {**randaugment(4, 15.0), "kind": "resize"},
 }
 EVALUATION: dict[str, dict[str, Any]] = {
     "centre": {},
@@ -35,16 +37,11 @@ def record(folder: Path) -> dict[str, Any]:
 
 def _crops(data: Any) -> dict[str, Any]:
     keys = [sample.key for sample in data]
-    drawn = {
-        **TRAINING,
-        "RandAugment 2, 10": randaugment(2, 10.0),
-        "RandAugment 4, 15": {**randaugment(4, 15.0), "kind": "resize"},
-    }
     found = {
         "training, inception of 224": _digests(keys, data, 224),
         "training, 64 high, 96 wide": _digests(keys, data, (64, 96)),
     }
-    for name, crop in drawn.items():
+    for name, crop in TRAINING.items():
         found[f"training, {name}"] = _digests(keys, data, SIDE, augment=crop)
     for name, crop in EVALUATION.items():
         options = {"training": False, "eval_augment": crop}

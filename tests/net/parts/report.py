@@ -96,8 +96,8 @@ def _write(folder: Path, runs: list[Run]) -> None:
     ids: dict[str, str] = {}
     for number, run in enumerate(runs):
         start_ms = START_MS + 1_000 * number
-        parent = {"mlflow.parentRunId": ids[run.parent]} if run.parent else {}
-        tags = {"vit_ray.kind": run.kind, **parent, **run.tags}
+        tags = {"vit_ray.kind": run.kind, **run.tags}
+        tags |= {"mlflow.parentRunId": ids[run.parent]} if run.parent else {}
         always = {"seed": 0, "model.name": "ViT-B/16", "data.fraction": 1.0}
         params = {"optim.learning_rate": 0.001, **always, **run.varied}
         held = {"study/train_images": float(IMAGES), **run.metrics}

@@ -38,8 +38,7 @@ def record(folder: Path) -> dict[str, Any]:
             far = write_recipe(folder, "two-hosts", workers={"cpus_per_worker": 1.5})
             Command(own, "pretrain", str(far), prefix=prefix).must_end()
             names.append("two-hosts")
-    recorded = {name: _recorded(folder, name) for name in names}
-    return {"two-hosts": "no namespaces", **recorded}
+    return {"two-hosts": "no namespaces", **{name: _recorded(folder, name) for name in names}}
 
 
 def _recorded(folder: Path, name: str) -> dict[str, Any]:

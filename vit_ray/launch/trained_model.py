@@ -36,7 +36,6 @@ from vit_ray.data.images.crops import (
     training_crop,
 )
 from vit_ray.models import build_model
-from vit_ray.models.layers import Head
 from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate
 from vit_ray.training.objective import normalize
@@ -92,12 +91,7 @@ class TrainedModel:
         self.source = weights.load_into(model, False, recipe.init_resize).source
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
-        heads = [module for module in model.modules() if isinstance(module, Head)]
-        exact = [head.bias.detach().to(device) for head in heads]
         self.model = model.to(device, self._dtype)
-        if self._dtype == torch.bfloat16:  # an evaluation adds them in fp32
-            for head, bias in zip(heads, exact, strict=True):
-                head.exact_bias = bias
         self.recipe = recipe
         self.classes = classes or tuple(map(str, range(weights.num_classes)))
         self._augmentation = augmentation_of(config, recipe.data.eval_augment)

@@ -18,7 +18,8 @@ Tensors = dict[str, Tensor]
 NewHead = bool | Literal["auto"]
 Origin = Mapping[str, Any]
 """Properties of a model that the names and shapes of its weights do not determine, as far as they
-are known: `grid` (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`."""
+are known: `grid` (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`. `head_bias`
+is the constant that is not in the head's bias; without it, it is that of the model to fill."""
 NOT_TOLD: Final[Origin] = MappingProxyType({})
 
 SPARE_PREFIXES = ("head.", "representation.", "class_token.")
@@ -105,12 +106,14 @@ def fit_state_dict(
     report = LoadReport(source, new=sorted(fresh), ignored=sorted(spare | (fresh & set(state))))
     fitted = {name: state[name] for name in wanted if name in state and name not in fresh}
     _check_values(fitted, source)
+    bias = constant_bias(inner)
+    shift = origin.get("head_bias", bias) - bias
+    if shift and "head.bias" in fitted and not fitted["head.bias"].is_meta:
+        fitted["head.bias"] = fitted["head.bias"].float() + shift
     trained_at, grid = origin.get("grid"), getattr(inner, "grid", None)
     for name, tensor in fitted.items():
-        shape, change = (
-            wanted[name].shape,
-            f"{_sides(tensor.shape)} to {_sides(wanted[name].shape)}",
-        )
+        shape = wanted[name].shape
+        change = f"{_sides(tensor.shape)} to {_sides(shape)}"
         if name.startswith("positions.") and tensor.dim() == 3:
             rows, has_token = tensor.shape[1], "class_token.token" in state
             same = grid if tensor.shape == shape else None
@@ -186,11 +189,17 @@ def _fitted_table(
 
 
 def origin_of(model: nn.Module) -> Origin:
-    """The origin to save with a model's weights."""
+    """The origin of a model's own state dict."""
+    bias = {"head_bias": constant_bias(model)}
     if not isinstance(model, VisionTransformer):
-        return NOT_TOLD
+        return bias
     known = {**vars(model.options), "num_heads": model.size.num_heads}
-    return {"grid": model.grid, **{name: known[name] for name in FUNCTION}}
+    return {"grid": model.grid, **bias, **{name: known[name] for name in FUNCTION}}
+
+
+def constant_bias(model: nn.Module) -> float:
+    """What a model adds to its head's bias, which files have in their bias."""
+    return float(getattr(getattr(model, "head", None), "constant_bias", 0.0))
 
 
 def _other_settings(model: nn.Module, origin: Origin, source: str) -> str:
@@ -200,7 +209,7 @@ def _other_settings(model: nn.Module, origin: Origin, source: str) -> str:
         ValueError: the model would compute another function of the same tensors.
     """
     own, different = origin_of(model), list[str]()
-    for name in [*FUNCTION, *FIXED] if own else []:
+    for name in [*FUNCTION, *FIXED] if isinstance(model, VisionTransformer) else []:
         there, here = origin.get(name), {**own, **FIXED}[name]
         if there in (None, here):
             continue

@@ -47,7 +47,7 @@ class EncoderSize:
 class VitOptions:
     """Options in which two ViTs of one size may differ.
 
-    `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
+    `representation` adds the tanh layer of pre-training; `head_bias` is a constant added to the
     head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
     `stochastic_depth` is the share of images for which the last block's branches are dropped;
     the `activation` is that of the MLPs, where `gelu_tanh` is the reference code's; `norm_eps` is
@@ -183,7 +183,7 @@ class ResNetSize:
 
 @dataclass(frozen=True)
 class ResNetOptions:
-    """`head_bias` is the first value of the head's bias (-10 for ImageNet-21k)."""
+    """`head_bias` is a constant added to the head's bias (-10 for ImageNet-21k)."""
 
     head_bias: float = 0.0
 

@@ -181,6 +181,36 @@ def test_bfloat16_arrays_of_jax_are_read(tmp_path: Path) -> None:
     assert_equal_after_loading(model, other_model("ViT").bfloat16(), tmp_path / "half.npz")
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        (f, layout)
+        for f in ("ViT", "ResNet")
+        for layout in ("jax", "timm", "huggingface", "vit_ray")
+    ],
+)
+def test_files_have_the_sum_of_the_heads_two_biases(
+    family: str, layout: str, tmp_path: Path
+) -> None:
+    source = small_model(family, head_bias=-6.9).eval()
+    plain = small_model(family).eval()
+    expected = source(some_images())
+    torch.testing.assert_close(expected, plain(some_images()) - 6.9)
+    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
+    save_weights(source, path, layout)
+    for bias in (0.0, -6.9, -10.0):
+        model = other_model(family, head_bias=bias).eval()
+        report = load_weights(model, path)
+        assert len(report.loaded) == len(source.state_dict())
+        torch.testing.assert_close(model(some_images()), expected, rtol=1e-5, atol=1e-5)
+    # A run's state dict has its trained bias alone, to the bit.
+    same, other = other_model(family, head_bias=-6.9), other_model(family).eval()
+    fit_state_dict(same, source.state_dict(), origin=origin_of(source))
+    assert torch.equal(same.head.bias, source.head.bias)
+    fit_state_dict(other, source.state_dict(), origin=origin_of(source))
+    torch.testing.assert_close(other(some_images()), expected, rtol=1e-5, atol=1e-5)
+
+
 # --- peers ---------------------------------------------------------------------------------------
 
 

@@ -143,7 +143,7 @@ def read_weights(
     queries = [t for name, t in tensors.items() if name.endswith("/query/kernel") and t.dim() == 3]
     by_shape = {"num_heads": queries[0].shape[1]} if queries else {}
     num_classes = next((tensors[name].numel() for name in HEAD_BIASES if name in tensors), None)
-    origin = {**recorded, **config, **by_shape}
+    origin = {**recorded, **config, **by_shape, "head_bias": 0.0}
     return WeightFile(source, layout, tensors, origin, num_classes, beside, inputs)
 
 

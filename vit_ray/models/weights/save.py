@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from vit_ray.models.fitting import Tensors, origin_of
+from vit_ray.models.fitting import Tensors, constant_bias, origin_of
 from vit_ray.models.positions import square_grid
 from vit_ray.models.sizes import LAYER_NORM_EPS
 from vit_ray.models.vit import VisionTransformer
@@ -45,6 +45,8 @@ def save_weights(
         raise ValueError(
             f"layout={layout!r} has no names for {', '.join(nameless)}; use layout='vit_ray'"
         )
+    if bias := constant_bias(model):
+        state["head.bias"] = state["head.bias"].float() + bias
     num_heads = model.size.num_heads if isinstance(model, VisionTransformer) else 1
     published: Tensors = {}
     for rule in rules:

@@ -22,7 +22,6 @@ from vit_ray.models.recompute import recompute
 from vit_ray.training.engine.compiling import compile_failures, compile_model, compile_s
 from vit_ray.training.engine.deepspeed_setup import initialize
 from vit_ray.training.engine.elastic_state import TrainingState
-from vit_ray.training.engine.exact_biases import ExactBiases
 from vit_ray.training.loop import StepResult
 from vit_ray.training.objective import LossFunction
 from vit_ray.training.optim.optimizers import StepGuard, build_optimizer, set_rate
@@ -81,8 +80,6 @@ class DeepSpeedEngine:
             self._engine, names, exact, self._optimizer, train, optim, self._guard
         )
         self.average = self.state.average
-        self._biases = ExactBiases(model, self._names, self.state.owned, self.device, train)
-        self._biases.show()
 
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int = 0) -> Tensor:
         """Forward and backward pass of one micro-batch; returns its mean loss, detached.
@@ -119,7 +116,6 @@ class DeepSpeedEngine:
         """Apply the accumulated gradients, unless they are not finite."""
         set_rate(self._optimizer, learning_rate)
         self._engine.step()
-        self._biases.show()
         if self.average is not None:
             applied_steps = self._engine.global_steps - self._guard.refused_steps
             self.average.update(self._guard.refused, applied_steps)
@@ -152,14 +148,11 @@ class DeepSpeedEngine:
         """As `WeightAverage.applied`."""
         assert self.average is not None
         with self.average.applied(self._engine, self._names):
-            self._biases.show(self.average.by_name())
             yield
-        self._biases.show()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module holds; all ranks call it."""
         self.state.restore(checkpoint)
-        self._biases.show()
 
     @torch.no_grad()
     def activation_sizes(self, images: Tensor) -> dict[str, float]:

@@ -23,9 +23,9 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.launch import prepared_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.models import build_model
-from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
 from vit_ray.storage import locate
 from vit_ray.training.memory.memory_estimate import count_parameters, state_shape, step_macs
+from vit_ray.training.parameter_groups import chosen_parts, part_of, parts_of
 
 FROZEN = ("embedding", "class_token", "blocks.0")
 OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "frozen": FROZEN}

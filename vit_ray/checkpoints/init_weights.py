@@ -17,7 +17,6 @@ from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import value_text
 from vit_ray.models import build_model
 from vit_ray.models.fitting import (
-    NOT_TOLD,
     LoadReport,
     NewHead,
     fit_state_dict,
@@ -183,7 +182,7 @@ def open_weights(
 
     def load_into(model: nn.Module, new_head: NewHead, resize: ResizeMode) -> LoadReport:
         weights = checkpoint.weights(averaged=takes_average) if has_values else outline
-        origin = NOT_TOLD
+        origin = None
         if config is not None and not is_own(config.name):  # whose code a checkpoint does not run
             # The grid: whether 36 tokens are 4 x 9 or 6 x 6.
             origin = origin_of(_model_without_values(config, 1))

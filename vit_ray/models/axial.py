@@ -26,8 +26,8 @@ from vit_ray.models.vit import VisionTransformer
 
 NUM_AXIAL_HEADS = 8
 
+# A layer on lines (B, L, D).
 LineLayer = Callable[[Tensor], Tensor]
-"""A layer on lines (B, L, D)."""
 
 
 def along_both(x_BhwD: Tensor, along_rows: LineLayer, along_columns: LineLayer) -> Tensor:
@@ -61,9 +61,6 @@ class AxialBlock(nn.Module):
 
 class AxialViT(VisionTransformer):
     """A ViT of axial blocks with the mean of its tokens as feature."""
-
-    # Tokens are cut into the lines of a fixed grid, with or without positions.
-    is_bound_to_grid = True
 
     def _block(self, index: int) -> nn.Module:
         row, column = (Block(self.size, self.options) for _ in range(2))

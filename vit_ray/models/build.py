@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import nn
-from torch.nn import Parameter
 
 from vit_ray.model_aliases import resolved_model
 from vit_ray.models.axial import AxialResNet, AxialViT
@@ -85,21 +84,3 @@ def _own_model(
         if is_so:
             raise ValueError(f"model.name={name}: {problem}")
     return model
-
-
-NamedParameters = list[tuple[str, Parameter]]
-
-
-def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
-    """Trainable parameters with weight decay, and those without.
-
-    Decay acts on kernels only: the matrices of linear layers and the kernels of convolutions, head
-    and patch embedding included; not on biases, norms, class and mask tokens, or positions
-    (google-research/big_vision decays tensors named `kernel`).
-    """
-    kernels = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)
-    }
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decayed = [(name, p) for name, p in trainable if id(p) in kernels]
-    return decayed, [(name, p) for name, p in trainable if id(p) not in kernels]

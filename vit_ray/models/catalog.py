@@ -7,6 +7,7 @@ its heads; here it has 6, so that a head is 64 wide as in every other model.
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 from vit_ray.model_aliases import canonical_model
@@ -133,6 +134,8 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
     else:
         spec = _SPECS[name]
     given = {key: value for key, value in options.items() if key not in needed}
+    if not math.isfinite(given.get("head_bias", 0.0)):
+        raise ValueError(f"head_bias={given['head_bias']} must be a finite number")
     of_vit = AxialVitOptions if spec.is_axial else VitOptions
     kind: type[Any] = of_vit if spec.encoder else ResNetOptions
     allowed = [field.name for field in dataclasses.fields(kind)]

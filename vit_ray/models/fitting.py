@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
@@ -16,21 +15,21 @@ from vit_ray.models.vit import VisionTransformer
 
 Tensors = dict[str, Tensor]
 NewHead = bool | Literal["auto"]
+# Properties of a model that the names and shapes of its weights do not determine, as far as they
+# are known: `grid` (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`.
+# `head_bias` is the constant that is not in the head's bias; if not known, that of the model to
+# fill.
 Origin = Mapping[str, Any]
-"""Properties of a model that the names and shapes of its weights do not determine, as far as they
-are known: `grid` (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`. `head_bias`
-is the constant that is not in the head's bias; without it, it is that of the model to fill."""
-NOT_TOLD: Final[Origin] = MappingProxyType({})
 
+# What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
+# 3.2), and the class token.
 SPARE_PREFIXES = ("head.", "representation.", "class_token.")
-"""What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
-3.2), and the class token."""
 # Parts of the objective around the model that it trains.
 _OBJECTIVE_PREFIXES = ("mask.", "prediction.")
 FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
 FIXED: Final = {"norm_layer": "layernorm", "pooler_act": "tanh"}
+# torch's default epsilon of a layer norm; up to here values count as equal.
 _MOST_EPS: Final = 1e-5
-"""torch's default epsilon of a layer norm; up to here values count as equal."""
 
 
 @dataclass
@@ -63,7 +62,7 @@ def fit_state_dict(
     new_head: NewHead = "auto",
     *,
     resize: ResizeMode = "bilinear",
-    origin: Origin = NOT_TOLD,
+    origin: Origin | None = None,
     source: str = "a state dict",
 ) -> LoadReport:
     """Load a state dict of our own names into a model of another resolution or number of classes.
@@ -89,6 +88,7 @@ def fit_state_dict(
             finite; or the model would compute another function of the same tensors.
     """
     inner = model.model if isinstance(model, MaskedPatchObjective) else model
+    origin = origin or {}
     source += _other_settings(inner, origin, source)
     wanted = {name.removeprefix("model."): t for name, t in model.state_dict().items()}
     state = {name.removeprefix("model."): t for name, t in state_dict.items()}

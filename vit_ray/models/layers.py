@@ -96,8 +96,7 @@ class Head(nn.Linear):
 
     def forward(self, features: Tensor) -> Tensor:
         """(..., D) features to float32 (..., K) logits."""
-        logits = F.linear(features, self.weight).float() + self.bias.float()
-        return logits + self.constant_bias
+        return F.linear(features, self.weight).float() + self.bias.float() + self.constant_bias
 
 
 class PatchProjection(nn.Conv2d):

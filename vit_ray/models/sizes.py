@@ -3,13 +3,12 @@
 Nothing here needs torch, which takes seconds to import.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+# (rows, columns), or the height and width of an image.
 Grid = tuple[int, int]
-"""(rows, columns), or the height and width of an image."""
 Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"]
 PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
 Pool = Literal["cls", "gap"]
@@ -89,8 +88,6 @@ class VitOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not 0.0 < self.norm_eps < 1.0:
             raise ValueError(f"norm_eps={self.norm_eps} must be above 0 and below 1")
-        if not math.isfinite(self.head_bias):
-            raise ValueError(f"head_bias={self.head_bias} must be a finite number")
 
     @property
     def num_class_tokens(self) -> int:
@@ -186,7 +183,3 @@ class ResNetOptions:
     """`head_bias` is a constant added to the head's bias (-10 for ImageNet-21k)."""
 
     head_bias: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.head_bias):
-            raise ValueError(f"head_bias={self.head_bias} must be a finite number")

@@ -17,7 +17,7 @@ from vit_ray.models.positions import (
     SincosPositions2d,
 )
 from vit_ray.models.resnet import ResNetEmbedding
-from vit_ray.models.sizes import EncoderSize, Grid, VitOptions
+from vit_ray.models.sizes import AxialVitOptions, EncoderSize, Grid, VitOptions
 
 _POSITIONS: dict[str, type[nn.Module]] = {
     "learned_1d": LearnedPositions1d,
@@ -57,9 +57,6 @@ class VisionTransformer(nn.Module):
         num_classes: K.
         options: positions, pooling, head and dropout.
     """
-
-    is_bound_to_grid = False
-    """Without positions the encoder is a function of a set of any size."""
 
     def __init__(
         self,
@@ -127,7 +124,8 @@ class VisionTransformer(nn.Module):
             ValueError: if the images have another size than the model was built for.
         """
         grid_BhwD = self.embedding(images)
-        is_bound = self.is_bound_to_grid or self.options.positions != "none"
+        # Without positions the encoder is a function of a set of any size; not of lines.
+        is_bound = self.options.positions != "none" or isinstance(self.options, AxialVitOptions)
         if grid_BhwD.shape[1:3] != self.grid and is_bound:
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "

@@ -14,10 +14,10 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.parameter_groups import chosen_parts, part_of
 from vit_ray.models.recompute import chains
 from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.training.mixing import draw_mixing, mix_images, partners
+from vit_ray.training.parameter_groups import chosen_parts, part_of
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 """(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""

@@ -10,7 +10,6 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.fitting import LoadReport
-from vit_ray.models.parameter_groups import part_of
 from vit_ray.storage import Location, locate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch
@@ -26,6 +25,7 @@ from vit_ray.training.memory.micro_batch import (
     trial_key,
 )
 from vit_ray.training.objective import build_objective, make_loss
+from vit_ray.training.parameter_groups import part_of
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,

@@ -35,11 +35,11 @@ from vit_ray.models.weights.names import ENCODER, HEAD_BIASES, detect_layout, ru
 from vit_ray.retry import is_transient
 
 Opener = Callable[[Path], IO[bytes]]
+# Key of a safetensors file's metadata, for the layout and origin that we write.
 METADATA: Final = "vit_ray"
-"""Key of a safetensors file's metadata, for the layout and origin that we write."""
 
+# What DDP, `torch.compile` and trainers put before all names.
 _WRAPPERS: Final = r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*"
-"""What DDP, `torch.compile` and trainers put before all names."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ _FIRST_LAYERS = {
     "vit_ray": ("embedding.projection.", "units.0."),
 }
 
+# What Hugging Face puts before the names of an encoder with a head.
 ENCODER = r"^(vit|deit|bit)\."
-"""What Hugging Face puts before the names of an encoder with a head."""
 
 # Our part, its kind, and its names in files of JAX, timm and Hugging Face; the first line is what @
 # stands for: a block or unit, by its numbers (stage1 and unit1 count from 1). A part is a kernel or

@@ -23,15 +23,16 @@ FOLDER_PREPROCESSOR: Final = "preprocessor_config.json"
 # Replaces the weights if these are split over files: says which file holds which tensor.
 FOLDER_INDEX = "model.safetensors.index.json"
 
+# Key for the recipe sections that say how an exported model is used.
 USE = "vit_ray"
-"""Key for the recipe sections that say how an exported model is used."""
 
 _ACTIVATIONS: Final = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# transformers' defaults of a ViT, which its files may leave out.
 _VIT_DEFAULTS: Final = {
     "image_size": 224, "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072,
     "num_attention_heads": 12, "patch_size": 16,
 }  # fmt: skip
-"""transformers' defaults of a ViT, which its files may leave out."""
+# Keys of a recipe's model, and what transformers and timm call them; the last two are none.
 _KEYS: Final = {
     "image_size": ("image_size", "img_size"),
     "depth": ("num_hidden_layers", "depth"),
@@ -44,10 +45,9 @@ _KEYS: Final = {
     "norm_layer": ("norm_layer",),
     "pooler_act": ("pooler_act",),
 }
-"""Keys of a recipe's model, and what transformers and timm call them; the last two are none."""
 
+# Mean and deviation of each channel, with pixels in [0, 1]: inputs are (pixel - mean) / std.
 Statistics = tuple[list[float], list[float]]
-"""Mean and deviation of each channel, with pixels in [0, 1]: inputs are (pixel - mean) / std."""
 
 
 def weights_file(layout: str) -> str:

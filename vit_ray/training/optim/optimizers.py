@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.models.build import decayed_parameters
 from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
 from vit_ray.training.optim.uncompiled import SGD, AdamW
+
+NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -35,6 +36,21 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.name == "adamw":
         return AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
     return SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
+
+
+def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
+    """Trainable parameters with weight decay, and those without.
+
+    Decay acts on kernels only: the matrices of linear layers and the kernels of convolutions, head
+    and patch embedding included; not on biases, norms, class and mask tokens, or positions
+    (google-research/big_vision decays tensors named `kernel`).
+    """
+    kernels = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [(name, p) for name, p in trainable if id(p) in kernels]
+    return decayed, [(name, p) for name, p in trainable if id(p) not in kernels]
 
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:

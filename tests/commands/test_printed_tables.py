@@ -55,6 +55,11 @@ def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys: Any) ->
     assert text in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_run_that_was_stopped_before_its_first_step_has_no_table(capsys: Any) -> None:
+    assert print_result(RunResult(None, "pets", 0, 5, {}, "")) == 3
+    assert capsys.readouterr().out.splitlines() == ["pets: step 0 of 5", "checkpoint: none"]
+
+
 def test_an_evaluation_ends_with_the_link_to_its_tables_and_pictures(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,19 +1,23 @@
 """What of a recipe may change in the middle of a run: on checkpoints' positions, without a run."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.recipes import recipe_with
-from vit_ray.checkpoints.checkpoint import Position, Progress
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.commands.help_pages import sections_below
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility
 from vit_ray.config.help import describe_sections, key_names
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
-from vit_ray.launch.resuming import accepted_changes
+from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.storage import locate
 
 IMAGES, BATCH = 640, 64
 
@@ -34,6 +38,23 @@ def position(step: int, begun: Recipe | None = None) -> Position:
 def accepted(now: Recipe, at: Position) -> list[str]:
     steps = now.optim.total_steps(IMAGES, BATCH)
     return accepted_changes(now, at, fingerprint="print", num_images=IMAGES, total_steps=steps)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(
+    is_whole: bool, tmp_path: Path
+) -> None:
+    recipe = linear_recipe(output=str(tmp_path), resume="from_zero")
+    folder = locate(recipe.run_folder).child(folder_name(140))
+    at = replace(position(140), shapes={"w": [2]})
+    write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, at), folder)
+    if is_whole:
+        with pytest.raises(ValueError, match=r"can be used \(step 140\); set resume=auto"):
+            find_resume_point(recipe)
+        return
+    for file in Path(folder.path).glob("*.safetensors"):
+        file.write_bytes(b"")
+    assert find_resume_point(recipe) is None
 
 
 def test_the_same_recipe_goes_on_without_a_word() -> None:

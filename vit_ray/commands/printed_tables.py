@@ -77,9 +77,12 @@ def print_result(result: RunResult) -> int:
         if key.startswith(FEW_SHOT_GROUP):
             rows.append((key.removeprefix(FEW_SHOT_GROUP).replace("_", " "), f"{value:.2%}"))
     title = f"{result.name}: step {result.steps} of {result.total_steps}"
-    print_rows(title, ("figure", "value"), rows)
+    if rows:
+        print_rows(title, ("figure", "value"), rows)
+    else:
+        print(title)
     note = " (it was complete before)" if result.already_complete else ""
-    print(f"checkpoint: {result.checkpoint}{note}")
+    print(f"checkpoint: {result.checkpoint or 'none'}{note}")
     if goodput := describe_goodput(result.metrics):
         print(goodput)
     print_link(result.hint, result.run_id)

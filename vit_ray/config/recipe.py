@@ -55,8 +55,8 @@ class Recipe(Section):
     """Folder or `s3://` prefix for the checkpoints of all runs."""
     resume: Annotated[bool | Literal["auto", "from_zero", "changed"], OnResume.FREE] = "auto"
     """If a run of this name exists: `auto` continues it, `true` requires it, `false` refuses it;
-    `from_zero` is `auto`, but starts at step 0 if none of its checkpoints can be used; `changed` is
-    `auto`, but also continues with a changed recipe."""
+    `from_zero` starts at step 0 a run without a checkpoint that can be used, and refuses others;
+    `changed` is `auto`, but also continues with a changed recipe."""
     init_from: Annotated[str | None, OnResume.CONFIRM] = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
     Hugging Face folder, local or `s3://`; or `hf://OWNER/NAME` on the Hugging Face hub, which also

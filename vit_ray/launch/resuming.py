@@ -59,6 +59,11 @@ def find_resume_point(
         checkpoint = None
     if checkpoint is None and recipe.resume is True:
         refuse_resume(recipe)
+    if checkpoint is not None and recipe.resume == "from_zero":
+        raise ValueError(
+            f"resume=from_zero, but run {recipe.name!r} has a checkpoint that can be used (step "
+            f"{checkpoint.position.step}); set resume=auto to continue it, or choose another name"
+        )
     return checkpoint
 
 

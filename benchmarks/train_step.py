@@ -208,19 +208,14 @@ class Alone:
 
     def save(self, progress: Any) -> None: ...
 
-    def wait_until_saved(self) -> None: ...
-
-    def note_evaluation(self, progress: Any) -> bool:
+    def add_evaluation(self, progress: Any) -> bool:
         return True
 
-    def handle_nonfinite(self, progress: Any, batch: Any) -> None:
+    def on_bad_step(self, progress: Any, batch: Any) -> None:
         raise RuntimeError("the loss is not finite")
 
-    def save_is_wanted(self, step: int) -> bool:
-        return False
-
-    def is_stopping(self) -> bool:
-        return False
+    def wishes(self, step: int) -> tuple[bool, bool]:
+        return False, False
 
 
 def whole_job(args: argparse.Namespace) -> Measured:

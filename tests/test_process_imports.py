@@ -24,8 +24,8 @@ HEAVY = {
 # A process imports what it unpickles: the modules of the functions and classes that it is sent.
 RAY_DATA = {"ray", "ray.data", "pandas", "pyarrow"}
 KINDS = {
-    "a driver that starts a pool": (
-        "import vit_ray.launch.run, vit_ray.launch.pool.worker_pool",
+    "a driver that starts workers": (
+        "import vit_ray.launch.run, vit_ray.launch.workers",
         RAY_DATA | {"cv2", "ray.train", "rich"},
     ),
     "a training worker": (
@@ -40,9 +40,11 @@ KINDS = {
     ),
     "a node that is asked for files": ("import vit_ray.launch.cluster.node_files", {"ray"}),
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
-    "a pool's server": ("import vit_ray.launch.pool.pool_server", RAY_DATA | {"cv2"}),
-    "Ray Train's controller": ("import vit_ray.launch.pool.ray_policies", RAY_DATA | {"ray.train"}),
-    "what replaces Ray Train's barrier": ("import vit_ray.launch.pool.no_barrier", set()),
+    "a host's stream server": ("import vit_ray.data.stream.stream_server", RAY_DATA | {"cv2"}),
+    "Ray Train's controller": (
+        "import vit_ray.worker.entry, vit_ray.worker.job, vit_ray.worker.process_group",
+        RAY_DATA | {"ray.train", "ray.train.torch", "torch"},
+    ),
     "a trial's process": ("import ray.tune", RAY_DATA | {"ray.train", "ray.tune", "rich"}),
 }
 

@@ -14,7 +14,6 @@ addresses are read from the attributes that those functions read themselves.
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -113,10 +112,6 @@ INTERNALS: Final = (
         "Not called: it tries compilers and devices for about twenty kernels on every worker, and "
         "`__compatible_ops__` keeps the result.", "#6892",
         {"": ()}, source=("__compatible_ops__",),
-    ),
-    Internal(
-        "deepspeed.comm.comm", "cdb",
-        "Otherwise it would keep using a process group that was destroyed.", "",
     ),
 )  # fmt: skip
 
@@ -258,14 +253,6 @@ def watch_norm(zero: Any, note: Callable[[Tensor], None]) -> None:
 def sum_no_gradients(engine: Any) -> None:
     """For stage 0, whose optimizer sums them during the backward pass."""
     engine.enable_backward_allreduce = False
-
-
-def destroy_process_groups() -> None:
-    """Process groups that DeepSpeed, if it was imported, has made from the world's."""
-    comm: Any = sys.modules.get("deepspeed.comm.comm")
-    if comm is not None and comm.cdb is not None:
-        comm.destroy_process_group()  # also its own clones of the world group
-        comm.cdb = None
 
 
 class Place(NamedTuple):

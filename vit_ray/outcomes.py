@@ -69,6 +69,8 @@ class WorkerPlace:
     detail: str
     """GPU, process and log file, for errors."""
     step: int
+    group: str = ""
+    """Id of its placement group."""
 
     def __str__(self) -> str:
         return f"on {self.host} ({self.detail}, step {self.step})"

@@ -6,7 +6,6 @@ import Ray Train.
 """
 
 import importlib
-import itertools
 import math
 import re
 import time
@@ -23,45 +22,6 @@ if TYPE_CHECKING:
     )
     from ray.experimental.internal_kv import _internal_kv_list as _internal_kv_list
     from ray.experimental.internal_kv import _internal_kv_put as _internal_kv_put
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback as DatasetsCallback
-    from ray.train.v2._internal.callbacks.placement_group_callback import (
-        PlacementGroupCleanerCallback as PlacementGroupCleanerCallback,
-    )
-    from ray.train.v2._internal.callbacks.preemption_callback import (
-        PreemptionCallback as PreemptionCallback,
-    )
-    from ray.train.v2._internal.exceptions import (
-        WorkerGroupStartupFailedError as WorkerGroupStartupFailedError,
-    )
-    from ray.train.v2._internal.exceptions import (
-        WorkerGroupStartupTimeoutError as WorkerGroupStartupTimeoutError,
-    )
-    from ray.train.v2._internal.execution.callback import ControllerCallback as ControllerCallback
-    from ray.train.v2._internal.execution.callback import (
-        ReplicaGroupCallback as ReplicaGroupCallback,
-    )
-    from ray.train.v2._internal.execution.callback import WorkerGroupCallback as WorkerGroupCallback
-    from ray.train.v2._internal.execution.context import get_train_context as get_train_context
-    from ray.train.v2._internal.execution.controller.state import (
-        PreemptingState as PreemptingState,
-    )
-    from ray.train.v2._internal.execution.controller.state import ResizingState as ResizingState
-    from ray.train.v2._internal.execution.controller.state import RunningState as RunningState
-    from ray.train.v2._internal.execution.controller.state import (
-        SchedulingState as SchedulingState,
-    )
-    from ray.train.v2._internal.execution.failure_handling import (
-        DefaultFailurePolicy as DefaultFailurePolicy,
-    )
-    from ray.train.v2._internal.execution.failure_handling import FailureDecision as FailureDecision
-    from ray.train.v2._internal.execution.failure_handling.default import (
-        _is_preemption_failure as _is_preemption_failure,
-    )
-    from ray.train.v2._internal.execution.scaling_policy import (
-        ElasticScalingPolicy as ElasticScalingPolicy,
-    )
-    from ray.train.v2._internal.execution.scaling_policy import NoopDecision as NoopDecision
-    from ray.train.v2._internal.execution.scaling_policy import ScalingDecision as ScalingDecision
 
     node_labels_match_selector: Callable[[dict[str, str], dict[str, str]], bool]
 
@@ -73,119 +33,7 @@ _TRAIN: Final = "ray.train.v2._internal"
 _DATA: Final = "ray.data._internal.execution"
 
 
-_POLICIES = "A run's own failure and scaling policies have no public place in Ray Train."
-_DECISIONS = "What such a policy returns."
-
 INTERNALS: Final = (
-    Internal(
-        f"{_TRAIN}.execution.failure_handling", "DefaultFailurePolicy", _POLICIES, "#51067",
-        {
-            "__init__": ("self", "failure_config"),
-            "make_decision": ("self", "training_failed_error"),
-        },
-    ),
-    Internal(
-        f"{_TRAIN}.execution.failure_handling", "FailureDecision", _DECISIONS, "#54833",
-        attributes=("RETRY", "RAISE"),
-    ),
-    Internal(
-        f"{_TRAIN}.execution.failure_handling.default", "_is_preemption_failure",
-        "Preempted nodes do not count as failures, as in Ray's own policy.", "#64360",
-        {"": ("training_failed_error",)},
-    ),
-    Internal(
-        f"{_TRAIN}.exceptions", "WorkerGroupStartupFailedError",
-        "Workers that die while their group starts count as a failure of the run.", "#54833",
-    ),
-    Internal(
-        f"{_TRAIN}.exceptions", "WorkerGroupStartupTimeoutError",
-        "A group that is not placed yet has not failed.", "#54833",
-    ),
-    Internal(
-        f"{_TRAIN}.execution.scaling_policy", "ElasticScalingPolicy", _POLICIES, "",
-        {
-            "__init__": ("self", "scaling_config"),
-            "make_decision_for_non_running_worker_group": ("self",),
-            "_count_possible_workers": ("self", "reserved_resources"),
-            "after_controller_start": ("self", "train_run_context"),
-        },
-        ("_autoscaling_coordinator",),
-    ),
-    Internal(f"{_TRAIN}.execution.scaling_policy", "NoopDecision", _DECISIONS, ""),
-    Internal(f"{_TRAIN}.execution.scaling_policy", "ScalingDecision", _DECISIONS, ""),
-    Internal(
-        "ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer",
-        "The method that passes policies to the controller is overridden.", "#51067",
-        {"_initialize_and_run_controller": ("self", "controller_init_kwargs")},
-    ),
-    Internal(
-        "ray.train.v2.api.config", "ScalingConfig",
-        "What a worker needs, with Ray's defaults filled in.", "",
-        attributes=("_resources_per_worker_not_none",),
-    ),
-    Internal(
-        f"{_TRAIN}.execution.callback", "ControllerCallback",
-        "A checkpoint is requested before the group changes its size; `ray.train.UserCallback` is "
-        "not called then.", "",
-        {
-            "after_controller_state_update": ("self", "previous_state", "current_state"),
-            "on_controller_start_worker_group": ("self", "scaling_config", "num_workers"),
-            "before_controller_execute_resize_decision": ("self", "resize_decision"),
-        },
-    ),
-    Internal(
-        f"{_TRAIN}.execution.callback", "WorkerGroupCallback",
-        "Sees which workers have failed before they are replaced.", "",
-        {
-            "after_worker_group_start": ("self", "worker_group"),
-            "after_worker_group_poll_status": ("self", "worker_group_status"),
-        },
-    ),
-    Internal(
-        f"{_TRAIN}.execution.callback", "ReplicaGroupCallback", "Sees that a worker was replaced.",
-        "", {"after_replica_group_start": ("self", "replica_group")},
-    ),
-    Internal(
-        f"{_TRAIN}.callbacks.preemption_callback", "PreemptionCallback",
-        "Ray skips it when it replaces single workers, whose handles it would keep.", "",
-        {"after_worker_group_start": ("self", "worker_group")},
-    ),
-    Internal(
-        "ray.train.backend", "Backend", "Makes Ray Train replace single workers; not documented.",
-        "", attributes=("has_replica_groups", "share_cuda_visible_devices"),
-    ),
-    Internal(
-        f"{_TRAIN}.execution.controller.state", "ResizingState",
-        "Distinguishes that change from others.", "",
-    ),
-    Internal(
-        f"{_TRAIN}.execution.controller.state", "RunningState",
-        "Shows whether a group is placed.", "",
-    ),
-    Internal(
-        f"{_TRAIN}.execution.controller.state", "SchedulingState",
-        "A group starts waiting for its place.", "",
-    ),
-    Internal(
-        f"{_TRAIN}.execution.controller.state", "PreemptingState",
-        "A group whose node is about to leave is still placed.", "",
-    ),
-    Internal(
-        f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
-        "AUTOSCALING_REQUESTS_EXPIRE_TIME_S",
-        "The request of a killed driver's group blocks the next group for that long.", "",
-    ),
-    Internal(
-        f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
-        "AUTOSCALING_REQUESTS_INTERVAL_S",
-        "A live group renews its request before that.", "",
-    ),
-    Internal(
-        "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
-        "_AutoscalingCoordinatorActor",
-        "Counts nodes and requests every 20 s, or on request.", "",
-        {"get_reserved_resources": ("self", "requester_id", "recompute")},
-    ),
     Internal(
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
         "get_or_create_autoscaling_coordinator",
@@ -197,10 +45,6 @@ INTERNALS: Final = (
         "ray.data._internal.stats", "get_or_create_stats_actor",
         "Ray Data starts it where it first executes, and it stays there: a node with an actor is "
         "never idle.", "",
-        {"": ()},
-    ),
-    Internal(
-        "ray.data._internal.usage.actor", "get_or_create_usage_collection_actor", "As above.", "",
         {"": ()},
     ),
     Internal(
@@ -229,31 +73,6 @@ INTERNALS: Final = (
         "`ray.train.get_preemption_info` waits for all workers at each call; the loop agrees by "
         "itself.", "#65183",
         {"": ()},
-    ),
-    Internal(
-        f"{_TRAIN}.callbacks.datasets", "DatasetsCallback",
-        "Left out: our own process serves streams, and this would start another one.", "",
-    ),
-    Internal(
-        f"{_TRAIN}.callbacks.placement_group_callback", "PlacementGroupCleanerCallback",
-        "Left out: the cleaner is a process, which does not end without a dashboard.", "",
-    ),
-    Internal(
-        f"{_TRAIN}.execution.worker_group.worker_group", "SynchronizationActor",
-        "Its process imports Ray Train, for a barrier of functions that are not called, such as "
-        "`ray.train.report`.",
-        "", source=("SynchronizationActor.options(",),
-    ),
-    Internal(
-        f"{_TRAIN}.execution.worker_group.worker_group", "placement_group",
-        "A group that is given up while it waits for its place is found by a name; Ray Train gives "
-        "it none, and receives no messages while it waits.", "",
-        {
-            "": (
-                "bundles", "strategy", "name", "lifetime", "_soft_target_node_id",
-                "bundle_label_selector", "topology_strategy",
-            ),
-        },
     ),
     Internal(
         f"{_DATA}.execution_callback", "ExecutionCallback",
@@ -292,11 +111,6 @@ INTERNALS: Final = (
         "ray._raylet", "node_labels_match_selector",
         "Whether any node could take a worker is checked before Ray waits for one.", "",
     ),
-    Internal(
-        "ray._private.state", "state",
-        "Which nodes drain, and so take no new work, is in no public list.", "",
-        attributes=("get_draining_nodes",),
-    ),
     Internal("ray._raylet", "Config", "Reads the authentication mode again.", "#64755"),
     Internal(
         "ray._private.grpc_utils", "init_grpc_channel",
@@ -320,12 +134,6 @@ def preemption_notice() -> Any:
     """Ray Train's notice for this worker's group, without waiting for the other workers."""
     context = importlib.import_module(_MODULES["get_train_context"]).get_train_context()
     return context.preemption_context.preemption_info
-
-
-def draining_nodes() -> frozenset[str]:
-    """Ids of the nodes of the connected cluster that take no new work and are about to leave."""
-    state = importlib.import_module(_MODULES["state"]).state
-    return frozenset(state.get_draining_nodes())
 
 
 def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:
@@ -411,15 +219,6 @@ def reload_ray_config() -> None:
     importlib.import_module("ray._raylet").Config.initialize("")
 
 
-def expire_resource_requests_after(seconds: int, repeat_s: int) -> None:
-    """For elastic groups whose controller runs in this process, which repeats the requests."""
-    for name, value in (
-        ("AUTOSCALING_REQUESTS_EXPIRE_TIME_S", seconds),
-        ("AUTOSCALING_REQUESTS_INTERVAL_S", repeat_s),
-    ):
-        setattr(importlib.import_module(_MODULES[name]), name, value)
-
-
 def keep_no_dataset_statistics() -> None:
     """For Ray Data sets that this process executes."""
     manager = importlib.import_module(_MODULES["_StatsManager"])._StatsManager
@@ -434,11 +233,7 @@ def start_data_actors() -> None:
     Ray never removes the node on which they are, and at its end waits for them without result: it
     should be that of the driver, which is the head by default.
     """
-    for name in (
-        "get_or_create_autoscaling_coordinator",
-        "get_or_create_stats_actor",
-        "get_or_create_usage_collection_actor",
-    ):
+    for name in ("get_or_create_autoscaling_coordinator", "get_or_create_stats_actor"):
         getattr(importlib.import_module(_MODULES[name]), name)()
 
 
@@ -480,32 +275,3 @@ def give_datasets(share: float, reserved_cpus: float) -> None:
         return counted[-1][1]
 
     autoscaler.get_total_resources = get_total_resources
-
-
-def name_placement_groups(name: str) -> None:
-    """For worker groups that this process, a controller, starts: `name`, and a number from 0."""
-    module: Any = importlib.import_module(_MODULES["placement_group"])
-    plain, numbers = module.placement_group, itertools.count()
-
-    def place(**options: Any) -> Any:
-        return plain(**options, name=f"{name}-{next(numbers)}")
-
-    module.placement_group = place
-
-
-def replace_barrier(barrier: type) -> None:
-    """For worker groups that this process, a controller, starts.
-
-    Args:
-        barrier: class of the actor that takes the calls of Ray Train's.
-    """
-    module: Any = importlib.import_module(_MODULES["SynchronizationActor"])
-    module.SynchronizationActor = ray.remote(num_cpus=0)(barrier)
-
-
-def refresh_reserved_resources(policy: Any, timeout_s: float) -> None:
-    """Count the nodes and requests now, for an elastic policy that requests its places."""
-    counted = policy._autoscaling_coordinator.get_reserved_resources.remote(
-        policy._requester_id, recompute=True
-    )
-    ray.get(counted, timeout=timeout_s)

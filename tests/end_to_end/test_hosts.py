@@ -25,7 +25,7 @@ from vit_ray.launch.run import train
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-SERVERS = re.compile(r"ray::(StreamServer|PoolServer)")
+SERVERS = re.compile(r"ray::(StreamServer)")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_two_hosts_train_as_one_and_each_serves_its_own_ranks(
     )
     servers = train_on(members, recipe, tmp_path)
     assert servers == {
-        "head": {"PoolServer"},
+        "head": set(),
         "first": {"StreamServer"},
         "second": {"StreamServer"},
         "reader": set(),

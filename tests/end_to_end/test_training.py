@@ -24,9 +24,9 @@ from tests.end_to_end.runs import (
 from tests.recipes import STEPS, small_recipe
 from vit_ray import lock, trust_modules
 from vit_ray.config.recorded_recipe import tags_of
-from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path

@@ -32,9 +32,9 @@ from vit_ray.experiments.sweep_tables import Row, sweep_files
 from vit_ray.experiments.sweep_trials import final_recipe, rung_steps, trial_recipe
 from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.record.run_metadata import NOTE
 from vit_ray.launch.run import RunResult
+from vit_ray.launch.workers import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
 from vit_ray.report.tables import Table
 

@@ -27,8 +27,8 @@ from vit_ray.experiments.vtab import (
     vtab_of,
     vtab_table,
 )
-from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.run import RunResult
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.models.weights import save_weights
 from vit_ray.report.paper import TABLE_9, VTAB_TASKS
 

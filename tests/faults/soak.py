@@ -157,9 +157,11 @@ def kill_controller(soak: Soak) -> None:
     soak.signal("head", signal.SIGKILL, "ray::TrainController")
 
 
-def kill_pool_server(soak: Soak) -> None:
-    """The process that hands out trainings is gone."""
-    soak.signal("head", signal.SIGKILL, "ray::PoolServer")
+def kill_stream_server(soak: Soak) -> None:
+    """The process that reads for a host's ranks is gone."""
+    for name in soak.rng.sample(WORKERS, len(WORKERS)):
+        if soak.signal(name, signal.SIGKILL, "ray::StreamServer"):
+            return
 
 
 def kill_raylet(soak: Soak) -> None:
@@ -255,7 +257,7 @@ def lock_tracking(soak: Soak) -> None:
 
 
 FAULTS: Final[tuple[Callable[[Soak], None], ...]] = (
-    kill_worker, freeze_worker, kill_recorder, kill_controller, kill_pool_server, kill_raylet,
+    kill_worker, freeze_worker, kill_recorder, kill_controller, kill_stream_server, kill_raylet,
     drain_node, lose_host, cut_host, cut_storage, kill_driver, terminate, interrupt,
     terminate_twice, damage_newest, delete_rank_file, delete_marker, start_second_driver,
     lock_tracking,

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray.util.state import list_placement_groups
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
@@ -53,21 +54,14 @@ def points_are_counted_once(recipe: Recipe) -> bool:
     return len(steps) == len(set(steps)) and steps[-1] == STEPS
 
 
-def are_replaced(ended: list[int], others: list[int], now: list[int]) -> bool:
-    """Whether there are as many workers as before, and the others kept their processes."""
-    is_whole = len(now) == len(ended) + len(others)
-    return is_whole and set(others) <= set(now) and not set(ended) & set(now)
-
-
-def test_a_killed_worker_is_replaced_and_nothing_is_lost(
+def test_a_killed_worker_loses_nothing(
     ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:
     recipe = long_recipe("worker-killed", digits, folder)
     driver = start(recipe, ray_cluster, folder)
-    *others, killed = worker_pids(ray_cluster)
+    *_, killed = worker_pids(ray_cluster)
     killed_s = time.time()
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: are_replaced([killed], others, worker_pids(ray_cluster)), driver)
     code, output = driver.wait()
     assert code == 0, output
     assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
@@ -78,7 +72,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     assert points_are_counted_once(recipe)
 
 
-@pytest.mark.parametrize("kind", ["TrainController", "PoolServer"])
+@pytest.mark.parametrize("kind", ["TrainController", "StreamServer"])
 def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
     kind: str, ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:
@@ -87,9 +81,12 @@ def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
     (pid,) = worker_pids(ray_cluster, kind)
     os.kill(pid, signal.SIGKILL)
     killed_s = time.time()
+    wait_until(lambda: EventKind.RESUMED in kinds_of(recipe), driver)
+    kept = [("state", "=", "CREATED")]  # Ray keeps the group of a controller that has died
+    assert len(list_placement_groups(ray_cluster.dashboard, filters=kept)) == 1
     code, output = driver.wait()
     assert code == 0, output
-    assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
+    assert EventKind.WORKER_FAILED in kinds_of(recipe)
     assert is_lost_until_noticed(recipe, killed_s)
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
@@ -223,17 +220,16 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
-def test_a_stopped_worker_is_taken_for_hung_and_replaced(
+def test_a_stopped_worker_is_taken_for_hung_and_all_restart(
     ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:
     recipe = long_recipe("hung", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
     driver = start(recipe, ray_cluster, folder)
-    frozen, *others = worker_pids(ray_cluster)
+    frozen, *_ = worker_pids(ray_cluster)
     os.kill(frozen, signal.SIGSTOP)
     frozen_s = time.time()
     try:
-        wait_until(lambda: are_replaced([frozen], others, worker_pids(ray_cluster)), driver)
         code, output = driver.wait(240)
     finally:
         _continue(frozen)

@@ -24,10 +24,7 @@ from tests.end_to_end.runs import (
 )
 from tests.faults.runs import STEPS, events_of, kinds_of, long_recipe, start
 from tests.recipes import small_recipe
-from tests.worker.fakes import make_job
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.pool.worker_pool import PoolShape, WorkerPool
 from vit_ray.launch.run import train
 from vit_ray.outcomes import EventKind
 
@@ -83,25 +80,6 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_place_at_once(
     driver.process.send_signal(signal.SIGTERM)
     code, _ = driver.wait(STOP_S)
     assert code in (-signal.SIGTERM, 3)  # it may have been as quick as that
-
-
-def test_a_group_that_is_given_up_asks_for_nothing_any_more(
-    full_cluster: Head, tmp_path: Path
-) -> None:
-    before = waiting_groups(full_cluster)
-    job = make_job(tmp_path, workers={"num_workers": 2, "cpus_per_worker": 2.0})
-    shape = PoolShape.of(job.recipe, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
-    pool = WorkerPool(shape, is_private=False)
-    deadline = time.monotonic() + STOP_S
-    try:
-        while not waiting_groups(full_cluster) - before:
-            assert pool.is_open
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    finally:
-        pool.abandon()
-    assert not pool.is_open
-    assert not waiting_groups(full_cluster) - before
 
 
 def goes_on_to_the_same_weights(recipe: Recipe, undisturbed: Recipe) -> None:

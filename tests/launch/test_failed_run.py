@@ -8,9 +8,9 @@ import pytest
 
 from vit_ray.config import load_recipe
 from vit_ray.launch import run
-from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun
 from vit_ray.launch.run import run_prepared
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.measure.goodput import DriverBegan, Work, account
 
 

@@ -9,34 +9,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
-from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2.api.exceptions import WorkerGroupError
+from ray.train import WorkerGroupError
 
 from tests.experiments.studies import study_recipe, study_row
 from tests.experiments.trials_here import context_of, in_process, parent_of
-from tests.launch.pool.pools import Pools
+from tests.launch.attempts import Attempts
 from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
-from vit_ray.launch.pool.placement_wait import StoppedWaitingError
-from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
-from vit_ray.launch.pool.ray_policies import ConsecutiveFailurePolicy
-from vit_ray.launch.pool.worker_pool import PoolLostError
 from vit_ray.launch.record.control import Event, RunStatus
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.workers import Ended, RunDivergedError, RunFailedError
 from vit_ray.outcomes import EventKind, Failure, TrialState
 from vit_ray.worker.attempt import run_attempt
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.watchdog import Watchdog
 
 
-def driver_error(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> RunFailedError:
+def driver_error(worker: Worker) -> RunFailedError:
     """What the driver raises after the worker's attempt, whose failure went through processes."""
     sent = pickle.loads(pickle.dumps(worker.actor.failed))
     with pytest.raises(RunFailedError) as caught:
-        Pools(monkeypatch, None).train(Path(worker.job.recipe.output), sent)
+        Attempts(Path(worker.job.recipe.output), Ended(), failure=sent).train()
     return caught.value
 
 
@@ -57,7 +52,7 @@ def test_a_trial_that_is_not_finite_has_diverged(
     worker = Worker(make_job(tmp_path), FakeEngine(refused=(1,)))
     run_attempt(worker.link, worker.attempt)
     assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.NOT_FINITE]
-    error = driver_error(worker, monkeypatch)
+    error = driver_error(worker)
     assert type(error) is RunDivergedError
     assert outcome_of(error, monkeypatch).state is TrialState.DIVERGED
 
@@ -75,7 +70,7 @@ def test_what_a_worker_refuses_ends_the_run(
     else:
         with pytest.raises(UnrecoverableError):
             run_attempt(worker.link, worker.attempt)
-    error = driver_error(worker, monkeypatch)
+    error = driver_error(worker)
     assert type(error) is RunFailedError
     assert outcome_of(error, monkeypatch).state is TrialState.FAILED
 
@@ -111,16 +106,8 @@ def test_an_evaluation_that_was_stopped_has_no_result(tmp_path: Path) -> None:
         result_of(worker)
 
 
-def decision(folder: Path, error: Exception, count: int) -> Any:
-    """The last of so many decisions on a worker's error, as Ray delivers it; one is allowed."""
-    job = make_job(folder, workers={"max_failures": 1})
-    policy = ConsecutiveFailurePolicy(lambda: job)
-    sent = pickle.loads(pickle.dumps(error))
-    return [policy.make_decision(WorkerGroupError("failed", {0: sent})) for _ in range(count)][-1]
-
-
 def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     def run_out(step: int) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -129,19 +116,11 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
     with pytest.raises(SmallerMicroBatchError) as caught:
         run_attempt(worker.link, worker.attempt)
     assert worker.kinds() == [EventKind.OUT_OF_MEMORY]
-    smaller = caught.value
-    assert decision(tmp_path, smaller, 9) is FailureDecision.RETRY
-    assert decision(tmp_path, OSError("x"), 2) is FailureDecision.RAISE
-
-
-def test_a_lost_node_costs_no_failure_and_a_lost_pool_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = ray.exceptions.RayActorError(preempted=True)
-    assert decision(tmp_path, taken, 9) is FailureDecision.RETRY
-    pools = Pools(monkeypatch, PoolLostError("x"), StoppedWaitingError("request"))
-    pools.train(tmp_path)
-    assert [kind for kind, *_ in pools.events] == [EventKind.WORKER_FAILED, EventKind.STOPPED]
+    smaller = WorkerGroupError("failed", {0: pickle.loads(pickle.dumps(caught.value))})
+    other = WorkerGroupError("failed", {0: OSError("x")})
+    Attempts(tmp_path, *[smaller] * 9, Ended(), max_failures=1).train()
+    with pytest.raises(RunFailedError):
+        Attempts(tmp_path, other, other, max_failures=1).train()
 
 
 def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path: Path) -> None:

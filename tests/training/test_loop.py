@@ -423,7 +423,7 @@ def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
     hooks, progress = FakeHooks(losses=[0.5], cuts=[False, False]), Progress()
     assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
     last = f"evaluate {TOTAL}"
-    assert hooks.order == [f"save {TOTAL}", last, last, last, "wait", f"note {TOTAL}"]
+    assert hooks.order == [f"save {TOTAL}", last, last, last, f"add {TOTAL}"]
     assert progress.metrics["eval/loss"] == 0.5
     assert progress.is_over(TOTAL)
 
@@ -435,7 +435,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_
     assert not progress.is_over(TOTAL)
     engine, again = FakeEngine(), FakeHooks(losses=[0.5])
     assert run(engine, again, short_recipe(), progress) is Ending.FINISHED
-    assert again.order == [f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
+    assert again.order == [f"evaluate {TOTAL}", f"add {TOTAL}"]
     assert engine.seen == []
     assert progress.is_over(TOTAL)
 
@@ -444,20 +444,20 @@ def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation
     hooks = FakeHooks(losses=[0.5], is_whole=False)
     progress = Progress(TOTAL, evaluation_due=True)
     assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
-    assert hooks.order[-2:] == [f"note {TOTAL}", f"save {TOTAL}"]
+    assert hooks.order[-2:] == [f"add {TOTAL}", f"save {TOTAL}"]
 
 
 def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once() -> None:
     hooks = FakeHooks(losses=[0.5])
     run(FakeEngine(), hooks, short_recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
-    last = [f"save {TOTAL}", f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
+    last = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
     assert hooks.order == last
 
 
 def test_a_notice_at_the_last_step_is_answered_before_its_evaluation() -> None:
     hooks, progress = FakeHooks(losses=[0.5], save_at=TOTAL), Progress()
     assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
-    last = [f"save {TOTAL}", f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
+    last = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
     assert hooks.order == last
     assert hooks.due == [True]
     assert progress.is_over(TOTAL)
@@ -476,5 +476,5 @@ def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() ->
         hooks,
         short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True}),
     )
-    assert hooks.order[:4] == ["save 4", "evaluate 4", "wait", "note 4"]
+    assert hooks.order[:3] == ["save 4", "evaluate 4", "add 4"]
     assert hooks.saved == [4, TOTAL]

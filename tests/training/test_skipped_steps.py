@@ -40,7 +40,7 @@ def train_on(
     policy = NonfinitePolicy(train, RunLink(actor, actor, rank), describe)
 
     class Hooks(FakeHooks):
-        def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+        def on_bad_step(self, progress: Progress, batch: Batch) -> None:
             policy.handle(progress, batch)
 
     share = GLOBAL_BATCH // RANKS

@@ -55,9 +55,6 @@ class FakeRun(RecordsRun, ControlsRun):
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         return self.waited_for
 
-    def silent_ranks(self, silent_s: float) -> list[int]:
-        return []
-
     def stop_reason(self) -> str | None:
         return self.stop
 
@@ -210,22 +207,17 @@ class FakeHooks:
         self.saved.append(progress.step)
         self.due.append(progress.evaluation_due)
 
-    def wait_until_saved(self) -> None:
-        self.order.append("wait")
-
-    def note_evaluation(self, progress: Progress) -> bool:
+    def add_evaluation(self, progress: Progress) -> bool:
         assert not progress.evaluation_due
-        self.order.append(f"note {progress.step}")
+        self.order.append(f"add {progress.step}")
         return self.is_whole
 
-    def save_is_wanted(self, step: int) -> bool:
+    def wishes(self, step: int) -> tuple[bool, bool]:
         self.steps += 1
-        return self.steps == self.save_at
+        is_stopping = self.stop_at is not None and self.steps >= self.stop_at
+        return self.steps == self.save_at, is_stopping
 
-    def is_stopping(self) -> bool:
-        return self.stop_at is not None and self.steps >= self.stop_at
-
-    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+    def on_bad_step(self, progress: Progress, batch: Batch) -> None:
         self.refused.append((progress.step, batch["sample"].tolist()))
 
 

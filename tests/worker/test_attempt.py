@@ -245,10 +245,12 @@ def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
     assert "with 3 such steps in a row" in worker.actor.failed.reason
 
 
-def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
+def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
+    tmp_path: Path,
+) -> None:
     notices = iter([None] * 2 + [PreemptionInfo(None, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
-    worker.actor.saves = 3  # of an earlier attempt
+    worker.actor.saves = 3  # of an earlier group
     worker.link.beat(0)
 
     def request(step: int) -> None:
@@ -259,7 +261,21 @@ def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
     worker.engine.on_backward = request
     run(worker)
     saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
-    assert saves == [("preemption", 2), ("resizing", 4)]
+    assert saves == [("preemption", 2), ("resizing", 5)]
+    assert newest_step(worker) == 5
+
+
+def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.link.beat(0)
+
+    def request(step: int) -> None:
+        worker.actor.saves, worker.actor.stop = 1, "SIGTERM"
+        worker.link.beat(step)
+
+    worker.engine.on_backward = request
+    run(worker)
+    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 1", 1)
 
 
 @pytest.mark.parametrize(

@@ -43,25 +43,23 @@ def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor: FakeRun) -> None
         assert actor.beats.count((0, step)) == 1
 
 
-def test_a_save_request_is_taken_once_and_those_of_earlier_attempts_never(
-    actor: FakeRun,
-) -> None:
+def test_a_group_is_resizing_from_a_request_of_its_own_time_on(actor: FakeRun) -> None:
     link = link_of(actor)
-    actor.saves = 2
-    assert not link.take_save_request()
+    actor.saves = 2  # of earlier groups
+    assert not link.is_resizing
     link.beat(1)
-    assert not link.take_save_request()
+    assert not link.is_resizing
     actor.saves = 3
     link.beat(2)
-    assert [link.take_save_request() for _ in range(3)] == [True, False, False]
+    assert link.is_resizing
 
 
-def test_only_rank_0_takes_a_save_request(actor: FakeRun) -> None:
+def test_only_rank_0_hears_that_the_group_is_resizing(actor: FakeRun) -> None:
     link = link_of(actor, rank=1)
     link.beat(1)
     actor.saves = 1
     link.beat(2)
-    assert not link.take_save_request()
+    assert not link.is_resizing
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def test_an_answer_without_news_changes_nothing(actor: FakeRun) -> None:
     actor.heartbeat = lambda rank, step, *host: None  # type: ignore[method-assign]
     link.beat(2)
     assert link.stop_reason == "SIGTERM"
-    assert not link.take_save_request()
+    assert not link.is_resizing
 
 
 def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeRun) -> None:

@@ -20,14 +20,10 @@ from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
-from vit_ray.worker.pool_link import GroupBrokenError
 from vit_ray.worker.saving import (
-    CheckpointSaver,
     check_folder_is_shared,
     make_position,
     open_chosen_checkpoint,
-    start_thread,
-    writers_have_ended,
 )
 
 
@@ -148,27 +144,6 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     with pytest.raises(TimeoutError, match="waiting for the previous checkpoint"):
         worker.saver.wait_until_written(timeout_s=0.03)
     assert set(worker.kinds()) == {"storage slow"}
-
-
-def test_a_rank_that_waits_for_the_part_of_a_dead_one_leaves_and_writes_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saving, "LOOK_S", 0.01)
-    worker = Worker(make_job(tmp_path))
-    state, broken = FakeEngine(), threading.Event()
-    saver = CheckpointSaver(
-        worker.job, state, worker.saver._writer, worker.link, worker.watchdog,
-        start_thread, broken.is_set,
-    )  # fmt: skip
-    monkeypatch.setattr(FakeEngine, "snapshot", snapshot_of_two)
-    saver.save(Progress(step=1))
-    broken.set()
-    with pytest.raises(GroupBrokenError):
-        saver.wait_until_written()
-    assert not writers_have_ended(0.05)
-    saver.abandon()
-    assert writers_have_ended(30)
-    assert worker.kinds() == ["checkpoint failed"]
 
 
 def snapshot_of_two(

@@ -376,7 +376,8 @@ class TrainConfig(Section):
     callbacks: Annotated[tuple[OwnPart, ...], OnResume.FREE] = ()
     """Functions of your own that are called on rank 0 with each logged step and its metrics."""
     step_timeout_s: Annotated[PositiveFloat, OnResume.FREE] = 600.0
-    """Seconds after which a step counts as hung and the workers are restarted."""
+    """Seconds after which a step, or a collective operation in it, counts as hung, and the workers
+    are restarted; for a collective operation at least 120."""
 
     def compiles(self, has_gpu: bool) -> bool:
         if self.compile == "auto":
@@ -492,13 +493,8 @@ class WorkersConfig(Section):
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row, without a new checkpoint between them, that the run survives; -1 = any
     number. Preempted nodes and micro-batches that do not fit into memory do not count."""
-    replace_failed: bool = True
-    """Replace only the worker whose process has died, and keep the others; with GPUs all workers
-    are restarted in any case."""
     place_timeout_minutes: PositiveFloat = 60.0
     """Minutes to wait for free resources on the cluster before the run ends."""
-    collective_timeout_s: Positive = 600
-    """Seconds after which a collective operation fails and the workers are restarted."""
 
     @property
     def sizes(self) -> range:

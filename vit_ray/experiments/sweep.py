@@ -64,11 +64,11 @@ from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained
 from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
-from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.open_record import OpenRun
 from vit_ray.launch.record.run_metadata import NOTE, SOURCE_NAME, description
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.report.tables import Table

@@ -23,10 +23,10 @@ from ray import tune
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.connection import ClusterShape, mark_private
 from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.pool.pool_training import RunDivergedError
 from vit_ray.launch.record.open_record import OpenRun
 from vit_ray.launch.run import Following, train
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import EventKind, TrialState
 

@@ -31,9 +31,9 @@ from vit_ray.experiments.trials import (
     tune_folder,
 )
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS

@@ -18,20 +18,20 @@ from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.prepare.progress import ANSWER_S, repeated
+from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
-from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S
-from vit_ray.launch.pool.pool_training import RunFailedError, run_workers
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.record.mlflow_model import card_of, model_files
 from vit_ray.launch.record.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.record.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
+from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1
 from vit_ray.outcomes import EventKind
@@ -233,7 +233,7 @@ def run_prepared(
             if prepared.trains:
                 Thread(target=_import_ahead, daemon=True).start()
             try:
-                run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
+                run_workers(job, run.control, resolved.streams, cluster, use_gpu=use_gpu)
             except Exception:
                 if prepared.trains:  # what it has computed so far
                     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):

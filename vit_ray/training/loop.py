@@ -87,32 +87,36 @@ class EvaluationCutError(Exception):
         self.is_stopping = is_stopping
 
 
-@dataclass(frozen=True)
-class LoopHooks:
-    """What the loop calls at certain moments; on all ranks, except `note_evaluation`: on rank 0."""
+class LoopWorker(Protocol):
+    """The worker around the loop, which calls it on all ranks together."""
 
-    note_step: Callable[[int], None]
-    """`step` steps are completed."""
-    log: Callable[[int, dict[str, float]], None]
-    """Takes metrics of a step; must not block."""
-    evaluate: Callable[[int], dict[str, float]]
-    """Evaluates the model after a step; the same metrics on every rank.
+    def note_step(self, step: int) -> None:
+        """`step` steps are completed."""
 
-    Raises EvaluationCutError if a stop or a save is wanted."""
-    save: Callable[[Progress], None]
-    """Starts writing a checkpoint."""
-    wait_until_saved: Callable[[], None]
-    """Waits until this rank's part of the last checkpoint is written, or has failed."""
-    note_evaluation: Callable[[Progress], bool]
-    """Records what an evaluation has changed since the checkpoint of the same step.
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Take metrics of a step; must not block."""
 
-    False if that checkpoint is incomplete, and nothing was recorded."""
-    handle_nonfinite: Callable[[Progress, Batch], None]
-    """The step of this batch was refused: report it; raise or return, as the recipe says."""
-    save_is_wanted: Callable[[int], bool]
-    """Whether this rank wants a checkpoint at once (notice that its node will leave)."""
-    is_stopping: Callable[[], bool]
-    """Whether this rank was asked to stop."""
+    def wishes(self, step: int) -> tuple[bool, bool]:
+        """Whether this rank wants a checkpoint at once, and whether it was asked to stop."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the model after a step; the same metrics on every rank.
+
+        Raises:
+            EvaluationCutError: a rank has such a wish.
+        """
+
+    def save(self, progress: Progress) -> None:
+        """Start writing a checkpoint."""
+
+    def add_evaluation(self, progress: Progress) -> bool:
+        """Add what an evaluation has changed to the checkpoint of its step, once that is written.
+
+        False if that checkpoint is incomplete, and nothing was added.
+        """
+
+    def on_bad_step(self, progress: Progress, batch: Batch) -> None:
+        """The step of this batch was refused: report it; raise or return, as the recipe says."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def run_training(
     batches: Iterator[Batch],
     recipe: Recipe,
     context: RankContext,
-    hooks: LoopHooks,
+    worker: LoopWorker,
     progress: Progress,
     compute: Compute,
     clock: Callable[[], float] = time.perf_counter,
@@ -154,7 +158,7 @@ def run_training(
 
     Every rank runs this with its share of the same global batches. `progress` is updated in place.
     """
-    run = _Training(engine, batches, recipe, context, hooks, progress, compute, clock)
+    run = _Training(engine, batches, recipe, context, worker, progress, compute, clock)
     permanent = Cadence(recipe.checkpoint.keep_every_steps, at_steps=recipe.checkpoint.keep_steps)
     is_save_time = False
     while progress.step < context.total_steps or progress.evaluation_due:
@@ -196,13 +200,13 @@ class _Training:
         batches: Iterator[Batch],
         recipe: Recipe,
         context: RankContext,
-        hooks: LoopHooks,
+        worker: LoopWorker,
         progress: Progress,
         compute: Compute,
         clock: Callable[[], float],
     ) -> None:
         self._engine, self._batches, self._recipe, self._context = engine, batches, recipe, context
-        self._hooks, self._progress, self._compute, self._clock = hooks, progress, compute, clock
+        self._worker, self._progress, self._compute, self._clock = worker, progress, compute, clock
         self._times = StepTimes()
         self._first_step = progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
@@ -241,7 +245,7 @@ class _Training:
         # Rank 0's clock decides for all: clocks of ranks differ.
         since_save_s = self._clock() - self._saved_s
         is_time = context.rank == 0 and self.saving.is_due_after(since_save_s)
-        flags = [is_time, self._hooks.save_is_wanted(progress.step), self._hooks.is_stopping()]
+        flags = [is_time, *self._worker.wishes(progress.step)]
         # The one host-device sync of a step: whether it was refused, and what the ranks agree on,
         # are known before the next one. The GPU idles for the first kernel launches of that step.
         # Stage 3 bounds its gathers and sums in flight by syncs of its own, and an offloaded
@@ -256,13 +260,13 @@ class _Training:
         progress.step += 1
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size
-        self._hooks.note_step(progress.step)
+        self._worker.note_step(progress.step)
         self._times.record(step_s, wait_s, engine.take_forward_s())
         if math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:
             progress.nonfinite_steps += 1
-            self._hooks.handle_nonfinite(progress, batch)
+            self._worker.on_bad_step(progress, batch)
         agreed = (count > 0 for count in sums[3 : 3 + len(flags)])
         return _Step(mean_loss, grad_norm, rate, *agreed)
 
@@ -296,7 +300,7 @@ class _Training:
             **self._compute.rates(images_per_s / context.world_size),
         }
         progress.metrics |= metrics
-        self._hooks.log(progress.step, metrics)
+        self._worker.log(progress.step, metrics)
         self._times = StepTimes()
 
     def evaluate_if_due(self) -> bool:
@@ -306,7 +310,7 @@ class _Training:
         is_asked = is_due or progress.step in context.evaluate_at
         if not is_asked and progress.step < context.total_steps:
             return False
-        metrics = self._hooks.evaluate(progress.step)
+        metrics = self._worker.evaluate(progress.step)
         if not metrics:
             return False
         # Averaged weights and held-out images may have been turned off on resume.
@@ -316,7 +320,7 @@ class _Training:
             if BEST in key or not (AVERAGED in key or key.startswith(DEV_GROUP))
         }
         progress.metrics = others | metrics
-        self._hooks.log(progress.step, metrics)
+        self._worker.log(progress.step, metrics)
         # Early stopping and the best checkpoint are those of a run that was not followed.
         counts = is_due or progress.step == context.total_steps
         if not counts or progress.loss_key not in metrics:
@@ -326,7 +330,7 @@ class _Training:
             progress, metrics, keeps_best=recipe.keeps_best, patience=recipe.train.early_stopping
         )
         if of_best:
-            self._hooks.log(progress.step, of_best)
+            self._worker.log(progress.step, of_best)
         return is_best
 
     def save(self, *, is_evaluated: bool = False) -> None:
@@ -336,18 +340,13 @@ class _Training:
             is_evaluated: record what an evaluation has changed since then with the checkpoint of
                 this step. All ranks wait until that is written; if it has failed, write it again.
         """
-        hooks, context, progress = self._hooks, self._context, self._progress
-        if progress.step == self._saved_step:
-            if not is_evaluated:
-                return
-            hooks.wait_until_saved()
-            context.all_sum([0.0])
-            is_noted = context.rank == 0 and hooks.note_evaluation(progress)
-            if context.all_sum([float(is_noted)])[0] > 0:
-                return
+        worker, progress = self._worker, self._progress
+        has_one = progress.step == self._saved_step
+        if has_one and (not is_evaluated or worker.add_evaluation(progress)):
+            return
         digest = add_digests(self._digest_before, self._digest_of_all)
         progress.samples_digest = f"{digest:016x}"
-        hooks.save(progress)
+        worker.save(progress)
         self._saved_step, self._saved_s = progress.step, self._clock()
 
 

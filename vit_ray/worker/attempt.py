@@ -27,7 +27,6 @@ from vit_ray.training.loop import (
     Batch,
     Ending,
     EvaluationCutError,
-    LoopHooks,
     RankContext,
     as_tensor,
     run_training,
@@ -126,20 +125,9 @@ class Attempt:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         if progress.step == 0 and self.context.rank == 0:
             batches = self._shown(batches)
-        hooks = LoopHooks(
-            note_step=self.note_step,
-            log=self.log,
-            evaluate=self.evaluate,
-            save=self.save,
-            wait_until_saved=self.wait_until_saved,
-            note_evaluation=self.saver.note_evaluation,
-            handle_nonfinite=self.nonfinite.handle,
-            save_is_wanted=self.save_is_wanted,
-            is_stopping=self.is_stopping,
-        )
         compute = work_per_image(self.job)
         ending = run_training(
-            self.engine, batches, self.job.recipe, self.context, hooks, progress, compute
+            self.engine, batches, self.job.recipe, self.context, self, progress, compute
         )
         self.watchdog.pause()  # the steps are over, and waiting has its own limits
         with clock.within(TimeClass.CHECKPOINT):
@@ -151,6 +139,10 @@ class Attempt:
             saved = f"checkpoint at step {step}"
             if not self.saver.is_whole(step):
                 saved = f"the checkpoint of step {step} could not be written"
+            if self.link.is_resizing and not (progress.ended or self.link.control.stop_reason()):
+                text = f"the group changes its size; {saved}"
+                self.link.note_last(EventKind.RESIZING, text, step)
+                return
             text = f"{progress.ended or self._stop_reason()}; {saved}"
             self.link.note_last(EventKind.STOPPED, text, step)
 
@@ -247,19 +239,30 @@ class Attempt:
         progress.metrics[CHECKPOINT_STALL_S] = stall_s
         self.link.log(progress.step, {CHECKPOINT_STALL_S: stall_s})
 
-    def wait_until_saved(self) -> None:
-        """This rank's part."""
+    def add_evaluation(self, progress: Progress) -> bool:
+        """Add an evaluation to the checkpoint of its step, when all ranks have written that."""
         self.watchdog.pause()
         with self.link.clock.within(TimeClass.CHECKPOINT):
             self.saver.wait_until_written()
         self.watchdog.resume()
+        self.context.all_sum([0.0])
+        is_added = self.context.rank == 0 and self.saver.note_evaluation(progress)
+        return self.context.all_sum([float(is_added)])[0] > 0
+
+    def on_bad_step(self, progress: Progress, batch: Batch) -> None:
+        """Report a refused step.
+
+        Raises:
+            DivergedError: the recipe says to stop, or there were too many in a row.
+        """
+        self.nonfinite.handle(progress, batch)
+
+    def wishes(self, step: int) -> tuple[bool, bool]:
+        """For a checkpoint at once, and to stop."""
+        return self.save_is_wanted(step), self.is_stopping()
 
     def save_is_wanted(self, step: int) -> bool:
-        """Once for each request of the driver, and each notice that a node of this run leaves."""
-        if self.link.take_save_request():
-            text = "the group is about to change its size: checkpoint at once"
-            self.link.note(EventKind.RESIZING, text, step)
-            return True
+        """Once for each notice that a node of this run leaves."""
         notice = self.preemption_notice()
         if notice is None or repr(notice) == self._notice_seen:
             return False
@@ -272,5 +275,5 @@ class Attempt:
         return True
 
     def is_stopping(self) -> bool:
-        """Whether this rank was asked to stop, by the last heartbeat (SIGTERM, Ctrl-C)."""
-        return self.link.stop_reason is not None
+        """Whether the last heartbeat's answer was to end the run (SIGTERM, Ctrl-C) or the group."""
+        return self.link.stop_reason is not None or self.link.is_resizing

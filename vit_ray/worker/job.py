@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,34 @@ class TrainJob:
         """Images of a rank in one pass: no more than it has, since the rest would be padding."""
         share = -(-self.num_evaluated[stream] // world_size)
         return min(self.recipe.evaluate.batch_size, share)
+
+
+class Streams(Protocol):
+    """One rank's streams; `batches` in `data/` describes the batches."""
+
+    def training_batches(self, share: int, start: int, stop: int) -> Iterator[Any]:
+        """Positions [start, stop) of the run in batches of `share` rows of a global batch."""
+
+    def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Any]:
+        """An evaluation stream: each image once, in order."""
+
+
+class OpensStreams(Protocol):
+    """Opens the streams of a run for a worker."""
+
+    def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> Streams:
+        """`group`: name of the worker group; `ranks`: of this rank's host."""
+
+
+@dataclass(frozen=True)
+class GroupStart:
+    """What the driver gives to each worker of a group that starts."""
+
+    job: TrainJob
+    name: str
+    """New at each start."""
+    use_gpu: bool
+    streams: OpensStreams
 
 
 class UnrecoverableError(RuntimeError):

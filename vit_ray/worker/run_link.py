@@ -77,7 +77,8 @@ class ControlsRun(Protocol):
         """A worker is at `step`; None: no news, as after the end.
 
         Args:
-            introduction: host, Ray's id of the node, and a text, when an attempt begins.
+            introduction: host, node, detail and group, as in `WorkerPlace`, when an attempt
+                begins.
         """
 
     def places(self) -> dict[int, WorkerPlace]:
@@ -85,9 +86,6 @@ class ControlsRun(Protocol):
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         """Which workers the others wait for; empty if that was reported before, None: not known."""
-
-    def silent_ranks(self, silent_s: float) -> list[int]:
-        """Workers that sent heartbeats before, but not for some time."""
 
     def stop_reason(self) -> str | None:
         """Why the run was asked to stop, asked now."""
@@ -113,7 +111,7 @@ class RunLink:
         world_size: int = 1,
         *introduction: str,
     ) -> None:
-        """`introduction`: host, Ray's id of the node, and this worker's name in errors."""
+        """`introduction`: host, node, detail and group, as in `WorkerPlace`."""
         self._record, self.control, self.rank = record, control, rank
         self._world_size, self._num_beats = world_size, rank
         self.clock = WorkClock(world_size)
@@ -155,12 +153,10 @@ class RunLink:
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
                 self._record.work(self._sent, wait_s)
 
-    def take_save_request(self) -> bool:
-        """Whether the driver has requested a checkpoint; true once for each request, on rank 0."""
-        if self.rank > 0 or self._saves_seen in (None, self._saves_requested):
-            return False
-        self._saves_seen = self._saves_requested
-        return True
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the driver waits for a checkpoint and the end of this group, on rank 0."""
+        return self.rank == 0 and self._saves_seen not in (None, self._saves_requested)
 
     def note(self, kind: EventKind, text: str, step: int) -> None:
         """Send an event that all ranks know of, from rank 0."""
@@ -194,12 +190,6 @@ class RunLink:
             cause = f" {waited_for}." if waited_for else ""
             text = f"worker {self.rank}: {reason}.{cause} Threads of worker {self.rank}:\n{threads}"
             self._record.event(EventKind.HUNG, text, step, HANG_REPORT_S)
-
-    def silent_ranks(self, silent_s: float) -> list[int]:
-        """As `ControlsRun.silent_ranks`; empty if there is no answer."""
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            return [rank for rank in self.control.silent_ranks(silent_s) if rank != self.rank]
-        return []
 
     def keep_file(
         self, name: str, content: bytes, folder: str = "profile", limit_s: float = DELIVERY_S

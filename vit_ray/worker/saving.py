@@ -24,7 +24,6 @@ from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
 from vit_ray.training.engine.elastic_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
-from vit_ray.worker.pool_link import GroupBrokenError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
 
@@ -32,9 +31,6 @@ WRITE_TIMEOUT_S: Final = 1800.0
 """Longest wait for the previous checkpoint, with all retries for a storage that is away."""
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
-ABANDONED_S: Final = 60.0
-"""Longest time for a rank's part of a checkpoint to end after its attempt has failed."""
-_WRITER: Final = "checkpoint-writer"
 
 RunBeside = Callable[[Callable[[], None]], object]
 """Runs a function that does not raise, while its caller continues."""
@@ -42,16 +38,7 @@ RunBeside = Callable[[Callable[[], None]], object]
 
 def start_thread(work: Callable[[], None]) -> None:
     """Run `work` in a thread that does not delay the end of the process."""
-    threading.Thread(target=work, daemon=True, name=_WRITER).start()
-
-
-def writers_have_ended(limit_s: float = ABANDONED_S) -> bool:
-    """Whether no attempt of this process writes a checkpoint, now or within the limit."""
-    deadline_s = time.monotonic() + limit_s
-    writers = [thread for thread in threading.enumerate() if thread.name == _WRITER]
-    for writer in writers:
-        writer.join(max(deadline_s - time.monotonic(), 0.0))
-    return not any(writer.is_alive() for writer in writers)
+    threading.Thread(target=work, daemon=True, name="checkpoint-writer").start()
 
 
 class CheckpointSaver:
@@ -65,12 +52,9 @@ class CheckpointSaver:
         link: RunLink,
         watchdog: Watchdog,
         run_beside: RunBeside = start_thread,
-        is_broken: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_broken`: whether another rank has died, called while waiting."""
         self._job, self._state, self._link = job, state, link
         self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
-        self._is_broken = is_broken
         self._written = threading.Event()
         self._written.set()
         self._memory: torch.Tensor | None = None
@@ -110,13 +94,10 @@ class CheckpointSaver:
 
         Raises:
             UnrecoverableError: too many in a row could not be written.
-            GroupBrokenError: another rank has died, whose part may be waited for.
             TimeoutError: the storage does not answer.
         """
         start_s = reminded_s = time.monotonic()
         while not self._written.wait(LOOK_S):
-            if self._is_broken():
-                raise GroupBrokenError("another worker has died; the training is assigned again")
             now_s = time.monotonic()
             if now_s - reminded_s < REMIND_S:
                 continue

@@ -15,6 +15,8 @@ FIRST_STEP_S = 600.0
 """Minimum limit for the first step of an attempt, which compiles and waits for the first batch."""
 SETUP_S = 3600.0
 """Minimum limit for what comes before: the model is built, and a checkpoint read and restored."""
+REPORT_S = 10.0
+"""How long a process that is about to end waits for its report to arrive."""
 OTHERS_S = 5.0
 """Time for the other ranks, which hang too, to report their calls, before the group ends."""
 
@@ -66,7 +68,7 @@ class Watchdog(threading.Thread):
             beat: called about once a second with the steps completed.
             report_hang: called before the process is ended, with the reason, the calls that the
                 training is in, the calls of all threads, and the step.
-            end: ends the process, or that of a rank that this one waits for.
+            end: ends the process.
         """
         super().__init__(daemon=True, name="watchdog")
         self._step, self._timeout_s = step, timeout_s
@@ -83,9 +85,17 @@ class Watchdog(threading.Thread):
         self._step, self._is_set_up = step, True
         self.resume()
 
+    def start(self) -> None:
+        """Watch, and send heartbeats from another thread, since these wait for an answer."""
+        super().start()
+        threading.Thread(target=self._send_beats, daemon=True, name="heartbeats").start()
+
     def run(self) -> None:
         while not self._stopped.wait(BEAT_S):
             self.check()
+
+    def _send_beats(self) -> None:
+        while not self._stopped.wait(BEAT_S):
             self._beat(self._step)
 
     def note_step(self, step: int) -> None:
@@ -123,6 +133,9 @@ class Watchdog(threading.Thread):
             what = "no step" if self._is_set_up else "not set up"
             reason = f"{what} for {limit_s:g} s (train.step_timeout_s); restarting"
             where = describe_calls(sys._current_frames().get(self._watched), most_frames=6)
-            self._report_hang(reason, where, describe_threads(), self._step)
+            report = reason, where, describe_threads(), self._step
+            # In a thread: the process that records the run may hang, too.
+            reporting = threading.Thread(target=self._report_hang, args=report, daemon=True)
+            reporting.start()
+            reporting.join(REPORT_S)
             self._end()
-            self._moved_s = self._clock()  # what another rank hung in may end for this one

@@ -45,14 +45,14 @@ def read_evaluation(
 
 
 def start_stream_server(world_size: int) -> Any:
-    """Handle of an actor that does for streams what the server of a pool does."""
+    """Handle of an actor that serves the ranks of one host."""
     options = {"num_cpus": 0, "max_concurrency": 2 * world_size + 2}
     return ray.remote(StreamServer).options(**options).remote()
 
 
 @lru_cache(maxsize=1)
 def _shared_server(cluster: str) -> Any:
-    """Serves one test's groups after another's, as a pool's does for its trainings."""
+    """Serves one test's groups after another's."""
     return start_stream_server(4)
 
 

@@ -1,10 +1,10 @@
 """The process that runs the streams of a host's ranks, and the iterators of these ranks.
 
-One actor on each host serves training and every evaluation, for one training after another: it
-executes the Ray Data sets of the host's ranks and deals their blocks to them in turn. Which images
-a block holds is arithmetic (`order.partition`), so servers need not communicate with each other. A
-rank asks for one block after another. The decoded blocks of evaluations are kept if they are small:
-a run evaluates on the same images repeatedly.
+One actor on each host serves training and every evaluation of a worker group: it executes the Ray
+Data sets of the host's ranks and deals their blocks to them in turn. Which images a block holds is
+arithmetic (`order.partition`), so servers need not communicate with each other. A rank asks for one
+block after another. The decoded blocks of evaluations are kept if they are small: a run evaluates
+on the same images repeatedly.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -37,15 +39,18 @@ from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
 """Largest share of its node's object store for decoded evaluation images that a server keeps."""
+NAMESPACE: Final = "vit_ray"
+"""Ray namespace of the servers' names."""
 ANSWER_LIMIT_S: Final = 120.0
-"""Time limit for the handle of a server, which is returned before its process has started."""
+"""Time limit for a server's name to be known, which is before its process has started."""
+LOOK_S: Final = 0.1
 
 
 class PassName(NamedTuple):
     """Which reading of a stream by which worker group."""
 
     group: str
-    """The start of a worker group, and after a space its training if it takes several."""
+    """The start of a worker group."""
     stream: str
     """`train`, or the name of an evaluation stream."""
     number: int
@@ -103,6 +108,8 @@ class StreamServer:
             cpus_per_rank: CPUs that are not for reading.
         """
         self._warms_up, self._cpus_per_rank = warms_up, cpus_per_rank
+        # Its actor would stay for good on the node of the first server, which is then never idle.
+        os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
         if not keeps_statistics:
             keep_no_dataset_statistics()
         self._open: dict[PassName, Reading] = {}
@@ -163,9 +170,7 @@ class StreamServer:
 
         if one.name.stream == "train" or spec.object_store_mib is not None:
             return read
-        # For one start of a worker group: the group's failure may have lost blocks.
-        workers = one.name.group.partition(" ")[0]
-        key = pickle.dumps((workers, _nodes_alive(), one.ranks, one.content(spec)))
+        key = pickle.dumps((one.name.group, _nodes_alive(), one.ranks, one.content(spec)))
         return lambda: self._kept.blocks(key, read)
 
 
@@ -203,7 +208,7 @@ class RankStreams:
         Args:
             server: handle of an actor that has `StreamServer.next_block`.
             specs: what each stream reads, by its name.
-            group: the same on all ranks, and new at each start of a worker group or a training.
+            group: the same on all ranks, and new at each start of a worker group.
             rank: in the group.
             world_size: of the group.
             ranks: that use this server; None for all.
@@ -243,16 +248,46 @@ class RankStreams:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """What the streams of one training are read from, for any worker group that trains it."""
+    """What the worker groups of a run read, and how they serve it on their hosts."""
 
-    servers: Any
-    """Handle of an actor that has `stream_server`, which returns the server of a host's ranks."""
     specs: ray.ObjectRef[dict[str, StreamSpec]]
+    server: Mapping[str, Any]
+    """Arguments of `StreamServer`."""
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
-        """The streams of a rank of this host; `group` and `ranks` as in `RankStreams`."""
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        node = ray.get_runtime_context().get_node_id()
-        found = self.servers.stream_server.remote(group, host, node, ranks)
-        server = ray.get(found, timeout=ANSWER_LIMIT_S) or self.servers
+        """The streams of a rank of this host, read through the server of its ranks.
+
+        The first of them starts it, and it ends with that process.
+
+        Args:
+            group: as in `RankStreams`.
+            ranks: of this host, by its address, as Ray Train counts them.
+
+        Raises:
+            StreamLostError: the server has not been started in time.
+        """
+        name = f"{group} {ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+        is_first = rank == ranks.start
+        server = self._start(name, len(ranks)) if is_first else _find_server(name)
         return RankStreams(server, self.specs, group, rank, world_size, ranks)
+
+    def _start(self, name: str, num_ranks: int) -> Any:
+        actor: Any = ray.remote(StreamServer)
+        options = actor.options(
+            name=name,
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_concurrency=2 * num_ranks + 2,
+            scheduling_strategy="DEFAULT",  # not in the place of the rank
+            label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+        )
+        return options.remote(**self.server)
+
+
+def _find_server(name: str) -> Any:
+    deadline_s = time.monotonic() + ANSWER_LIMIT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, namespace=NAMESPACE)
+        time.sleep(LOOK_S)
+    raise StreamLostError(f"no stream server of this host in {ANSWER_LIMIT_S:g} s")

@@ -71,7 +71,7 @@ class _Heard(NamedTuple):
     step: int
     time_s: float
     introduction: tuple[str, ...]
-    """Host, node and detail, as in `WorkerPlace`; empty if unknown."""
+    """Host, node, detail and group, as in `WorkerPlace`; empty if unknown."""
 
 
 class ControlState:
@@ -107,8 +107,8 @@ class ControlState:
             case "event":
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
                 self._now.events.append(Event(kind, record["text"], record["step"], time_s))
-                if kind is EventKind.WORKER_FAILED:
-                    self._heard = {}  # other workers replace them, perhaps on other nodes
+                if kind in (EventKind.WORKER_FAILED, EventKind.RESIZING):
+                    self._heard = {}  # other workers follow, perhaps on other nodes
             case "stop":
                 self._stop = record["reason"]
             case "fail":
@@ -171,18 +171,12 @@ class ControlState:
         more = [f"{len(named) - _MOST_NAMED} more of them"] if len(named) > _MOST_NAMED else []
         return "; ".join([*named[:_MOST_NAMED], *more, others])
 
-    def silent_ranks(self, silent_s: float) -> list[int]:
-        """Workers that sent heartbeats before, but not for some time."""
-        most_s = max(silent_s, SILENT_BEATS * beats_between(len(self._heard)))
-        now_s = time.monotonic()
-        return [rank for rank, of in self._heard.items() if now_s - of.time_s > most_s]
-
     def places(self) -> dict[int, WorkerPlace]:
         """Places of the workers that have introduced themselves since the last failure, by rank."""
         return {
-            rank: WorkerPlace(*of.introduction, of.step)
+            rank: WorkerPlace(host, node, detail, of.step, group)
             for rank, of in self._heard.items()
-            if len(of.introduction) == 3
+            for host, node, detail, group in ([of.introduction] if of.introduction else [])
         }
 
     def stop_reason(self) -> str | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S, answer
+from vit_ray.launch.actor_calls import ANSWER_LIMIT_S, answer
 from vit_ray.launch.record.control import ControlState, RunStatus
 from vit_ray.launch.record.run_time import marks_of
 from vit_ray.measure.goodput import Account, Work, account
@@ -246,9 +246,13 @@ class HostedRun:
             RayError: the host has died and is not restarted.
         """
         until_s = time.monotonic() + limit_s
-        if (opened := self.opened) is not None:
-            self.opened = None  # if it has failed, the next call tries again
-            self.answer(opened, limit_s)
+        if (opened := self.opened) is not None:  # what is sent meanwhile waits for it, too
+            try:
+                self.answer(opened, limit_s)
+                self.opened = None
+            except ray.exceptions.RayError:
+                self.opened = None  # it has failed: the next call tries again
+                raise
         call = getattr(self.host, method)
         for _ in range(2):
             left_s = until_s - time.monotonic()
@@ -295,10 +299,6 @@ class RunControl:
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         """As `ControlState.hanging`; None if nothing is known."""
         return self._ask(wait_s, False, ControlState.hanging, rank, world_size, where)
-
-    def silent_ranks(self, silent_s: float) -> list[int]:
-        """As `ControlState.silent_ranks`; empty if nothing is known."""
-        return self._ask(HEARTBEAT_S, False, ControlState.silent_ranks, silent_s) or []
 
     def places(self) -> dict[int, WorkerPlace]:
         """As `ControlState.places`; empty if nothing is known."""

@@ -1,0 +1,198 @@
+"""The wait for a place, on a cluster and a clock of the test's own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.recipes import recipe_with
+from tests.worker.fakes import FakeRun, make_job
+from vit_ray.launch import placement
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.failures import FailingNodes
+from vit_ray.launch.placement import (
+    GroupShape,
+    NoPlaceError,
+    Place,
+    PlaceFinder,
+    StoppedWaitingError,
+    describe_missing,
+    lacking_now,
+)
+from vit_ray.outcomes import EventKind, WorkerPlace
+
+
+class Cluster:
+    """Nodes of some CPUs, of which others hold some; a look takes its time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **cpus: float) -> None:
+        self.cpus, self.held, self.now_s = dict(cpus), 0.0, 1e9
+        self.asked: list[tuple[int, Any]] = []
+        self.num_open = 0
+        monkeypatch.setattr(placement, "placement_group", self._ask)
+        monkeypatch.setattr(placement, "remove_placement_group", self._give_up)
+        monkeypatch.setattr(placement, "live_nodes", self.nodes)
+        monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": sum(self.cpus.values())})
+        monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 0.0})
+
+    def nodes(self, selector: Any = None) -> tuple[dict[str, Any], ...]:
+        named = (selector or {}).get("ray.io/node-id", "")
+        return tuple(
+            {"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}", "Resources": {"CPU": cpus}}
+            for name, cpus in self.cpus.items()
+            if name not in named
+        )
+
+    def _ask(self, bundles: Any, strategy: str, *, bundle_label_selector: Any) -> Any:
+        assert strategy == placement.STRATEGY
+        self.num_open += 1
+        self.asked.append((len(bundles), bundle_label_selector and bundle_label_selector[0]))
+        need = sum(bundle["CPU"] for bundle in bundles)
+        return Group(self, need)
+
+    def _give_up(self, group: Any) -> None:
+        self.num_open -= 1
+
+
+class Group:
+    def __init__(self, cluster: Cluster, need: float) -> None:
+        self._cluster, self._need = cluster, need
+
+    def wait(self, timeout_s: float) -> bool:
+        free = sum(self._cluster.cpus.values()) - self._cluster.held
+        self._cluster.now_s += timeout_s
+        return self._need <= free
+
+
+def finder(
+    cluster: Cluster, run: FakeRun, failing: FailingNodes | None = None, **workers: Any
+) -> PlaceFinder:
+    job = make_job(Path("/x"), workers=workers, data={"cpus_per_task": 0.5})
+    job = replace(job, record=run, control=run)
+    shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
+    return PlaceFinder(job, shape, failing or FailingNodes(None), lambda: cluster.now_s)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch, a=4.0)
+
+
+def test_a_place_that_is_there_is_given_up_for_the_workers(cluster: Cluster) -> None:
+    run = FakeRun()
+    place = finder(cluster, run, num_workers=4).found()
+    assert (place.size, place.labels, place.waited) == (4, {}, (1e9, 1e9 + placement.LOOK_S))
+    assert (cluster.asked, cluster.num_open, run.events) == ([(4, None)], 0, [])
+
+
+def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster: Cluster) -> None:
+    run = FakeRun()
+    wants = finder(cluster, run, num_workers=8, place_timeout_minutes=1.0)
+    with pytest.raises(NoPlaceError, match=r"8 CPU \(the cluster has 4, .*minutes=1\)$"):
+        wants.found()
+    assert [text.partition(":")[0] for _, text, _ in run.events] == [
+        f"no workers for {seconds} s" for seconds in (10, 20, 30, 40, 50, 60)
+    ]
+    assert cluster.num_open == 0
+
+
+def test_a_stop_ends_the_wait_at_the_next_look(cluster: Cluster) -> None:
+    run = FakeRun()
+    run.stop = "Ctrl-C"
+    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
+        finder(cluster, run, num_workers=8).found()
+    assert cluster.num_open == 0
+    assert run.events == []
+
+
+@pytest.mark.parametrize(
+    ("cpus", "held", "size"),
+    [
+        (9.0, 0.0, 8),
+        (8.0, 0.0, 4),  # eight leave no CPU to read with
+        (9.0, 2.0, 4),  # others hold the rest
+        (9.0, 8.0, 1),
+        (1.5, 0.0, 1),
+    ],
+)
+def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_reading(
+    cpus: float, held: float, size: int, cluster: Cluster
+) -> None:
+    cluster.cpus, cluster.held = {"a": cpus}, held
+    assert finder(cluster, FakeRun(), num_workers=[1, 8]).found().size == size
+    assert cluster.num_open == 0
+
+
+def test_an_elastic_group_without_room_asks_for_the_largest(cluster: Cluster) -> None:
+    """An autoscaler sees the wish."""
+    cluster.cpus = {"a": 1.0}
+    with pytest.raises(NoPlaceError, match="1 worker needs 1 CPU"):
+        finder(cluster, FakeRun(), num_workers=[1, 4], place_timeout_minutes=0.1).found()
+    assert {size for size, _ in cluster.asked} == {4}
+
+
+@pytest.mark.parametrize(("cpus", "held", "grows"), [
+    (9.0, 2.0, True), (9.0, 8.0, False), (4.0, 2.0, False),
+])  # fmt: skip
+def test_a_running_group_has_room_for_more_where_the_rest_is_free(
+    cpus: float, held: float, grows: bool, cluster: Cluster
+) -> None:
+    cluster.cpus, cluster.held = {"a": cpus}, held
+    assert finder(cluster, FakeRun(), num_workers=[1, 4]).has_larger(Place(2, {})) == grows
+
+
+def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster: Cluster) -> None:
+    cluster.cpus = {"1": 4.0, "2": 4.0}
+    failing, run = FailingNodes(None), FakeRun()
+    for _ in range(2):
+        failing.note(WorkerPlace("10.0.0.1", "1", "", 5))
+    wants = finder(cluster, run, failing, num_workers=4, label_selector={"pool": "a"})
+    for _ in range(2):
+        place = wants.found()
+        assert place.labels == {"pool": "a", "ray.io/node-id": "!in(1)"}
+    assert [kind for kind, *_ in run.events] == [EventKind.NODE_LEFT_OUT]
+    # Where no other nodes have room for it, a group with the bad one is better than none.
+    assert finder(cluster, run, failing, num_workers=8).found().labels == {}
+
+
+@pytest.mark.parametrize(("cpus", "is_private", "lacks"), [
+    (3, False, False), (2, False, True), (2, True, False),
+])  # fmt: skip
+def test_a_run_whose_reading_nodes_are_lost_lacks_them(
+    cpus: int, is_private: bool, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two workers hold the CPUs of the node that is left."""
+    left = ClusterShape(2, cpus, 0, 0.0, is_private=is_private)
+    monkeypatch.setattr(placement, "shape", lambda _: left)
+    text = lacking_now(recipe_with(workers={"num_workers": 2}), use_gpu=False)
+    assert ("leave 0 of 2 CPUs for reading data" in text and "start nodes" in text) == lacks
+    assert bool(text) == lacks
+
+
+def test_gpus_that_join_later_are_not_lacking_to_a_run_on_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its workers were placed by `auto` when there were none."""
+    monkeypatch.setattr(placement, "shape", lambda _: ClusterShape(3, 8, 1, 0.0))
+    recipe = recipe_with(workers={"num_workers": 2, "use_gpu": "auto"})
+    assert lacking_now(recipe, use_gpu=False) == ""
+    assert "needs 2 GPUs; the cluster has 1" in lacking_now(recipe, use_gpu=True)
+
+
+def test_a_head_that_does_not_answer_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: float) -> ClusterShape:
+        raise ray.exceptions.RpcError("the head is away")
+
+    monkeypatch.setattr(placement, "shape", fail)
+    assert lacking_now(recipe_with(), use_gpu=False) == ""
+
+
+def test_it_is_said_what_is_needed_what_there_is_and_what_to_do() -> None:
+    text = describe_missing(4, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 2.0}, {"CPU": 3.0})
+    assert text == (
+        "4 workers need 8 CPU (the cluster has 16, 3 of them free), 4 GPU (the cluster has 2, "
+        "0 of them free); start nodes, wait for or end what else runs there, or "
+        "lower workers.num_workers"
+    )

@@ -1,0 +1,389 @@
+"""What the driver decides after each worker group, on groups that are fake: no Ray."""
+
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.train import ControllerError, PreemptionError, WorkerGroupError
+from ray.train.v2.api.preemption import PreemptionInfo
+
+from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.launch.attempts import PLACE, Attempts
+from tests.worker.fakes import TOTAL, FakeRun, make_job
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
+from vit_ray.launch import workers
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.failures import FailingNodes
+from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
+from vit_ray.launch.record.control import Event, RunStatus
+from vit_ray.launch.workers import (
+    GROUPS_FILE,
+    PLACE_S,
+    RETURN_S,
+    START_S,
+    Ended,
+    GroupWatch,
+    RunDivergedError,
+    RunFailedError,
+    WorkerGroups,
+    newest_step,
+    settings,
+)
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.storage import locate
+from vit_ray.worker.job import SmallerMicroBatchError
+
+BY_PEER, BAD_CARD = RuntimeError("Connection closed by peer"), RuntimeError("bad card")
+
+
+def failed(*errors: Exception) -> WorkerGroupError:
+    return WorkerGroupError("workers failed", dict(enumerate(errors)))
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    where = Position(Progress(step), step, step, 1, {"w": [2]}, {}, "print")
+    taken = snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where)
+    write_snapshot(taken, locate(str(folder)).child(folder_name(step)))
+
+
+def saved(folder: Path, step: int, error: Exception) -> Callable[[], Exception]:
+    """A group that has written a checkpoint before its end."""
+
+    def end() -> Exception:
+        checkpoint(folder, step)
+        return error
+
+    return end
+
+
+def test_a_run_ends_with_the_group_that_ends_in_order(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, Ended(goes_on=True), failed(BAD_CARD), Ended())
+    attempts.train()
+    assert attempts.num_attempts == 3
+    assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
+
+
+def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path: Path) -> None:
+    crash = failed(BY_PEER, BAD_CARD)
+    weeks = [saved(tmp_path, step, crash) for step in (10, 20, 30)]
+    attempts = Attempts(tmp_path, crash, *weeks, crash, max_failures=1)
+    with pytest.raises(RunFailedError) as raised:
+        attempts.train()
+    assert str(raised.value) == (
+        "worker 1: bad card; worker 0: Connection closed by peer "
+        "(failure 2 without a new checkpoint between; workers.max_failures=1)"
+    )
+    assert attempts.num_attempts == 5
+    assert len(attempts.run.events) == 5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        failed(SmallerMicroBatchError("8 images"), RuntimeError("Connection reset")),
+        failed(ray.exceptions.RayActorError(preempted=True), BY_PEER),
+        PreemptionError(PreemptionInfo(None, {})),
+    ],
+)
+def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
+    error: Exception, tmp_path: Path
+) -> None:
+    sent = pickle.loads(pickle.dumps(error))
+    attempts = Attempts(tmp_path, *[sent] * 9, Ended(), max_failures=0)
+    attempts.train()
+    assert len(attempts.run.events) == 9
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        failed(OSError("x")),
+        ControllerError(RuntimeError("a worker died")),
+        ray.exceptions.RayActorError(),  # the controller itself
+        TimeoutError("1 of 2 workers started"),
+    ],
+)
+def test_other_failures_are_counted(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="failure 2 without a new checkpoint"):
+        Attempts(tmp_path, error, error, max_failures=1).train()
+
+
+@pytest.mark.parametrize("error", [None, failed(BY_PEER)])
+@pytest.mark.parametrize("has_diverged", [False, True])
+def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(
+    error: Exception | None, has_diverged: bool, tmp_path: Path
+) -> None:
+    failure = Failure("the data are bad", has_diverged)
+    attempts = Attempts(tmp_path, Ended(error), failure=failure, max_failures=-1)
+    with pytest.raises(RunFailedError, match=r"^the data are bad$") as raised:
+        attempts.train()
+    assert isinstance(raised.value, RunDivergedError) == has_diverged
+    assert attempts.run.events == []
+
+
+def without_place(attempts: Attempts, error: Exception) -> None:
+    def wait() -> Place:
+        raise error
+
+    attempts.found = wait  # type: ignore[method-assign]
+    attempts.train()
+
+
+def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path)
+    without_place(attempts, StoppedWaitingError("SIGTERM"))
+    text = "SIGTERM; no workers were running, so no checkpoint was written"
+    assert attempts.run.events == [("stopped", text, 0)]
+
+
+def test_a_stop_does_not_hide_what_the_run_had_failed_of(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, failure=Failure("disk full"))
+    with pytest.raises(RunFailedError, match="disk full"):
+        without_place(attempts, StoppedWaitingError("SIGTERM"))
+    assert attempts.run.events == []
+
+
+def test_a_run_without_a_place_fails(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="no GPU"):
+        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
+
+
+def test_a_failure_is_told_with_the_place_of_its_worker(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, failed(BY_PEER, RuntimeError("CUDA error: ECC")), Ended())
+    attempts.run.at = {
+        rank: WorkerPlace(f"10.0.0.{rank}", str(rank), f"GPU 3, pid 4{rank}", 57)
+        for rank in range(2)
+    }
+    attempts.train()
+    ((_, text, _),) = attempts.run.events
+    assert text.startswith(
+        "worker 1 on 10.0.0.1 (GPU 3, pid 41, step 57): CUDA error: ECC; worker 0 on "
+    )
+
+
+def test_failures_are_counted_by_node(tmp_path: Path) -> None:
+    node = {"NodeID": "1", "NodeManagerAddress": "10.0.0.1"}
+    attempts = Attempts(tmp_path, failed(BY_PEER, BAD_CARD), failed(BY_PEER, BAD_CARD), Ended())
+    attempts.run.at = {1: WorkerPlace("10.0.0.1", "1", "", 5)}
+    failing = FailingNodes(None)
+    attempts.train(failing)
+    assert failing.among((node,)) == {"1": "10.0.0.1"}
+
+
+class Watched:
+    """A group of two, whose `fit()` has not returned."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any = "train") -> None:
+        self.now_s, self.run = 0.0, FakeRun()
+        self.status = RunStatus()
+        self.run.status = lambda: self.status  # type: ignore[attr-defined]
+        self.has_room, self.lacking = False, ""
+        monkeypatch.setattr(workers, "lacking_now", lambda *_, **__: self.lacking)
+        self.job = replace(make_job(folder, kind), record=self.run, control=self.run)
+        finder: Any = SimpleNamespace(has_larger=lambda _: self.has_room)
+        control: Any = self.run
+        self.watch = GroupWatch(self.job, control, finder, PLACE, False, clock=lambda: self.now_s)
+
+    def start(self, count: int = 2) -> None:
+        self.run.at = {r: WorkerPlace("10.0.0.1", "a", "", 0, f"0{r}") for r in range(count)}
+
+    def is_over_within(self, seconds: float) -> bool:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 5.0
+            if self.watch.is_over():
+                return True
+        return False
+
+
+def test_workers_that_do_not_start_are_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    watched.start(1)
+    assert not watched.is_over_within(START_S - 10)
+    assert watched.is_over_within(20)
+    assert str(watched.watch.error) == "1 of 2 workers started within 600 s"
+    assert watched.watch.groups == {"00"}
+    file = Path(watched.job.run_folder) / GROUPS_FILE
+    assert json.loads(file.read_text()) == ["00"]  # for the next driver
+
+
+def test_workers_that_have_started_have_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    watched.start()
+    assert not watched.is_over_within(10 * START_S)
+    assert not watched.watch.lost_place()
+
+
+def test_a_group_that_nobody_has_heard_of_has_lost_its_place_or_failed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    assert not watched.watch.lost_place()
+    watched.is_over_within(PLACE_S)
+    assert watched.watch.lost_place()
+
+
+def end_of(watched: Watched, how: str) -> None:
+    if how == "finished":
+        watched.status.step = TOTAL
+        checkpoint(Path(watched.job.run_folder), TOTAL)
+    elif how == "stopped":
+        watched.status.events.append(Event(EventKind.STOPPED, "SIGTERM", 3, 0.0))
+    elif how == "measured":
+        watched.status.metrics["eval/top1"] = 0.5
+    else:
+        watched.run.failed = Failure("the data are bad")
+
+
+@pytest.mark.parametrize("how", ["finished", "stopped", "failed", "measured"])
+def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch, "evaluate" if how == "measured" else "train")
+    watched.start()
+    assert not watched.is_over_within(10 * RETURN_S)
+    end_of(watched, how)
+    assert not watched.is_over_within(RETURN_S)
+    assert watched.is_over_within(2 * RETURN_S)
+    assert watched.watch.error is None
+
+
+def test_the_last_step_is_not_the_end_before_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    watched.start()
+    watched.status.step = TOTAL
+    assert not watched.is_over_within(10 * RETURN_S)
+
+
+def test_a_group_grows_by_one_request_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    watched.start(1)
+    watched.has_room = True
+    watched.is_over_within(300)
+    assert watched.run.saves == 0  # it is starting
+    watched.start()
+    watched.is_over_within(300)
+    assert watched.run.saves == 1
+    assert watched.watch.is_resizing
+
+
+def test_an_evaluation_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(tmp_path, monkeypatch, "evaluate")
+    watched.start()
+    watched.has_room = True
+    watched.is_over_within(300)
+    assert watched.run.saves == 0
+
+
+def test_what_a_placed_group_lacks_is_told_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit to the wait, a line at each look would be all of the run's history."""
+    watched = Watched(tmp_path, monkeypatch)
+    watched.start()
+    for lacking in ("2 CPUs", "1 CPU", "", "1 CPU"):
+        watched.lacking = lacking
+        watched.is_over_within(3600)
+    assert [text for _, text, _ in watched.run.events] == ["2 CPUs", "1 CPU", "1 CPU"]
+
+
+def test_a_record_that_does_not_answer_ends_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+
+    def away() -> Any:
+        raise RuntimeError("has not answered")
+
+    watched.run.places = away  # type: ignore[method-assign]
+    assert not watched.is_over_within(2 * START_S)
+
+
+def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
+    job = make_job(folder, **sections)
+    shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
+    control: Any = job.control
+    finder: Any = None
+    return WorkerGroups(job, control, finder, finder, shape, ClusterShape(1, 4, 2, 0.0))
+
+
+def test_ray_train_tries_once_and_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    place = Place(4, {"pool": "a"})
+    trainer = groups_of(Path("/x"), train={"step_timeout_s": 7.5})._trainer(place)
+    config, scaling = trainer.run_config, trainer.scaling_config
+    failures = config.failure_config
+    assert failures.max_failures == failures.max_preemption_failures == 0
+    assert failures.controller_failure_limit == 0
+    assert (scaling.num_workers, scaling.label_selector) == (4, {"pool": "a"})
+    assert trainer.backend_config.timeout_s == 120
+    # There are GPUs, which these workers must not use.
+    assert config.worker_runtime_env == {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
+    carried = pickle.loads(pickle.dumps(config.storage_filesystem))  # to the controller
+    context = replace(config, storage_filesystem=carried).storage_context  # which tries it
+    assert context.experiment_fs_path == f"groups/{config.name}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path: Path) -> None:
+    groups, other = groups_of(tmp_path), groups_of(tmp_path)
+    names = set()
+    for number, one in ((1, groups), (2, groups), (1, other)):
+        one._number = number
+        names.add(one._trainer(PLACE).run_config.name)
+    assert len(names) == 3
+
+
+def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+    polled = [settings(size, is_private=False)[key] for size in (1, 64, 512)]
+    assert polled == ["0.5", "0.5", "4"]
+    monkeypatch.setenv(key, "3")
+    groups_of(tmp_path)._trainer(PLACE)
+    assert os.environ[key] == "3"
+
+
+def test_a_file_of_mlflow_that_is_being_created_is_no_warning(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_job(Path("/x")).recipe
+    workers._say_that_the_record_waits(
+        recipe.with_changes(tracking={"uri": "sqlite:////home/mlflow.db"})
+    )
+    note = "MLflow is still creating or opening sqlite:////home/mlflow.db; "
+    assert capsys.readouterr().err.startswith(note)
+    assert not caplog.records
+    workers._say_that_the_record_waits(
+        recipe.with_changes(tracking={"uri": "http://user:secret@mlflow:5000"})
+    )
+    assert "mlflow:5000 does not answer; " in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_run_without_a_checkpoint_has_no_newest_step(tmp_path: Path) -> None:
+    assert newest_step(str(tmp_path)) == -1
+    checkpoint(tmp_path, 10)
+    assert newest_step(str(tmp_path)) == 10

@@ -1,0 +1,447 @@
+"""A run's worker groups, one `fit()` of Ray Train after another; the driver decides what follows.
+
+Ray Train starts a group, and notices that it has ended. Whether a failure counts, which size the
+next group has, and on which nodes, is decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import fsspec
+import ray
+import ray.train
+from joblib import cpu_count
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+# The classes that `ray.train` has at run time; type checkers see those of its version 1 there.
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.util import remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.config import Recipe
+from vit_ray.config.secrets import redact
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.ray_datasets import start_beside_server
+from vit_ray.data.stream.stream_server import StreamSource
+from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
+from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
+from vit_ray.launch.failures import FailingNodes, cause, counts, failing_node
+from vit_ray.launch.placement import (
+    STRATEGY,
+    GroupShape,
+    NoPlaceError,
+    Place,
+    PlaceFinder,
+    StoppedWaitingError,
+    lacking_now,
+)
+from vit_ray.launch.record.run_host import RunControl
+from vit_ray.outcomes import EventKind, Failure
+from vit_ray.ray_internals import start_data_actors
+from vit_ray.storage import locate
+from vit_ray.worker.entry import work
+from vit_ray.worker.job import GroupStart, TrainJob
+
+PLACE_S: Final = 20.0
+"""How long a group waits for the place that was just there; then it is asked for again."""
+START_S: Final = 600.0
+"""Longest time from a place to the first word of the last rank; Ray has no limit for it."""
+RETURN_S: Final = 60.0
+"""How long `fit()` may take to return after its workers have ended."""
+LOOK_EVERY_S = 30.0
+"""Seconds between two looks whether the run has ended, and at the cluster."""
+LOOK_S: Final = 0.5
+GROUPS_FILE: Final = "placement_groups.json"
+"""In the run's folder, for the next driver."""
+LEAST_TIMEOUT_S: Final = 120.0
+"""Of a collective operation: it is also the time in which the ranks must meet."""
+RANKS_PER_POLL_S: Final = 128
+"""Ray Train's controller polls every rank: 1.4 ms of its CPU each."""
+
+logger = logging.getLogger(__name__)
+
+
+class RunFailedError(RuntimeError):
+    """The run ended in an error; the message has the cause."""
+
+
+class RunDivergedError(RunFailedError):
+    """The loss or gradient is not finite: the same recipe would diverge again."""
+
+
+def run_workers(
+    job: TrainJob,
+    control: RunControl,
+    streams: dict[str, StreamSpec],
+    cluster: ClusterShape,
+    *,
+    use_gpu: bool,
+) -> None:
+    """Train until the run ends, through failures and changes of the group's size.
+
+    A stop before the group is placed ends the training with the event `stopped`, the same as
+    workers send after their last checkpoint.
+
+    Args:
+        streams: what the workers read, by name, as in `ResolvedRun`.
+
+    Raises:
+        RunDivergedError: the loss or the gradient is not finite.
+        RunFailedError: training failed more often than the recipe allows, or cannot work.
+        NoPlaceError: the cluster had no room for the workers in time.
+    """
+    trains = job.kind == "train"
+    kept = locate(job.run_folder).child(GROUPS_FILE)
+    if trains and kept.exists():  # of a driver that was killed: Ray may keep its place
+        give_back(json.loads(kept.read()))
+    shape = GroupShape.of(job.recipe, use_gpu=use_gpu, trains=trains)
+    if cluster.is_private:
+        cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
+        left = cpus - shape.sizes[-1] * shape.resources["CPU"]
+        start_beside_server(max(0, int(left / shape.reading_cpus)), cpu_count())
+    else:
+        start_data_actors()
+    failing = FailingNodes(locate(job.run_folder) if trains else None)
+    finder = PlaceFinder(job, shape, failing)
+    server = {
+        "keeps_statistics": not cluster.is_private or has_dashboard(),
+        "warms_up": not cluster.is_private,
+        "cpus_per_rank": shape.resources["CPU"],
+    }
+    source = StreamSource(ray.put(streams), server)
+    groups = WorkerGroups(job, control, source, finder, shape, cluster)
+    try:
+        Run(job, control, finder, failing, groups.run).train()
+    finally:
+        if trains:
+            kept.delete()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt has ended."""
+
+    error: BaseException | None = None
+    goes_on: bool = False
+    """Without an error: another group follows, of another size or in another place."""
+
+
+class Run:
+    """The driver's decisions, from one attempt to the next."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        control: RunControl,
+        finder: PlaceFinder,
+        failing: FailingNodes,
+        attempt: Callable[[Place], Ended],
+    ) -> None:
+        """`attempt`: runs a worker group to its end."""
+        self._job, self._control = job, control
+        self._finder, self._failing, self._attempt = finder, failing, attempt
+        self._num_failures, self._failed_at = 0, -1
+
+    def train(self) -> None:
+        """Raises as `run_workers`."""
+        try:
+            while not self._has_ended(self._attempt(self._finder.found())):
+                pass
+        except StoppedWaitingError as stop:
+            if failure := self._control.failure():
+                raise _error_of(failure) from stop
+            text = f"{stop}; no workers were running, so no checkpoint was written"
+            self._job.record.event(EventKind.STOPPED, text, 0, ANSWER_LIMIT_S)
+        except NoPlaceError as error:
+            raise RunFailedError(str(error)) from error
+
+    def _has_ended(self, ended: Ended) -> bool:
+        """Whether the run has ended with this attempt.
+
+        Raises:
+            RunFailedError: with an error.
+        """
+        # A worker's own error says more than the time-outs of those that waited for it.
+        if failure := self._control.failure():
+            raise _error_of(failure) from ended.error
+        if ended.error is None:
+            return not ended.goes_on
+        places = {}
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            places = self._control.places()
+        text = cause(ended.error, places)
+        self._job.record.event(EventKind.WORKER_FAILED, text, 0)
+        if counts(ended.error):
+            self._failing.note(failing_node(ended.error, places))
+            self._count(text, ended.error)
+        return False
+
+    def _count(self, text: str, error: BaseException) -> None:
+        """Count a failure; those before a checkpoint are forgotten: a run may take weeks.
+
+        Raises:
+            RunFailedError: there were too many without a new checkpoint between them.
+        """
+        newest = newest_step(self._job.run_folder)
+        if newest not in (-1, self._failed_at):
+            self._num_failures, self._failed_at = 0, newest
+        self._num_failures += 1
+        if -1 < (most := self._job.recipe.workers.max_failures) < self._num_failures:
+            raise RunFailedError(
+                f"{text} (failure {self._num_failures} without a new checkpoint between; "
+                f"workers.max_failures={most})"
+            ) from error
+
+
+class WorkerGroups:
+    """Starts the run's worker groups, and watches each until it ends."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        control: RunControl,
+        streams: StreamSource,
+        finder: PlaceFinder,
+        shape: GroupShape,
+        cluster: ClusterShape,
+    ) -> None:
+        self._job, self._control, self._streams = job, control, streams
+        self._finder, self._shape, self._cluster = finder, shape, cluster
+        self._name, self._number = f"{job.recipe.name}-{uuid.uuid4().hex[:8]}", 0
+
+    def run(self, place: Place) -> Ended:
+        """Train with a new group until it ends."""
+        self._number += 1
+        fit = _Fit(lambda: self._trainer(place).fit())
+        # While the workers start: an error in opening the record ends the run.
+        if self._number == 1 and self._job.record.run_id(ANSWER_LIMIT_S) is None:
+            _say_that_the_record_waits(self._job.recipe)
+        self._job.record.place_wait(*place.waited)
+        watch = GroupWatch(self._job, self._control, self._finder, place, self._shape.use_gpu)
+        while not (fit.returns_within(LOOK_S) or watch.is_over()):
+            pass
+        error = fit.error or watch.error
+        if error is not None:
+            give_back(watch.groups)
+        if isinstance(error, ray.train.ControllerError) and watch.lost_place():
+            return Ended(goes_on=True)
+        return Ended(error, goes_on=watch.is_resizing and error is None)
+
+    def _trainer(self, place: Place) -> Any:
+        # Here, in a thread: it imports torch, which takes seconds.
+        from ray.train.torch import TorchTrainer
+
+        from vit_ray.worker.process_group import GroupConfig
+
+        cluster, use_gpu = self._cluster, self._shape.use_gpu
+        for key, value in settings(place.size, is_private=cluster.is_private).items():
+            os.environ.setdefault(key, value)  # the user's own settings stay
+        start = GroupStart(
+            self._job,
+            f"{self._name}-{self._number}",
+            use_gpu,
+            self._streams,
+        )
+        # Ray leaves a machine's GPUs visible to workers that did not ask for one.
+        hides_gpus = cluster.num_gpus > 0 and not use_gpu
+        return TorchTrainer(
+            work,
+            train_loop_config={"start": start},
+            torch_config=GroupConfig(
+                backend="nccl" if use_gpu else "gloo",
+                timeout_s=math.ceil(max(LEAST_TIMEOUT_S, self._job.recipe.train.step_timeout_s)),
+            ),
+            scaling_config=ScalingConfig(
+                num_workers=place.size,
+                use_gpu=use_gpu,
+                resources_per_worker=dict(self._shape.resources),
+                placement_strategy=STRATEGY,
+                label_selector=dict(place.labels) or None,
+            ),
+            run_config=RunConfig(  # type: ignore[arg-type]
+                name=start.name,
+                # Ray Train's own state, which is never read, goes to the controller's memory, so
+                # that no files are left behind. Checkpoints do not go through Ray Train.
+                storage_path="groups",
+                storage_filesystem=PyFileSystem(FSSpecHandler(fsspec.filesystem("memory"))),
+                failure_config=FailureConfig(
+                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+                ),
+                worker_runtime_env=(
+                    {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if hides_gpus else None
+                ),
+            ),
+        )
+
+
+class _Fit:
+    """A call of `fit()` in a thread: in the main one Ray takes over Ctrl-C."""
+
+    def __init__(self, fit: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._fit, self._has_returned = fit, threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="fit").start()
+
+    def returns_within(self, seconds: float) -> bool:
+        return self._has_returned.wait(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._fit()
+        except BaseException as error:  # raised where the group is waited for
+            self.error = error
+        self._has_returned.set()
+
+
+class GroupWatch:
+    """Looks after a group while `fit()` runs: its start, room for more workers, its end."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        control: RunControl,
+        finder: PlaceFinder,
+        place: Place,
+        use_gpu: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job, self._control, self._finder, self._place = job, control, finder, place
+        self._use_gpu, self._clock = use_gpu, clock
+        self.error: Exception | None = None
+        self.groups: set[str] = set()
+        """Placement groups of its workers, as far as known."""
+        self.is_resizing = False
+        """Its workers were asked for a checkpoint, after which a larger group starts."""
+        self._began_s = self._looked_s = clock()
+        self._num_started = 0
+        self._ended_s: float | None = None
+        self._lacked = ""
+
+    def is_over(self) -> bool:
+        """Whether nothing can be expected of the group any more, although `fit()` runs.
+
+        Either its workers have ended the run, or some have never started (`error`).
+        """
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            return self._has_not_started() or self._has_ended()
+        return False  # the record does not answer: the workers go on without it
+
+    def lost_place(self) -> bool:
+        """Whether its place was taken by others before its workers started."""
+        return self._num_started == 0 and self._clock() - self._began_s >= PLACE_S
+
+    def _has_not_started(self) -> bool:
+        if self._num_started >= self._place.size:
+            return False
+        places = self._control.places()
+        self._num_started = len(places)
+        known, self.groups = self.groups, {place.group for place in places.values()} - {""}
+        if self.groups != known and self._job.kind == "train":
+            file = locate(self._job.run_folder).child(GROUPS_FILE)
+            file.write(json.dumps(sorted(self.groups)).encode())
+        if self._clock() - self._began_s < START_S:
+            return False
+        text = f"{self._num_started} of {self._place.size} workers started within {START_S:g} s"
+        self.error = TimeoutError(text)
+        return True
+
+    def _has_ended(self) -> bool:
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_EVERY_S:
+            return False
+        self._looked_s = now_s
+        if self._ended_s is not None:
+            return now_s - self._ended_s > RETURN_S
+        if has_ended(self._job, self._control):
+            self._ended_s = now_s
+        elif self._num_started >= self._place.size:
+            self._look_at_cluster()
+        return False
+
+    def _look_at_cluster(self) -> None:
+        before, self._lacked = self._lacked, lacking_now(self._job.recipe, use_gpu=self._use_gpu)
+        if self._lacked and self._lacked != before:
+            self._job.record.event(EventKind.NO_PLACE, self._lacked, 0)
+        trains = self._job.kind == "train"
+        if trains and not self.is_resizing and self._finder.has_larger(self._place):
+            self.is_resizing = True
+            self._control.request_save()
+
+
+def has_ended(job: TrainJob, control: RunControl) -> bool:
+    """Whether the workers have ended the run, by what they have recorded."""
+    status = control.status()
+    if control.failure() or any(event.kind is EventKind.STOPPED for event in status.events):
+        return True
+    if job.kind != "train":
+        return bool(status.metrics)
+    newest = newest_checkpoint(locate(job.run_folder)) if status.step >= job.total_steps else None
+    return newest is not None and newest.position.progress.is_over(job.total_steps)
+
+
+def give_back(groups: Iterable[str]) -> None:
+    """Remove placement groups, which Ray keeps if a controller dies, by their ids."""
+    for group in groups:
+        with contextlib.suppress(ray.exceptions.RayError):
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
+
+
+def settings(num_workers: int, *, is_private: bool) -> dict[str, str]:
+    """Ray Train's settings."""
+    watches = "0" if is_private else "1"
+    return {
+        # How soon Ray Train notices that a worker has ended or died.
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": f"{max(0.5, num_workers / RANKS_PER_POLL_S):g}",
+        # A private Ray has a single node, which is not preempted, and its metrics are not read.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": watches,
+        "RAY_TRAIN_METRICS_ENABLED": watches,
+        # The place is there when a group starts.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{PLACE_S:g}",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths are those of the driver
+    }
+
+
+def newest_step(run_folder: str) -> int:
+    """Step of the newest complete checkpoint; -1 if there is none, or storage does not answer."""
+    try:
+        checkpoint = newest_checkpoint(locate(run_folder))
+    except OSError:
+        return -1
+    return checkpoint.position.step if checkpoint else -1
+
+
+def _error_of(failure: Failure) -> RunFailedError:
+    kind = RunDivergedError if failure.has_diverged else RunFailedError
+    return kind(failure.reason)
+
+
+def _say_that_the_record_waits(recipe: Recipe) -> None:
+    """A note for a SQLite file, whose schema takes MLflow seconds; a warning for a server."""
+    uri = redact(recipe.tracking.uri)
+    if uri.startswith("sqlite:"):
+        print(
+            f"MLflow is still creating or opening {uri}; {recipe.name} trains meanwhile, and is "
+            "recorded there when it is open",
+            file=sys.stderr,
+            flush=True,
+        )
+    else:
+        logger.warning(
+            "MLflow at %s does not answer; %s continues, and its record waits in %s",
+            uri,
+            recipe.name,
+            recipe.run_folder,
+        )

@@ -157,7 +157,8 @@ def measure_save(ranks: int) -> tuple[str, bool]:
         stack.callback(counting.terminate)
         os.environ |= {
             "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": KEY, "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "VIT_RAY_S3_TIMEOUT_S": "120",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "FSSPEC_S3": '{"config_kwargs": {"read_timeout": 120}}',
         }  # fmt: skip
         pools = [
             stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in range(PROCESSES)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry", "s3", "lock", "outcomes"}
+EVERYONE = {"config", "storage", "lock", "outcomes"}
 EVERYONE |= {
     "addresses",
     "own_parts",
@@ -47,12 +47,10 @@ ALLOWED = {
     "config": set(),
     "addresses": set(),
     "storage": set(),
-    "retry": set(),
     "internals": set(),
     "ray_internals": set(),
     "deepspeed_internals": set(),
     "mlflow_internals": set(),
-    "s3": set(),
     "own_parts": set(),
     "metric_names": set(),
     "model_aliases": set(),

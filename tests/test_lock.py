@@ -1,22 +1,31 @@
 """One process at a time for a folder."""
 
+import errno
 import functools
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tests.two_holders import holders, in_folder, lock_bucket
-from vit_ray import lock
-from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock, is_lock_file
-from vit_ray.retry import with_retries
-from vit_ray.storage import RIGHTS_PROBE, Creation, Location, locate
+from vit_ray import lock, storage
+from vit_ray.lock import (
+    HeldError,
+    LockLostError,
+    Owner,
+    check_lock,
+    hold_lock,
+    is_lock_file,
+    this_process,
+)
+from vit_ray.storage import RIGHTS_PROBE, Location, locate
 
 HOLD = """
 import sys
@@ -38,7 +47,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     monkeypatch.setattr(lock, "RELEASE_S", 0.1)
     monkeypatch.setattr(lock, "POLL_S", 0.02)
-    monkeypatch.setattr(lock, "RENEW_S", 0.05)
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(lock, "SETTLE_S", 2.0)
 
 
@@ -48,8 +57,8 @@ def ignore(_: str) -> None:
 
 def elsewhere(folder: Location, number: int, **changes: object) -> Owner:
     """The file of a holder on another machine."""
-    owner = replace(Owner.this_process(), host="node-7", **changes)  # type: ignore[arg-type]
-    folder.child(f"lock-{number:08d}.json").write(json.dumps(asdict(owner)).encode())
+    owner = {**this_process(folder), "host": "node-7", **changes}
+    folder.child(f"lock-{number:08d}.json").write(json.dumps(owner).encode())
     return owner
 
 
@@ -60,8 +69,8 @@ def files(folder: Location) -> list[str]:
 def after_one_that_died(root: str, index: int) -> str:
     """A folder whose holder has ended without letting go."""
     path = in_folder(root, index)
-    dead = replace(Owner.this_process(), pid=2**22 + 1, started="1")
-    locate(path).child("lock-00000001.json").write(json.dumps(asdict(dead)).encode())
+    dead = {**this_process(locate(path)), "process": 2**22 + 1, "started": "1"}
+    locate(path).child("lock-00000001.json").write(json.dumps(dead).encode())
     return path
 
 
@@ -93,7 +102,10 @@ def test_on_s3_it_is_held_renewed_and_let_go(
         first = file.read()
         while file.read() == first:
             time.sleep(0.02)
-        with pytest.raises(HeldError, match=r"held by process \d+"), hold_lock(folder, ignore):
+        with (
+            pytest.raises(HeldError, match=r"^process \d+ of .* on .* since "),
+            hold_lock(folder, ignore),
+        ):
             pass
         check_lock(folder, number)
     with hold_lock(folder, ignore) as next_number:
@@ -110,7 +122,7 @@ def test_it_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "1\n"
-        held = pytest.raises(HeldError, match=f"held by process {other.pid} on ")
+        held = pytest.raises(HeldError, match=f"process {other.pid} of .* on ")
         with held, hold_lock(folder, ignore):
             pass
         other.kill()
@@ -125,7 +137,7 @@ def test_a_holder_on_another_machine_that_renews_keeps_it(
     folder: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere(folder, 4)
-    monkeypatch.setattr(time, "sleep", lambda _: elsewhere(folder, 4, beat=1))
+    monkeypatch.setattr(time, "sleep", lambda _: elsewhere(folder, 4, heartbeat=1))
     with pytest.raises(HeldError, match="on node-7"), hold_lock(folder, ignore):
         pass
 
@@ -134,9 +146,9 @@ def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder: Locat
     elsewhere(folder, 4)
     with hold_lock(folder, ignore) as number:
         assert number == 5
-        elsewhere(folder, 4, beat=7)  # a renewal that was on its way
+        elsewhere(folder, 4, heartbeat=7)  # a renewal that was on its way
         check_lock(folder, number)
-        with pytest.raises(LockLostError, match=r"taken over by process \d+ on "):
+        with pytest.raises(LockLostError, match=r"taken over by process \d+ of .* on "):
             check_lock(folder, 4)
 
 
@@ -165,7 +177,7 @@ def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder: L
     (reason,) = reasons
     assert "has been taken over by process" in reason
     assert "on node-7" in reason
-    assert json.loads(folder.child("lock-00000002.json").read()) == asdict(theirs)
+    assert json.loads(folder.child("lock-00000002.json").read()) == theirs
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": 1}', b"\xff"])
@@ -232,7 +244,7 @@ def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(
     with hold_lock(folder, ignore) as number:
         monkeypatch.setattr(Location, "write", hang)
         assert hangs.wait(60)
-    assert "is left: its storage has not answered in 0.1 s" in caplog.text
+    assert "is left: its storage does not answer" in caplog.text
     (keeper,) = [thread for thread in threading.enumerate() if thread.name == "lock"]
     answers.set()
     keeper.join(60)
@@ -241,49 +253,71 @@ def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(
     assert left["is_released"]
 
 
-def test_a_renewal_is_tried_once(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, rounds, attempts = threading.Event(), [], []
+def test_who_waits_says_at_once_for_whom_and_for_how_long(
+    folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = elsewhere(folder, 4)
+    monkeypatch.setattr(lock, "PATIENCE_S", 90.0)
+    monkeypatch.setattr(time, "sleep", lambda _: elsewhere(folder, 4, heartbeat=1))
+    with pytest.raises(HeldError), hold_lock(folder, ignore):
+        pass
+    (message,) = caplog.messages
+    for part in (folder.uri, str(theirs["process"]), theirs["owner"], "node-7", theirs["since"]):
+        assert part in message
+    assert "up to 90 s" in message
 
-    def fail() -> None:
-        attempts.append(1)
-        raise ConnectionError("the store is away")
 
-    def list_files(place: Location, **named: object) -> object:
-        rounds.append(1)
-        if len(rounds) > 2:
-            tried.set()
-        return with_retries(fail, "listing", sleep=lambda _: None)
+def test_a_lock_file_names_its_holder(folder: Location) -> None:
+    with hold_lock(folder, ignore) as number:
+        content = json.loads(folder.child(f"lock-{number:08d}.json").read())
+    assert content.keys() >= {"owner", "host", "process", "folder", "heartbeat", "since"}
+    assert content["folder"] == folder.uri
+    assert content["process"] == os.getpid()
 
+
+def test_a_copied_lock_is_not_believed_and_a_moved_one_is(folder: Location) -> None:
+    copied, moved = (Path(folder.path).with_name(name) for name in ("copied", "moved"))
     with hold_lock(folder, ignore):
-        monkeypatch.setattr(Location, "list_files", list_files)
-        assert tried.wait(60)
-        monkeypatch.undo()
-    assert len(attempts) == len(rounds)
+        shutil.copytree(folder.path, copied)
+        with hold_lock(locate(str(copied)), ignore) as number:
+            assert number == 2
+        with pytest.raises(HeldError), hold_lock(folder, ignore):
+            pass
+        os.rename(folder.path, moved)
+        with pytest.raises(HeldError), hold_lock(locate(str(moved)), ignore):
+            pass
 
 
-def test_a_lock_file_that_is_listed_and_never_there_is_an_error(
+def test_a_process_is_not_refused_by_a_lock_that_a_full_disk_kept_it_from_releasing(
     folder: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "POLL_S", 0.0)
-    monkeypatch.setattr(lock, "_numbers", lambda *_: [7])
-    with pytest.raises(OSError, match="listed but cannot be read"):
-        lock._newest(folder)
+    monkeypatch.setattr(lock, "RELEASE_S", 60.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, hold_lock(folder, ignore):
+        patch.setattr(Location, "write", full)
+        lock_file = folder.child("lock-00000001.json").read()
+    # The end of the block tried to release it while the disk was full.
+    folder.child("lock-00000001.json").write(lock_file)
+    with hold_lock(folder, ignore) as number:
+        assert number == 2
 
 
-def test_a_store_that_is_too_slow_to_do_without_exclusive_creates_is_given_up(
+def test_a_full_disk_leaves_no_empty_lock(
     folder: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def written(place: Location, content: bytes) -> Creation:
-        place.write(content)
-        return Creation.NOT_EXCLUSIVE
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Location, "create", written)
-    monkeypatch.setattr(lock, "SETTLE_S", 0.0)
-    with (
-        pytest.raises(OSError, match="ignores If-None-Match and needs more than 0 s"),
-        hold_lock(folder, ignore),
-    ):
-        raise AssertionError("it was held")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.os, "fsync", full)
+        with pytest.raises(OSError, match="No space"), hold_lock(folder, ignore):
+            pass
+    assert files(folder) == []
+    with hold_lock(folder, ignore) as number:
+        assert number == 1
 
 
 @pytest.mark.parametrize("name", ["lock-00000001.json", RIGHTS_PROBE])

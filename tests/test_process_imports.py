@@ -15,9 +15,10 @@ from vit_ray.storage import locate
 VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 # Each takes a tenth of a second or more to import.
 HEAVY = {
-    "alembic", "botocore", "cv2", "deepspeed", "fastapi", "huggingface_hub.hf_api", "matplotlib",
-    "mlflow", "pandas", "pyarrow", "ray", "ray.data", "ray.train", "ray.train.torch", "ray.tune",
-    "rich", "scipy", "sklearn", "sqlalchemy", "tensorboardX", "torch", "torch._dynamo",
+    "alembic", "botocore.session", "cv2", "deepspeed", "fastapi", "huggingface_hub.hf_api",
+    "matplotlib", "mlflow", "pandas", "pyarrow", "ray", "ray.data", "ray.train",
+    "ray.train.torch", "ray.tune", "rich", "s3fs", "scipy", "sklearn", "sqlalchemy",
+    "tensorboardX", "torch", "torch._dynamo",
     "torch._inductor.lowering", "transformers",
 }  # fmt: skip
 

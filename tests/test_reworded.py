@@ -28,7 +28,7 @@ def reworded(text):
 OUTCOMES = (
     "tests/launch/test_outcomes.py",
     "tests/experiments/test_study_run.py::test_a_stop_ends_a_trial_between_its_trainings",
-    "tests/test_retry.py::test_what_passes_is_tried_again_with_growing_waits",
+    "tests/test_storage.py::test_a_network_disk_that_is_away_is_waited_for_longer_each_time",
     "tests/training/test_largest_batch.py",
 )
 """Tests whose assertions are on outcomes alone."""

@@ -8,8 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.data.s3_server import forget_clients, serve_conditional_s3, serve_s3, this_process_uses
-from vit_ray import lock, s3
+from tests.data.s3_server import (
+    create_bucket,
+    forget_clients,
+    serve_conditional_s3,
+    serve_s3,
+    this_process_uses,
+)
+from vit_ray import lock
 from vit_ray.storage import locate
 
 _LIMIT_S = 60.0
@@ -68,5 +74,5 @@ def lock_bucket(folder: Path, *, is_conditional: bool) -> Iterator[str]:
         this_process_uses(port, timeout_s=60),  # moto's first answer takes seconds
     ):
         if is_conditional:
-            s3.client().create_bucket(Bucket="locks")
+            create_bucket("locks")
         yield "s3://locks/runs"

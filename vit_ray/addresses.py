@@ -1,15 +1,25 @@
 """Which addresses of storage and MLflow can be used, as far as no library is needed to check."""
 
 import contextlib
-import os
 import re
 import sqlite3
 from pathlib import Path
-from typing import Final, NamedTuple
-from urllib.parse import quote, unquote, urlsplit
+from typing import Final
+from urllib.parse import quote, unquote
 
 PLACEHOLDER: Final = "s3://BUCKET"
 """Placeholder in shipped recipes for the user's own place of data and runs."""
+STORES: Final = ("s3", "gs", "az")
+"""Schemes of stores; the last two need an extra."""
+_OTHERS: Final = {
+    "hf": "the Hugging Face hub has weights only (init_from); for images run `hf download` first, "
+    "and give the folder",
+    "s3a": "it is Hadoop's name for s3://; write s3://",
+    "gcs": "write gs://",
+    "abfs": "write az://",
+    "http": "download the files, and give their folder",
+    "https": "download the files, and give their folder; a store's own address is AWS_ENDPOINT_URL",
+}
 _SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
 """Address of a SQLite file, with or without SQLAlchemy's driver, and the file."""
 LOCAL_SERVER: Final = "http://127.0.0.1:5000"
@@ -21,8 +31,6 @@ _FIRST_TABLE: Final = "experiments"
 _GIVE_STORE: Final = (
     "give the MLflow database of the runs, such as sqlite:///mlflow.db, or the address of a server"
 )
-_RUN_PARTS: Final = 4
-"""`mlruns/EXPERIMENT/RUN/artifacts`, below the folder of a SQLite store."""
 
 
 def with_home(path: str) -> Path:
@@ -54,31 +62,25 @@ def check_address(path: str) -> None:
     """
     if not path.strip():
         raise ValueError("the path is empty; give a folder, a file or an s3:// address")
-    if path.startswith("s3://"):
-        if not path.split("/")[2]:
-            raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder")
-        if is_placeholder(path):
-            raise ValueError(
-                f"{path!r} is a placeholder of a shipped recipe: set its key (`--dry-run` shows "
-                "which) to your own folder, s3://my-bucket/folder or a local one"
-            )
-        # A secret may contain a slash, so that its @ comes later.
-        if set("@:") & set(path.split("/")[2]):
-            raise ValueError(
-                "an s3:// address has an @ or a : in its bucket, as if it held credentials; give "
-                "s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the environment"
-            )
-    elif path.startswith(("gs://", "gcs://")):
+    scheme, has_scheme, rest = path.partition("://")
+    if not has_scheme or scheme == "file":
+        return
+    if scheme not in STORES:
+        other = _OTHERS.get(scheme, f"use a local path, or {', '.join(STORES)}://BUCKET/FOLDER")
+        raise ValueError(f"the scheme {scheme!r} of an address is not supported: {other}")
+    bucket = rest.partition("/")[0]
+    if not bucket:
+        raise ValueError(f"{path!r} names no bucket; give {scheme}://bucket/folder")
+    if is_placeholder(path):
         raise ValueError(
-            "a gs:// address is not supported, but Google's storage also has an S3 interface: give "
-            "s3://bucket/folder, and set AWS_ENDPOINT_URL=https://storage.googleapis.com, "
-            "AWS_REQUEST_CHECKSUM_CALCULATION=when_required, and an HMAC key as AWS_ACCESS_KEY_ID "
-            "and AWS_SECRET_ACCESS_KEY"
+            f"{path!r} is a placeholder of a shipped recipe: set its key (`--dry-run` shows "
+            "which) to your own folder, s3://my-bucket/folder or a local one"
         )
-    elif "://" in path and not path.startswith("file://"):
+    if set("@:") & set(bucket):  # a secret may contain a slash, so that its @ comes later
         raise ValueError(
-            f"the scheme {path.partition('://')[0]!r} of an address is not supported; use a local "
-            "path or s3://bucket/folder"
+            f"the {scheme}:// address has an @ or a : in its bucket, as if it held credentials; "
+            f"give {scheme}://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the "
+            "environment"
         )
 
 
@@ -123,61 +125,6 @@ def refuse_other_file(uri: str) -> None:
                 f"tracking.uri={uri}: the database belongs to another program (its tables are "
                 f"{', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''}); {_GIVE_STORE}"
             )
-
-
-class OtherFiles(NamedTuple):
-    """A run's files that belong to another place than its SQLite store, see `files_elsewhere`."""
-
-    address: Path
-    """Folder that the record names; never written."""
-    folder: Path
-    """Folder to read: the address or, if that does not exist, the same place next to the store."""
-
-
-def files_elsewhere(uri: str, artifact_uri: str) -> OtherFiles | None:
-    """Where a run's files are if its store is a copy: not below `mlruns` next to the SQLite file.
-
-    MLflow records absolute addresses, so a copied store still names the files of its original.
-
-    Args:
-        artifact_uri: as MLflow has it with the run.
-
-    Returns:
-        None if the store is no SQLite file, or the files are its own or not on this machine.
-    """
-    store, folder = sqlite_file(uri), local_folder(artifact_uri)
-    if store is None or folder is None or are_own_files(uri, artifact_uri):
-        return None
-    address = folder.resolve()
-    near = store.resolve().parent.joinpath(*address.parts[-_RUN_PARTS:])
-    is_near = near.is_dir() and not address.is_dir()
-    return OtherFiles(address, near if is_near else address)
-
-
-def are_own_files(uri: str, artifact_uri: str) -> bool:
-    """Whether a run's files may be written: those of a server, or below `mlruns` next to the SQLite
-    file. Others, also on S3, may be those of another store, of which this one is a copy.
-
-    The store, its folder and `mlruns` may be symbolic links. A copy in the folder of its original
-    shares the files.
-    """
-    store, folder = sqlite_file(uri), local_folder(artifact_uri)
-    if store is None:
-        return True
-    if folder is None:
-        return False
-    typed = Path(os.path.abspath(store)).parent
-    homes = {one / "mlruns" for one in (typed, typed.resolve(), store.resolve().parent)}
-    addresses = Path(os.path.abspath(folder)), folder.resolve()
-    return any(address.is_relative_to(home) for address in addresses for home in homes)
-
-
-def local_folder(address: str) -> Path | None:
-    """The folder of a path or a `file://` address; None for other addresses."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("", "file"):
-        return None
-    return Path(unquote(parts.path) if parts.scheme else address)
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -1,17 +1,17 @@
-"""One process at a time for a folder, on a disk that machines share or on S3.
+"""One process at a time for a folder, on a disk that machines share or in a store.
 
 Each holder creates its own file, `lock-N.json`, where N is one more than that of the previous
-holder. The file is created exclusively (O_EXCL; If-None-Match on S3), so of two processes that
-start together one gets N. No other process writes it and no N is used twice, so a late renewal
-cannot overwrite a newer holder. N is also the fencing token: a holder whose N is no longer the
-newest has lost the folder.
+holder. It is created exclusively, so of two processes that start together one gets N. No other
+process writes it and no N is used twice, so a late heartbeat cannot overwrite a newer holder. N is
+also the fencing token: a holder whose N is no longer the newest has lost the folder.
 
-A holder renews its file; on the same machine the lock of a dead process is taken over at once, and
-on another when its file has not changed for some time. Clocks of machines are not compared.
+On the same machine the lock of a dead process is taken over at once, and on another when its file
+has not changed for some time. Clocks of machines are not compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,89 +22,42 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from vit_ray.retry import ONE_ATTEMPT, retry_policy
-from vit_ray.storage import HALF_WRITTEN, RIGHTS_PROBE, Creation, Location
+import psutil
 
-RENEW_S = 10.0
+from vit_ray.storage import HALF_WRITTEN, RIGHTS_PROBE, Location
+
+HEARTBEAT_S = 10.0
+# How long the end of a holder waits for its storage; the next holder waits until it is sure.
 RELEASE_LIMIT_S = 30.0
-"""How long the end of a holder waits for its storage; the next holder waits until it is sure."""
+# How long a file must have gone without a heartbeat before the lock is taken over.
 PATIENCE_S = 90.0
-"""How long a file must have gone without renewal before the lock is taken over."""
+# How long a killed process may take to end, such as a trial of a sweep.
 RELEASE_S = 20.0
-"""How long a killed process may take to end, such as a trial of a sweep."""
+# In a store without exclusive creation: how long a file must have stayed as written.
 SETTLE_S = 4.0
-"""For a store without exclusive creation: how long a file must have stayed as written."""
 POLL_S = 0.5
+# How late a file may appear on another node: NFS caches folder contents for seconds.
 SHOWN_S = 10.0
-"""How late a file may appear on another node: NFS caches folder contents for seconds."""
-_MOST_LOOKS: Final = 20
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
 _OWN: Final = re.compile(rf"({_FILE.pattern}|{RIGHTS_PROBE})({HALF_WRITTEN})?")
+# Tokens of this process.
+_HELD: Final[set[str]] = set()
 
 logger = logging.getLogger(__name__)
 
+Owner = dict[str, Any]
+
 
 class HeldError(ValueError):
-    """Another process holds the folder."""
-
-    def __init__(self, owner: Owner) -> None:
-        super().__init__(f"held by {owner}")
-        self.owner = owner
+    """Another process, which the text names, holds the folder."""
 
 
 class LockLostError(RuntimeError):
     """Another process has taken over the folder; this one must not write there."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The holder of a folder."""
-
-    host: str
-    pids: str
-    """Where its process number is valid: the machine's boot and the namespace of processes."""
-    pid: int
-    started: str
-    """In the kernel's ticks; distinguishes a process from a later one with the same number."""
-    token: str
-    beat: int = 0
-    is_released: bool = False
-
-    @classmethod
-    def this_process(cls) -> Owner:
-        """The owner that this process would be."""
-        pid = os.getpid()
-        return cls(platform.node(), _pids(), pid, _started(pid) or "", uuid.uuid4().hex)
-
-    def is_gone(self) -> bool | None:
-        """Whether it has released the lock or its process has ended; None if unknown here."""
-        if self.is_released:
-            return True
-        if (self.host, self.pids) != (platform.node(), _pids()):
-            return None
-        started = _started(self.pid)
-        return None if started is None else started != self.started
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" if self.host else "an unknown process"
-
-
-_UNKNOWN: Final = Owner("", "", 0, "", "")
-"""For a file that cannot be parsed: it may be in the middle of being written."""
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The newest file of a folder."""
-
-    number: int
-    owner: Owner
-    content: bytes
 
 
 @contextmanager
@@ -119,23 +72,24 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
         HeldError: another process holds it.
         OSError: the folder cannot be written.
     """
-    number, mine = _acquire(folder)
-    ended = threading.Event()
-    renewing = threading.Thread(
-        target=_keep, args=(folder, number, mine, ended, on_lost), name="lock", daemon=True
-    )
-    renewing.start()
+    if folder.is_local:
+        os.makedirs(folder.path, exist_ok=True)
+    mine, ended = this_process(folder), threading.Event()
+    _HELD.add(mine["token"])
     try:
-        yield number
+        number = _acquire(folder, mine)
+        place = (folder, number, mine, ended, on_lost)
+        keeping = threading.Thread(target=_keep, args=place, name="lock", daemon=True)
+        keeping.start()
+        try:
+            yield number
+        finally:
+            ended.set()
+            keeping.join(RELEASE_LIMIT_S)
+            if keeping.is_alive():  # a hanging storage must not keep the process from ending
+                logger.warning("the lock of %s is left: its storage does not answer", folder.uri)
     finally:
-        ended.set()
-        renewing.join(RELEASE_LIMIT_S)
-        if renewing.is_alive():  # a hanging storage must not keep the process from ending
-            logger.warning(
-                "the lock of %s is left: its storage has not answered in %g s",
-                folder.uri,
-                RELEASE_LIMIT_S,
-            )
+        _HELD.remove(mine["token"])
 
 
 def check_lock(folder: Location, number: int) -> None:
@@ -154,8 +108,8 @@ def check_lock(folder: Location, number: int) -> None:
         )
     if newest > number:
         raise LockLostError(
-            f"{folder.uri} has been taken over by {_read(folder, newest)}; this process no longer "
-            "writes there"
+            f"{folder.uri} has been taken over by {_name(_owner(_content(folder, newest)))}; this "
+            "process no longer writes there"
         )
 
 
@@ -176,72 +130,81 @@ def is_lock_file(name: str) -> bool:
     return bool(_OWN.fullmatch(name))
 
 
-def _acquire(folder: Location) -> tuple[int, Owner]:
-    mine, silent = Owner.this_process(), None
-    for _ in range(_MOST_LOOKS):
-        looked_s = time.monotonic()
-        before = _newest(folder)
-        if before is not None and before != silent and not before.owner.is_gone():
-            silent = _wait_until_gone(folder, before)
-            continue
-        number = before.number + 1 if before else 1
-        if _create(folder, number, mine, looked_s):
-            if max(_numbers(folder)) == number:
-                try:
-                    for older in _numbers(folder):
-                        if older < number:
-                            _file(folder, older).delete()
-                except OSError as error:  # the next holder deletes them
-                    logger.info("old lock files of %s could not be deleted: %s", folder.uri, error)
-                return number, mine
-            # It was free again: others have held it and a later one since the last look.
-            _file(folder, number).delete()
+def this_process(folder: Location) -> Owner:
+    """The content of the file of this process; numbers of processes are valid in `processes`."""
+    pid = os.getpid()
+    return {
+        "owner": psutil.Process().username(),
+        "host": platform.node(),
+        "processes": _processes(),
+        "process": pid,
+        "started": _started(pid),
+        "folder": folder.uri,
+        "folder_inode": _inode(folder),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "token": uuid.uuid4().hex,
+        "heartbeat": 0,
+    }
+
+
+def _acquire(folder: Location, mine: Owner) -> int:
+    first, was_gone, deadline_s = None, None, 0.0
+    while True:
+        number = max(_numbers(folder), default=0)
+        seen = number, _content(folder, number) if number else b""
+        owner, now_s = _owner(seen[1]), time.monotonic()
+        is_gone = number == 0 or _is_gone(owner, folder)
+        is_silent = is_gone is None and seen == first and now_s > deadline_s
+        if is_gone or is_silent:
+            if _create(folder, number + 1, mine):
+                return number + 1
+        elif first is None or is_gone is not was_gone:  # it was in the middle of being written
+            patience_s = PATIENCE_S if is_gone is None else RELEASE_S
+            first, was_gone, deadline_s = seen, is_gone, now_s + patience_s
+            text = "%s is held by %s; waiting up to %g s for it to end or to show that it lives"
+            logger.warning(text, folder.uri, _name(owner), patience_s)
+        elif now_s > deadline_s or (is_gone is None and seen != first):
+            raise HeldError(_name(owner))
         time.sleep(POLL_S)
-    raise OSError(
-        f"the lock of {folder.uri} could not be taken in {_MOST_LOOKS} attempts: others take it in "
-        f"turn, or the storage ignores If-None-Match and needs more than {SETTLE_S / 2:g} s for a "
-        "request; check the storage, then try again"
-    )
 
 
-def _wait_until_gone(folder: Location, first: _Held) -> _Held | None:
-    """Wait until the holder ends, releases the lock, or has not renewed its file for long
-    (returned).
-
-    Raises:
-        HeldError: it is alive.
+def _is_gone(owner: Owner, folder: Location) -> bool | None:
+    """Whether it has released the lock, its process has ended, or the file was copied with another
+    folder; None if unknown here.
     """
-    is_elsewhere = first.owner.is_gone() is None
-    deadline_s = time.monotonic() + (PATIENCE_S if is_elsewhere else RELEASE_S)
-    while time.monotonic() < deadline_s:
-        now = _newest(folder)
-        if now is None or now.owner.is_gone():
-            return None
-        if now.number != first.number or (is_elsewhere and now != first):
-            raise HeldError(now.owner)
-        time.sleep(POLL_S)
-    if not is_elsewhere:
-        raise HeldError(first.owner)
-    return first
-
-
-def _create(folder: Location, number: int, mine: Owner, looked_s: float) -> bool:
-    """Create the file of `number`; False if another process has."""
-    file = _file(folder, number)
-    creation = file.create(_content(mine))
-    if creation is Creation.EXISTS:
-        # A create request that was sent again because its answer was lost finds its own file.
-        return _read(folder, number).token == mine.token
-    if creation is Creation.CREATED:
+    is_copy = owner.get("folder", folder.uri) != folder.uri and (
+        not folder.is_local or owner.get("folder_inode") != _inode(folder)
+    )
+    if owner.get("is_released") or is_copy:
         return True
-    # Of all that wrote the file after they saw that it was free, the last one holds it. Every write
-    # is finished within half of the waiting time, or is taken back.
-    _warn_of_store()
-    if time.monotonic() - looked_s > SETTLE_S / 2:
-        file.write(_content(replace(mine, is_released=True)))
+    if (owner.get("host"), owner.get("processes")) != (platform.node(), _processes()):
+        return None
+    if owner["process"] == os.getpid():  # a full disk may have kept it from being released
+        return owner["token"] not in _HELD
+    started = _started(owner["process"])
+    return None if started is None else started != owner["started"]
+
+
+def _create(folder: Location, number: int, mine: Owner) -> bool:
+    """Create the file of `number`; False if another process has."""
+    file, content = _file(folder, number), json.dumps(mine).encode()
+    is_new = file.create(content)
+    if is_new and not folder.is_local and file.create(content):  # it replaces what is there
+        _warn_of_store()
+        time.sleep(SETTLE_S)
+        is_new = False
+    # A request that was sent again, because its answer was lost, finds its own file.
+    if not is_new and _owner(_content(folder, number)).get("token") != mine["token"]:
         return False
-    time.sleep(SETTLE_S)
-    return _read(folder, number).token == mine.token
+    numbers = _numbers(folder)
+    if max(numbers) > number:  # it was free again: others have held it, and a later one
+        file.delete()
+        return False
+    for older in numbers:
+        if older < number:
+            with contextlib.suppress(OSError):  # the next holder deletes it
+                _file(folder, older).delete()
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -261,14 +224,13 @@ def _keep(
     ended: threading.Event,
     on_lost: Callable[[str], None],
 ) -> None:
-    """Renew until the end, and then release, so that nothing is written after that."""
-    has_warned = False
-    while not ended.wait(RENEW_S):
+    """Write heartbeats until the end, and then release, so that nothing is written after that."""
+    file, has_warned = _file(folder, number), False
+    while not ended.wait(HEARTBEAT_S):
         try:
-            with retry_policy(ONE_ATTEMPT):
-                check_lock(folder, number)
-                mine = replace(mine, beat=mine.beat + 1)
-                _file(folder, number).write(_content(mine))
+            check_lock(folder, number)
+            mine["heartbeat"] += 1
+            file.write(json.dumps(mine).encode())
         except LockLostError as error:
             on_lost(str(error))
             return
@@ -279,7 +241,7 @@ def _keep(
     # Written in the file, which stays: its number is never used again.
     try:
         if max(_numbers(folder), default=0) == number:
-            _file(folder, number).write(_content(replace(mine, is_released=True)))
+            file.write(json.dumps({**mine, "is_released": True}).encode())
     except OSError as error:  # the work is done; the next holder waits until it is sure of that
         logger.warning("the lock of %s is left: %s", folder.uri, error)
 
@@ -289,58 +251,50 @@ def _numbers(folder: Location) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-def _newest(folder: Location) -> _Held | None:
-    for _ in range(_MOST_LOOKS):
-        numbers = _numbers(folder)
-        if not numbers:
-            return None
-        try:
-            content = _file(folder, max(numbers)).read()
-        except FileNotFoundError:  # replaced by a newer one at this moment
-            time.sleep(POLL_S)
-            continue
-        return _Held(max(numbers), _parse(content), content)
-    raise OSError(f"{folder.uri}: a lock file is listed but cannot be read; check the storage")
-
-
-def _read(folder: Location, number: int) -> Owner:
+def _content(folder: Location, number: int) -> bytes:
+    """Empty if it has been replaced by a newer one at this moment."""
     try:
-        return _parse(_file(folder, number).read())
+        return _file(folder, number).read()
     except FileNotFoundError:
-        return _UNKNOWN
+        return b""
 
 
-def _parse(content: bytes) -> Owner:
-    try:
-        return Owner(**json.loads(content))
-    except (ValueError, TypeError):
-        return _UNKNOWN  # incompletely written, of another version, or damaged
+def _owner(content: bytes) -> Owner:
+    """Empty for what cannot be parsed: it may be in the middle of being written."""
+    with contextlib.suppress(ValueError):
+        owner = json.loads(content)
+        if isinstance(owner, dict) and owner.keys() >= {"token", "process", "started"}:
+            return owner
+    return {}
 
 
-def _content(owner: Owner) -> bytes:
-    return json.dumps(asdict(owner)).encode()
+def _name(owner: Owner) -> str:
+    text = "process {process} of {owner} on {host} since {since}"
+    return text.format_map(owner) if owner else "an unknown process"
 
 
 def _file(folder: Location, number: int) -> Location:
     return folder.child(f"lock-{number:08d}.json")
 
 
+def _inode(folder: Location) -> int | None:
+    """A renamed folder keeps it, and a copy has another one."""
+    with contextlib.suppress(OSError):
+        return os.stat(folder.path).st_ino if folder.is_local else None
+    return None
+
+
 def _started(pid: int) -> str | None:
-    """Empty if there is no such process; None if it is hidden."""
+    """When a process started, in the kernel's ticks: a later one may have its number. Empty if it
+    has ended; None if it is hidden.
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        try:
-            os.kill(pid, 0)
-        except PermissionError:  # there, but of another user whose /proc is hidden (hidepid)
-            return None
-        except ProcessLookupError:
-            pass
-        return ""
-    fields = stat.rpartition(")")[2].split()
+        return None if psutil.pid_exists(pid) else ""
     return "" if fields[0] in "ZX" else fields[19]  # a zombie: dead, but not yet reaped
 
 
-def _pids() -> str:
+def _processes() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"

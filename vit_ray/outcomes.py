@@ -35,7 +35,6 @@ class EventKind(StrEnum):
     RESUMED = "resumed"
     STOPPED = "stopped"
     """On request, or early: such a run has not failed, although it lacks its last steps."""
-    STORAGE_AWAY = "storage away"
     STORAGE_SLOW = "storage slow"
     TASK_FAILED = "failed task"
     TRIAL_DIVERGED = "trial diverged"

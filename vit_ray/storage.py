@@ -1,322 +1,528 @@
-"""Storage of data sets and runs: a local folder or an `s3://` address, as a pyarrow file system."""
+"""Files of data sets and runs: a folder of this machine, or an address such as `s3://`, by fsspec.
 
+Requests to a store are repeated by its library, operations on a network disk by `with_retries`.
+Errors of a store are OSErrors of one line that names the place, the cause and the setting.
+"""
+
+import base64
 import contextlib
 import errno
 import functools
 import hashlib
+import importlib
+import json
 import logging
 import os
 import shutil
+import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
-import numpy as np
-import pyarrow
-from numpy.typing import NDArray
-from pyarrow import fs
+import fsspec
+import pyarrow as pa
+from botocore.exceptions import ClientError
 
-from vit_ray import s3
 from vit_ray.addresses import check_address, with_home
-from vit_ray.retry import (
-    DEFAULT_POLICY,
-    ONE_ATTEMPT,
-    has_no_credentials,
-    has_wrong_credentials,
-    is_denied,
-    is_transient,
-    retry_policy,
-    with_retries,
-)
 
 _LOG: Final = logging.getLogger(__name__)
 
+# What is appended to a local file's name while it is being written, and stays after a kill.
 HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
-"""What is appended to a local file's name while it is being written, and stays after a kill."""
-_HASHED_BYTES: Final = 1 << 20
-"""Bytes that are hashed and then written: they fit into a core's cache."""
-_ENDPOINTS: Final = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
-"""Variables with the address of the store, of which the first that is set counts."""
+# fsspec's variable with the options of S3, as JSON.
+_OPTIONS: Final = "FSSPEC_S3"
+# File by which a start tries its access rights; one that could not be deleted is replaced.
 RIGHTS_PROBE: Final = "rights-probe"
-"""File by which a start tries its access rights; one that could not be deleted is replaced by the
-next."""
-_PROBE_POLICY: Final = replace(DEFAULT_POLICY, denied_attempts=6, tell=_LOG.warning)
-"""A store that throttles may answer like one that refuses: 6 s more, before the job is ended. A
-store that does not answer is told at once, since its address may be wrong."""
+# Of s3fs, with waits that sum to 29 s; each is two attempts of the AWS client. Its `standard` mode
+# stops when many requests fail: 294 of 2,000 PUTs were lost at 40 % of 503 (2026-11-28).
+RETRIES: Final = 10
+_S3_CONFIG: Final = {
+    "connect_timeout": 5,
+    "read_timeout": 30,
+    "retries": {"mode": "legacy", "total_max_attempts": 2},
+}
+# Three minutes: an NFS server takes some to restart.
+_DISK_PAUSES_S: Final = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[12.0] * 14)
+_DISK_AWAY: Final = {
+    errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN,
+}  # fmt: skip
+_EXTRAS: Final = {"gs": "gcs", "az": "azure"}
+_KEYS: Final = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile (AWS_PROFILE)"
+_NO_KEYS: Final = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role; in `ray job "
+    "submit` by --runtime-env-json '{\"env_vars\": {...}}', which also sets them for the workers; "
+    "for a public bucket set storage.anonymous=true"
+)
+_RENEW: Final = "the credentials have expired: renew AWS_SESSION_TOKEN, or log in again"
+_REGION: Final = "set AWS_REGION, or region in ~/.aws/config, to the region of the bucket"
+_ENDPOINT: Final = "check AWS_ENDPOINT_URL, or endpoint_url in ~/.aws/config, and the network"
+# Codes of S3, and names of its client's errors, with what to change: refusals, and other causes.
+_REFUSED: Final = {
+    "InvalidAccessKeyId": _KEYS,
+    "SignatureDoesNotMatch": _KEYS,
+    "CredentialRetrievalError": _KEYS,
+    "RequestTimeTooSkewed": "check the clock of this machine",
+    "ExpiredToken": _RENEW,
+    "InvalidToken": _RENEW,
+    "TokenRefreshRequired": _RENEW,
+    "TokenRetrievalError": _RENEW,
+    "UnauthorizedSSOTokenError": _RENEW,
+    "SSOTokenLoadError": _RENEW,
+    "NoCredentialsError": _NO_KEYS,
+    "PartialCredentialsError": _NO_KEYS,
+}
+_SETTINGS: Final = {
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "PermanentRedirect": _REGION,
+    "301": _REGION,
+    "400": "the credentials may have expired (AWS_SESSION_TOKEN), or AWS_REGION is another one",
+    "ConnectTimeoutError": _ENDPOINT,
+    "EndpointConnectionError": _ENDPOINT,
+    "ConnectionClosedError": _ENDPOINT,
+    "ResponseParserError": f"what answers there is no S3 store; {_ENDPOINT}",
+    "NoSuchBucket": "create the bucket, or choose another place",
+    "501": f"what answers there is no S3 store; {_ENDPOINT}",
+    "ProfileNotFound": "check AWS_PROFILE and ~/.aws/config",
+    "ProxyConnectionError": "check HTTPS_PROXY and NO_PROXY",
+    "SSLError": "check AWS_CA_BUNDLE, and whether the endpoint is http:// or https://",
+}
+# Codes that mean "later" with other statuses than 429 and 5xx, and content damaged on its way.
+_LATER: Final = {
+    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError",
+    "OperationAborted", "RequestThrottled", "RequestTimeout", "ServiceUnavailable", "SlowDown",
+    "Throttling", "ThrottlingException",
+}  # fmt: skip
+# Errors without an answer that s3fs by itself does not repeat.
+_NO_CONNECTION: Final = {"ConnectTimeoutError", "EndpointConnectionError", "ProxyConnectionError"}
+
+# Rights that are not called like the operation that needs them.
 _RIGHTS: Final = {
-    "list": "s3:ListBucket",
-    "read": "s3:GetObject",
-    "write": "s3:PutObject",
-    "delete": "s3:DeleteObject",
+    "HeadObject": "GetObject",
+    "ListObjectsV2": "ListBucket",
+    "HeadBucket": "ListBucket",
+    "DeleteObjects": "DeleteObject",
+    "CopyObject": "PutObject",
+    "UploadPart": "PutObject",
+    "CreateMultipartUpload": "PutObject",
+    "CompleteMultipartUpload": "PutObject",
 }
 
-
+Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _retried(doing: str) -> Callable[[Method], Method]:
-    """A method of a location that is repeated as `with_retries` does; `doing` is for the log."""
+class UnavailableError(OSError):
+    """The store does not answer; nothing is known of what is stored."""
+
+
+def is_of_the_store(error: BaseException) -> bool:
+    """Whether a store or a network disk does not answer, or a store refuses this process: nothing
+    is known of what is stored.
+    """
+    kinds = UnavailableError, PermissionError, ConnectionError, TimeoutError
+    return isinstance(error, kinds) or getattr(error, "errno", None) in _DISK_AWAY
+
+
+def with_retries(operation: Callable[[], Result], what: str) -> Result:
+    """The result of an operation on a disk, repeated while its server is away."""
+    for pause_s in _DISK_PAUSES_S:
+        try:
+            return operation()
+        except OSError as error:
+            if error.errno not in _DISK_AWAY:
+                raise
+            _LOG.info("%s failed (%s); tried again in %g s", what, error, pause_s)
+            time.sleep(pause_s)
+    return operation()
+
+
+def read_again(
+    read: Callable[[], Result], *differs: type[Exception], pause_s: float = 0.0
+) -> Result:
+    """The result of a read, or of its second attempt: bytes may be changed in transit.
+
+    Args:
+        differs: the error that means that something is not as written.
+        pause_s: before the second attempt; a network file system may show files late.
+    """
+    try:
+        return read()
+    except differs as error:
+        if is_of_the_store(error):
+            raise  # nothing has been read
+        time.sleep(pause_s)
+        return read()
+
+
+@functools.lru_cache
+def _filesystem(protocol: str, pid: int, options: str, attempts: int = RETRIES) -> Any:
+    """The file system of one process: connections and event loops do not survive a fork.
+
+    Args:
+        options: fsspec's variable with those of S3.
+    """
+    if protocol != "s3":
+        try:
+            return fsspec.filesystem(protocol, use_listings_cache=False)
+        except ImportError as error:
+            package = f"pip install 'vit-ray[{_EXTRAS[protocol]}]'"
+            raise ValueError(f"{protocol}:// needs another package: {package}") from error
+    s3fs = importlib.import_module("s3fs")  # takes a second, and many processes do not need it
+    s3fs.core.set_custom_error_handler(_is_repeated)
+    given = json.loads(options)
+    region = os.environ.get("AWS_REGION")  # the client by itself reads AWS_DEFAULT_REGION alone
+    given.setdefault("client_kwargs", {"region_name": region} if region else {})
+    given["config_kwargs"] = _S3_CONFIG | given.get("config_kwargs", {})
+    given["fixed_upload_size"] = True  # Cloudflare's R2 takes parts of one size only
+    # Cached listings do not show what other processes write.
+    store = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **given)
+    store.retries = attempts
+    try:
+        store.connect()
+    except ValueError as error:
+        raise ValueError(f"{error}; {_ENDPOINT}; it begins with http:// or https://") from None
+    for operation in ("PutObject", "UploadPart"):
+        store.s3.meta.events.register(f"provide-client-params.s3.{operation}", _add_md5)
+    return store
+
+
+def _add_md5(params: dict[str, Any], **_: Any) -> None:
+    """Every store checks content with this checksum; not all know newer ones."""
+    digest = hashlib.md5(params.get("Body", b""), usedforsecurity=False).digest()
+    params["ContentMD5"] = base64.b64encode(digest).decode()
+
+
+def _is_repeated(error: Any) -> bool:
+    """Whether s3fs sends a request again: after 429, 5xx, and without a connection.
+
+    It reads in a loop of attempts around another one; only the inner one repeats.
+    """
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        is_later = status in (408, 429) or (status >= 500 and status != 501)  # not implemented
+        return is_later or _code(error) in _LATER
+    is_new, error.is_known = not hasattr(error, "is_known"), True
+    return is_new and type(error).__name__ in _NO_CONNECTION
+
+
+def _answer(error: BaseException) -> Any:
+    """S3's answer that an error was translated from, or the error."""
+    causes = (error, error.__cause__, error.__context__)
+    return next((one for one in causes if isinstance(one, ClientError)), error)
+
+
+def _code(error: BaseException) -> str:
+    """S3's code, or the name of the error."""
+    answer = getattr(_answer(error), "response", None) or {}
+    return str(answer.get("Error", {}).get("Code") or type(error).__name__)
+
+
+@contextlib.contextmanager
+def naming(uri: str) -> Iterator[None]:
+    """Errors of the libraries in the block become OSErrors of one line.
+
+    Raises:
+        FileNotFoundError, FileExistsError, PermissionError, UnavailableError, OSError
+    """
+    try:
+        yield
+    except Exception as error:
+        code, answer = _code(error), _answer(error)
+        # pyarrow's errors of files are plain OSErrors.
+        is_plain = type(error) is OSError and answer is error
+        library, own = type(error).__module__.partition(".")[0], ("builtins", "pyarrow", "vit_ray")
+        is_of_a_store = library not in own or (isinstance(error, OSError) and not is_plain)
+        if not is_of_a_store or "://" not in uri or "://" in str(error)[:6]:
+            raise  # of the caller or a disk, or named before
+        change = {**_REFUSED, **_SETTINGS}.get(code)
+        kinds = FileNotFoundError, FileExistsError, PermissionError
+        kind = next((one for one in kinds if isinstance(error, one)), OSError)
+        if code in _REFUSED:
+            kind = PermissionError
+        elif kind is PermissionError:
+            right = getattr(answer, "operation_name", "")
+            change = f"allow s3:{_RIGHTS.get(right, right)} to the role of the node or to its key"
+        elif _is_repeated(answer) if answer is not error else not isinstance(error, kinds):
+            kind = UnavailableError
+        text = f"{uri}: {' '.join(str(error).split())} ({code})"
+        raise kind(f"{text}; {change}" if change else text) from error
+
+
+class Info(NamedTuple):
+    """What is at a path."""
+
+    path: str
+    kind: Literal["file", "directory", "other", "nothing"]
+    size: int = 0
+    version: str = ""  # of a file its size and the time of its last change, of an object its etag
+
+    @property
+    def base_name(self) -> str:
+        return self.path.rsplit("/", 1)[-1]
+
+
+def local_info(path: str) -> Info:
+    """What is at a path of this machine."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return Info(path, "nothing")
+    kinds: dict[int, Any] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory"}
+    kind = kinds.get(stat.S_IFMT(status.st_mode), "other")
+    return Info(path, kind, status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
+
+
+def _stored_info(found: dict[str, Any]) -> Info:
+    """From what fsspec says of a path in a store."""
+    version = found.get("ETag") or found.get("etag") or found.get("md5Hash") or ""
+    return Info(found["name"], found["type"], int(found["size"] or 0), str(version).strip('"'))
+
+
+def _stored(doing: str) -> Callable[[Method], Method]:
+    """A method that is repeated while its disk is away (`doing` is for the log), or whose errors
+    name the place in a store.
+    """
 
     def decorated(once: Method) -> Method:
         @functools.wraps(once)
-        def retried(place: "Location", *args: Any) -> Any:
-            return with_retries(lambda: once(place, *args), f"{doing} {place.path}")
+        def method(place: "Location", *args: Any, **named: Any) -> Any:
+            if place.is_local:
+                return with_retries(lambda: once(place, *args, **named), f"{doing} {place.path}")
+            with naming(place.uri):
+                return once(place, *args, **named)
 
-        return cast("Method", retried)
+        return cast("Method", method)
 
     return decorated
 
 
-class Creation(Enum):
-    """Result of `Location.create`."""
-
-    CREATED = "created"
-    EXISTS = "exists"
-    NOT_EXCLUSIVE = "not exclusive"
-    """Written, but this store would have replaced a file, and may have."""
-
-
 @dataclass(frozen=True)
 class Location:
-    """A path together with the file system that serves it."""
+    """A path on this machine (`file`) or in a store (`s3`, `gs`, `az`)."""
 
-    filesystem: fs.FileSystem
+    protocol: str
     path: str
+
+    @property
+    def filesystem(self) -> Any:
+        """fsspec's, of this process."""
+        return _filesystem(self.protocol, os.getpid(), os.environ.get(_OPTIONS, "{}"))
+
+    @property
+    def uri(self) -> str:
+        """The address that `locate` turns back into this location."""
+        return self.path if self.is_local else f"{self.protocol}://{self.path}"
+
+    @property
+    def is_local(self) -> bool:
+        return self.protocol == "file"
 
     def child(self, name: str) -> "Location":
         """The location of `name` below this one."""
-        return Location(self.filesystem, f"{self.path.rstrip('/')}/{name}")
-
-    def exists(self) -> bool:
-        return self.info().type != fs.FileType.NotFound
+        return Location(self.protocol, f"{self.path.rstrip('/')}/{name}")
 
     def refuse_file_in_its_place(self, key: str) -> None:
-        """Check whether a folder can be here.
+        """Check that no file is in the place of this folder, or of one above it.
 
         Raises:
-            ValueError: a file is here, or in place of a parent folder; `key` names the recipe's
-                key.
+            ValueError: a file is; `key` names the recipe's key.
         """
-        if not self.is_local:
-            return
-        path = Path(self.path)
-        # os.path raises nothing: a path that cannot be checked raises an error when it is first
-        # used.
-        first = next((place for place in (path, *path.parents) if os.path.exists(place)), path)
-        if os.path.isfile(first):
+        above = self.path, *map(str, Path(self.path).parents)
+        if self.is_local and (file := next(filter(os.path.isfile, above), None)):
             raise ValueError(
-                f"{key}={self.path!r} must be a folder, but {str(first)!r} is a file; choose "
+                f"{key}={self.path!r} must be a folder, but {file!r} is a file; choose "
                 "another folder, or move the file away"
             )
 
-    @_retried("looking at")
-    def info(self) -> fs.FileInfo:
-        """Type and size of what is at the path: a file, a folder or nothing."""
-        return self.filesystem.get_file_info([self.path])[0]
+    def exists(self) -> bool:
+        return self.info().kind != "nothing"
 
-    @_retried("reading")
+    @_stored("looking at")
+    def info(self) -> Info:
+        if self.is_local:
+            return local_info(self.path)
+        try:
+            return _stored_info(self.filesystem.info(self.path))
+        except FileNotFoundError:
+            return Info(self.path, "nothing")
+
+    def open(self) -> Any:
+        """A stream for pyarrow and `io.BufferedReader`; each read of a store is one request."""
+        if self.is_local:
+            return pa.OSFile(self.path)
+        with naming(self.uri):
+            file = self.filesystem.open(self.path, cache_type="none")
+            return pa.PythonFile(file, mode="r")
+
     def read(self) -> bytes:
-        with self.filesystem.open_input_stream(self.path) as stream:
-            return bytes(stream.read())
+        return self.read_range(0)
 
-    @_retried("reading")
-    def read_twice(self) -> list[bytes]:
-        """The whole file, read twice with one opening, which on S3 is also a request."""
-        with self.filesystem.open_input_file(self.path) as file:
-            return [bytes(file.read_at(file.size(), 0)) for _ in range(2)]
+    @_stored("reading")
+    def read_range(self, offset: int, length: int | None = None) -> bytes:
+        """Bytes from `offset`, fewer at the file's end; from a store in one request."""
+        if self.is_local:
+            with open(self.path, "rb") as file:
+                file.seek(offset)
+                return file.read(-1 if length is None else length)
+        end = None if length is None else offset + length
+        if end == offset:  # stores have no empty range
+            return b""
+        try:
+            return bytes(self.filesystem.cat_file(self.path, start=offset, end=end))
+        except OSError as error:
+            if _code(error) == "InvalidRange":  # it begins where the file ends
+                return b""
+            raise
 
-    @_retried("reading")
-    def read_range(self, offset: int, length: int) -> bytes:
-        with self.filesystem.open_input_file(self.path) as file:
-            return bytes(file.read_at(length, offset))
-
-    @_retried("reading")
-    def read_into(self, offset: int, target: NDArray[np.uint8]) -> int:
-        """Fill `target` (n,) from `offset`; returns the bytes read, fewer at the file's end."""
-        with self.filesystem.open_input_file(self.path) as file:
-            file.seek(offset)
-            return int(file.readinto(target))
-
-    @_retried("writing")
+    @_stored("writing")
     def write(self, content: bytes) -> None:
         """Write a file so that no reader ever sees a part of it."""
         with self.output() as stream:
             stream.write(content)
 
-    @_retried("writing")
-    def write_hashed(self, content: memoryview) -> str:
-        """As `write`; returns the SHA-256 of what was written.
+    @_stored("creating")
+    def create(self, content: bytes) -> bool:
+        """Write a file if there is none of this name; of several that try, one succeeds.
 
-        Each piece is hashed right before it is written, while it is in the processor's cache.
+        A store that ignores If-None-Match (rclone) replaces it and says True to all.
         """
-        digest = hashlib.sha256()
-        with self.output() as stream:
-            for first in range(0, len(content), _HASHED_BYTES):
-                piece = content[first : first + _HASHED_BYTES]
-                digest.update(piece)
-                stream.write(piece)
-        return digest.hexdigest()
-
-    @_retried("creating")
-    def create(self, content: bytes) -> "Creation":
-        """Write a small file if there is none of this name; of several that try, one succeeds.
-
-        A reader on a disk may see it before its content is there.
-        """
-        if not self.is_local:
-            # By a PUT that must not replace; sent twice, to see whether the store follows the
-            # condition.
-            if not s3.put_if_none(self.path, content):
-                return Creation.EXISTS
-            is_exclusive = not s3.put_if_none(self.path, content)
-            return Creation.CREATED if is_exclusive else Creation.NOT_EXCLUSIVE
-        folder = os.path.dirname(self.path)
-        os.makedirs(folder, exist_ok=True)
         try:
-            file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            if not self.is_local:
+                self.filesystem.pipe_file(self.path, content, mode="create")
+                return True
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            with open(self.path, "xb") as file:
+                try:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except BaseException:
+                    os.remove(self.path)  # a full disk leaves no empty one
+                    raise
         except FileExistsError:
-            return Creation.EXISTS
-        with os.fdopen(file, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync_folder(folder)
-        return Creation.CREATED
+            return False
+        return True
 
     @contextlib.contextmanager
     def output(self) -> Iterator[Any]:
         """A stream to write to, whose content becomes this file when the block ends without an
         error.
 
-        A file with another name, on the disk before it gets its own name; on S3 an upload that is
-        published at the end, and aborted with all its parts if the block raises.
+        A file with another name, on the disk before it gets its own name; in a store an upload that
+        is published at the end, and aborted with all its parts if the block raises.
         """
-        if not self.is_local:
-            upload = s3.Upload(self.path)
-            try:
-                with closed_after(pyarrow.PythonFile(upload, mode="w")) as stream:
-                    yield stream
-                upload.publish()
-            except BaseException:
-                upload.abort()
-                raise
-            return
-        folder = os.path.dirname(self.path)
-        os.makedirs(folder, exist_ok=True)
-        target = f"{self.path}.{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            with closed_after(self.filesystem.open_output_stream(target)) as stream:
+        if self.is_local:
+            with _local_output(self.path) as stream:
                 yield stream
-            _sync_file(target)
-            os.replace(target, self.path)
-            _sync_folder(folder)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
-                raise OSError(error.errno, os.strerror(error.errno), self.path) from error
-            raise
-        finally:
-            with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
-                os.remove(target)
+            return
+        with naming(self.uri):
+            upload = self.filesystem.open(self.path, "wb")
+            try:
+                yield pa.PythonFile(upload, mode="w")
+                upload.close()
+            except BaseException:
+                with contextlib.suppress(Exception):  # another error is being raised
+                    upload.discard()
+                upload.closed = True  # closing it would publish what is there
+                raise
 
-    def list_files(self, *, recursive: bool = True) -> list[fs.FileInfo]:
+    @_stored("listing")
+    def list_files(self, *, recursive: bool = True) -> list[Info]:
         """All files below this folder, or directly in it, sorted by path."""
-        selector = fs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
-        with self._names_as_text():
-            found = self._list(selector)
-            return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
+        found = self._entries()
+        folders = [info.path for info in found if recursive and info.kind == "directory"]
+        if self.is_local:
+            for path in folders:
+                found += Location(self.protocol, path).list_files()
+        elif folders:
+            found = [*map(_stored_info, self.filesystem.find(self.path, detail=True).values())]
+        # In a store the name of a folder's marker ends in a slash.
+        return sorted(i for i in found if i.kind == "file" and not i.path.endswith("/"))
 
     def list_folders(self) -> list[str]:
         """Names of the folders directly below this one, sorted; empty if there is none."""
-        selector = fs.FileSelector(self.path, allow_not_found=True)
-        with self._names_as_text():
-            found = self._list(selector)
-            return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+        return [info.base_name for info in self._entries() if info.kind == "directory"]
 
-    @contextlib.contextmanager
-    def _names_as_text(self) -> Iterator[None]:
-        """
+    @_stored("listing")
+    def _entries(self) -> list[Info]:
+        """What is directly in this folder, sorted by path.
+
         Raises:
             ValueError: a name is not UTF-8, as on disks that were written long ago.
         """
         try:
-            yield
-        except UnicodeDecodeError as error:
+            if not self.is_local:
+                found = map(_stored_info, self.filesystem.ls(self.path, detail=True))
+                return sorted(info for info in found if info.path.startswith(f"{self.path}/"))
+            names = os.listdir(self.path)
+            "".join(names).encode()
+            return sorted(local_info(self.child(name).path) for name in names)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except UnicodeEncodeError as error:
             raise ValueError(
-                f"{self.uri}: the name {bytes(error.object)!r} in it is not UTF-8; rename it, for "
-                "example with `convmv -f latin1 -t utf8 -r --notest FOLDER`"
+                f"{self.uri}: a name in it is not UTF-8 ({error.object!r}); rename it, for example "
+                "with `convmv -f latin1 -t utf8 -r --notest FOLDER`"
             ) from None
 
-    @_retried("listing")
-    def _list(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        try:
-            return self.filesystem.get_file_info(selector)
-        except FileNotFoundError:  # a folder that was added or removed meanwhile
-            return self.filesystem.get_file_info(selector)
-
-    @_retried("deleting")
+    @_stored("deleting")
     def delete(self) -> None:
-        """Delete this file, or this folder and all below it; nothing if it does not exist.
-
-        On S3 only keys are deleted: pyarrow also writes and deletes folder markers, which some
-        servers take for files (rclone 1.75).
-        """
+        """Delete this file, or this folder and all below it; nothing if it does not exist."""
         with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
             if not self.is_local:
-                s3.delete(self.path)
+                if below := [info.path for info in self.list_files()]:
+                    self.filesystem.rm(below)  # by requests that hide what is refused
+                for left in self.list_files() if below else ():
+                    self.filesystem.rm_file(left.path)
+                self.filesystem.rm_file(self.path)
             elif os.path.isdir(self.path):
                 shutil.rmtree(self.path)
             else:
                 os.unlink(self.path)
 
+    @_stored("moving")
     def move_to(self, target: "Location") -> None:
-        """Give this folder another name on the same file system.
-
-        S3 cannot rename: everything is copied, and then deleted here.
+        """Give this folder another name; a store copies everything, and then deletes it here.
 
         Raises:
             OSError: it could not be done; nothing is lost.
         """
         if self.is_local:
-            with_retries(lambda: os.rename(self.path, target.path), f"renaming {self.path}")
+            os.rename(self.path, target.path)
             _sync_folder(os.path.dirname(target.path))
-        else:
-            with_retries(lambda: s3.move(self.path, target.path), f"moving {self.path}")
-
-    @property
-    def uri(self) -> str:
-        """The address that `locate` turns back into this location."""
-        return self.path if self.is_local else f"s3://{self.path}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the path is on this machine's file system."""
-        return isinstance(self.filesystem, fs.LocalFileSystem)
-
-
-Resource = TypeVar("Resource", bound=Any)
+            return
+        files = [info.path for info in self.list_files()] or [self.path]
+        copies = [target.path + path.removeprefix(self.path) for path in files]
+        self.filesystem.copy(files, copies, on_error="raise")
+        self.delete()
 
 
 @contextlib.contextmanager
-def closed_after(resource: Resource) -> Iterator[Resource]:
-    """As `contextlib.closing`, but an error in the block is raised, not the one of closing.
-
-    A writer whose storage failed fails again when it is closed, with another error.
-    """
+def _local_output(path: str) -> Iterator[Any]:
+    """A stream to a file that gets its name, with all its content, when the block has ended."""
+    folder, half = os.path.dirname(path), f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    os.makedirs(folder, exist_ok=True)
     try:
-        yield resource
-    except BaseException:
-        with contextlib.suppress(Exception):
-            resource.close()
+        with pa.OSFile(half, "wb") as stream:
+            yield stream
+        with open(half, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(half, path)
+        _sync_folder(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            raise OSError(error.errno, os.strerror(error.errno), path) from error
         raise
-    resource.close()
-
-
-def _sync_file(path: str) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    finally:
+        with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
+            os.remove(half)
 
 
 def _sync_folder(path: str) -> None:
@@ -329,35 +535,19 @@ def _sync_folder(path: str) -> None:
             os.close(folder)
 
 
-def other_format(what: str, found: int, read: int) -> str:
-    """Error for a checkpoint or a data set whose format this code does not read.
-
-    Args:
-        what: its kind and location.
-        found: its format.
-        read: the one format that is read.
-    """
-    return (
-        f"{what} has format {found}; this code reads format {read} only; use the version of "
-        "vit_ray that wrote it"
-    )
-
-
 def locate(path: str) -> Location:
     """The location that a user's path means.
 
     Args:
-        path: a local path, `file://` or `s3://bucket/folder`; credentials, region and endpoint of
-            S3 come from the environment (`AWS_*`) only.
+        path: a local path, `file://`, or `s3://bucket/folder` (also `gs://`, `az://`); credentials,
+            region and endpoint of S3 are those of the AWS command line.
 
     Raises:
-        ValueError: the address is empty or has another scheme, names an unknown user, no bucket or
-            the recipes' placeholder, or holds credentials, which are not repeated.
+        ValueError: as `check_address`, or it names an unknown user.
     """
     check_address(path)
-    if path.startswith("s3://"):
-        return Location(_s3(os.getpid()), path.removeprefix("s3://").rstrip("/"))
-    return Location(fs.LocalFileSystem(), absolute(path))
+    protocol, _, rest = absolute(path).rpartition("://")
+    return Location(protocol or "file", rest.rstrip("/") if protocol else rest)
 
 
 def absolute(path: str) -> str:
@@ -366,124 +556,20 @@ def absolute(path: str) -> str:
     return local if "://" in local else os.path.abspath(with_home(local))
 
 
-@functools.lru_cache
-def _s3(pid: int) -> fs.S3FileSystem:
-    """The object store of this process's environment; `with_retries` does the retrying.
-
-    For one process: a forked one that shared its connections would read answers of others.
-    """
-    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
-    scheme, _, host = endpoint.rpartition("://")
-    return fs.S3FileSystem(
-        endpoint_override=host or None,
-        scheme=scheme or "https",
-        region=s3.region(),
-        connect_timeout=s3.CONNECT_TIMEOUT_S,
-        request_timeout=s3.request_timeout_s(),
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
-        allow_delayed_open=True,
-    )
-
-
-@contextlib.contextmanager
-def needing_right(right: str, uri: str) -> Iterator[None]:
-    """Errors in the block say which access right is missing, and what to allow.
-
-    Args:
-        right: `list`, `read`, `write` or `delete`.
+def check_reachable(place: Location) -> None:
+    """Ask a bucket one thing, once: what will not pass is an error within 15 s, not after all
+    retries.
 
     Raises:
-        ValueError: the location refuses it.
+        OSError: no connection, or refused credentials, region or certificate.
     """
-    try:
-        yield
-    except OSError as error:
-        if not (
-            isinstance(error, PermissionError) or error.errno == errno.EROFS or is_denied(error)
-        ):
-            raise
-        text, wrong = str(error).rstrip("."), f"no right to {right} there"
-        if "://" not in uri:
-            remedy = "change the rights of the folder, or choose another place"
-        elif has_no_credentials(error) or not s3.has_credentials():
-            wrong = "there are no credentials for the store here"
-            remedy = (
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role; in "
-                "`ray job submit` by --runtime-env-json '{\"env_vars\": {...}}', which also sets "
-                "them for the workers"
-            )
-        elif has_wrong_credentials(error):
-            wrong = "the store does not accept these credentials"
-            remedy = "check AWS_ACCESS_KEY_ID, its secret and the clock of this machine"
-        else:
-            remedy = (
-                f"allow {_RIGHTS[right]} to the role of the node or to AWS_ACCESS_KEY_ID, or "
-                "choose another place"
-            )
-            if right == "read":
-                # The answer to a HEAD has no body, and so no code that distinguishes these.
-                remedy += (
-                    "; the store may give the same answer for a wrong secret, and, without "
-                    "s3:ListBucket, for an object that does not exist"
-                )
-        raise ValueError(f"{uri}: {wrong}: {text}; {remedy}") from None
-
-
-def check_rights(folder: Location) -> None:
-    """Try what a run does in its folder, with a small file that is deleted again.
-
-    Raises:
-        ValueError: the store refuses it, or there is no such bucket.
-        OSError: it does not answer.
-    """
-    name, probe = RIGHTS_PROBE, folder.child(RIGHTS_PROBE)
-    uses: dict[str, Callable[[], object]] = {
-        "write": lambda: probe.write(b"vit_ray"),
-        "read": lambda: probe.read() == b"vit_ray",
-        "list": lambda: name in [info.base_name for info in folder.list_files(recursive=False)],
-        "delete": probe.delete,
-    }
-    try:
-        for right, use in uses.items():
-            with retry_policy(_PROBE_POLICY), needing_right(right, folder.uri):
-                if use() is False:
-                    raise OSError(
-                        f"{folder.uri}: the attempt to {right} what was written failed there; "
-                        "check the access rights"
-                    )
-    except FileNotFoundError as error:
-        if folder.is_local or right != "write":
-            raise
-        bucket = folder.path.partition("/")[0]
-        raise ValueError(
-            f"{folder.uri}: there is no bucket {bucket} ({error}); create it, or choose another "
-            "place"
-        ) from None
-    except BaseException as error:
-        with contextlib.suppress(Exception), retry_policy(ONE_ATTEMPT):  # it has been reported
-            probe.delete()
-        if isinstance(error, OSError) and not folder.is_local and is_transient(error):
-            endpoint = next((f"{n}={os.environ[n]}" for n in _ENDPOINTS if os.environ.get(n)), "")
-            raise OSError(
-                f"{folder.uri}: the store does not answer: {error}; check "
-                f"{endpoint or f'{_ENDPOINTS[-1]} (not set: AWS)'} and the network, and run the "
-                "same command again"
-            ) from error
-        raise
-
-
-def file_version(location: Location) -> str:
-    """Size and time of the last change of a file, or the etag of an object.
-
-    Raises:
-        OSError: it cannot be checked.
-    """
-    if not location.is_local:
-        what = f"looking at {location.path}"
-        return with_retries(lambda: s3.etag_of(location.path), what)
-    return stat_version(os.stat(location.path))
-
-
-def stat_version(status: os.stat_result) -> str:
-    """The version of a file on a disk."""
-    return f"{status.st_size}-{status.st_mtime_ns}"
+    if place.protocol == "s3":
+        bucket = place.path.partition("/")[0]
+        try:
+            with naming(f"s3://{bucket}"):
+                options = os.environ.get(_OPTIONS, "{}")
+                store = _filesystem("s3", os.getpid(), options, attempts=1)
+                store.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
+        except OSError as error:
+            if _code(error.__cause__ or error) in {**_REFUSED, **_SETTINGS}:
+                raise

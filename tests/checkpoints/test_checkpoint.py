@@ -126,7 +126,7 @@ def test_what_cannot_be_read_back_is_not_committed(
     monkeypatch.setattr(checkpoint_format, "_LOCAL_BYTES", piece)
     assert len(snapshots(2)[1].content) % 8 == 0  # the file ends where a piece does
     write_snapshot(snapshots(2)[1], run.child("kept as it was given"))
-    monkeypatch.setattr(Location, "write_hashed", keeps_others)
+    monkeypatch.setattr(checkpoint_format, "_write_hashed", keeps_others)
     folder = run.child(folder_name(2))
     with pytest.raises(DamagedCheckpointError, match=r"00001-of-00002\.safetensors: its bytes"):
         write_snapshot(snapshots(2)[1], folder)
@@ -256,14 +256,14 @@ def test_a_disk_that_is_full_leaves_nothing_that_counts(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(run, 1)
-    plain = Location.write_hashed
+    plain = checkpoint_format._write_hashed
 
     def full(self: Location, content: memoryview) -> str:
         if self.path.endswith("rank-00001-of-00002.safetensors"):
             raise OSError(28, "No space left on device")
         return plain(self, content)
 
-    monkeypatch.setattr(Location, "write_hashed", full)
+    monkeypatch.setattr(checkpoint_format, "_write_hashed", full)
     with pytest.raises(OSError, match="No space left"):
         write_checkpoint(run, 2)
     checkpoint = newest_checkpoint(run)

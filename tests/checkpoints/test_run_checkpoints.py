@@ -172,7 +172,7 @@ def test_a_read_that_fails_once_costs_no_checkpoint(
     newest = write_checkpoint(run, 2)
     plain, left = Location.read_range, [FileNotFoundError("gone?"), None]
 
-    def flaky(self: Location, offset: int, length: int) -> bytes:
+    def flaky(self: Location, offset: int, length: int | None = None) -> bytes:
         error = left.pop(0) if left and self.path.startswith(newest.path) else None
         if error:
             raise error
@@ -194,7 +194,7 @@ def test_storage_that_stays_away_decides_nothing(
     newest = write_checkpoint(run, 2)
     plain = Location.read_range
 
-    def away(self: Location, offset: int, length: int) -> bytes:
+    def away(self: Location, offset: int, length: int | None = None) -> bytes:
         if self.path.startswith(newest.path):
             raise error
         return plain(self, offset, length)
@@ -212,7 +212,7 @@ def test_one_that_is_being_removed_is_not_called_damaged(
     gone = write_checkpoint(run, 2)
     plain = Location.read_range
 
-    def removed(self: Location, offset: int, length: int) -> bytes:
+    def removed(self: Location, offset: int, length: int | None = None) -> bytes:
         if self.path.startswith(gone.path):
             gone.delete()
         return plain(self, offset, length)

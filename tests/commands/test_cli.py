@@ -180,7 +180,7 @@ LIGHT = [
     ("pretrain", "paper/vit_b16_jft"),
     ("sweep", "finetune/cifar10"),
     ("pretrain", "digits", "data.train=s3://"),
-    ("convert", "digits", "convert.source=gs://a/b", "convert.destination=x"),
+    ("convert", "digits", "convert.source=s3a://a/b", "convert.destination=x"),
     ("plan", "digits", "model.name=nope"),
     ("plan", "digits", "plan.device=TPU"),
 ]

@@ -13,13 +13,13 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.addresses import are_own_files
 from vit_ray.commands import cli
 from vit_ray.commands import report as command
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.report import report, report_page
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.write_page import page_of
+from vit_ray.report.copied_store import are_own_files
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -12,12 +14,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import s3fs.core
 
 from tests.ports import free_ports
-from vit_ray import s3, storage
-from vit_ray.retry import RetryPolicy, retry_policy
+from vit_ray import storage
+from vit_ray.storage import locate
 
 _STALL_S = 60
 """Much longer than a client waits; it is never waited for by one that has a time-out."""
@@ -34,11 +38,11 @@ def rclone_binary() -> str:
 
 
 @contextlib.contextmanager
-def serve_s3(folder: Path) -> Iterator[int]:
+def serve_s3(folder: Path, *options: str) -> Iterator[int]:
     """Serve the sub-folders of a folder as buckets; yields the port."""
     (port,) = free_ports(1)
     command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
-    command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off"]
+    command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off", *options]
     command.append("-q")
     environment = {**os.environ, "RCLONE_CONFIG": os.devnull}
     server = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
@@ -83,8 +87,14 @@ def s3_environment(port: int) -> dict[str, str]:
         "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
         "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
         "AWS_EC2_METADATA_DISABLED": "true",
-        "VIT_RAY_S3_TIMEOUT_S": "1.0",
+        **timeout(1.0),
     }
+
+
+def timeout(timeout_s: float) -> dict[str, str]:
+    """The variable that limits each request."""
+    config = {"read_timeout": timeout_s, "retries": {"mode": "legacy", "total_max_attempts": 1}}
+    return {"FSSPEC_S3": json.dumps({"config_kwargs": config})}
 
 
 @contextlib.contextmanager
@@ -93,22 +103,34 @@ def this_process_uses(port: int, *, timeout_s: float = 1.0) -> Iterator[None]:
 
     This process waits a tenth as long as usual before it asks again.
     """
-    variables = {**s3_environment(port), "VIT_RAY_S3_TIMEOUT_S": str(timeout_s)}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
+    with pytest.MonkeyPatch.context() as patch, s3fs_waits(0.1):
+        for name, value in {**s3_environment(port), **timeout(timeout_s)}.items():
             patch.setenv(name, value)
         forget_clients()
         try:
-            with retry_policy(RetryPolicy(first_delay_s=0.02)):
-                yield
+            yield
         finally:
             forget_clients()
 
 
+@contextlib.contextmanager
+def s3fs_waits(factor: float) -> Iterator[None]:
+    """Inside the block s3fs waits so many times as long between its attempts."""
+    sleep = asyncio.sleep
+    shorter = SimpleNamespace(**{**vars(asyncio), "sleep": lambda s: sleep(s * factor)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3fs.core, "asyncio", shorter)
+        yield
+
+
+def create_bucket(name: str) -> None:
+    """In the store of this process."""
+    locate(f"s3://{name}").filesystem.call_s3("create_bucket", Bucket=name)
+
+
 def forget_clients() -> None:
-    """Both clients are made once, from the variables of that moment."""
-    storage._s3.cache_clear()
-    s3.client_of.cache_clear()
+    """A client is made once, from the variables of that moment."""
+    storage._filesystem.cache_clear()
 
 
 def wait_for(port: int) -> None:
@@ -127,6 +149,7 @@ class Faults:
     remaining: int = 0
     path: str = ""
     every: int = 1
+    share: float = 1.0
     seen: int = 0
     injected: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -136,8 +159,11 @@ class Faults:
         """Requests that met a fault, and that nobody has made again."""
         return [r for r in self.injected if self.requests.count(r) <= self.injected.count(r)]
 
-    def set(self, kind: str, remaining: int, path: str = "", every: int = 1) -> None:
+    def set(
+        self, kind: str, remaining: int, path: str = "", every: int = 1, share: float = 1.0
+    ) -> None:
         self.kind, self.remaining, self.path, self.every = kind, remaining, path, every
+        self.share = share
         self.seen, self.injected, self.requests = 0, [], []
 
     def take(self, request_line: str) -> str:
@@ -148,7 +174,7 @@ class Faults:
         if self.remaining <= 0:
             return ""
         self.seen += 1
-        if self.seen % self.every:
+        if self.seen % self.every or random.Random(self.seen).random() >= self.share:
             return ""
         self.remaining -= 1
         self.injected.append(request_line)
@@ -161,6 +187,7 @@ class FaultProxy:
     def __init__(self, upstream: int) -> None:
         (self.port,) = free_ports(1)
         self.faults = Faults()
+        self.heads: list[str] = []
         self._upstream = upstream
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -187,24 +214,26 @@ class FaultProxy:
         """One request per connection, so that each may have its own fault."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             head = await client.readuntil(b"\r\n\r\n")
+            self.heads.append(head.decode())
             fault = self.faults.take(head.split(b"\r\n", 1)[0].decode())
             if fault and fault not in SPOILT:
-                await self._fail(fault, answer)
+                await self._fail(fault, answer, has_body=not head.startswith(b"HEAD"))
             else:
                 await self._forward(head, client, answer, fault)
         answer.close()
 
-    async def _fail(self, fault: str, answer: asyncio.StreamWriter) -> None:
+    async def _fail(self, fault: str, answer: asyncio.StreamWriter, has_body: bool) -> None:
         if fault == "reset":
             answer.transport.abort()
         elif fault == "hang":
             await asyncio.sleep(_STALL_S)
         else:
-            code = "SlowDown" if fault == "503" else "InternalError"
+            fault, _, code = fault.partition(" ")
+            code = code or ("SlowDown" if fault == "503" else "InternalError")
             body = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
             head = f"HTTP/1.1 {fault} Injected\r\nContent-Type: application/xml\r\n"
             head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            answer.write(head.encode() + body)
+            answer.write(head.encode() + (body if has_body else b""))
             await answer.drain()
 
     async def _forward(

@@ -1,6 +1,5 @@
 """Everything that touches an object store, against a real server with injected faults."""
 
-import functools
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from tests.data.s3_server import (
     s3_environment,
     serve_s3,
     this_process_uses,
+    timeout,
 )
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
@@ -36,7 +36,6 @@ from vit_ray.data.order.partition import Partition
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.launch.inputs.dataset import open_dataset as dataset_in_python
-from vit_ray.retry import RetryPolicy, with_retries
 from vit_ray.storage import locate
 
 
@@ -128,6 +127,20 @@ def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path, kind: str)
     assert s3.faults.unrepeated == []
 
 
+def test_a_row_group_takes_three_requests_and_the_next_ones_of_its_shard_one(
+    s3: FaultProxy, dataset: Manifest
+) -> None:
+    remote = open_dataset("s3://sets/small")
+    assert (remote.file_index[:2] == 0).all()
+    reader = RowGroupReader(remote)
+    counts = []
+    for group in (0, 1):
+        s3.faults.set("none", 0, path="part-")
+        reader.read(group)
+        counts.append(len(s3.faults.requests))
+    assert counts == [3, 1]
+
+
 def test_what_is_truly_gone_is_named(s3: FaultProxy) -> None:
     with pytest.raises(ValueError, match="no data set at 's3://empty/nothing'"):
         open_dataset("s3://empty/nothing")
@@ -141,8 +154,7 @@ def test_a_store_that_stays_away_is_not_called_damaged_data(
 ) -> None:
     """So that a run is tried again, and does not end as it does for data that are no good."""
     remote = open_dataset("s3://sets/small")
-    soon = functools.partial(with_retries, policy=RetryPolicy(attempts=3))
-    monkeypatch.setattr("vit_ray.data.format.row_groups.with_retries", soon)
+    monkeypatch.setattr(locate("s3://sets").filesystem, "retries", 3)
     s3.faults.set("503", remaining=1000)
     with pytest.raises(OSError, match=rf"{remote.files[0].path}' .* storage does not answer"):
         RowGroupReader(remote).read(0)
@@ -163,7 +175,7 @@ def test_a_wrong_key_fails_soon_and_clearly(
     remote = open_dataset("s3://sets/small")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aX9-not-the-secret")
     forget_clients()
-    with pytest.raises(ValueError, match=r"ACCESS_DENIED.*AWS_ACCESS_KEY_ID.*secret") as caught:
+    with pytest.raises(PermissionError, match=r"s3://sets: .*check AWS_ACCESS_KEY_ID") as caught:
         open_dataset("s3://sets/small")
     assert "aX9" not in str(caught.value)
     with pytest.raises(ValueError, match=r"part-.* cannot be read .*; check the credentials"):
@@ -213,9 +225,7 @@ def test_sources_are_read_from_s3_as_from_disk(
     here = indexed(str(buckets / "sources" / layout), tmp_path / "here.bin")
     assert len(here) == 4
     s3.faults.set(kind, remaining=1 if kind == "slow" else 3, every=4)
-    there = with_retries(
-        lambda: indexed(f"s3://sources/{layout}", tmp_path / "there.bin"), "indexing"
-    )
+    there = indexed(f"s3://sources/{layout}", tmp_path / "there.bin")
     assert there == here
     assert s3.faults.injected
 
@@ -278,7 +288,7 @@ def test_convert_to_s3_and_stream_from_it_under_faults(
 ) -> None:
     """A driver of its own, whose workers get the credentials from their environment."""
     proxy.faults.set("503", remaining=12, every=7)
-    variables = {**s3_environment(proxy.port), "VIT_RAY_S3_TIMEOUT_S": "20"}
+    variables = {**s3_environment(proxy.port), **timeout(20)}
     command = [sys.executable, "-c", SCRIPT, ray_cluster.address, json.dumps(variables)]
     done = subprocess.run(
         [*command, str(image_folder)],

@@ -12,15 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.util import placement_group_table
+from s3fs import S3FileSystem
 
 from tests.conftest import Digits, Head
+from tests.data.s3_server import serve_s3, this_process_uses
 from tests.recipes import small_recipe
+from vit_ray.experiments import trials
 from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.trials import (
     METRIC,
@@ -213,3 +217,24 @@ def test_another_driver_takes_up_what_an_interrupted_one_has_left(
     }
     finished = [rate for rate, step in again if step == STEPS]
     assert len(finished) == (0 if has_memory else 2)
+
+
+def test_the_files_of_tune_in_a_store_go_by_our_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MadeError(Exception):
+        """Instead of an experiment."""
+
+    def tuner(_: object, run_config: tune.RunConfig, **__: object) -> None:
+        raise MadeError(run_config)
+
+    without_ray = {"with_parameters": lambda given, **_: given, "with_resources": lambda *_: None}
+    fake = SimpleNamespace(**{**vars(tune), **without_ray, "Tuner": tuner})
+    monkeypatch.setattr(trials, "tune", fake)
+    (tmp_path / "runs").mkdir()
+    how: Any = {"space": {}, "max_concurrent": 1, "is_private": True}
+    with serve_s3(tmp_path) as port, this_process_uses(port), pytest.raises(MadeError) as made:
+        run_trials(None, None, folder="s3://runs/sweep/tune", **how)  # type: ignore[arg-type]
+    (config,) = made.value.args
+    assert (config.storage_path, config.name) == ("runs/sweep", "tune")
+    assert isinstance(config.storage_filesystem.handler.fs, S3FileSystem)

@@ -25,6 +25,7 @@ from typing import Final
 
 from tests import hosts
 from tests.conftest import ROOT, Digits
+from tests.data.s3_server import timeout
 from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of
 from tests.faults.host_cluster import WORKERS, HostCluster, converted_digits
 from tests.hosts import Network
@@ -66,7 +67,7 @@ class Soak(HostCluster):
 
     def __init__(self, recipe: Recipe, folder: Path, rng: random.Random, net: Network) -> None:
         """Start the hosts; `recipe` has its output in S3."""
-        super().__init__(net, folder, VIT_RAY_S3_TIMEOUT_S="20.0")
+        super().__init__(net, folder, **timeout(20.0))
         self.recipe, self.rng = recipe, rng
         self.on_disk = recipe.with_changes(output=str(self.buckets / "runs"))
         """The same run as the server of S3 has it."""

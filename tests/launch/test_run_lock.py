@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from vit_ray import lock
 from vit_ray.launch.run_lock import lock_run
-from vit_ray.lock import Owner, check_lock
+from vit_ray.lock import check_lock, this_process
 from vit_ray.storage import Location, locate
 
 HOLD = """
@@ -18,7 +17,7 @@ import sys
 from vit_ray import lock
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.storage import locate
-lock.RENEW_S = 0.05
+lock.HEARTBEAT_S = 0.05
 with lock_run(locate(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -35,7 +34,7 @@ def test_a_second_driver_is_refused_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(lock, "RELEASE_S", 0.1)
     refusal = (
-        r"run 'a' in .*/runs is in use by another driver: process \d+ on .*; wait for it "
+        r"run 'a' in .*/runs is in use by another driver: process \d+ of .* on .*; wait for it "
         "or stop it, or choose another name"
     )
     with lock_run(run) as number:
@@ -51,11 +50,12 @@ def test_a_driver_whose_run_was_taken_ends(run: Location) -> None:
         assert other.stdout is not None
         assert other.stderr is not None
         assert other.stdout.readline() == "held\n"
-        owner = replace(Owner.this_process(), host="node-7")
-        run.child("lock-00000002.json").write(json.dumps(asdict(owner)).encode())
+        owner = {**this_process(run), "host": "node-7"}
+        run.child("lock-00000002.json").write(json.dumps(owner).encode())
         assert other.wait(30) == 1
         told = other.stderr.read()
-    assert "on node-7; this process no longer writes there; this driver ends" in told
+    assert " on node-7 since " in told
+    assert "; this process no longer writes there; this driver ends" in told
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do() -> None:

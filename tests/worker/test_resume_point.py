@@ -1,8 +1,5 @@
 """Which checkpoint a group that starts goes on from; no Ray."""
 
-import errno
-import functools
-import inspect
 import threading
 from pathlib import Path
 
@@ -10,14 +7,11 @@ import pytest
 import torch
 
 from tests.checkpoints.written import flip, snapshot_of, write_snapshot
-from vit_ray import retry, storage
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.checkpoints.run_checkpoints import NoUsableCheckpointError, list_checkpoints
-from vit_ray.retry import RetryPolicy
 from vit_ray.storage import Location, locate
 from vit_ray.worker.resume_point import (
     CHOICE_LIMIT_S,
-    RETRIES,
     ResumePoint,
     ResumePointChoice,
     choose_resume_point,
@@ -96,76 +90,6 @@ def test_nothing_but_damage_is_an_error_and_not_a_new_start(run: Run) -> None:
     run.damage(10)
     with pytest.raises(NoUsableCheckpointError, match="none of them can be used"):
         run.choose()
-
-
-class Away:
-    """A storage whose files cannot be read so many times, and the pauses that are made for it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.times, self.tried, self.file = 0, 0, ""
-        self.error = OSError(errno.EHOSTUNREACH, "no route to host")
-        self.now_s = 0.0
-        self._read = inspect.unwrap(Location.read)
-        plain = retry.with_retries
-        quick = functools.partial(plain, sleep=self._sleep, clock=lambda: self.now_s)
-        monkeypatch.setattr(storage, "with_retries", quick)
-        read = storage._retried("reading")(lambda place: self._answer(place))
-        monkeypatch.setattr(Location, "read", read)
-
-    def _sleep(self, pause_s: float) -> None:
-        self.now_s += pause_s
-
-    def _answer(self, place: Location) -> bytes:
-        if self.times and place.path.endswith(self.file):
-            self.times, self.tried = self.times - 1, self.tried + 1
-            raise type(self.error)(*self.error.args)
-        return self._read(place)
-
-
-@pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> Away:
-    monkeypatch.setattr(retry.random, "uniform", lambda *_: 1.0)
-    return Away(monkeypatch)
-
-
-def test_storage_that_is_away_is_waited_for_longer_than_elsewhere(run: Run, away: Away) -> None:
-    run.save(10)
-    away.times = RetryPolicy().attempts + 5
-    assert run.choose() == ResumePoint(10, 80)
-    assert 200 < away.now_s < RETRIES.budget_s
-    ((kind, text),) = run.events
-    assert kind == "storage away"
-    assert "no route to host" in text
-
-
-@pytest.mark.parametrize(
-    "error", [OSError("of a kind that nobody knows"), PermissionError(errno.EACCES, "no ticket")]
-)
-def test_an_error_of_any_kind_is_tried_again_where_it_would_end_a_run(
-    error: OSError, run: Run, away: Away
-) -> None:
-    run.save(10)
-    away.times, away.error = RetryPolicy().attempts, error
-    assert run.choose() == ResumePoint(10, 80)
-
-
-def test_the_readers_of_a_checkpoints_files_wait_as_long(run: Run, away: Away) -> None:
-    """They are threads."""
-    run.save(10)
-    away.times, away.file = RetryPolicy().attempts + 5, "rank-00000-of-00001.json"
-    assert run.choose() == ResumePoint(10, 80)
-    assert away.times == 0
-
-
-def test_storage_that_stays_away_is_an_error_after_the_attempts_of_one_policy(
-    run: Run, away: Away
-) -> None:
-    run.save(10)
-    away.times = 10_000
-    with pytest.raises(OSError, match="no route to host"):
-        run.choose()
-    assert away.tried <= RETRIES.attempts
-    assert away.now_s <= RETRIES.budget_s
 
 
 def test_while_a_choice_takes_long_the_others_hear_of_it_and_it_has_an_end() -> None:

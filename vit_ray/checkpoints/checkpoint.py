@@ -28,8 +28,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     write_part,
 )
 from vit_ray.metric_names import DEV_LOSS, EVAL_LOSS, averaged_key
-from vit_ray.retry import read_again
-from vit_ray.storage import Location
+from vit_ray.storage import Location, read_again
 
 if TYPE_CHECKING:
     # Torch takes seconds to import: where tensors are written or read, and not where a driver asks
@@ -157,7 +156,7 @@ def write_evaluation(folder: Location, progress: Progress) -> None:
 
 def evaluation_note(folder: Location) -> Location:
     """The file next to a checkpoint's folder that records an evaluation made after it."""
-    return Location(folder.filesystem, f"{folder.path}.evaluated.json")
+    return Location(folder.protocol, f"{folder.path}.evaluated.json")
 
 
 class Checkpoint:

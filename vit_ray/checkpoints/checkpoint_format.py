@@ -17,14 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from vit_ray.retry import read_again
-from vit_ray.storage import Location, other_format
+from vit_ray.storage import Location, read_again, with_retries
 
 FORMAT_VERSION = 2
 COMMIT: Final = "commit.json"
@@ -36,6 +34,7 @@ _READERS: Final = 8
 """Files read at a time."""
 _PIECE_BYTES: Final = 32 << 20
 """Bytes per read."""
+_HASHED_BYTES: Final = 1 << 20
 _LOCAL_BYTES: Final = 4 << 20
 """Bytes per read of a local file that is compared: they fit into a processor's cache."""
 
@@ -89,10 +88,28 @@ def write_part(
     folder.child(_UNCOMMITTED).write(b"")
     name = file_of_rank(rank, world_size)
     file = folder.child(file_of_rank(rank, world_size, "safetensors"))
-    sha256 = file.write_hashed(content)
+    sha256 = _write_hashed(file, content)
     read_again(lambda: _compare_content(file, content), DamagedCheckpointError)
     facts = {"format_version": FORMAT_VERSION, "bytes": len(content), "sha256": sha256}
     folder.child(name).write(json.dumps({**facts, **index}).encode())
+
+
+def _write_hashed(file: Location, content: memoryview) -> str:
+    """Write a file and return its SHA-256.
+
+    Each piece is hashed right before it is written, while it is in the processor's cache.
+    """
+
+    def write() -> str:
+        digest = hashlib.sha256()
+        with file.output() as stream:
+            for first in range(0, len(content), _HASHED_BYTES):
+                piece = content[first : first + _HASHED_BYTES]
+                digest.update(piece)
+                stream.write(piece)
+        return digest.hexdigest()
+
+    return with_retries(write, f"writing {file.path}")
 
 
 def commit(folder: Location, world_size: int, before_commit: Callable[[], object]) -> None:
@@ -109,8 +126,9 @@ def commit(folder: Location, world_size: int, before_commit: Callable[[], object
 
     def agreed(name: str) -> bytes:
         """Without a recorded checksum: read twice, and a third time if they differ."""
-        first, second = folder.child(name).read_twice()
-        return first if first == second else folder.child(name).read()
+        file = folder.child(name)
+        first, second = file.read(), file.read()
+        return first if first == second else file.read()
 
     contents = dict(zip(names, read_all(names, agreed), strict=True))
     indexes = {name: _parse(folder, name, content) for name, content in contents.items()}
@@ -246,10 +264,9 @@ def _compare_content(file: Location, content: memoryview) -> None:
     """Raise unless the file holds these bytes; a quarter of the work of a second checksum."""
     expected = np.frombuffer(content, np.uint8)
     most = _LOCAL_BYTES if file.is_local else _PIECE_BYTES
-    read = np.empty(min(most, len(expected) + 1), np.uint8)
-    for first in range(0, len(expected) + 1, len(read)):  # one byte beyond: the file may be longer
-        part, count = expected[first : first + len(read)], file.read_into(first, read)
-        if not np.array_equal(read[:count], part):
+    for first in range(0, len(expected) + 1, most):  # one byte beyond: the file may be longer
+        read = np.frombuffer(file.read_range(first, most), np.uint8)
+        if not np.array_equal(read, expected[first : first + most]):
             raise DamagedCheckpointError(
                 f"checkpoint file {file.path}: its bytes are not the {len(expected)} bytes that "
                 "were written"
@@ -287,10 +304,9 @@ def check_coverage(
 
 
 def read_all(items: Iterable[_Item], read: Callable[[_Item], _Result]) -> list[_Result]:
-    """Some at a time, each in the context of the caller, which has its policy of retries."""
-    context = copy_context()
+    """Some at a time."""
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(lambda item: context.copy().run(read, item), items))
+        return list(readers.map(read, items))
 
 
 def _sizes(folder: Location) -> dict[str, int]:
@@ -347,7 +363,10 @@ def _parse(folder: Location, name: str, content: bytes) -> dict[str, Any]:
 def _check_version(folder: Location, content: Mapping[str, Any]) -> None:
     version = content.get("format_version")
     if isinstance(version, int) and version != FORMAT_VERSION:
-        raise ValueError(other_format(f"checkpoint {folder.path}", version, FORMAT_VERSION))
+        raise ValueError(
+            f"checkpoint {folder.path} has format {version}; this code reads format "
+            f"{FORMAT_VERSION} only; use the version of vit_ray that wrote it"
+        )
 
 
 def _shard(folder: Location, name: str, index: dict[str, Any]) -> Shard:

@@ -29,8 +29,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     read_marker,
 )
 from vit_ray.metric_names import RESULT_STEP
-from vit_ray.retry import read_again
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, locate, read_again
 
 READ_AGAIN_S: Final = 10.0
 """After which a folder that seems damaged is read a second time: files may be shown late."""
@@ -183,7 +182,7 @@ def set_aside(folder: Location, reason: str, warn: Warn) -> None:
     """
     for number in itertools.count(1):
         again = f"~{number}" if number > 1 else ""
-        place = Location(folder.filesystem, f"{folder.path}{again}{ASIDE}")
+        place = Location(folder.protocol, f"{folder.path}{again}{ASIDE}")
         if not place.exists():
             break
     folder.move_to(place)
@@ -275,7 +274,7 @@ def _put_away(folder: Location, reason: str, warn: Warn) -> None:
 
 
 def _deletion_note(folder: Location) -> Location:
-    return Location(folder.filesystem, f"{folder.path}{_DELETING}")
+    return Location(folder.protocol, f"{folder.path}{_DELETING}")
 
 
 def _delete(folder: Location) -> None:

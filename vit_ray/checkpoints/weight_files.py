@@ -16,7 +16,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from pyarrow import fs
 
 from vit_ray.model_aliases import canonical_model
 from vit_ray.models.weights.load import WeightFile, parts_of, read_weights
@@ -89,7 +88,7 @@ def find_weight_file(path: str) -> Location | None:
         ValueError: as `download`, or there are no weights that can be read in the repository.
     """
     location = locate(download(path) if path.startswith(SCHEME) else path)
-    if path.endswith(_WEIGHT_FILES) or location.info().type == fs.FileType.File:
+    if path.endswith(_WEIGHT_FILES) or location.info().kind == "file":
         return location
     names = (FOLDER_WEIGHTS, FOLDER_INDEX, weights_file("jax"))
     inside = (location.child(name) for name in names)
@@ -191,7 +190,7 @@ def read_weight_file(location: Location, has_values: bool) -> WeightFile:
 
     def open_there(path: Path) -> IO[bytes]:
         """The remote file, in the same folder, that a local file of this name stands for."""
-        return io.BufferedReader(_Ranges(_beside(location, path.name)), LOOK_BYTES)
+        return io.BufferedReader(_beside(location, path.name).open(), LOOK_BYTES)
 
     with tempfile.TemporaryDirectory() as folder:
         here, name = Path(folder), PurePosixPath(location.path).name
@@ -207,50 +206,20 @@ def read_weight_file(location: Location, has_values: bool) -> WeightFile:
         return read_weights(here / name, source=location.uri, opener=opener)
 
 
-class _Ranges(io.RawIOBase):
-    """A remote file; each range is read again after a fault."""
-
-    def __init__(self, location: Location) -> None:
-        self._location, self._size, self._at = location, location.info().size or 0, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self._at, self._size)[whence]
-        if at < 0:
-            raise OSError(f"byte {at} of {self._location.uri}")
-        self._at = at
-        return at
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), max(0, self._size - self._at))
-        content = self._location.read_range(self._at, count) if count else b""
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
-
-
 def _beside(location: Location, name: str) -> Location:
-    return Location(location.filesystem, str(PurePosixPath(location.path).with_name(name)))
+    return Location(location.protocol, str(PurePosixPath(location.path).with_name(name)))
 
 
 def _fetch(location: Location, copy: Path, *, is_whole: bool = True) -> None:
     """Copy a file, where there is one; if not whole, the header of safetensors, without values."""
-    size = location.info().size
-    if size is None:
+    info = location.info()
+    if info.kind == "nothing":
         return
-    end = size
+    end = info.size
     if not is_whole:
         length = location.read_range(0, 8) if copy.suffix == ".safetensors" else b""
-        end = min(size, 8 + int.from_bytes(length, "little")) if length else 0
+        end = min(end, 8 + int.from_bytes(length, "little")) if length else 0
     with copy.open("wb") as file:
         for start in range(0, end, _PIECE_BYTES):
             file.write(location.read_range(start, min(_PIECE_BYTES, end - start)))
-        file.truncate(size)  # of this size, which takes no room
+        file.truncate(info.size)  # of this size, which takes no room

@@ -107,7 +107,7 @@ def _ended(run: Callable[[], int | None]) -> int:
         wants_all = os.environ.get("VIT_RAY_LOGS") == "1"
         text = traceback.format_exc() if wants_all else f"error: {error}"
         print(redact(text), file=sys.stderr)
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | PermissionError):
             return 2
         atexit.unregister(shutil.rmtree)  # of a Ray's folder: a failure's message names its logs
         return 1

@@ -19,7 +19,7 @@ from typing import Final
 from vit_ray.addresses import is_placeholder, sqlite_file
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
-from vit_ray.storage import check_rights, locate
+from vit_ray.storage import locate
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
 LEAST_SHARED_GIB: Final = 1.0
@@ -149,6 +149,8 @@ def _mlflow(recipe: Recipe) -> str:
 
 def _output(recipe: Recipe) -> str:
     """The access rights that checkpoints need."""
+    from vit_ray.launch.prepared_run import check_rights
+
     if is_placeholder(recipe.output):
         raise ValueError(f"{recipe.output} is a placeholder; set output to a folder or bucket")
     folder = locate(recipe.output)

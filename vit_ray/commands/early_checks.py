@@ -12,7 +12,6 @@ from typing import Any
 from vit_ray.addresses import (
     check_address,
     is_placeholder,
-    local_folder,
     require_store,
     sqlite_file,
     with_home,
@@ -23,6 +22,7 @@ from vit_ray.launch.cluster.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
+from vit_ray.report.copied_store import local_folder
 
 _STARTS_NOTHING = frozenset({"plan", "doctor"})
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
@@ -31,7 +31,6 @@ _IMPORTED = (
     "torch",
 )  # fmt: skip
 """Packages of drivers, workers and reading tasks, which share one image."""
-_BUCKETS = ("s3://", "gs://", "gcs://")
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"manifest_sha256": "'
 _WEIGHTS = (".npz", ".safetensors")
@@ -84,7 +83,7 @@ def check_places(command: Command, recipe: Recipe) -> None:
     for key in command.opens:
         for path in _paths(attrgetter(key)(recipe)):
             if "://" in path:
-                if key != "init_from" and path.startswith(_BUCKETS):
+                if key != "init_from":
                     check_address(path)
                 continue
             place = with_home(path)

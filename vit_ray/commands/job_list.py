@@ -12,7 +12,7 @@ from vit_ray.config import Recipe
 
 _TRAINING = (
     "name", "seed", "output", "resume", "model", "data", "optim", "train",
-    "checkpoint", "evaluate", "workers", "tracking",
+    "checkpoint", "evaluate", "workers", "tracking", "storage",
 )  # fmt: skip
 _WEIGHTS = ("init_from", "init_resize")
 _COUNTS = ("plan",)
@@ -65,7 +65,7 @@ _ALL = (
         "convert",
         "Convert a source of images to a sharded parquet data set.",
         "vit_ray.commands.convert:run_convert",
-        ("convert", "seed"),
+        ("convert", "seed", "storage"),
         "cifar10 convert.source=IMAGES/train",
         "vit_ray.commands.convert:describe_conversion",
         "vit_ray.data.prepare.convert.destination:check_conversion",
@@ -77,7 +77,7 @@ _ALL = (
         "Check a converted data set: files, checksums, and whether images decode; or a run: the "
         "checksums of its checkpoints, and whether its samples came in the planned order.",
         "vit_ray.commands.datasets:run_verify",
-        ("verify",),
+        ("verify", "storage"),
         "cifar10 verify.path=data/cifar10/train",
         needs=("verify",),
         opens=("verify.path",),
@@ -86,7 +86,7 @@ _ALL = (
         "subset",
         "Take a subset of a converted data set, as a manifest only.",
         "vit_ray.commands.datasets:run_subset",
-        ("subset", "seed"),
+        ("subset", "seed", "storage"),
         "cifar10 subset.source=data/cifar10/train subset.destination=data/tenth "
         "subset.fraction=0.1",
         needs=("subset",),
@@ -96,7 +96,7 @@ _ALL = (
         "deduplicate",
         "Remove from a pre-training set the images that evaluation sets also have.",
         "vit_ray.commands.datasets:run_deduplicate",
-        ("deduplicate",),
+        ("deduplicate", "storage"),
         "cifar10 deduplicate.source=data/cifar10/train "
         "deduplicate.evaluation_sets=[data/cifar10/test] deduplicate.destination=data/clean",
         needs=("deduplicate",),
@@ -129,7 +129,7 @@ _ALL = (
         "vit_ray.commands.train:evaluate",
         (
             "name", "seed", "output", *_WEIGHTS, "benchmark", "paper", "model", "data", "train",
-            "evaluate", "workers", "tracking",
+            "evaluate", "workers", "tracking", "storage",
         ),
         "cifar10 init_from=runs/cifar10-vit",
         needs=("init_from",),
@@ -170,7 +170,7 @@ _ALL = (
         "report",
         "One HTML page of tables and figures of the recipe's run or experiment, from MLflow.",
         "vit_ray.commands.report:report_page",
-        ("name", "output", "tracking"),
+        ("name", "output", "tracking", "storage"),
         "digits",
         check="vit_ray.commands.early_checks:check_store",
         takes_overrides=True,
@@ -182,7 +182,7 @@ _ALL = (
         "vit_ray.commands.plans.plan:print_plan",
         (
             "plan", "model", "optim", "train", "checkpoint", "evaluate", "workers",
-            "data", "seed", "convert", "name", "output", "tracking",
+            "data", "seed", "convert", "name", "output", "tracking", "storage",
         ),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
         "vit_ray.commands.plans.plan:describe_plan",
@@ -192,7 +192,7 @@ _ALL = (
         "Write the weights in init_from (a run, a checkpoint or a published file) to export.path "
         "in export.layout: jax, timm, huggingface or vit_ray.",
         "vit_ray.commands.trained.export:export",
-        ("export", "name", *_WEIGHTS, "model", "data.train", "data.eval_augment"),
+        ("export", "name", *_WEIGHTS, "model", "data.train", "data.eval_augment", "storage"),
         "cifar10 init_from=runs/cifar10-vit export.path=vit.npz",
         needs=("export", "init_from"),
         opens=("init_from",),
@@ -202,7 +202,7 @@ _ALL = (
         "Draw the patch filters, position similarity, attention distance and attention rollout of "
         "the weights in init_from for the images in inspect.images.",
         "vit_ray.commands.trained.inspect:inspect",
-        ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking"),
+        ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking", "storage"),
         "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
         needs=("inspect", "init_from"),
         opens=("inspect.images",),
@@ -212,7 +212,7 @@ _ALL = (
         "Check what a recipe's command needs here: packages, GPUs, limits, Ray, MLflow, access to "
         "output, data sets; starts nothing.",
         "vit_ray.commands.doctor:run_doctor",
-        ("output", "data", "tracking", "workers"),
+        ("output", "data", "tracking", "storage", "workers"),
         "digits",
     ),
     Command(

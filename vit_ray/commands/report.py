@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vit_ray.addresses import are_own_files, local_folder
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.secrets import redact
 from vit_ray.experiments.write_page import write_page
+from vit_ray.report.copied_store import are_own_files, local_folder
 from vit_ray.report.page import Written, parts_of
 from vit_ray.tracking.mlflow_client import asking, redact_uri
 from vit_ray.tracking.past_runs import runs_of_name

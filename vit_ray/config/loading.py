@@ -45,6 +45,7 @@ def load_recipe(
     _add_mlflow_variables(tree)
     recipe = recipe_from_dict(tree, where=str(path))
     trust_named(tree)
+    recipe.storage.use()
     return recipe
 
 

@@ -36,6 +36,7 @@ from vit_ray.config.training_sections import (
     EvalConfig,
     ModelConfig,
     OptimConfig,
+    StorageConfig,
     TrackingConfig,
     TrainConfig,
     WorkersConfig,
@@ -72,6 +73,7 @@ class Recipe(Section):
     evaluate: Annotated[EvalConfig, OnResume.CONFIRM] = EvalConfig()
     workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
     tracking: Annotated[TrackingConfig, OnResume.FREE] = TrackingConfig()
+    storage: Annotated[StorageConfig, OnResume.FREE] = StorageConfig()
     convert: ConvertConfig | None = None
     verify: VerifyConfig | None = None
     subset: SubsetConfig | None = None
@@ -92,6 +94,7 @@ class Recipe(Section):
         """From another process of the same command, whose user gave it."""
         super().__setstate__(state)
         trust_named(self.model_dump(mode="json"))
+        self.storage.use()
 
     @property
     def group_sizes(self) -> list[int]:

@@ -1,5 +1,7 @@
 """The sections of a recipe that decide what one training does."""
 
+import json
+import os
 import re
 from functools import cache
 from importlib.metadata import entry_points
@@ -506,6 +508,25 @@ class WorkersConfig(Section):
     def problems(self) -> dict[str, object]:
         problem = f"num_workers={self.num_workers} has its minimum above its maximum"
         return {problem: len(self.sizes) == 0}
+
+
+class StorageConfig(Section):
+    """Access to `s3://`; credentials, region and endpoint are those of the AWS command line."""
+
+    anonymous: bool = False
+    """Read public buckets without credentials."""
+    requester_pays: bool = False
+    """Pay for what is read from buckets whose owner does not."""
+
+    def variables(self) -> dict[str, str]:
+        """fsspec's own variable, if something is chosen."""
+        given = json.loads(os.environ.get("FSSPEC_S3", "{}"))
+        chosen = {"anon": self.anonymous, "requester_pays": self.requester_pays}
+        return {"FSSPEC_S3": json.dumps({**given, **chosen})} if any(chosen.values()) else {}
+
+    def use(self) -> None:
+        """Use it in this process and those it starts."""
+        os.environ.update(self.variables())
 
 
 class TrackingConfig(Section):

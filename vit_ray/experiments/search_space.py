@@ -24,7 +24,7 @@ Point = Mapping[str, Any]
 
 RATE: Final = "optim.learning_rate"
 _FIXED: Final = (
-    "name", "output", "resume", "seed", "sweep", "tracking",
+    "name", "output", "resume", "seed", "sweep", "tracking", "storage",
     "data.eval", "data.held_out_fraction", "data.train",
 )  # fmt: skip
 """Set by the sweep itself, for each trial and retraining."""

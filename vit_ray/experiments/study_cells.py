@@ -28,7 +28,7 @@ _GIVEN_ELSEWHERE: Final = {
     **{f"optim.{key}": key for key in ("epochs", "steps", "images")},
 }
 """Keys that a row sets through its other fields."""
-_COMMON: Final = ("output", "resume", "tracking", "study", "sweep", "vtab", "plan")
+_COMMON: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
 """Keys and sections that are the same for all cells, except for descriptions of their data."""
 _TOLD: Final = ("plan.num_images", "plan.num_classes")
 

@@ -19,7 +19,16 @@ from vit_ray.launch.record.run_metadata import SIZES
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import TRANSFER_GROUP
 
-_OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
+_OF_THE_CELL: Final = (
+    "name",
+    "output",
+    "init_from",
+    "seed",
+    "tracking",
+    "storage",
+    "workers",
+    "resume",
+)
 """Sections and keys of a task's recipe that come from the cell."""
 _SIZES: Final = (
     "name", "depth", "width", "mlp_dim", "num_heads", "patch_size", "stages", "width_factor",
@@ -52,6 +61,7 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "init_from": own.run_folder,
         "seed": own.seed,
         "tracking": own.tracking.model_dump(mode="json"),
+        "storage": own.storage.model_dump(mode="json"),
         "workers": own.workers.model_dump(mode="json"),
         "model": model | {"image_size": own.model.whole_patches(base.model.image_size)},
         "study": None,

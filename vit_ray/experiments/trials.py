@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import ray
 import ray.util
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray import tune
 
 from vit_ray.config import Recipe
@@ -29,6 +30,7 @@ from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import EventKind, TrialState
+from vit_ray.storage import locate
 
 METRIC: Final = "top1"
 """Decides: the accuracy with averaged weights if the recipe averages."""
@@ -259,10 +261,15 @@ def run_trials(
     place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
     given = tune.with_parameters(Trial, work=work, parent=parent, is_private=is_private)
     trainable = tune.with_resources(given, {"CPU": 0, place: 0.001})
-    if has_memory and tune.Tuner.can_restore(folder):
-        tuner = tune.Tuner.restore(folder, trainable, restart_errored=True)
+    kept, files = locate(folder), None
+    if not kept.is_local:
+        files = PyFileSystem(FSSpecHandler(kept.filesystem))
+    if has_memory and tune.Tuner.can_restore(kept.path, storage_filesystem=files):
+        tuner = tune.Tuner.restore(
+            kept.path, trainable, restart_errored=True, storage_filesystem=files
+        )
     else:
-        storage_path, _, name = folder.rpartition("/")
+        storage_path, _, name = kept.path.rpartition("/")
         tuner = tune.Tuner(
             trainable,
             param_space=space,
@@ -277,6 +284,7 @@ def run_trials(
             run_config=tune.RunConfig(
                 name=name,
                 storage_path=storage_path,
+                storage_filesystem=files,
                 verbose=0,
                 failure_config=tune.FailureConfig(max_failures=MOST_RESTARTS),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),

@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from pyarrow.fs import FileType
-
 from vit_ray.addresses import require_store
 from vit_ray.checkpoints.checkpoint import Checkpoint, folder_name, open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
@@ -145,7 +143,7 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             differs from the recipe with which the run was trained.
     """
     source, folder = named_folder(source, overrides)
-    is_file = folder.info().type == FileType.File
+    is_file = folder.info().kind == "file"
     if not is_file and list_checkpoints(folder):
         newest = newest_checkpoint(folder)
         if newest is None:

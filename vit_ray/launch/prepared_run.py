@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from vit_ray.launch.resuming import (
 )
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import check_rights, locate, needing_right
+from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 
 _HEADS: Final[dict[str, bool]] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": False}
 
@@ -148,6 +149,26 @@ def prepared_training(
         yield replace(prepared, resolved=resolved, notes=notes, training_id=training_id)
 
 
+def check_rights(folder: Location) -> None:
+    """Try what a run does in its folder, with a small file that is deleted again.
+
+    Raises:
+        OSError: the store refuses it, cannot be reached, or has no such bucket.
+    """
+    check_reachable(folder)
+    probe = folder.child(RIGHTS_PROBE)
+    try:
+        probe.write(b"vit_ray")
+        names = [info.base_name for info in folder.list_files(recursive=False)]
+        if probe.read() != b"vit_ray" or RIGHTS_PROBE not in names:
+            raise OSError(f"{probe.uri} was written, and is not there; check the storage")
+        probe.delete()
+    except BaseException:
+        with contextlib.suppress(Exception):  # it has been reported
+            probe.delete()
+        raise
+
+
 def _check_start(prepared: PreparedRun) -> None:
     """Check the weights that a new run starts from.
 
@@ -198,7 +219,7 @@ def check_weights(prepared: PreparedRun) -> None:
     from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
 
     model, changes = recipe.model, (prepared.new_head, recipe.init_resize)
-    with errors_of("init_from"), needing_right("read", recipe.init_from):
+    with errors_of("init_from"):
         report = planned_load(model, prepared.num_classes, recipe.init_from, *changes)
         trained = meta_state_of(recipe.init_from).sides
     if trained is None and report.grids is not None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vit_ray.lock import HeldError, hold_lock
-from vit_ray.retry import is_transient
-from vit_ray.storage import Location
+from vit_ray.storage import Location, UnavailableError
 
 
 @contextmanager
@@ -30,12 +29,12 @@ def lock_run(folder: Location, what: str | None = None) -> Iterator[int]:
             number = held.enter_context(hold_lock(folder, _end_process))
         except HeldError as error:
             raise ValueError(
-                f"{what or f'run {name!r} in {runs}'} is in use by another driver: {error.owner}; "
+                f"{what or f'run {name!r} in {runs}'} is in use by another driver: {error}; "
                 "wait for it or stop it, or choose another name"
             ) from None
+        except UnavailableError:
+            raise
         except OSError as error:
-            if is_transient(error):
-                raise
             raise OSError(
                 f"{folder.uri} cannot be written: {error}; choose another output, or check its "
                 "access rights and free space"

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from vit_ray.addresses import local_folder
 from vit_ray.config.secrets import redact
 from vit_ray.metric_names import EVAL_TOP1, STUDY_EXAFLOPS
+from vit_ray.report.copied_store import local_folder
 from vit_ray.report.runs import Archive, RecordedRun
 from vit_ray.report.tables import first_of
 

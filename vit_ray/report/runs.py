@@ -16,7 +16,7 @@ from mlflow.entities import Experiment, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from vit_ray.addresses import LOCAL_SERVER, files_elsewhere, require_store
+from vit_ray.addresses import LOCAL_SERVER, require_store
 from vit_ray.config.recorded_recipe import (
     INIT_RUN,
     PARENT_TAG,
@@ -45,6 +45,7 @@ from vit_ray.mlflow_internals import (
     runs_page,
 )
 from vit_ray.model_aliases import model_family
+from vit_ray.report.copied_store import files_elsewhere
 from vit_ray.report.figures.histories import Curve, Histories, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,

@@ -1,22 +1,15 @@
 """The checkpoint that a starting worker group resumes from: selected by rank 0, for all ranks."""
 
-import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
 from vit_ray.outcomes import EventKind
-from vit_ray.retry import RetryPolicy, retry_policy
 from vit_ray.storage import Location
-
-RETRIES: Final = RetryPolicy(
-    attempts=20, denied_attempts=10, max_delay_s=30.0, budget_s=300.0, tries_every_error=True
-)
-"""Time limit of each request during the selection: an error would end the run."""
 
 ASK_S: Final = 30.0
 """Interval at which rank 0 sends the others whether the selection is done."""
@@ -42,8 +35,7 @@ def choose_resume_point(
 ) -> ResumePoint:
     """The point after the newest checkpoint that is intact in every byte.
 
-    Newer ones are set aside: training is about to write the same folders again. If the storage is
-    away for some minutes it waits, and notes that once.
+    Newer ones are set aside: training is about to write the same folders again.
 
     Args:
         note: called with kind and text of an event for the run's history.
@@ -52,16 +44,9 @@ def choose_resume_point(
         NoUsableCheckpointError: there are checkpoints, but none of them is valid.
         OSError: the storage was away for too long.
     """
-    calls = itertools.count()
-
-    def note_once(text: str) -> None:
-        if next(calls) == 0:  # from several reading threads, too
-            note(EventKind.STORAGE_AWAY, f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
-
-    with retry_policy(replace(RETRIES, tell=note_once)):
-        newest = newest_verified_checkpoint(
-            run_folder, lambda text: note(EventKind.CHECKPOINT_DAMAGED, text)
-        )
+    newest = newest_verified_checkpoint(
+        run_folder, lambda text: note(EventKind.CHECKPOINT_DAMAGED, text)
+    )
     if newest is None:
         return ResumePoint(None, 0)
     position = newest.position

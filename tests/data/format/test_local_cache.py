@@ -162,8 +162,8 @@ def test_files_that_are_not_the_caches_own_stay(tmp_path: Path) -> None:
         os.utime(file, (0, 0))
     cache.write(f"{ONE}-0-0", bytes(80))
     assert {file.name for file in (tmp_path / "cache").iterdir()} == {
-        "vit_ray_cache", "notes.txt", "part-00000-of-00001.parquet", f"{OTHER}-0-0.bak",
-        f"{ONE}-0-0",
+        "vit_ray_cache", "vit_ray_cache.lock", "notes.txt", "part-00000-of-00001.parquet",
+        f"{OTHER}-0-0.bak", f"{ONE}-0-0",
     }  # fmt: skip
 
 

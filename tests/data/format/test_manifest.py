@@ -71,8 +71,6 @@ def test_a_path_without_a_data_set_is_refused(tmp_path: Path) -> None:
         open_dataset(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"has no manifest\.parquet"):
         open_dataset(str(tmp_path))
-    with pytest.raises(ValueError, match="a gs:// address is not supported"):
-        open_dataset("gs://bucket/set")
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
@@ -160,9 +158,3 @@ def test_a_row_group_of_another_length_is_named(dataset: Manifest) -> None:
         ValueError, match=r"part-00000.*has 16 rows in row group 0 and the manifest says 17"
     ):
         RowGroupReader(manifest).read(0)
-
-
-@pytest.mark.parametrize("scheme", ["gs", "gcs"])
-def test_google_storage_is_refused_with_the_way_by_s3(scheme: str) -> None:
-    with pytest.raises(ValueError, match=r"AWS_ENDPOINT_URL=https://storage\.googleapis\.com"):
-        open_dataset(f"{scheme}://bucket/set")

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.small_sets import CLASSES, SHARD, flips, used_rows, write_rows
-from vit_ray import retry
+from vit_ray import storage
 from vit_ray.data import open_dataset
 from vit_ray.data.format import row_groups
 from vit_ray.data.format.manifest import Manifest
@@ -67,14 +67,14 @@ class CutOnce:
 def test_a_part_that_ends_early_is_read_again(
     small: Manifest, monkeypatch: pytest.MonkeyPatch, read: int
 ) -> None:
-    monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)
+    monkeypatch.setattr(storage.time, "sleep", lambda _: None)
     whole, _ = used_rows(small)
     sources: list[CutOnce] = []
 
     def cut(reader: ShardReader) -> CutOnce:
         if not sources:
             file = reader._location
-            sources.append(CutOnce(file.filesystem.open_input_file(file.path), read))
+            sources.append(CutOnce(file.open(), read))
         return sources[0]
 
     monkeypatch.setattr(ShardReader, "_source", property(cut))

@@ -11,9 +11,9 @@ import pytest
 from vit_ray import storage
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.shard_files import ShardFile
-from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
+from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter, closed_after
 from vit_ray.data.prepare.convert.staged_files import parquet_output
-from vit_ray.storage import Location, closed_after, locate
+from vit_ray.storage import Location, locate
 
 FULL = "No space left on device"
 
@@ -44,10 +44,10 @@ WRITERS = [write_shard, write_parquet, write_bytes]
 def test_a_disk_that_is_full_at_the_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
 ) -> None:
-    def full(_: str) -> None:
+    def full(_: int) -> None:
         raise OSError(errno.ENOSPC, FULL)
 
-    monkeypatch.setattr(storage, "_sync_file", full)
+    monkeypatch.setattr(storage.os, "fsync", full)
     with pytest.raises(OSError, match=FULL):
         write(locate(str(tmp_path / "file")))
     assert list(tmp_path.iterdir()) == []

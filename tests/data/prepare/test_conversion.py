@@ -432,7 +432,9 @@ def test_of_two_conversions_the_second_is_refused(
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as first:  # type: ignore[call-overload]
         assert first.stdout.readline() == "begun\n"
-        with pytest.raises(ValueError, match=rf"another conversion: process {first.pid} on .*wait"):
+        with pytest.raises(
+            ValueError, match=rf"another conversion: process {first.pid} of .* on .*wait"
+        ):
             convert(str(image_folder), str(tmp_path / "set"))
         assert first.communicate()[0] == "300\n"
     assert open_dataset(str(tmp_path / "set")).num_images == 300

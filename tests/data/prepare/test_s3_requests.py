@@ -1,6 +1,5 @@
 """How often a conversion asks an object store, counted at a real server."""
 
-import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import tar_of, write_hub_file
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
-from vit_ray import lock, s3
+from vit_ray import lock
 from vit_ray.data.prepare import conversion_plan
 from vit_ray.data.prepare.sources.entries import WHOLE_FILE, IndexEntry
 
@@ -105,12 +104,3 @@ def test_a_path_that_no_object_has_is_the_error_of_one_image(
     """A store answers some of them as it answers a request that is wrong as a whole."""
     with pytest.raises(ValueError, match=reason):
         IndexEntry(f"s3://{path}", WHOLE_FILE, WHOLE_FILE, "key", ()).read()
-
-
-def test_an_answer_without_its_length_is_read_up_to_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(s3, "_request", lambda *_: {"Body": io.BytesIO(b"image")})
-    assert s3.read_at_most("bucket/key", 5) == b"image"
-    with pytest.raises(OSError, match="bucket/key has more than 4 bytes"):
-        s3.read_at_most("bucket/key", 4)

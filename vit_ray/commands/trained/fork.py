@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 import yaml
-from pyarrow.fs import FileType
 
 from vit_ray.checkpoints.checkpoint import (
     Position,
@@ -135,7 +134,7 @@ def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, P
     source, run_folder = named_folder(source, changes)
     if not run_folder.exists():
         raise ValueError(f"{source}: no such run; give the folder of its checkpoints, or its id")
-    if run_folder.info().type == FileType.File:
+    if run_folder.info().kind == "file":
         raise ValueError(
             f"{source} is a file; give the folder of the run's checkpoints, or its id in MLflow"
         )

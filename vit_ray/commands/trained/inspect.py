@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 
 import numpy as np
-from pyarrow import fs
 
 from vit_ray.commands.printed_tables import print_link
 from vit_ray.commands.trained.trained_model import load_trained_model
@@ -76,12 +75,12 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     """
     augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
     folder, crops = locate(config.images), []
-    is_file = folder.info().type == fs.FileType.File
+    is_file = folder.info().kind == "file"
     paths = [] if is_file else [info.path for info in folder.list_files()]
     images = sorted(filter(is_image_name, paths))
     count = min(config.num_images, len(images))
     for index in range(count):
-        file = Location(folder.filesystem, images[index * len(images) // count])
+        file = Location(folder.protocol, images[index * len(images) // count])
         try:
             crops.append(training_crop(file.read(), augmentation, (0, 0, 0)))
         except BadImageError as error:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
-from pyarrow import fs
 
 from vit_ray.config.help import key_names
 from vit_ray.config.loading import load_recipe
@@ -147,15 +146,15 @@ def _images_at(path: str) -> Iterator[Named]:
         ValueError: raised at once if the path does not exist or holds no image.
     """
     place = locate(path)
-    kind = place.info().type
-    if kind == fs.FileType.NotFound:
+    kind = place.info().kind
+    if kind == "nothing":
         raise ValueError(f"{path!r}: no such file or folder; check the path")
-    if kind == fs.FileType.File:
+    if kind == "file":
         return _rows_of([place]) if path.endswith(".parquet") else iter([(path, place)])
     if place.child(MANIFEST_FILE).exists():
         found = open_dataset(path)
         return iter(found.encoded())
-    files = [Location(place.filesystem, info.path) for info in place.list_files()]
+    files = [Location(place.protocol, info.path) for info in place.list_files()]
     images = [file for file in files if is_image_name(file.path)]
     if images:
         return ((file.uri, file) for file in images)
@@ -175,7 +174,7 @@ def _rows_of(files: list[Location]) -> Iterator[Named]:
     """
     columns: list[tuple[str, bool]] = []
     for file in files:
-        with file.filesystem.open_input_file(file.path) as opened:
+        with file.open() as opened:
             try:
                 schema = pq.read_schema(opened)
             except pa.ArrowException as error:
@@ -192,7 +191,7 @@ def _rows_of(files: list[Location]) -> Iterator[Named]:
     def rows() -> Iterator[Named]:
         for file, (name, has_keys) in zip(files, columns, strict=True):
             number = 0
-            with file.filesystem.open_input_file(file.path) as opened:
+            with file.open() as opened:
                 wanted = [name, "key"] if has_keys else [name]
                 for batch in pq.ParquetFile(opened).iter_batches(64, columns=wanted):
                     for row in batch.to_pylist():

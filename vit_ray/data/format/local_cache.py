@@ -11,7 +11,6 @@ Entries of other data sets make room when they have not been used for a while.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -24,12 +23,14 @@ from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
+from filelock import FileLock, Timeout
 
 from vit_ray.data.format.schema import checksum
 
 _LOG: Final = logging.getLogger(__name__)
 
 _MARKER: Final = "vit_ray_cache"
+_LOCK: Final = "vit_ray_cache.lock"
 _ENTRY: Final = re.compile(r"[0-9a-f]{16}-\d+-(\d+|footer)(\.[0-9a-f]{8}\.tmp)?")
 """Names that this module gives to files; no other file is ever deleted."""
 _IDLE_S: Final = 3600.0
@@ -162,21 +163,18 @@ def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int | None]:
     """The marker, while no other process counts or writes; None if one does for too long."""
+    lock = FileLock(folder / _LOCK, _LOCK_WAIT_S, poll_interval=_LOCK_POLL_S)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield None
+        return
     marker = os.open(folder / _MARKER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        until = time.monotonic() + _LOCK_WAIT_S
-        while time.monotonic() < until:
-            try:
-                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_LOCK_POLL_S)
-        else:
-            yield None
-            return
         yield marker
     finally:
-        os.close(marker)  # which lets go
+        os.close(marker)
+        lock.release()
 
 
 def _set_total(marker: int, num_bytes: int, full_until: float) -> None:

@@ -25,8 +25,7 @@ from vit_ray.data.format.schema import (
     STAGING_FOLDER,
 )
 from vit_ray.data.format.shard_files import ImageFile, ShardFile, ShardFiles
-from vit_ray.retry import read_again
-from vit_ray.storage import Location, locate, needing_right, other_format
+from vit_ray.storage import Location, check_reachable, locate, read_again
 
 ABOUT: Final = ("license", "source_url", "evaluation_only")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
@@ -159,29 +158,30 @@ def open_dataset(path: str) -> Manifest:
 
     Raises:
         ValueError: if there is no data set, its conversion never finished, it is empty, or it
-            has another format; or the store refuses to have it read.
+            has another format.
+        OSError: the store cannot be reached, or refuses to have it read.
     """
-    with needing_right("read", path):
-        folder = locate(path)
-        file = folder.child(MANIFEST_FILE)
-        if not file.exists():
-            if folder.child(STAGING_FOLDER).exists():
-                raise ValueError(
-                    f"data set {path!r} is not finished: its conversion stopped before the "
-                    "manifest was written; run the same convert command again, it continues where "
-                    "it stopped"
-                )
-            if not folder.exists():
-                raise ValueError(
-                    f"no data set at {path!r}: the folder does not exist; check the path or "
-                    "convert first"
-                )
+    folder = locate(path)
+    check_reachable(folder)
+    file = folder.child(MANIFEST_FILE)
+    if not file.exists():
+        if folder.child(STAGING_FOLDER).exists():
             raise ValueError(
-                f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give the destination "
-                "of `vit-ray convert`"
+                f"data set {path!r} is not finished: its conversion stopped before the "
+                "manifest was written; run the same convert command again, it continues where "
+                "it stopped"
             )
-        # Workers of another cluster have working directories of their own.
-        manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
+        if not folder.exists():
+            raise ValueError(
+                f"no data set at {path!r}: the folder does not exist; check the path or "
+                "convert first"
+            )
+        raise ValueError(
+            f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give the destination "
+            "of `vit-ray convert`"
+        )
+    # Workers of another cluster have working directories of their own.
+    manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
     if manifest.num_images == 0:
         raise ValueError(
             f"data set {path!r} is empty: its manifest lists 0 images; convert it again"
@@ -224,7 +224,10 @@ def _parse(path: str, content: bytes) -> Manifest:
             f"{path}/{MANIFEST_FILE} is not a manifest of vit_ray or is damaged ({error}); "
             "restore it from a copy, or convert the data set again"
         ) from error
-    raise ValueError(other_format(f"data set {path!r}", version, FORMAT_VERSION))
+    raise ValueError(
+        f"data set {path!r} has format {version}; this code reads format {FORMAT_VERSION} only; "
+        "use the version of vit_ray that wrote it"
+    )
 
 
 def _columns(table: pa.Table) -> RowGroupColumns:

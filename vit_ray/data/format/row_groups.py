@@ -5,6 +5,7 @@ its checksum; the footer likewise when a file is opened. Where a row group diffe
 compared with its own checksum, so that one damaged image costs no other.
 """
 
+import errno
 import io
 import platform
 from collections.abc import Callable
@@ -29,15 +30,15 @@ from vit_ray.data.format.schema import (
 from vit_ray.data.format.shard_files import ImageFile, ShardFile
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.jpeg_index.restart_index import IndexColumn
-from vit_ray.retry import (
-    TransientError,
-    is_denied,
+from vit_ray.storage import (
+    Location,
+    UnavailableError,
     is_of_the_store,
-    is_transient,
+    locate,
+    naming,
     read_again,
     with_retries,
 )
-from vit_ray.storage import Location, file_version, locate
 
 Result = TypeVar("Result")
 
@@ -212,7 +213,7 @@ class ShardReader:
 
     @cached_property
     def _source(self) -> Any:
-        source = self._location.filesystem.open_input_file(self._location.path)
+        source = self._location.open()
         if source.size() != self._bytes:
             raise ValueError(
                 f"shard {self._location.path!r} has {source.size()} bytes and the manifest says "
@@ -224,9 +225,8 @@ class ShardReader:
         self._source.seek(start)
         content = self._source.read_buffer(count)
         if content.size < count:
-            raise TransientError(
-                f"{self._location.path}: {content.size} of {count} bytes from {start} on have come"
-            )
+            what = f"{content.size} of {count} bytes from {start} on have come"
+            raise OSError(errno.EIO, what, self._location.uri)
         return content
 
     def _read_footer(self) -> bytes:
@@ -255,8 +255,8 @@ class _ImagesInPlace:
 
     def __init__(self, file: ImageFile) -> None:
         location, self._column = locate(file.path), file.column
-        source = location.filesystem.open_input_file(location.path)
-        found, expected = (source.size(), file_version(location)), (file.bytes, file.version)
+        source = location.open()
+        found, expected = (source.size(), location.info().version), (file.bytes, file.version)
         if found != expected:
             raise ValueError(
                 f"{file.path} has changed since the data set was made: its size and version are "
@@ -282,7 +282,8 @@ def _columns_of(file: pq.ParquetFile, row_group: int, names: list[str]) -> dict[
 def problem_of_shard(location: Location, entry: ShardFile) -> str | None:
     """Why a file is not the shard that was written, by its size and its footer; None if it is."""
     try:
-        with_retries(lambda: ShardReader(location, entry), f"reading {location.path}")
+        with naming(location.uri):
+            with_retries(lambda: ShardReader(location, entry), f"reading {location.path}")
     except (pa.ArrowException, OSError, ValueError) as error:
         if is_of_the_store(error):  # other OSErrors are of what pyarrow cannot parse
             raise
@@ -437,7 +438,8 @@ class RowGroupReader:
 
         def read_once() -> Result:
             try:
-                return read()
+                with naming(location.uri):
+                    return read()
             except OSError:
                 self._shard.cache_clear()
                 self._images.cache_clear()
@@ -452,13 +454,13 @@ class RowGroupReader:
                 "put the data set where all nodes that read see it, or convert again"
             ) from error
         except (OSError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and is_transient(error):
-                raise TransientError(
+            if is_of_the_store(error) and not isinstance(error, PermissionError):
+                raise UnavailableError(
                     f"shard {path!r} cannot be read: its storage does not answer ({error}); the "
                     "data need no repair, try again when it does"
                 ) from error
             advice = "run `vit-ray verify` on the data set"
-            if is_denied(error):
+            if isinstance(error, PermissionError):
                 advice = "check the credentials in the environment, and the rights that they give"
             raise ValueError(f"shard {path!r} cannot be read ({error}); {advice}") from error
 

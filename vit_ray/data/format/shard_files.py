@@ -15,7 +15,7 @@ class ImageFile:
     Attributes:
         path: its address.
         bytes: its size.
-        version: as `storage.file_version` gives it when the data set is made.
+        version: as `Location.info` gives it when the data set is made.
         column: of the encoded images, as parquet names it.
     """
 

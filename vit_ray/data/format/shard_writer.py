@@ -4,14 +4,14 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.format.schema import checksum, shard_schema
 from vit_ray.data.jpeg_index.restart_index import RestartIndex
-from vit_ray.storage import Location, closed_after
+from vit_ray.storage import Location
 
 MOST_ROW_GROUP_BYTES: Final = 1 << 30
 """Of the images of a row group, which ends earlier than after its number of rows where they have
@@ -52,6 +52,24 @@ class ShardFacts:
     bytes: int = 0
     row_group_crc32: list[int] = field(default_factory=list)
     footer_crc32: int = 0
+
+
+Resource = TypeVar("Resource", bound=Any)
+
+
+@contextlib.contextmanager
+def closed_after(resource: Resource) -> Iterator[Resource]:
+    """As `contextlib.closing`, but an error in the block is raised, not the one of closing.
+
+    A writer whose storage failed fails again when it is closed, with another error.
+    """
+    try:
+        yield resource
+    except BaseException:
+        with contextlib.suppress(Exception):
+            resource.close()
+        raise
+    resource.close()
 
 
 class _ChecksummedOutput(io.RawIOBase):

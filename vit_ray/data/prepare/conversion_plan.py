@@ -29,8 +29,7 @@ from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.in_place import index_in_place
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.source_index import SourceIndex, build_index, units_of
-from vit_ray.retry import with_retries
-from vit_ray.storage import Location, absolute
+from vit_ray.storage import Location, absolute, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
 _MIB: Final = 1 << 20

@@ -22,8 +22,7 @@ from vit_ray.data.prepare.sources.source_index import (
     units_of,
     versions_of,
 )
-from vit_ray.retry import with_retries
-from vit_ray.storage import Location
+from vit_ray.storage import Location, with_retries
 
 
 def check_in_place(config: ConvertConfig, folder: Location) -> None:

@@ -128,12 +128,13 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning)
+    recipe.storage.use()
     if ray.is_initialized():
         return shape(time.time())
     with _sigterm_as_before():
         if address := os.environ.get("RAY_ADDRESS"):
             check_address(address)
-            _join(address)
+            _join(address, recipe.storage.variables())
         else:
             num_cpus = max(cpu_count(), *map(local_cpus, (recipe, *others)))
             os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
@@ -281,15 +282,19 @@ def check_address(address: str) -> None:
         )
 
 
-def _join(address: str) -> None:
-    """Join the cluster at `RAY_ADDRESS`.
+def _join(address: str, variables: dict[str, str]) -> None:
+    """Join the cluster at `RAY_ADDRESS`; its processes get the variables.
 
     Raises:
         ValueError: it runs another Ray or Python that cannot exchange data with this one.
     """
     try:
         # no limit: Ray's own two minutes; `check_reachable` has tried before
-        ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
+        ray.init(
+            log_to_driver=_shows_logs(),
+            logging_level=logging.WARNING,
+            runtime_env={"env_vars": variables} if variables else None,
+        )
     except RuntimeError as error:
         mismatch = version_mismatch(error)
         if mismatch is None:

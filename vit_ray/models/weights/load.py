@@ -32,7 +32,7 @@ from vit_ray.models.positions import ResizeMode
 from vit_ray.models.sizes import Grid
 from vit_ray.models.weights import published
 from vit_ray.models.weights.names import ENCODER, HEAD_BIASES, detect_layout, rules_for
-from vit_ray.retry import is_transient
+from vit_ray.storage import is_of_the_store
 
 Opener = Callable[[Path], IO[bytes]]
 # Key of a safetensors file's metadata, for the layout and origin that we write.
@@ -169,7 +169,7 @@ def read_tensors(
     try:
         return _read_npz(path, opener) if path.suffix == ".npz" else _read_safetensors(path, opener)
     except Exception as error:  # from zip, numpy, JSON and others, since the file may hold anything
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
+        if isinstance(error, MemoryError) or is_of_the_store(error):
             raise
         raise ValueError(f"weights {source} cannot be read: {error}") from error
 

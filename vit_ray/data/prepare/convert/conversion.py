@@ -150,7 +150,7 @@ def _alone(folder: Location) -> Iterator[int]:
     except HeldError as error:
         raise ValueError(
             f"convert.destination={folder.uri!r} is being written by another conversion: "
-            f"{error.owner}; wait for it or stop it, or choose another folder"
+            f"{error}; wait for it or stop it, or choose another folder"
         ) from error
     except LockLostError as error:
         raise ValueError(f"convert.destination={folder.uri!r}: {error}") from error

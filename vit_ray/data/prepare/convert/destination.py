@@ -3,8 +3,6 @@
 import re
 from typing import Final
 
-from pyarrow import fs
-
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import (
@@ -56,7 +54,7 @@ def check_conversion(recipe: Recipe) -> None:
     """
     config = convert_of(recipe)
     source = config.source
-    if is_pattern(source) or locate(source).info().type != fs.FileType.Directory:
+    if is_pattern(source) or locate(source).info().kind != "directory":
         list_units(source, config.format, config.split)
     check_apart(config)
     check_free(locate(config.destination))

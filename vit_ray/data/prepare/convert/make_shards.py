@@ -22,8 +22,7 @@ from vit_ray.data.prepare.sources.hub import (
     rows_of,
 )
 from vit_ray.data.prepare.sources.source_index import units_of
-from vit_ray.retry import with_retries
-from vit_ray.storage import file_version, locate
+from vit_ray.storage import locate, with_retries
 
 
 @dataclass
@@ -111,7 +110,7 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     """
     unit, label_of, libjpeg = units_of(config)[shard], plan.label_of(), restart_writer()
     location = locate(unit.path)
-    before = location.info().size, file_version(location)
+    before = location.info()
     as_it_is = config.model_copy(update={"index_jpeg": False})
     found, labels_of_groups = ShardResult(shard=shard), list[set[int]]()
     image_bytes, row = list[int](), 0
@@ -145,12 +144,12 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
             found.note(made)
             row += 1
             labels_of_groups[group].update(made.labels[:1])
-    if (location.info().size, file_version(location)) != before:
+    if location.info() != before:
         raise SourceChangedError(unit.path)
     facts = writer.facts()
     sizes = [own + of_images for own, of_images in
              zip(facts.row_group_bytes, image_bytes, strict=True)]  # fmt: skip
-    size, version = before
+    _, _, size, version = before
     images = ImageFile(
         unit.path, size or 0, version, facts_in_place(unit, with_labels=False).column
     )

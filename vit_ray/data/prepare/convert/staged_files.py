@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.data.format.schema import checksum
-from vit_ray.retry import read_again, with_retries
-from vit_ray.storage import Location, closed_after
+from vit_ray.data.format.shard_writer import closed_after
+from vit_ray.storage import Location, naming, read_again, with_retries
 
 _READERS: Final = 16
 
@@ -141,7 +141,7 @@ def _rows_of_groups(location: Location) -> list[int]:
 
 def _read_parquet(location: Location, read: Callable[[pq.ParquetFile], _Result]) -> _Result:
     def read_once() -> _Result:
-        with location.filesystem.open_input_file(location.path) as source:
+        with naming(location.uri), location.open() as source:
             return read(pq.ParquetFile(source, page_checksum_verification=True))
 
     return with_retries(

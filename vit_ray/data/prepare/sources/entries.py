@@ -19,9 +19,7 @@ from typing import Final, Literal
 
 import pyarrow as pa
 
-from vit_ray import s3
-from vit_ray.retry import with_retries
-from vit_ray.storage import Location, file_version, locate
+from vit_ray.storage import Location, locate, naming
 
 WHOLE_FILE: Final = -1
 """Offset of an image in its own file, and the length if it is not known yet."""
@@ -131,7 +129,7 @@ class SourceUnit:
 def opened(unit: SourceUnit) -> Iterator[tuple[io.BufferedReader, int]]:
     """The file of a unit, and its size in bytes."""
     location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as file:
+    with naming(location.uri), location.open() as file:
         yield io.BufferedReader(file, _BUFFER), file.size()
 
 
@@ -140,7 +138,7 @@ class IndexEntry:
     """One image of a source. `problem` says why it cannot be used, before it is even read.
 
     `extra` has the values of the unit's `columns`; `version` is that of the file at `path`, from
-    `file_version`, if the index depends on its content.
+    `Location.info`, if the index depends on its content.
     """
 
     path: str
@@ -172,43 +170,22 @@ class IndexEntry:
             raise ValueError(self.problem)
         location = locate(self.path)
         try:
-            if not location.is_local:
-                path = location.path
-                return with_retries(lambda: self._read_object(path, most), f"reading {path}")
-            content = (
-                _read_file(location, most)
-                if self.offset == WHOLE_FILE
-                else location.read_range(self.offset, self.length)
-            )
+            if location.is_local and self.offset == WHOLE_FILE:
+                content = _read_file(location, most)
+            elif self.offset == WHOLE_FILE:
+                content = _read_object(location, most, self)
+            elif location.protocol == "s3" and self.version is not None:
+                return _read_version(location, self.offset, self.length, self.version)
+            else:
+                content = location.read_range(self.offset, self.length)
             # Checked last: it may change while it is read.
-            if self.version is None or file_version(location) == self.version:
+            is_checked = location.protocol == "s3" and self.offset == WHOLE_FILE
+            if self.version is None or is_checked or location.info().version == self.version:
                 return content
         except (FileNotFoundError, FileExistsError) as error:
             if self.version is None:
                 raise ValueError(f"no such file: {self.path}") from error
         raise SourceChangedError(self.path)
-
-    def _read_object(self, path: str, most: int) -> bytes:
-        is_whole = self.offset == WHOLE_FILE
-        if self.version is not None:
-            _check_size(self.length, most)
-            part = {} if is_whole else {"offset": self.offset, "length": self.length}
-            return s3.read_if(path, self.version, **part)
-        if not is_whole:
-            return s3.read(path, self.offset, self.length)
-        bucket, _, key = path.partition("/")
-        # What stores refuse is an error of one image.
-        if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(key.split("/")):
-            raise ValueError(
-                f"s3://{path} names no object; give s3://BUCKET/KEY, or a path below the list's "
-                "folder, without empty parts, '.' and '..'"
-            )
-        if len(key.encode()) > _MOST_KEY_BYTES:
-            raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
-        content = s3.read_at_most(path, most)
-        if isinstance(content, int):
-            raise LargerError(content, most)
-        return content
 
 
 def rejected(path: str, key: str, problem: str) -> IndexEntry:
@@ -274,6 +251,46 @@ def _read_file(location: Location, most: int) -> bytes:
         if error.errno not in _OF_THE_FILE:
             raise
         raise ValueError(f"it cannot be read: {os.strerror(error.errno)}") from error
+
+
+def _read_object(location: Location, most: int, entry: IndexEntry) -> bytes:
+    """A whole object of a store, in one request."""
+    if entry.version is not None:
+        _check_size(entry.length, most)
+        if location.protocol == "s3" and entry.length:
+            return _read_version(location, 0, entry.length, entry.version)
+    bucket, _, key = location.path.partition("/")
+    # What stores refuse is an error of one image.
+    if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(key.split("/")):
+        raise ValueError(
+            f"{location.uri} names no object; give s3://BUCKET/KEY, or a path below the list's "
+            "folder, without empty parts, '.' and '..'"
+        )
+    if len(key.encode()) > _MOST_KEY_BYTES:
+        raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
+    content = location.read_range(0, most + 1)
+    if len(content) > most:
+        raise LargerError(location.info().size, most)
+    return content
+
+
+def _read_version(location: Location, start: int, count: int, etag: str) -> bytes:
+    """Some bytes of an object, in one request.
+
+    Raises:
+        FileExistsError: it has another etag.
+    """
+    with naming(location.uri):
+        file = location.filesystem.open(location.path, size=start + count, cache_type="none")
+        file.details = {"name": location.path, "size": start + count, "ETag": etag}  # no request
+        file.read_kw = {**file.read_kw, "IfMatch": f'"{etag}"'}
+        file.seek(start)
+        try:
+            return bytes(file.read(count))
+        except OSError as error:
+            if type(error).__name__ == "FileExpired":  # of s3fs, which few processes import
+                raise FileExistsError(errno.EEXIST, "it has another etag") from error
+            raise
 
 
 def _check_size(size: int, most: int) -> None:

@@ -1,11 +1,9 @@
 """Class folders: the files below each, at any depth."""
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from vit_ray import s3
 from vit_ray.data.prepare.sources.entries import (
     IMAGE_SUFFIXES,
     WHOLE_FILE,
@@ -15,8 +13,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     relative,
 )
-from vit_ray.retry import with_retries
-from vit_ray.storage import Location, locate, stat_version
+from vit_ray.storage import Location, local_info, locate
 
 _FileFound = tuple[str, int, str, str | None]
 """Path, size in bytes, version, and why it cannot be read as an image."""
@@ -70,11 +67,8 @@ def is_image_name(path: str) -> bool:
 
 
 def _listed(folder: Location) -> Iterator[_FileFound]:
-    bucket = folder.path.partition("/")[0]
-    listed = with_retries(lambda: s3.list_objects(folder.path), f"listing {folder.path}")
-    for found in listed:
-        if not found.key.endswith("/"):  # a marker of a folder
-            yield f"s3://{bucket}/{found.key}", found.size, found.etag, None
+    for info in folder.list_files():
+        yield f"{folder.protocol}://{info.path}", info.size, info.version, None
 
 
 def _walk(folder: str, root: str) -> Iterator[_FileFound]:
@@ -116,9 +110,10 @@ def _identity(path: str) -> tuple[int, int]:
 
 def _file(path: str) -> _FileFound:
     try:
-        status = os.stat(path)
+        os.stat(path)
     except OSError as error:
         return path, 0, "", f"it cannot be read: {error.strerror}"
-    if not stat.S_ISREG(status.st_mode):
+    info = local_info(path)
+    if info.kind != "file":
         return path, 0, "", "it is not a regular file"
-    return path, status.st_size, stat_version(status), None
+    return path, info.size, info.version, None

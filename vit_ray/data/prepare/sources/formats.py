@@ -8,8 +8,6 @@ from itertools import islice
 from os.path import commonpath
 from typing import Final, Literal
 
-from pyarrow import fs
-
 from vit_ray.data.prepare.sources import folders, hub, lists, tars, tfrecords
 from vit_ray.data.prepare.sources.entries import (
     DamagedUnitError,
@@ -126,10 +124,10 @@ def list_units(source: str, format: Format = "auto", split: str | None = None) -
     if is_pattern(source):
         return _units_of_matches(source, matching(source), format, split)
     location = locate(source)
-    kind = location.info().type
-    if kind == fs.FileType.NotFound:
+    kind = location.info().kind
+    if kind == "nothing":
         raise ValueError(f"convert.source={source!r}: no such folder or file; check the path")
-    if kind != fs.FileType.Directory:
+    if kind != "directory":
         return _units_of_matches(source, [Match(location.uri, False)], format, split)
     chosen = detect_format(source) if format == "auto" else format
     if chosen == "folder":
@@ -171,9 +169,9 @@ def detect_format(source: str) -> str:
     """
     location = locate(source)
     info = location.info()
-    if info.type == fs.FileType.NotFound:
+    if info.kind == "nothing":
         raise ValueError(f"convert.source={source!r}: no such folder or file; check the path")
-    if info.type == fs.FileType.File:
+    if info.kind == "file":
         return _format_of_file(location.path)
     return _format_of_folder(location, source) or _format_below(location) or "folder"
 

@@ -26,8 +26,7 @@ from vit_ray.data.prepare.sources.entries import (
 )
 from vit_ray.data.prepare.sources.label_map import check_names
 from vit_ray.data.prepare.sources.label_values import Labels, chosen_field, labels_of_value
-from vit_ray.retry import is_of_the_store
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, is_of_the_store, locate
 
 IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
@@ -144,7 +143,7 @@ def fields_of(unit: SourceUnit) -> dict[str, str]:
 def _opened(unit: SourceUnit) -> Iterator[tuple[pq.ParquetFile, "_Columns"]]:
     """A file, and the columns that it is read by; errors as `index_parquet`."""
     location = locate(unit.path)
-    with location.filesystem.open_input_file(location.path) as file:
+    with location.open() as file:
         try:
             source = pq.ParquetFile(file)
             metadata = source.metadata

@@ -2,20 +2,20 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
 from fsspec.utils import glob_translate
-from pyarrow import fs
 
 from vit_ray.data.prepare.sources.entries import is_hidden, relative
-from vit_ray.retry import with_retries
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
 
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 _MAGIC: Final = re.compile(r"[*?\[]")
+_AT_ONCE: Final = 16
 MOST_PATHS: Final = 100_000
 """Most paths that the braces of one address may give."""
 
@@ -81,18 +81,15 @@ def _existing(paths: list[str], source: str) -> list[Match]:
     if not paths:
         return []
     locations = [locate(path) for path in paths]
-    filesystem = locations[0].filesystem
-    infos = with_retries(
-        lambda: filesystem.get_file_info([location.path for location in locations]),
-        f"looking at {source}",
-    )
-    missing = [p for p, i in zip(paths, infos, strict=True) if i.type == fs.FileType.NotFound]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        infos = list(threads.map(Location.info, locations))
+    missing = [p for p, i in zip(paths, infos, strict=True) if i.kind == "nothing"]
     if missing:
         raise ValueError(
             f"convert.source={source!r}: {len(missing)} of the {len(paths)} files that it names do "
             f"not exist, the first {missing[0]!r}; add them, or change the range"
         )
-    are_folders = [info.type == fs.FileType.Directory for info in infos]
+    are_folders = [info.kind == "directory" for info in infos]
     return [Match(at.uri, folder) for at, folder in zip(locations, are_folders, strict=True)]
 
 

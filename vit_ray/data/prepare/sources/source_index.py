@@ -41,8 +41,7 @@ from vit_ray.data.prepare.sources.formats import (
 )
 from vit_ray.data.prepare.sources.hub import InPlace
 from vit_ray.data.prepare.sources.label_map import check_class_count, class_names, declared_classes
-from vit_ray.retry import with_retries
-from vit_ray.storage import Location, file_version, locate
+from vit_ray.storage import Location, locate, with_retries
 
 ENTRIES_AT_A_TIME: Final = 1 << 14
 """Most rows of a row group of an index file."""
@@ -302,7 +301,8 @@ def _version_of(unit: SourceUnit) -> str:
     location = locate(unit.path)
     if unit.format in BY_CONTENT:
         return content_text(sum(map(content_of, map(storable, index_unit(unit, location)))))
-    return " ".join(map(file_version, [location, *filter(Location.exists, files_beside(unit))]))
+    infos = [one.info() for one in (location, *files_beside(unit))]
+    return " ".join(info.version for info in infos if info.kind != "nothing")
 
 
 def _index(unit: SourceUnit, staging_uri: str) -> None:

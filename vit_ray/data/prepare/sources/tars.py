@@ -34,8 +34,7 @@ from vit_ray.data.prepare.sources.label_values import (
     json_object,
     labels_of_record,
 )
-from vit_ray.retry import is_of_the_store
-from vit_ray.storage import Location
+from vit_ray.storage import Location, is_of_the_store
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 MOST_HEADER_BYTES: Final = 1 << 20

@@ -1,0 +1,265 @@
+"""How a store is reached: as the AWS command line does it, by `~/.aws/config` alone."""
+
+import contextlib
+import datetime
+import http.server
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from tests.data.s3_server import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    FaultProxy,
+    forget_clients,
+    serve_conditional_s3,
+    serve_s3,
+)
+from tests.ports import free_ports
+from vit_ray.config import load_recipe
+from vit_ray.data import open_dataset
+from vit_ray.launch.prepared_run import check_rights
+from vit_ray.storage import check_reachable, locate
+
+Configure = Callable[..., None]
+KEYS = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY}
+CHECKSUMS = {
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+
+
+@pytest.fixture
+def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Configure]:
+    """Writes `~/.aws/config` of a HOME of its own, in which no variable of AWS is set."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "FSSPEC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FSSPEC_S3", "{}")  # set back at the end
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # this machine has no role
+    file = tmp_path / "home" / ".aws" / "config"
+    file.parent.mkdir(parents=True)
+
+    def write(section: str = "default", **values: str) -> None:
+        lines = [f"{key} = {value}" for key, value in {**CHECKSUMS, **values}.items()]
+        file.write_text("\n".join([f"[{section}]", *lines]))
+        forget_clients()
+
+    yield write
+    forget_clients()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stores")
+    (folder / "bucket").mkdir()
+    (folder / "bucket" / "file").write_bytes(b"content")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Iterator[FaultProxy]:
+    """A server that checks signatures."""
+    with serve_s3(folder) as port, FaultProxy(port) as proxy:
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def no_faults(store: FaultProxy) -> None:
+    store.faults.set("", 0)
+    store.heads.clear()
+
+
+def url(server: FaultProxy) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def test_endpoint_and_keys_are_those_of_the_file_for_reading_and_for_writing(
+    configure: Configure, store: FaultProxy, folder: Path
+) -> None:
+    configure(endpoint_url=url(store), region="us-east-1", **KEYS)
+    check_rights(locate("s3://bucket/run"))
+    locate("s3://bucket/made").write(b"here")
+    assert (folder / "bucket" / "made").read_bytes() == b"here"
+    assert locate("s3://bucket/file").read() == b"content"
+    with locate("s3://bucket/file").open() as file:
+        assert file.read(3) == b"con"
+
+
+def test_a_profile_has_keys_endpoint_and_region_of_its_own(
+    configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure("profile team", endpoint_url=url(store), region="eu-west-3", **KEYS)
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert locate("s3://bucket/file").read() == b"content"
+    assert "/eu-west-3/s3/aws4_request" in store.heads[-1]
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    forget_clients()
+    with pytest.raises(OSError, match=r"other.*check AWS_PROFILE"):
+        locate("s3://bucket/file").read()
+
+
+@pytest.mark.parametrize("variable", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+def test_a_variable_gives_the_region(
+    configure: Configure, store: FaultProxy, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(endpoint_url=url(store), **KEYS)
+    monkeypatch.setenv(variable, "ap-south-1")
+    assert locate("s3://bucket/file").read() == b"content"
+    assert "/ap-south-1/s3/aws4_request" in store.heads[-1]
+
+
+def test_an_endpoint_without_a_scheme_is_named_at_once(
+    configure: Configure, store: FaultProxy
+) -> None:
+    configure(endpoint_url=f"127.0.0.1:{store.port}", **KEYS)
+    with pytest.raises(ValueError, match=r"Invalid endpoint: 127.*begins with http:// or https://"):
+        open_dataset("s3://bucket/set")
+
+
+def test_a_certificate_of_ones_own_is_believed_if_it_is_named(
+    configure: Configure, folder: Path, tmp_path: Path
+) -> None:
+    certificate, key = own_certificate(tmp_path)
+    with serve_s3(folder, "--cert", str(certificate), "--key", str(key)) as port:
+        place, keys = f"https://127.0.0.1:{port}", {"region": "us-east-1", **KEYS}
+        configure(endpoint_url=place, **keys)
+        with pytest.raises(OSError, match=r"s3://bucket: .*check AWS_CA_BUNDLE"):
+            check_reachable(locate("s3://bucket/file"))
+        configure(endpoint_url=place, ca_bundle=str(certificate), **keys)
+        assert locate("s3://bucket/file").read() == b"content"
+        locate("s3://bucket/by-tls").write(b"here")
+    assert (folder / "bucket" / "by-tls").read_bytes() == b"here"
+
+
+def own_certificate(folder: Path) -> tuple[Path, Path]:
+    """Files of a certificate for 127.0.0.1 that signs itself, and of its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    files = folder / "own.crt", folder / "own.key"
+    files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    files[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, *private))
+    return files
+
+
+@pytest.fixture
+def public() -> Iterator[FaultProxy]:
+    """A server that asks for no signature; it has a file in a bucket."""
+    with serve_conditional_s3() as port, FaultProxy(port) as proxy:
+        yield proxy
+
+
+def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(
+    configure: Configure, public: FaultProxy
+) -> None:
+    place, of_all = locate("s3://bucket/file"), {"Bucket": "bucket", "ACL": "public-read"}
+    configure(endpoint_url=url(public), region="us-east-1", **KEYS)
+    place.filesystem.call_s3("create_bucket", **of_all)
+    place.filesystem.call_s3("put_object", Key="file", Body=b"open", **of_all)
+    configure(endpoint_url=url(public), region="us-east-1")
+    with pytest.raises(PermissionError, match=r"s3://bucket: .*storage.anonymous=true"):
+        check_reachable(place)
+    load_recipe("digits", ["storage.anonymous=true"])
+    public.heads.clear()
+    assert place.read() == b"open"
+    assert [info.size for info in locate("s3://bucket").list_files()] == [4]
+    assert public.heads
+    assert not any("authorization:" in head.lower() for head in public.heads)
+
+
+def test_who_pays_for_requests_is_told_with_each_of_them(
+    configure: Configure, store: FaultProxy
+) -> None:
+    configure(endpoint_url=url(store), region="us-east-1", **KEYS)
+    load_recipe("digits", ["storage.requester_pays=true"])
+    assert locate("s3://bucket/file").read() == b"content"
+    assert [i.base_name for i in locate("s3://bucket").list_files(recursive=False)]
+    with locate("s3://bucket/file").open() as file:
+        assert file.read() == b"content"
+    assert all("x-amz-request-payer: requester" in head.lower() for head in store.heads)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("403 AccessDenied", "allow s3:PutObject to the role"),
+        ("400 ExpiredToken", "renew AWS_SESSION_TOKEN"),
+        ("403 InvalidAccessKeyId", "check AWS_ACCESS_KEY_ID"),
+        ("403 RequestTimeTooSkewed", "check the clock"),
+        ("400 AuthorizationHeaderMalformed", "set AWS_REGION"),
+    ],
+)
+def test_a_refusal_is_one_line_with_bucket_cause_and_setting(
+    configure: Configure, store: FaultProxy, answer: str, told: str
+) -> None:
+    configure(endpoint_url=url(store), region="us-east-1", **KEYS)
+    store.faults.set(answer, 1000)
+    with pytest.raises(OSError, match=rf"^s3://bucket.*\({answer[4:]}\); .*{told}") as caught:
+        check_rights(locate("s3://bucket/run"))
+    assert "\n" not in str(caught.value)
+    assert len(store.faults.requests) <= 4  # it is not asked again and again
+
+
+def test_a_wrong_port_and_a_host_that_does_not_answer_are_one_line(configure: Configure) -> None:
+    (port,) = free_ports(1)
+    with silent_port() as silent:
+        for place in (port, silent):
+            configure(endpoint_url=f"http://127.0.0.1:{place}", region="us-east-1", **KEYS)
+            for use in (open_dataset, lambda path: check_rights(locate(path))):
+                with pytest.raises(OSError, match=rf"s3://bucket: .*:{place}/.*endpoint_url in"):
+                    use("s3://bucket/set")
+
+
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """A port whose queue of connections is full: the next ones get no answer."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        yield server.getsockname()[1]
+        for one in waiting:
+            one.close()
+
+
+def test_a_server_that_is_no_store_is_told(configure: Configure) -> None:
+    with silent_http() as port:
+        configure(endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1", **KEYS)
+        with pytest.raises(OSError, match=r"s3://bucket/.* is no S3 store; check AWS_ENDPOINT_URL"):
+            check_rights(locate("s3://bucket/run"))
+
+
+@contextlib.contextmanager
+def silent_http() -> Iterator[int]:
+    """A server of something else."""
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()

@@ -1,0 +1,380 @@
+"""Files on a disk and in S3: all or nothing, errors by their cause, and who repeats what."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import botocore.exceptions
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import s3fs
+from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error
+
+from tests.data.s3_server import (
+    FaultProxy,
+    create_bucket,
+    serve_conditional_s3,
+    this_process_uses,
+)
+from vit_ray import storage
+from vit_ray.storage import (
+    Location,
+    UnavailableError,
+    is_of_the_store,
+    locate,
+    naming,
+    with_retries,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultProxy]:
+    with serve_conditional_s3() as port, FaultProxy(port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
+    monkeypatch.setattr(s3fs.S3FileSystem, "default_block_size", 5 * MIB)  # S3's least
+    proxy.faults.set("", 0)
+    with this_process_uses(proxy.port, timeout_s=60):
+        create_bucket("runs")
+        yield locate("s3://runs/a")
+
+
+def content(size: int) -> bytes:
+    return bytes(range(251)) * (size // 251 + 1)
+
+
+def write_and_raise(place: Location, data: bytes) -> None:
+    with place.output() as stream:
+        stream.write(data)
+        raise RuntimeError("in the middle")
+
+
+def unfinished() -> list[str]:
+    found = locate("s3://runs").filesystem.list_multipart_uploads("runs")
+    return [upload["Key"] for upload in found]
+
+
+@pytest.mark.slow
+def test_a_large_upload_of_which_every_fourth_part_fails_is_whole(
+    bucket: Location, proxy: FaultProxy
+) -> None:
+    whole = content(40 * MIB)
+    proxy.faults.set("503", remaining=100, path="partNumber=", every=4)
+    bucket.child("large").write(whole)
+    assert len(proxy.faults.injected) >= 2
+    proxy.faults.set("", 0)
+    assert bucket.child("large").read() == whole
+    assert unfinished() == []
+
+
+def test_an_upload_that_cannot_be_finished_leaves_nothing(
+    bucket: Location, proxy: FaultProxy
+) -> None:
+    proxy.faults.set("403", remaining=10**6, path="partNumber=3")
+    with pytest.raises(OSError, match="s3://runs/a/refused: "):
+        bucket.child("refused").write(content(30 * MIB))
+    proxy.faults.set("", 0)
+    assert not bucket.child("refused").exists()
+    assert unfinished() == []
+
+
+@pytest.mark.parametrize("size", [100, 12 * MIB])
+def test_a_block_that_raises_publishes_nothing(bucket: Location, size: int) -> None:
+    place = bucket.child("half")
+    place.write(b"before")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        write_and_raise(place, content(size))
+    assert place.read() == b"before"
+    assert unfinished() == []
+
+
+def test_what_is_written_is_stored_as_it_is_whatever_its_name(bucket: Location) -> None:
+    place = bucket.child("trace.json.gz")  # pyarrow's own streams compress for such a name
+    place.write(b"packed already")
+    assert place.info().size == len(b"packed already")
+    assert place.read_range(0, 100) == b"packed already"
+
+
+def test_a_folder_that_is_moved_is_whole_in_its_new_place(bucket: Location) -> None:
+    files = {"one": content(11 * MIB), "two": b"", "below/three": b"3"}
+    old, new = bucket.child("step-1"), bucket.child("step-1.damaged")
+    for name, data in files.items():
+        old.child(name).write(data)
+    bucket.child("step-10").write(b"another")
+    old.move_to(new)
+    assert {name: new.child(name).read() for name in files} == files
+    assert not old.exists()
+    assert bucket.child("step-10").read() == b"another"
+    new.delete()
+    assert not new.exists()
+
+
+def test_a_folder_that_cannot_be_copied_stays(bucket: Location, proxy: FaultProxy) -> None:
+    old, new = bucket.child("step-2"), bucket.child("step-2.damaged")
+    old.child("one").write(b"1")
+    old.child("two").write(b"2")
+    proxy.faults.set("403", remaining=10**6, path="PUT /runs/a/step-2.damaged/two")
+    with pytest.raises(OSError, match="s3://runs/a/step-2: "):
+        old.move_to(new)
+    proxy.faults.set("", 0)
+    assert old.child("one").read() == b"1"
+    assert old.child("two").read() == b"2"
+
+
+def test_on_a_disk_a_block_that_raises_leaves_neither_file_nor_half(tmp_path: Path) -> None:
+    place = locate(str(tmp_path / "note"))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        write_and_raise(place, b"half")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_a_disk_file_and_folder_are_synced_before_and_after_the_name_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    plain_sync, plain_replace = storage.os.fsync, storage.os.replace
+
+    def sync(file: int) -> None:
+        done.append("file" if storage.os.path.isfile(f"/proc/self/fd/{file}") else "folder")
+        plain_sync(file)
+
+    def replace(source: str, target: str) -> None:
+        if str(target).startswith(str(tmp_path)):  # and not of a thread that an earlier test left
+            done.append("name")
+        plain_replace(source, target)
+
+    monkeypatch.setattr(storage.os, "fsync", sync)
+    monkeypatch.setattr(storage.os, "replace", replace)
+    locate(str(tmp_path / "note")).write(b"x")
+    assert done == ["file", "name", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "BadDigest", UnavailableError),
+        (400, "InvalidArgument", OSError),
+        (403, "AccessDenied", PermissionError),
+        (403, "ExpiredToken", PermissionError),
+        (400, "InvalidToken", PermissionError),
+        (404, "NoSuchKey", FileNotFoundError),
+        (409, "OperationAborted", UnavailableError),
+        (429, "TooManyRequests", UnavailableError),
+        (503, "SlowDown", UnavailableError),
+        (500, "", UnavailableError),
+    ],
+)
+def test_the_answer_of_a_store_decides_the_type_of_the_error(
+    status: int, code: str, expected: type[OSError]
+) -> None:
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    with pytest.raises(expected, match="s3://bucket/key: ") as caught, naming("s3://bucket/key"):
+        raise translate_boto_error(ClientError(answer, "PutObject"))
+    assert type(caught.value) is expected
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError"]
+)
+def test_a_store_that_does_not_answer_says_nothing_of_what_is_stored(name: str) -> None:
+    error = getattr(botocore.exceptions, name)(endpoint_url="http://127.0.0.1:1")
+    with pytest.raises(UnavailableError, match="check AWS_ENDPOINT_URL") as caught:  # noqa: SIM117
+        with naming("s3://bucket/key"):
+            raise error
+    assert is_of_the_store(caught.value)
+
+
+def test_errors_of_the_block_itself_and_of_a_disk_are_left_as_they_are() -> None:
+    for uri, error in (("s3://b/k", RuntimeError("own")), ("/disk", OSError(28, "full"))):
+        with pytest.raises(type(error)) as caught, naming(uri):
+            raise error
+        assert caught.value is error
+
+
+class Away:
+    """Fails so many times, as a network disk whose server restarts."""
+
+    def __init__(self, *errors: OSError) -> None:
+        self.errors, self.calls = list(errors), 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    made: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", made.append)
+    return made
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_network_disk_that_is_away_is_waited_for_longer_each_time(
+    number: int, waits: list[float]
+) -> None:
+    away = Away(*[OSError(number, "server not responding")] * 5)
+    assert with_retries(away, "reading") == "done"
+    assert away.calls == 6
+    assert waits == [0.2, 0.4, 0.8, 1.6, 3.2]
+
+
+def test_a_disk_that_stays_away_is_an_error_after_three_minutes_of_waits(
+    waits: list[float],
+) -> None:
+    with pytest.raises(OSError, match="not responding"):
+        with_retries(Away(*[OSError(errno.EIO, "not responding")] * 99), "reading")
+    assert 170 < sum(waits) < 200
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "SlowDown/a"),
+        OSError(errno.ENOSPC, "No space left on device", "/runs/throttle-study/step-1"),
+        PermissionError(errno.EACCES, "timed out"),
+    ],
+)
+def test_words_in_a_message_or_a_path_decide_nothing(error: OSError, waits: list[float]) -> None:
+    away = Away(error)
+    with pytest.raises(type(error)):
+        with_retries(away, "writing")
+    assert (away.calls, waits) == (1, [])
+
+
+def test_an_operation_that_takes_long_is_repeated_as_often_as_a_quick_one(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    """Work does not count as waiting."""
+    slow = iter(range(0, 10**6, 200)).__next__
+    clock = SimpleNamespace(sleep=waits.append, monotonic=slow, time=slow)
+    monkeypatch.setattr(storage, "time", clock)
+    assert with_retries(Away(OSError(errno.EIO, "")), "reading") == "done"
+
+
+def test_an_exclusive_file_is_made_once_and_a_full_disk_leaves_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = locate(str(tmp_path / "folder" / "lock"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.os, "fsync", lambda _: Away(full)())
+        with pytest.raises(OSError, match="No space"):
+            place.create(b"first")
+    assert not place.exists()
+    assert place.create(b"second")
+    assert not place.create(b"third")
+    assert place.read() == b"second"
+
+
+def test_an_exclusive_object_is_made_once(bucket: Location) -> None:
+    place = bucket.child("exclusive")
+    assert place.create(b"first")
+    assert not place.create(b"second")
+    assert place.read() == b"first"
+
+
+def test_a_store_that_refuses_two_requests_of_five_loses_nothing(
+    bucket: Location, proxy: FaultProxy
+) -> None:
+    proxy.faults.set("503", remaining=10**6, share=0.4)
+    for number in range(50):
+        bucket.child(f"many/{number}").write(b"%d" % number)
+    assert len(bucket.child("many").list_files()) == 50
+    assert [bucket.child(f"many/{n}").read() for n in range(50)] == [b"%d" % n for n in range(50)]
+    assert len(proxy.faults.injected) > 40
+
+
+def test_what_another_process_writes_is_seen(bucket: Location) -> None:
+    """A listing is not kept."""
+    assert bucket.child("x").list_files() == []
+    assert not bucket.child("x/new").exists()
+    script = (
+        f"from vit_ray.storage import locate; locate({bucket.uri!r}).child('x/new').write(b'1')"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert [info.base_name for info in bucket.child("x").list_files()] == ["new"]
+    assert bucket.child("x/new").exists()
+
+
+def test_a_range_is_one_request(bucket: Location, proxy: FaultProxy) -> None:
+    bucket.child("ranged").write(content(500)[:500])
+    proxy.faults.set("none", 0, path="/runs/a/ranged")
+    assert bucket.child("ranged").read_range(100, 50) == content(500)[100:150]
+    assert len(proxy.faults.requests) == 1
+    for offset, count, expected in ((450, 100, 50), (500, 10, 0), (0, 0, 0)):
+        assert len(bucket.child("ranged").read_range(offset, count)) == expected
+
+
+def test_pyarrow_reads_by_ranges(bucket: Location, proxy: FaultProxy) -> None:
+    with bucket.child("t.parquet").output() as stream:
+        pq.write_table(pa.table({"x": list(range(1000))}), stream, row_group_size=100)
+    proxy.faults.set("none", 0, path="/runs/a/t.parquet")
+    with bucket.child("t.parquet").open() as file:
+        assert pq.ParquetFile(file).read_row_group(3)["x"].to_pylist() == list(range(300, 400))
+    assert len(proxy.faults.requests) <= 3
+
+
+def test_a_listing_of_a_folder_is_that_of_the_disk(bucket: Location, tmp_path: Path) -> None:
+    for folder in (bucket.child("tree"), locate(str(tmp_path / "tree"))):
+        for name in ("b", "a/1", "a/c/2", "[x]"):
+            folder.child(name).write(b"12")
+        bare = [info.path.removeprefix(f"{folder.path}/") for info in folder.list_files()]
+        assert bare == ["[x]", "a/1", "a/c/2", "b"]
+        assert [i.base_name for i in folder.list_files(recursive=False)] == ["[x]", "b"]
+        assert folder.list_folders() == ["a"]
+        assert (folder.info().kind, folder.child("b").info().size) == ("directory", 2)
+        assert folder.child("none").list_files() == folder.child("none").list_folders() == []
+        folder.delete()
+        folder.delete()
+        assert not folder.exists()
+
+
+def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9")).touch()
+    with pytest.raises(ValueError, match=r"is not UTF-8.*convmv"):
+        locate(str(tmp_path)).list_files()
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("hf://owner/name", "weights only"),
+        ("s3a://bucket/x", "write s3://"),
+        ("http://host/x", "download the files"),
+        ("ftp://host/x", "s3, gs, az"),
+        ("gs://", "names no bucket"),
+        ("az://user:key@x/y", "held credentials"),
+    ],
+)
+def test_what_is_no_store_says_what_is_possible(address: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        locate(address)
+    assert "key@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("scheme", "extra"), [("gs", "gcs"), ("az", "azure")])
+def test_a_store_whose_package_is_missing_names_the_extra(
+    scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError(f"Please install {scheme}fs")
+
+    monkeypatch.setattr(storage.fsspec, "filesystem", missing)
+    storage._filesystem.cache_clear()
+    with pytest.raises(ValueError, match=rf"pip install 'vit-ray\[{extra}\]'"):
+        locate(f"{scheme}://bucket/x").exists()

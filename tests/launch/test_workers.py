@@ -14,6 +14,10 @@ import pytest
 import ray
 import torch
 from ray.train import ControllerError, PreemptionError, WorkerGroupError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from tests.checkpoints.written import snapshot_of, write_snapshot
@@ -27,7 +31,6 @@ from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWai
 from vit_ray.launch.record.control import Event, RunStatus
 from vit_ray.launch.workers import (
     GROUPS_FILE,
-    PLACE_S,
     RETURN_S,
     START_S,
     Ended,
@@ -35,6 +38,7 @@ from vit_ray.launch.workers import (
     RunDivergedError,
     RunFailedError,
     WorkerGroups,
+    lost_place,
     newest_step,
     settings,
 )
@@ -145,6 +149,16 @@ def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path: Pat
     assert attempts.run.events == [("stopped", text, 0)]
 
 
+@pytest.mark.parametrize("end", [Ended(goes_on=True), failed(BY_PEER)])
+def test_a_stop_between_two_groups_starts_no_other(end: Any, tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    attempts = Attempts(tmp_path, end, max_failures=-1)
+    attempts.run.stop = "SIGTERM"  # it came while the group ran
+    attempts.train()
+    text = "SIGTERM; no workers were running, the newest checkpoint is of step 10"
+    assert attempts.run.events[-1] == ("stopped", text, 0)
+
+
 def test_a_stop_does_not_hide_what_the_run_had_failed_of(tmp_path: Path) -> None:
     attempts = Attempts(tmp_path, failure=Failure("disk full"))
     with pytest.raises(RunFailedError, match="disk full"):
@@ -224,16 +238,34 @@ def test_workers_that_have_started_have_no_limit(
     watched = Watched(tmp_path, monkeypatch)
     watched.start()
     assert not watched.is_over_within(10 * START_S)
-    assert not watched.watch.lost_place()
 
 
-def test_a_group_that_nobody_has_heard_of_has_lost_its_place_or_failed_at_once(
+def test_a_place_is_lost_where_ray_says_for_how_many_workers() -> None:
+    assert lost_place(ControllerError(WorkerGroupStartupTimeoutError(num_workers=2)))
+    for error in (WorkerGroupStartupFailedError("rendezvous"), RuntimeError("a worker died")):
+        assert not lost_place(ControllerError(error))
+    assert not lost_place(failed(BY_PEER))
+
+
+def test_workers_that_a_recorder_has_forgotten_are_still_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(tmp_path, monkeypatch)
-    assert not watched.watch.lost_place()
-    watched.is_over_within(PLACE_S)
-    assert watched.watch.lost_place()
+    watched.start(1)
+    watched.is_over_within(60)
+    watched.run.at = {1: WorkerPlace("10.0.0.1", "a", "", 0, "01")}
+    assert not watched.is_over_within(2 * START_S)
+    assert watched.watch.groups == {"00", "01"}
+
+
+def test_storage_that_is_full_ends_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    Path(watched.job.run_folder).parent.mkdir(parents=True, exist_ok=True)
+    Path(watched.job.run_folder).write_text("in the way of the folder")
+    watched.start()
+    assert not watched.is_over_within(2 * START_S)
 
 
 def end_of(watched: Watched, how: str) -> None:
@@ -361,6 +393,12 @@ def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
     key = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
     polled = [settings(size, is_private=False)[key] for size in (1, 64, 512)]
     assert polled == ["0.5", "0.5", "4"]
+    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
+    monkeypatch.delenv(key, raising=False)
+    for size, interval in ((1, "0.5"), (512, "4")):
+        groups_of(tmp_path)._trainer(Place(size, {}))
+        assert os.environ[key] == interval
+    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
     monkeypatch.setenv(key, "3")
     groups_of(tmp_path)._trainer(PLACE)
     assert os.environ[key] == "3"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-import ray
 from ray.exceptions import RayActorError
+from ray.train import PreemptionError
 
 from vit_ray.outcomes import WorkerPlace
 from vit_ray.ray_internals import memory_kill, without_retry_note
@@ -92,7 +92,7 @@ def counts(error: Any) -> bool:
     A preempted node does not: it was taken away. Nor does a pass that did not fit into memory: a
     smaller micro-batch is the remedy, and there are only a few smaller sizes.
     """
-    if isinstance(error, ray.train.PreemptionError):
+    if isinstance(error, PreemptionError):
         return False
     failures = _worker_failures(error).values()
     if any(isinstance(failure, SmallerMicroBatchError) for failure in failures):

@@ -49,7 +49,7 @@ from vit_ray.launch.placement import (
     lacking_now,
 )
 from vit_ray.launch.record.run_host import RunControl
-from vit_ray.outcomes import EventKind, Failure
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.worker.entry import work
@@ -70,6 +70,9 @@ LEAST_TIMEOUT_S: Final = 120.0
 """Of a collective operation: it is also the time in which the ranks must meet."""
 RANKS_PER_POLL_S: Final = 128
 """Ray Train's controller polls every rank: 1.4 ms of its CPU each."""
+
+_OWN_SETTINGS: set[str] = set()
+"""Variables of Ray Train that an earlier group of this process has set."""
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +130,8 @@ def run_workers(
         Run(job, control, finder, failing, groups.run).train()
     finally:
         if trains:
-            kept.delete()
+            with contextlib.suppress(OSError):  # the next driver finds nothing to give back
+                kept.delete()
 
 
 @dataclass(frozen=True)
@@ -159,14 +163,30 @@ class Run:
         """Raises as `run_workers`."""
         try:
             while not self._has_ended(self._attempt(self._finder.found())):
-                pass
+                self._check_stop()
         except StoppedWaitingError as stop:
             if failure := self._control.failure():
                 raise _error_of(failure) from stop
-            text = f"{stop}; no workers were running, so no checkpoint was written"
+            newest = newest_step(self._job.run_folder)
+            saved = f"the newest checkpoint is of step {newest}"
+            text = f"{stop}; no workers were running, " + (
+                "so no checkpoint was written" if newest == -1 else saved
+            )
             self._job.record.event(EventKind.STOPPED, text, 0, ANSWER_LIMIT_S)
         except NoPlaceError as error:
             raise RunFailedError(str(error)) from error
+
+    def _check_stop(self) -> None:
+        """Before another group is started.
+
+        Raises:
+            StoppedWaitingError: the run is to stop.
+        """
+        reason = None
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the record is away
+            reason = self._control.stop_reason()
+        if reason:
+            raise StoppedWaitingError(reason)
 
     def _has_ended(self, ended: Ended) -> bool:
         """Whether the run has ended with this attempt.
@@ -225,20 +245,23 @@ class WorkerGroups:
     def run(self, place: Place) -> Ended:
         """Train with a new group until it ends."""
         self._number += 1
-        fit = _Fit(lambda: self._trainer(place).fit())
-        # While the workers start: an error in opening the record ends the run.
-        if self._number == 1 and self._job.record.run_id(ANSWER_LIMIT_S) is None:
-            _say_that_the_record_waits(self._job.recipe)
-        self._job.record.place_wait(*place.waited)
         watch = GroupWatch(self._job, self._control, self._finder, place, self._shape.use_gpu)
-        while not (fit.returns_within(LOOK_S) or watch.is_over()):
-            pass
+        fit = _Fit(lambda: self._trainer(place).fit())
+        try:
+            # While the workers start: an error in opening the record ends the run.
+            if self._number == 1 and self._job.record.run_id(ANSWER_LIMIT_S) is None:
+                _say_that_the_record_waits(self._job.recipe)
+            self._job.record.place_wait(*place.waited)
+            while not (fit.returns_within(LOOK_S) or watch.is_over()):
+                pass
+        finally:
+            # A controller that is frozen or has died does not give its place back itself.
+            if fit.error or not fit.returns_within(0):
+                give_back(watch.groups)
         error = fit.error or watch.error
         if error is not None:
-            give_back(watch.groups)
-        if isinstance(error, ray.train.ControllerError) and watch.lost_place():
-            return Ended(goes_on=True)
-        return Ended(error, goes_on=watch.is_resizing and error is None)
+            return Ended(goes_on=True) if lost_place(error) else Ended(error)
+        return Ended(goes_on=watch.is_resizing and not watch.has_ended_the_run())
 
     def _trainer(self, place: Place) -> Any:
         # Here, in a thread: it imports torch, which takes seconds.
@@ -248,7 +271,9 @@ class WorkerGroups:
 
         cluster, use_gpu = self._cluster, self._shape.use_gpu
         for key, value in settings(place.size, is_private=cluster.is_private).items():
-            os.environ.setdefault(key, value)  # the user's own settings stay
+            if key in _OWN_SETTINGS or key not in os.environ:  # the user's own settings stay
+                _OWN_SETTINGS.add(key)
+                os.environ[key] = value
         start = GroupStart(
             self._job,
             f"{self._name}-{self._number}",
@@ -326,7 +351,7 @@ class GroupWatch:
         self.is_resizing = False
         """Its workers were asked for a checkpoint, after which a larger group starts."""
         self._began_s = self._looked_s = clock()
-        self._num_started = 0
+        self._places: dict[int, WorkerPlace] = {}
         self._ended_s: float | None = None
         self._lacked = ""
 
@@ -335,26 +360,27 @@ class GroupWatch:
 
         Either its workers have ended the run, or some have never started (`error`).
         """
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
             return self._has_not_started() or self._has_ended()
-        return False  # the record does not answer: the workers go on without it
+        return False  # the record or the storage does not answer: the workers go on without it
 
-    def lost_place(self) -> bool:
-        """Whether its place was taken by others before its workers started."""
-        return self._num_started == 0 and self._clock() - self._began_s >= PLACE_S
+    def has_ended_the_run(self) -> bool:
+        """Whether its workers have recorded the run's end; False if nobody answers."""
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
+            return has_ended(self._job, self._control)
+        return False
 
     def _has_not_started(self) -> bool:
-        if self._num_started >= self._place.size:
+        if len(self._places) >= self._place.size:
             return False
-        places = self._control.places()
-        self._num_started = len(places)
-        known, self.groups = self.groups, {place.group for place in places.values()} - {""}
+        self._places |= self._control.places()  # a recorder that has restarted knows fewer
+        known, self.groups = self.groups, {at.group for at in self._places.values()} - {""}
         if self.groups != known and self._job.kind == "train":
             file = locate(self._job.run_folder).child(GROUPS_FILE)
             file.write(json.dumps(sorted(self.groups)).encode())
         if self._clock() - self._began_s < START_S:
             return False
-        text = f"{self._num_started} of {self._place.size} workers started within {START_S:g} s"
+        text = f"{len(self._places)} of {self._place.size} workers started within {START_S:g} s"
         self.error = TimeoutError(text)
         return True
 
@@ -365,9 +391,9 @@ class GroupWatch:
         self._looked_s = now_s
         if self._ended_s is not None:
             return now_s - self._ended_s > RETURN_S
-        if has_ended(self._job, self._control):
+        if self.has_ended_the_run():
             self._ended_s = now_s
-        elif self._num_started >= self._place.size:
+        elif len(self._places) >= self._place.size:
             self._look_at_cluster()
         return False
 
@@ -379,6 +405,14 @@ class GroupWatch:
         if trains and not self.is_resizing and self._finder.has_larger(self._place):
             self.is_resizing = True
             self._control.request_save()
+
+
+def lost_place(error: BaseException) -> bool:
+    """Whether the place of a group was taken by others before its workers were there.
+
+    Ray's error of a group that found no place in time, and no other, says for how many workers.
+    """
+    return hasattr(getattr(error, "controller_failure", None), "num_workers")
 
 
 def has_ended(job: TrainJob, control: RunControl) -> bool:

@@ -246,7 +246,7 @@ def test_another_format_is_refused_with_who_reads_it(
         folder.child(COMMIT).delete()
     path = Path(folder.path) / name
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
-    told = f"checkpoint {folder.path} has format {version}; this code reads format 2 only; use the"
+    told = f"checkpoint {folder.path} has format {version}; this code reads format 3 only; use the"
     with pytest.raises(ValueError, match=told) as refused:
         read_checkpoint(folder)
     assert type(refused.value) is ValueError  # neither damaged nor half of one: nothing passes it

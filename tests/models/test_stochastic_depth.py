@@ -87,8 +87,8 @@ def test_blocks_of_unlike_rates_compile_once() -> None:
     counter = CompileCounter()
     keys = sample_keys(torch.arange(2), 0, 0)
     x = torch.randn(2, 17, 32)
-    run = torch.compile(lambda block, x: block(x, None, None, keys), backend=counter)
-    for block in list(model.blocks)[1:]:
+    run = torch.compile(lambda block, x: block(x, keys), backend=counter)
+    for block in list(model.blocks)[1:-1]:  # the last computes fewer tokens
         run(block, x)
     assert counter.frame_count == 1
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from vit_ray.storage import Location, read_again, with_retries
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 COMMIT: Final = "commit.json"
 _UNCOMMITTED: Final = "uncommitted"
 _INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")

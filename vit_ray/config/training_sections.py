@@ -76,7 +76,8 @@ class ModelConfig(Section):
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None
-    """Initial bias of the head: -10 for ImageNet-21k, -6.9 for ImageNet with sigmoid loss."""
+    """Constant that is added in fp32 to the head's bias, which starts at 0: -10 for ImageNet-21k,
+    -6.9 for ImageNet with sigmoid loss. Published weights with such a bias keep their logits."""
     dropout: Fraction | None = None
     """Dropout after the positions and after every dense layer except q, k and v."""
     stochastic_depth: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None

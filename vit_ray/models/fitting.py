@@ -114,7 +114,7 @@ def fit_state_dict(
     for name, tensor in fitted.items():
         shape = wanted[name].shape
         change = f"{_sides(tensor.shape)} to {_sides(shape)}"
-        if name.startswith("positions.") and tensor.dim() == 3:
+        if name.startswith("positions.") and name.endswith(".table") and tensor.dim() == 3:
             rows, has_token = tensor.shape[1], "class_token.token" in state
             same = grid if tensor.shape == shape else None
             trained_at = trained_at or square_grid(rows - has_token) or same or square_grid(rows)
@@ -223,12 +223,11 @@ def _other_settings(model: nn.Module, origin: Origin, source: str) -> str:
     return f", trained with {' and '.join(different)}" if different else ""
 
 
-def _check_values(tensors: Tensors, source: str) -> None:
+def check_types(tensors: Tensors, source: str) -> None:
     """Refuse what are not the numbers of weights.
 
     Raises:
-        ValueError: naming tensors of integers or fp8, which mean nothing without their scales, or
-            with NaN.
+        ValueError: naming tensors of integers or fp8, which mean nothing without their scales.
     """
     is_float = {n: t.is_floating_point() and t.element_size() > 1 for n, t in tensors.items()}
     if quantized := [f"{n} ({tensors[n].dtype})" for n in tensors if not is_float[n]]:
@@ -236,6 +235,15 @@ def _check_values(tensors: Tensors, source: str) -> None:
             f"{source} has quantized tensors: {', '.join(quantized)}; give the weights in fp32, "
             "fp16 or bf16"
         )
+
+
+def _check_values(tensors: Tensors, source: str) -> None:
+    """Refuse what are not the values of weights.
+
+    Raises:
+        ValueError: as `check_types`, or naming tensors with NaN.
+    """
+    check_types(tensors, source)
     if broken := [n for n, t in tensors.items() if not t.is_meta and not bool(t.isfinite().all())]:
         raise ValueError(
             f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "

@@ -25,6 +25,7 @@ from vit_ray.models.fitting import (
     Origin,
     Tensors,
     check_fit,
+    check_types,
     fit_state_dict,
 )
 from vit_ray.models.masked import MaskedPatchObjective
@@ -247,13 +248,15 @@ def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> 
     whether they are needed.
 
     Raises:
-        ValueError: listing published names without a use, and missing ones.
+        ValueError: naming quantized tensors, whose scales stand beside them and which must not be
+            joined with others; or listing published names without a use, and missing ones.
     """
     own, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
     for rule in rules_for(model, layout):
         names = max(rule.spellings, key=lambda names: sum(name in tensors for name in names))
         absent = [name for name in names if name not in tensors]
         unused.difference_update(names)
+        check_types({name: tensors[name] for name in names if name in tensors}, source)
         if not absent:
             own[rule.own] = rule.to_own([tensors[name] for name in names])
         elif len(absent) < len(names) or not rule.own.startswith(SPARE_PREFIXES):

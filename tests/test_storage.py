@@ -120,6 +120,21 @@ def test_a_folder_that_is_moved_is_whole_in_its_new_place(bucket: Location) -> N
     assert not new.exists()
 
 
+@pytest.mark.parametrize("how", ["delete", "move"])
+def test_wildcards_in_a_name_touch_no_other_folder(how: str, bucket: Location) -> None:
+    named, other = bucket.child(f"exp[1]-{how}"), bucket.child(f"exp1-{how}")
+    named.child("step-1/a?").write(b"1")
+    other.child("step-1/ab").write(b"other")
+    named.child("step-1/*").write(b"2")
+    if how == "delete":
+        named.delete()
+    else:
+        named.move_to(bucket.child("moved"))
+        assert bucket.child("moved/step-1/*").read() == b"2"
+    assert named.list_files() == []
+    assert other.child("step-1/ab").read() == b"other"
+
+
 def test_a_folder_that_cannot_be_copied_stays(bucket: Location, proxy: FaultProxy) -> None:
     old, new = bucket.child("step-2"), bucket.child("step-2.damaged")
     old.child("one").write(b"1")
@@ -256,6 +271,13 @@ def test_words_in_a_message_or_a_path_decide_nothing(error: OSError, waits: list
     assert (away.calls, waits) == (1, [])
 
 
+def test_an_error_that_was_waited_for_is_not_waited_for_again(waits: list[float]) -> None:
+    inner = Away(*[OSError(errno.EIO, "not responding")] * 99)
+    with pytest.raises(OSError, match="not responding"):
+        with_retries(lambda: with_retries(inner, "listing"), "reading")
+    assert 170 < sum(waits) < 200
+
+
 def test_an_operation_that_takes_long_is_repeated_as_often_as_a_quick_one(
     monkeypatch: pytest.MonkeyPatch, waits: list[float]
 ) -> None:
@@ -286,6 +308,30 @@ def test_an_exclusive_object_is_made_once(bucket: Location) -> None:
     assert place.create(b"first")
     assert not place.create(b"second")
     assert place.read() == b"first"
+
+
+def test_a_store_that_refuses_a_second_object_by_the_code_alone_is_understood(
+    bucket: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        answer = ClientError({"Error": {"Code": "PreconditionFailed"}}, "PutObject")
+        raise translate_boto_error(answer) from answer
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "pipe_file", refused)
+    assert not bucket.child("exclusive").create(b"third")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        botocore.exceptions.EndpointConnectionError(endpoint_url="http://a"),
+        botocore.exceptions.ReadTimeoutError(endpoint_url="http://a"),
+        translate_boto_error(ClientError({"Error": {"Code": "InternalError"}}, "GetObject")),
+    ],
+)
+def test_raw_errors_of_the_client_are_of_the_store(error: Exception) -> None:
+    assert is_of_the_store(error)
+    assert not is_of_the_store(ValueError("not parquet"))
 
 
 def test_a_store_that_refuses_two_requests_of_five_loses_nothing(

@@ -112,6 +112,9 @@ _RIGHTS: Final = {
     "CompleteMultipartUpload": "PutObject",
 }
 
+_CLIENTS = "botocore", "aiobotocore", "aiohttp"
+"""Libraries below s3fs, whose own errors are of connections and of answers to requests."""
+
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -125,20 +128,25 @@ def is_of_the_store(error: BaseException) -> bool:
     is known of what is stored.
     """
     kinds = UnavailableError, PermissionError, ConnectionError, TimeoutError
-    return isinstance(error, kinds) or getattr(error, "errno", None) in _DISK_AWAY
+    if isinstance(error, kinds) or type(error).__module__.partition(".")[0] in _CLIENTS:
+        return True
+    return getattr(error, "errno", None) in (*_DISK_AWAY, errno.EREMOTEIO)
 
 
 def with_retries(operation: Callable[[], Result], what: str) -> Result:
     """The result of an operation on a disk, repeated while its server is away."""
-    for pause_s in _DISK_PAUSES_S:
+    for pause_s in (*_DISK_PAUSES_S, None):
         try:
             return operation()
         except OSError as error:
-            if error.errno not in _DISK_AWAY:
+            if error.errno not in _DISK_AWAY or hasattr(error, "was_repeated"):
+                raise
+            if pause_s is None:
+                error.was_repeated = True  # type: ignore[attr-defined]  # not by a caller again
                 raise
             _LOG.info("%s failed (%s); tried again in %g s", what, error, pause_s)
             time.sleep(pause_s)
-    return operation()
+    raise AssertionError("the last attempt returns or raises")
 
 
 def read_again(
@@ -408,6 +416,10 @@ class Location:
                     raise
         except FileExistsError:
             return False
+        except OSError as error:
+            if _code(error) not in ("PreconditionFailed", "412"):
+                raise
+            return False  # s3fs knows it by an element that not every store sends
         return True
 
     @contextlib.contextmanager
@@ -478,7 +490,7 @@ class Location:
         with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
             if not self.is_local:
                 if below := [info.path for info in self.list_files()]:
-                    self.filesystem.rm(below)  # by requests that hide what is refused
+                    self._remove(below)  # by requests that hide what is refused
                 for left in self.list_files() if below else ():
                     self.filesystem.rm_file(left.path)
                 self.filesystem.rm_file(self.path)
@@ -499,9 +511,17 @@ class Location:
             _sync_folder(os.path.dirname(target.path))
             return
         files = [info.path for info in self.list_files()] or [self.path]
-        copies = [target.path + path.removeprefix(self.path) for path in files]
-        self.filesystem.copy(files, copies, on_error="raise")
-        self.delete()
+        for path in files:
+            self.filesystem.cp_file(path, target.path + path.removeprefix(self.path))
+        self._remove(files)  # and nothing that another process has added since
+
+    def _remove(self, paths: list[str]) -> None:
+        """Delete objects; s3fs takes names with wildcards in a list for patterns."""
+        literal = [path for path in paths if not set("*?[") & set(path)]
+        if literal:
+            self.filesystem.rm(literal)
+        for path in set(paths) - set(literal):
+            self.filesystem.rm_file(path)
 
 
 @contextlib.contextmanager

@@ -163,9 +163,9 @@ def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int | None]:
     """The marker, while no other process counts or writes; None if one does for too long."""
-    lock = FileLock(folder / _LOCK, _LOCK_WAIT_S, poll_interval=_LOCK_POLL_S)
+    lock = FileLock(folder / _LOCK, poll_interval=_LOCK_POLL_S)
     try:
-        lock.acquire()
+        lock.acquire(timeout=_LOCK_WAIT_S)
     except Timeout:
         yield None
         return

@@ -81,11 +81,11 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> F
     """Check one file of a data set."""
     entry = manifest.files[file_index]
     groups = np.flatnonzero(manifest.file_index == file_index)
-    size = manifest.shard_location(int(groups[0])).info().size
-    if size is None:
+    info = manifest.shard_location(int(groups[0])).info()
+    if info.kind != "file":
         return FileCheck(problems=[Problem(entry.path, "the file is missing")])
-    if size != entry.bytes:
-        what = f"the file has {size} bytes, expected {entry.bytes}"
+    if info.size != entry.bytes:
+        what = f"the file has {info.size} bytes, expected {entry.bytes}"
         return FileCheck(problems=[Problem(entry.path, what)])
     reader = RowGroupReader(manifest)
     try:

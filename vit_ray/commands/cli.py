@@ -280,29 +280,14 @@ vit_ray = _Names(
             _MODULES,
         ),
         _plain(
-            "The images of a step as the model sees them, on a page: `vit-ray batch SOURCE "
-            "step=100` (counted from 0; or 100:110; rank=3, or 3/8). SOURCE is a recipe, the "
+            "The images of a step as the model sees them, in pictures: `vit-ray batch SOURCE "
+            "step=100` (counted from 0; or 100:110; rank=3/8). SOURCE is a recipe, the "
             "folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` or `key=KEY` "
             "lists the steps that an image is in. Further `key=value` arguments change the recipe.",
             "vit_ray.commands.trained.batch:show_batch",
             click.Argument(["source"]),
             click.Argument(["words"], nargs=-1, required=True),
             click.Option(["--out"], help="Folder to write; by default NAME-step-K."),
-            click.Option(
-                ["--originals", "is_with_originals"],
-                is_flag=True,
-                help="Also write the stored files.",
-            ),
-            click.Option(
-                ["--large", "is_large"],
-                is_flag=True,
-                help="Allow reading more than 1 GiB of a bucket.",
-            ),
-            click.Option(
-                ["--time", "is_timed"],
-                is_flag=True,
-                help="Write nothing; print the time of reading, decoding and cropping per image.",
-            ),
             _MODULES,
         ),
         _plain(

@@ -9,12 +9,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final
 
 from vit_ray.addresses import require_store
-from vit_ray.checkpoints.checkpoint import Checkpoint, folder_name, open_checkpoint
+from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE, step_of
@@ -24,10 +23,7 @@ from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.record.run_time import marks_of
-from vit_ray.measure.goodput import Work
 from vit_ray.storage import Location, locate
-from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DECIDES_BATCHES: Final = (
@@ -80,53 +76,6 @@ class NamedRun:
                 f"{total:,} steps; give one from 0 to {total - 1}, or a range such as 100:110"
             )
         return steps
-
-    def world_size(self, steps: range) -> tuple[int, str]:
-        """Number of workers of the attempt that trained some steps, and its source.
-
-        From the record of the run on this machine, or else from the next checkpoint: each rank
-        wrote a part of it.
-
-        Raises:
-            ValueError: it is unknown, or not the same for all of the steps; or only the checkpoints
-                before and after a step are known, and the number of workers changed between them.
-        """
-        timeline = MetricsLog(metrics_log_path(self.recipe.run_folder)).timeline()
-        works = [mark for mark in marks_of(timeline) if isinstance(mark, Work)]
-        works.sort(key=lambda work: work.begin_s)
-        folder = locate(self.recipe.run_folder)
-        saved = sorted(number for number, _ in list_checkpoints(folder))
-
-        @cache
-        def ranks_of(number: int) -> int:
-            checkpoint = open_checkpoint(folder.child(folder_name(number)))
-            return len(checkpoint.shards) if checkpoint else 0
-
-        found = dict[int, str]()
-        for step in steps:
-            sizes = [one.world_size for one in works if one.first_step <= step < one.last_step]
-            if sizes:
-                found[sizes[-1]] = "the run's record"
-                continue
-            after = next(filter(ranks_of, (number for number in saved if number > step)), None)
-            if after is None:
-                raise ValueError(
-                    "the number of workers that trained this step is not known; ask for the whole "
-                    "batch"
-                )
-            earlier = (number for number in reversed(saved) if number <= step)
-            before = next(filter(ranks_of, earlier), after)
-            if ranks_of(before) != ranks_of(after):
-                raise ValueError(
-                    f"the number of workers that trained step {step} is not known: the checkpoint "
-                    f"of step {before} has {ranks_of(before)}, and that of step {after} has "
-                    f"{ranks_of(after)}; ask for the whole batch"
-                )
-            found[ranks_of(after)] = f"the checkpoint of step {after}"
-        if len(found) > 1:
-            sizes_told = " and ".join(map(str, sorted(found)))
-            raise ValueError(f"these steps were trained by {sizes_told} workers; give fewer steps")
-        return found.popitem()
 
 
 def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +68,6 @@ class _Samples:
         batches, self._size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
         self._planned = _Order(batches.planned, self._size)
         self._decoded = _Order(lambda step: batches.batch(step)["sample"], self._size)
-        self._bytes_of = cache(lambda step: batches.cost(step)[1])
 
     def checked(self, position: Position) -> str:
         """What was found right about the samples of a checkpoint.
@@ -86,11 +84,10 @@ class _Samples:
         steps = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
         if self._planned.has_been_fed(progress):
             return f"samples of {steps} in the planned order"
-        numbers = range(progress.digest_from, progress.step)
-        size = sum(map(self._bytes_of, numbers))
-        cost = f"{len(numbers) * self._size:,} images, up to {size / 2**30:,.2f} GiB"
+        num_images = (progress.step - progress.digest_from) * self._size
         print(
-            f"decodes the images of {steps}, {cost}, because undecodable ones may be replaced",
+            f"decodes the {num_images:,} images of {steps}, because undecodable ones may be "
+            "replaced",
             file=sys.stderr,
         )
         if self._decoded.has_been_fed(progress):

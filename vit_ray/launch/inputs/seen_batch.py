@@ -89,12 +89,6 @@ class SeenBatches:
         numbered = enumerate(one for some in keys(self._spec.manifest) for one in some)
         return [number for number, one in numbered if one == key]
 
-    def cost(self, step: int) -> tuple[int, int]:
-        """Row groups that a step reads, and their bytes."""
-        manifest = self._spec.manifest
-        groups = np.unique(self._reader.plan.rows_at(self._positions(step)).groups)
-        return len(groups), int(manifest.bytes[groups].sum())
-
     def planned(self, step: int) -> NDArray[np.int64]:
         """Samples of a step by the order alone, as in `Rows`, whether or not they are decoded."""
         return self._reader.plan.rows_at(self._positions(step)).samples

@@ -49,8 +49,8 @@ import json, sys, time
 import ray
 from benchmarks.convert_peers import tree_cpu_s
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.data.format.shard_writer import EncodedImage
-from vit_ray.data.images.jpeg import size_of_jpeg
+from vit_ray.data.shard_writer import EncodedImage
+from vit_ray.data.jpeg import size_of_jpeg
 from vit_ray.data.prepare.convert import make_shards
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.launch.cluster.connection import connect

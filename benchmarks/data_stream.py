@@ -85,7 +85,7 @@ def inception_box(height: int, width: int, rng: np.random.Generator) -> tuple[in
 
 def our_crop(image: bytes, rng: np.random.Generator) -> np.ndarray:
     """Decode and crop with this project's function, from a file without an index."""
-    from vit_ray.data.images.crops import Augmentation, training_crop
+    from vit_ray.data.crops import Augmentation, training_crop
 
     return training_crop(image, Augmentation(size=SIZE), (0, 0, int(rng.integers(1 << 62))))
 
@@ -234,7 +234,7 @@ def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
     import ray
 
     from vit_ray.data import open_dataset
-    from vit_ray.data.images.crops import Augmentation
+    from vit_ray.data.crops import Augmentation
     from vit_ray.data.stream.batches import StreamSpec
     from vit_ray.data.stream.ray_datasets import start_beside_server
     from vit_ray.data.stream.stream_server import RankStreams, StreamServer
@@ -350,9 +350,9 @@ def crop_files_forever(data: Path, decoder: str, counts: Any, worker: int) -> No
 def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
     """Rows of a data set with restart indices, whose crops are drawn a batch at a time."""
     from vit_ray.data import open_dataset
-    from vit_ray.data.format.row_groups import RowGroupReader
-    from vit_ray.data.images.crop_boxes import Augmentation, draw_boxes
-    from vit_ray.data.images.crops import cut_crop
+    from vit_ray.data.boxes import Augmentation, draw_boxes
+    from vit_ray.data.crops import cut_crop
+    from vit_ray.data.shards import RowGroupReader
 
     cv2.setNumThreads(0)
     manifest = open_dataset(str(data / "set"))

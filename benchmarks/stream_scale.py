@@ -53,9 +53,8 @@ class Taken:
 
 def spec_of(batch: int) -> Any:
     """A stream without files."""
-    from vit_ray.data.format.manifest import Manifest
-    from vit_ray.data.format.shard_files import ShardFile
-    from vit_ray.data.order.shuffle import ShuffleWindow
+    from vit_ray.data.dataset import Manifest, ShardFile
+    from vit_ray.data.order import ShuffleWindow
     from vit_ray.data.stream.batches import StreamSpec
 
     groups = IMAGES // GROUP_ROWS
@@ -74,7 +73,7 @@ class EmptyReader:
     """In the place of `BatchReader`: sample numbers, and none of the images."""
 
     def __init__(self, job: Any) -> None:
-        from vit_ray.data.order.samples import Plan
+        from vit_ray.data.order import Plan
 
         spec = job.spec
         self._job = job

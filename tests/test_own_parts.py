@@ -17,8 +17,8 @@ from vit_ray import own_parts
 from vit_ray.checkpoints.init_weights import planned_load
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.data.images.crops import Augmentation, training_crop
-from vit_ray.data.order.keyed_random import KeyedUniform
+from vit_ray.data.crops import Augmentation, training_crop
+from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.launch.model_checks import check_model, check_own_parts
 from vit_ray.models import build_model
 from vit_ray.models.flops import forward_macs

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
-from vit_ray.data.format.shard_files import ShardFile
+from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.storage import locate
 
 VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"

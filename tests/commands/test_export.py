@@ -36,7 +36,7 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.section import Section
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
-from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.data.crops import Augmentation, training_crop
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.model_card import image_processor

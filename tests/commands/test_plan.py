@@ -22,7 +22,7 @@ from vit_ray.commands.plans.plan import (
 )
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
+from vit_ray.data.dataset import RowGroupColumns, write_manifest
 from vit_ray.storage import locate
 
 # 12 x 9,216^2 parameters at 16 bytes, and 4 for an average: 19 GiB.

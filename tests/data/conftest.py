@@ -8,7 +8,7 @@ import pytest
 from tests.data.converting import convert, in_this_process
 from tests.data.pictures import write_class_folders
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.dataset import Manifest
 
 # A busy machine may take any time; no test here is about time.
 hypothesis.settings.register_profile("untimed", deadline=None)

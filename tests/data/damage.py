@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.format.shard_files import ShardFile
+from vit_ray.data.dataset import Manifest, ShardFile
+from vit_ray.data.shards import RowGroupReader
 
 
 def broken_copy(dataset: Manifest, folder: Path) -> tuple[Manifest, Path]:

@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest, RowGroupColumns, write_manifest
-from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
-from vit_ray.data.format.shard_files import ShardFile
-from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
+from vit_ray.data.dataset import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.shard_writer import EncodedImage, ShardWriter
+from vit_ray.data.shards import ChangedImageError, RowGroupReader
 from vit_ray.storage import locate
 
 ROWS_PER_GROUP = 4

@@ -28,12 +28,12 @@ from tests.data.s3_server import (
     timeout,
 )
 from vit_ray.data import open_dataset
-from vit_ray.data.format.local_cache import LocalCache
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.images.crops import Augmentation
-from vit_ray.data.order.partition import Partition
+from vit_ray.data.cache import LocalCache
+from vit_ray.data.crops import Augmentation
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.partition import Partition
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
+from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.launch.inputs.dataset import open_dataset as dataset_in_python
 from vit_ray.storage import locate
@@ -266,7 +266,7 @@ import json, sys
 import ray
 from vit_ray.data import open_dataset
 from tests.data.converting import convert, run_in_this_process
-from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.crops import Augmentation
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams, StreamServer
 

@@ -15,7 +15,7 @@ from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import print_table
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.format.labels import keys
+from vit_ray.data.shards import keys
 from vit_ray.experiments import sweep, vtab
 from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.vtab import (

@@ -27,9 +27,9 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpo
 from vit_ray.commands.plans.dry_run import describe_training
 from vit_ray.commands.plans.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.data.images.augmentations import augmentation_of
-from vit_ray.data.images.crops import training_crop
-from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.crops import training_crop
+from vit_ray.data.randaugment import RandAugment
 from vit_ray.storage import locate
 from vit_ray.training.engine.collectives import all_sum
 from vit_ray.training.loop import RankContext

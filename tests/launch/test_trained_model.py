@@ -26,9 +26,9 @@ from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.commands.trained.export import export
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.shard_writer import EncodedImage
-from vit_ray.data.order.partition import Partition
-from vit_ray.data.order.samples import rows_per_group
+from vit_ray.data.order import rows_per_group
+from vit_ray.data.partition import Partition
+from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.trained_model import class_names

@@ -7,7 +7,7 @@ from joblib import cpu_count
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
+from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.convert.destination import convert_of

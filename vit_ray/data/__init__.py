@@ -1,5 +1,5 @@
 """Sharded parquet data sets of images, and the exact stream that reads them."""
 
-from vit_ray.data.format.manifest import open_dataset
+from vit_ray.data.dataset import open_dataset
 
 __all__ = ["open_dataset"]

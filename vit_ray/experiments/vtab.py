@@ -17,7 +17,7 @@ from ray import tune
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
-from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepPlan, Tuning, plan_sweep, sweep

@@ -7,7 +7,7 @@ import numpy as np
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.config.validation import errors_of
-from vit_ray.data.order.keyed_random import KeyedUniform
+from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
 from vit_ray.training.parameter_groups import chosen_parts, part_of, parts_of

@@ -27,14 +27,8 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
-from vit_ray.data.images.augmentations import augmentation_of
-from vit_ray.data.images.crops import (
-    BadImageError,
-    UInt8Array,
-    crop_of_pixels,
-    pixels_of,
-    training_crop,
-)
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.crops import BadImageError, UInt8Array, crop_of_pixels, pixels_of, training_crop
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate

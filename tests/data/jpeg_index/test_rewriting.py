@@ -13,12 +13,12 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.jpeg_index.made_up import crafted_jpeg, difference
-from tests.data.jpeg_index.test_restart_index import by_opencv
 from tests.data.pictures import encoded, picture
-from vit_ray.data.images import jpeg
-from vit_ray.data.images.jpeg import size_of_jpeg
+from tests.data.test_restart_index import by_opencv
+from vit_ray.data import jpeg
+from vit_ray.data.jpeg import header_segments, size_of_jpeg
 from vit_ray.data.jpeg_index import libjpeg_process, rewriting
-from vit_ray.data.jpeg_index.headers import header_segments, metadata_of
+from vit_ray.data.jpeg_index.headers import metadata_of
 from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
 
 NUM_CRAFTED = int(os.environ.get("FUZZ_ROUNDS", "200"))

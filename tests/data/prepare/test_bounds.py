@@ -11,8 +11,7 @@ import pytest
 from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.s3_server import serve_s3, this_process_uses
-from vit_ray.data import open_dataset
-from vit_ray.data.format import shard_writer
+from vit_ray.data import open_dataset, shard_writer
 from vit_ray.data.jpeg_index.headers import num_scans
 from vit_ray.data.prepare.convert import shard_images
 from vit_ray.data.prepare.sources.entries import WHOLE_FILE, IndexEntry, LargerError

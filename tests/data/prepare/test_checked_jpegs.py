@@ -10,7 +10,7 @@ from tests.data.converting import config_of
 from tests.data.jpeg_index.made_up import crafted_jpeg
 from tests.data.pictures import encoded, picture
 from tests.data.prepare.test_damage import DAMAGES
-from vit_ray.data.images.crops import BadImageError, decode
+from vit_ray.data.crops import BadImageError, decode
 from vit_ray.data.jpeg_index.rewriting import restart_writer
 from vit_ray.data.prepare.convert import shard_images
 

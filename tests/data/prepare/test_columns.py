@@ -15,13 +15,13 @@ from tests.data.converting import convert
 from tests.data.pictures import jpeg, write_class_folders
 from tests.data.prepare.archives import tar_of
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import RowGroupReader
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.prepare.sources.columns import stored_text
 from vit_ray.data.prepare.sources.entries import MOST_EXTRA_BYTES
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
+from vit_ray.data.shards import RowGroupReader
 from vit_ray.storage import locate
 
 IMAGES = [jpeg(i, 20, 24) for i in range(6)]

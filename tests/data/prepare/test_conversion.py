@@ -19,9 +19,9 @@ from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.prepare.conftest import module_with
 from vit_ray.data import open_dataset
-from vit_ray.data.format import row_groups
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.images.crops import decode
+from vit_ray.data import shards as row_groups
+from vit_ray.data.crops import decode
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.prepare import conversion_plan as plan
 from vit_ray.data.prepare.convert import commit, conversion, make_shards, shard_images
 from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts

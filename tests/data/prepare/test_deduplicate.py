@@ -11,8 +11,8 @@ from tests.data.converting import convert, in_this_process
 from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
-from vit_ray.data.images.perceptual_hash import HASH_BITS, HashIndex, perceptual_hash
 from vit_ray.data.prepare.deduplicate import Match, deduplicate, describe, find, known_from
+from vit_ray.data.prepare.perceptual_hash import HASH_BITS, HashIndex, perceptual_hash
 from vit_ray.data.prepare.verify import verify
 
 pytestmark = pytest.mark.usefixtures("serial")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.data.small_sets import write_set
 from vit_ray.data import open_dataset
-from vit_ray.data.format.labels import first_labels, keys
 from vit_ray.data.prepare.dev_split import class_quotas, dev_split
 from vit_ray.data.prepare.subset import subset
+from vit_ray.data.shards import first_labels, keys
 
 
 def images_of(path: str) -> list[tuple[str, int]]:

@@ -15,13 +15,12 @@ from tests.data.converting import convert
 from tests.data.pictures import encoded, picture
 from tests.data.prepare.archives import rejections, write_hub_file
 from vit_ray.data import open_dataset
-from vit_ray.data.format.labels import first_labels, keys
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
-from vit_ray.data.images.crops import Augmentation
-from vit_ray.data.order.partition import Partition
+from vit_ray.data.crops import Augmentation
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.partition import Partition
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
+from vit_ray.data.shards import ChangedImageError, RowGroupReader, first_labels, keys
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 NAMES = ["cat", "dog", "owl"]

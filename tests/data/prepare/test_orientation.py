@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from tests.data.converting import convert
 from tests.data.pictures import picture
 from vit_ray.data import open_dataset
-from vit_ray.data.images.crops import decode
+from vit_ray.data.crops import decode
 from vit_ray.data.prepare.verify import verify
 
 pytestmark = pytest.mark.usefixtures("serial")

@@ -10,11 +10,11 @@ import pytest
 from tests.data import converting
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.deduplicate import deduplicate
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
+from vit_ray.data.shards import RowGroupReader
 from vit_ray.storage import absolute
 
 

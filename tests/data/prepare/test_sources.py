@@ -11,8 +11,8 @@ from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import add, converted
 from vit_ray.data import open_dataset
-from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.images.crops import decode
+from vit_ray.data.crops import decode
+from vit_ray.data.shards import RowGroupReader
 
 IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}
 

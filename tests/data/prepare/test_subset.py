@@ -8,11 +8,11 @@ from tests.data.converting import convert
 from tests.data.pictures import write_class_folders
 from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.order.samples import Plan
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.order import Plan
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
+from vit_ray.data.shards import RowGroupReader
 
 
 def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Path) -> None:

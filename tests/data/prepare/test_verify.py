@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.damage import broken_copy
-from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.prepare.verify import verify
 
 pytestmark = pytest.mark.usefixtures("serial")

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config.training_sections import DataConfig
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.shard_files import ShardFile
-from vit_ray.data.images.crop_boxes import Augmentation
-from vit_ray.data.order.selection import select
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.dataset import Manifest, ShardFile
+from vit_ray.data.selection import select
 from vit_ray.data.stream import batches
 from vit_ray.data.stream.rank_blocks import RankBlock, Reading
 from vit_ray.data.stream.ray_datasets import HostRanks, planned

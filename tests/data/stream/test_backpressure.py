@@ -13,7 +13,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from tests.data.stream.reading import read_training, streams_of
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import HostRanks, PauseWhileFull, segments_of

@@ -9,11 +9,11 @@ import pytest
 from tests.data.damage import broken_copy, damage
 from tests.data.stream.reading import read_training
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
-from vit_ray.data.images.crops import Augmentation
-from vit_ray.data.order.partition import Partition
-from vit_ray.data.order.selection import split_rows
+from vit_ray.data.crops import Augmentation
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.partition import Partition
+from vit_ray.data.selection import split_rows
+from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.data.stream import bad_rows
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec, _RowGroupCache

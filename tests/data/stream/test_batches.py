@@ -13,11 +13,11 @@ from ray import cloudpickle
 
 from tests.conftest import Digits
 from vit_ray.data import open_dataset
-from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
-from vit_ray.data.images.crops import Augmentation, augmented
-from vit_ray.data.images.randaugment import RandAugment
-from vit_ray.data.order.partition import Partition, read_tasks
-from vit_ray.data.order.shuffle import Order, ShuffleWindow
+from vit_ray.data.crops import Augmentation, augmented
+from vit_ray.data.order import Order, ShuffleWindow
+from vit_ray.data.partition import Partition, read_tasks
+from vit_ray.data.randaugment import RandAugment
+from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 

@@ -13,15 +13,15 @@ from sklearn.datasets import load_sample_images
 from tests.data.converting import convert, run_in_this_process
 from tests.data.pictures import encoded
 from vit_ray.data import open_dataset
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.images.crop_boxes import Augmentation
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.jpeg_index.rewriting import (
     Libjpeg,
     RewrittenJpeg,
     restart_writer,
     with_restart_markers,
 )
-from vit_ray.data.order.partition import Partition
+from vit_ray.data.partition import Partition
 from vit_ray.data.prepare.convert import shard_images
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file

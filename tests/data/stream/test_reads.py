@@ -16,8 +16,8 @@ from tests.data.stream.reads import (
     reads_of,
     spec_of,
 )
-from vit_ray.data.order.partition import largest_piece, pieces_of
-from vit_ray.data.order.samples import Plan
+from vit_ray.data.order import Plan
+from vit_ray.data.partition import largest_piece, pieces_of
 from vit_ray.data.stream.blocks import as_one_row, cut
 from vit_ray.data.stream.rank_blocks import RankBlock, Reading
 from vit_ray.data.stream.ray_datasets import planned

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.shard_files import ShardFile, ShardFiles
-from vit_ray.data.order.partition import Partition
-from vit_ray.data.order.samples import rows_per_group
-from vit_ray.data.order.selection import select
+from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles
+from vit_ray.data.order import rows_per_group
+from vit_ray.data.partition import Partition
+from vit_ray.data.selection import select
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.measure.memory import shared_reading_mib
 

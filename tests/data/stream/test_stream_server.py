@@ -11,9 +11,9 @@ import pytest
 import ray
 from ray.data._internal import stats
 
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.images.crops import Augmentation
-from vit_ray.data.order.shuffle import Order, ShuffleWindow
+from vit_ray.data.crops import Augmentation
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.rank_blocks import blocks_of

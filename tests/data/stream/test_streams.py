@@ -17,10 +17,10 @@ from tests.data.stream.reading import (
     start_stream_server,
     streams_of,
 )
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.images.crops import Augmentation
-from vit_ray.data.order.selection import split_rows
-from vit_ray.data.order.shuffle import Order, ShuffleWindow
+from vit_ray.data.crops import Augmentation
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.order import Order, ShuffleWindow
+from vit_ray.data.selection import split_rows
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tests.data.pictures import encoded, jpeg, picture
 from tests.data.small_sets import CLASSES, SHARD, write_encoded
 from tests.recipes import recipe_with
-from vit_ray.data.format.shard_writer import EncodedImage
+from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.launch.inputs import dataset
 from vit_ray.launch.inputs.streams import resolve_run
 

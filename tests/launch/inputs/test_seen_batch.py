@@ -19,9 +19,9 @@ from tests.data.stream.reading import read_training
 from tests.recipes import recipe_with, small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.format.shard_writer import EncodedImage
-from vit_ray.data.images.crops import decode, training_crop
+from vit_ray.data.crops import decode, training_crop
+from vit_ray.data.shard_writer import EncodedImage
+from vit_ray.data.shards import RowGroupReader
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run

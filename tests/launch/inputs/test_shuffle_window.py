@@ -11,9 +11,8 @@ from tests.checkpoints.written import snapshot_of, write_snapshot
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.format.local_cache import LocalCache
-from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
-from vit_ray.data.format.shard_files import ShardFile
+from vit_ray.data.cache import LocalCache
+from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.launch import prepared_run
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.prepared_run import prepared_training

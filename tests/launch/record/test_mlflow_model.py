@@ -30,8 +30,8 @@ from tests.newcomer.follow import blocks
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
-from vit_ray.data.images.augmentations import augmentation_of
-from vit_ray.data.images.crops import training_crop
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.crops import training_crop
 from vit_ray.launch.record import mlflow_model
 from vit_ray.launch.record.mlflow_model import card_of, model_files
 from vit_ray.launch.run import RunResult, _log_model

@@ -38,7 +38,7 @@ from vit_ray.config.resume_compatibility import (
     incompatible_changes,
 )
 from vit_ray.data import open_dataset
-from vit_ray.data.order.partition import divisors
+from vit_ray.data.partition import divisors
 from vit_ray.launch.inputs.shuffle_window import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder

@@ -9,8 +9,8 @@ from vit_ray.commands.printed_tables import print_link
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
-from vit_ray.data.images.augmentations import augmentation_of
-from vit_ray.data.images.crops import BadImageError, UInt8Array, training_crop
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.crops import BadImageError, UInt8Array, training_crop
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.evaluation.inspection_figures import inspect_model

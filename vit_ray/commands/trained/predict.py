@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from vit_ray.config.help import key_names
 from vit_ray.config.loading import load_recipe
 from vit_ray.config.secrets import redact
-from vit_ray.data.format.schema import MANIFEST_FILE
-from vit_ray.data.images.crops import BadImageError, UInt8Array
+from vit_ray.data.crops import BadImageError, UInt8Array
+from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images

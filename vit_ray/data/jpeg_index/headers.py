@@ -5,23 +5,14 @@ That is: grey or three components, 8 bits, Huffman coded, baseline in one scan o
 
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-START: Final = b"\xff\xd8"
-END: Final = b"\xff\xd9"
-BLOCK: Final = 8
-"""Side of a block of coefficients in pixels."""
+from vit_ray.data.jpeg import BASELINE, BLOCK, END, FRAMES, SCAN, START, header_segments
 
-_BASELINE: Final = frozenset({0xC0, 0xC1})
-_PROGRESSIVE: Final = 0xC2
-FRAMES: Final = _BASELINE | {_PROGRESSIVE}
-"""Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
 _OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """Lossless, hierarchical, arithmetic."""
 _RESTART_INTERVAL: Final = 0xDD
-SCAN: Final = 0xDA
 _CODES: Final = 0xC4
 _AC: Final = 0x10
 """Bit in the number of a code table: tables for AC coefficients."""
@@ -29,8 +20,6 @@ _ZEROS: Final = bytes(64)
 _JFIF: Final = (0xE0, b"JFIF\0")
 _ADOBE: Final = (0xEE, b"Adobe")
 _COMMENT: Final = 0xFE
-_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD8)})
-"""Markers that no length follows."""
 _NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
 """A marker after coded data that is not part of it: inside coded data 0xff is followed by 0 or a
 restart marker."""
@@ -81,7 +70,7 @@ def read_frame(image: bytes) -> JpegFrame | None:
             if not tables_at and not _is_metadata(marker):
                 tables_at = at - 2
             if marker in FRAMES:
-                frame_at, is_baseline = at, marker in _BASELINE
+                frame_at, is_baseline = at, marker in BASELINE
             elif marker == _RESTART_INTERVAL:
                 (interval,) = struct.unpack_from(">H", image, at + 2)
         if not frame_at:
@@ -119,27 +108,6 @@ def metadata_of(image: bytes) -> list[bytes]:
 def is_front(segment: bytes) -> bool:
     """Whether it is JFIF's or Adobe's segment, which give the colour space."""
     return any(segment[1] == m and segment[4:].startswith(name) for m, name in (_JFIF, _ADOBE))
-
-
-def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
-    """(marker, offset of its length field, length with that field) up to the first scan's."""
-    at = 2
-    while True:
-        if image[at] != 0xFF:
-            raise IndexError
-        marker = image[at + 1]
-        if marker == 0xFF:
-            at += 1
-        elif marker in _ALONE:
-            at += 2
-        else:
-            (length,) = struct.unpack_from(">H", image, at + 2)
-            if at + 2 + length > len(image):
-                raise IndexError
-            yield marker, at + 2, length
-            if marker == SCAN:
-                return
-            at += 2 + length
 
 
 def num_scans(image: bytes) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER, shard_name
+from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, shard_name
 from vit_ray.data.prepare.convert.destination import LISTS, PLAN
 from vit_ray.data.prepare.convert.shard_images import written_bytes
 from vit_ray.data.prepare.convert.shard_lists import ShardRows, shuffled_rows, write_shard_lists

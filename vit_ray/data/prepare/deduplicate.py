@@ -19,14 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.format.manifest import Manifest, open_dataset
-from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
-from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
-from vit_ray.data.images.crops import Augmentation, BadImageError, training_crop
-from vit_ray.data.images.perceptual_hash import HASH_BITS, HashIndex, is_flat, perceptual_hash
+from vit_ray.data.crops import Augmentation, BadImageError, training_crop
+from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_dataset
+from vit_ray.data.prepare.perceptual_hash import HASH_BITS, HashIndex, is_flat, perceptual_hash
 from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.subset import derive, refuse_existing
+from vit_ray.data.shards import ChangedImageError, RowGroupReader
 from vit_ray.storage import locate
 
 DUPLICATES_FILE: Final = "duplicates.parquet"

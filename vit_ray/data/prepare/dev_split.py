@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.format.labels import first_labels
-from vit_ray.data.format.manifest import Manifest, open_dataset
-from vit_ray.data.format.schema import MANIFEST_FILE
-from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.dataset import MANIFEST_FILE, Manifest, open_dataset
+from vit_ray.data.keyed_random import key_of, keys_of
 from vit_ray.data.prepare.subset import derive
+from vit_ray.data.shards import first_labels
 from vit_ray.storage import locate
 
 _DEV_SPLIT = 11

@@ -11,12 +11,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset, write_manifest
-from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
-from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.dataset import (
+    MANIFEST_FILE,
+    STAGING_FOLDER,
+    Manifest,
+    RowGroupColumns,
+    open_dataset,
+    write_manifest,
+)
+from vit_ray.data.keyed_random import key_of, keys_of
 from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
+from vit_ray.data.shards import RowGroupReader
 from vit_ray.storage import locate
 
 _SUBSET: Final = 7

@@ -5,13 +5,13 @@ from typing import Final
 
 import numpy as np
 
-from vit_ray.data.format.manifest import Manifest, open_dataset
-from vit_ray.data.format.row_groups import RowGroupReader
-from vit_ray.data.images.crops import BadImageError, decode
-from vit_ray.data.jpeg_index.restart_index import index_segments
-from vit_ray.data.order.keyed_random import KeyedUniform
+from vit_ray.data.crops import BadImageError, decode
+from vit_ray.data.dataset import Manifest, open_dataset
+from vit_ray.data.jpeg_index.segments import index_segments
+from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
+from vit_ray.data.shards import RowGroupReader
 
 _SAMPLE: Final = 6
 

@@ -1,7 +1,7 @@
 """Positions of a stream to batches of pixels: the work of every reading task.
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
-"sample": int64 (b,)}, samples as in `order.samples.Rows`. Evaluation batches also have "weight":
+"sample": int64 (b,)}, samples as in `order.Rows`. Evaluation batches also have "weight":
 float32 (b,), 0.0 for padding.
 """
 
@@ -13,16 +13,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.format.local_cache import LocalCache
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
-from vit_ray.data.format.schema import NO_LABEL
-from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
-from vit_ray.data.images.crops import augmented, cut_crop
-from vit_ray.data.order.partition import BlockShape, Partition, pieces_of
-from vit_ray.data.order.samples import Plan, Rows
-from vit_ray.data.order.selection import RowSelection
-from vit_ray.data.order.shuffle import ShuffleWindow
+from vit_ray.data.boxes import Augmentation, CropBox, draw_box, draw_boxes
+from vit_ray.data.cache import LocalCache
+from vit_ray.data.crops import augmented, cut_crop
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.order import Plan, Rows, ShuffleWindow
+from vit_ray.data.partition import BlockShape, Partition, pieces_of
+from vit_ray.data.selection import RowSelection
+from vit_ray.data.shards import NO_LABEL, EncodedRows, RowGroupReader
 
 Batch = dict[str, NDArray[Any]]
 

@@ -23,8 +23,8 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray import ray_internals
-from vit_ray.data.order.partition import BlockTask, Partition, read_tasks
-from vit_ray.data.order.samples import rows_per_group
+from vit_ray.data.order import rows_per_group
+from vit_ray.data.partition import BlockTask, Partition, read_tasks
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.stream.blocks import as_one_row

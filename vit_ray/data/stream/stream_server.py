@@ -2,7 +2,7 @@
 
 One actor on each host serves training and every evaluation of a worker group: it executes the Ray
 Data sets of the host's ranks and deals their blocks to them in turn. Which images a block holds is
-arithmetic (`order.partition`), so servers need not communicate with each other. A rank asks for one
+arithmetic (`partition`), so servers need not communicate with each other. A rank asks for one
 block after another. The decoded blocks of evaluations are kept if they are small: a run evaluates
 on the same images repeatedly.
 """

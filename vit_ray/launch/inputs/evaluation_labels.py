@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
-from vit_ray.data.format.labels import all_first_labels, keys
-from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.shards import all_first_labels, keys
 from vit_ray.evaluation.ground_truth import (
     OBJECTNET_FILES,
     OBJECTNET_FOLDER,

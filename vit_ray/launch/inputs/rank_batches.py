@@ -11,8 +11,8 @@ from typing import Any, Final, overload
 import cv2
 
 from vit_ray.config import Recipe
-from vit_ray.data.order.partition import Partition
-from vit_ray.data.order.samples import rows_per_group
+from vit_ray.data.order import rows_per_group
+from vit_ray.data.partition import Partition
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec
 from vit_ray.launch.inputs.streams import resolve_run
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.format.labels import keys
-from vit_ray.data.images.crop_boxes import CropBox, draw_box
-from vit_ray.data.images.crops import UInt8Array, operations
-from vit_ray.data.order.partition import Partition
-from vit_ray.data.order.samples import rows_per_group
+from vit_ray.data.boxes import CropBox, draw_box
+from vit_ray.data.crops import UInt8Array, operations
+from vit_ray.data.order import rows_per_group
+from vit_ray.data.partition import Partition
+from vit_ray.data.shards import keys
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import ResolvedRun
 

@@ -4,9 +4,9 @@ import math
 from typing import Final
 
 from vit_ray.config.training_sections import DataConfig
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.partition import largest_piece
-from vit_ray.data.order.shuffle import ShuffleWindow
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.order import ShuffleWindow
+from vit_ray.data.partition import largest_piece
 
 _MOST_ROWS: Final = 2048
 """Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""

@@ -13,15 +13,12 @@ import numpy as np
 from vit_ray.config import Recipe, require
 from vit_ray.config.training_sections import DataConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.labels import first_labels
-from vit_ray.data.format.local_cache import LocalCache
-from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.images.augmentations import augmentation_of
-from vit_ray.data.images.crop_boxes import Augmentation
-from vit_ray.data.order.selection import (
-    RowSelection,
-    select,
-)
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.cache import LocalCache
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.selection import RowSelection, select
+from vit_ray.data.shards import first_labels
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch

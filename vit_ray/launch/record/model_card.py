@@ -20,7 +20,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
-from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.crops import Augmentation
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1

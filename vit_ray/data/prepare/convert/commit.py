@@ -11,20 +11,18 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from vit_ray.data.format.manifest import (
+from vit_ray.data.dataset import (
     ABOUT,
-    RowGroupColumns,
-    write_manifest,
-)
-from vit_ray.data.format.row_groups import problem_of_shard
-from vit_ray.data.format.schema import (
     DAMAGED_FILE,
     REJECTED_FILE,
     REJECTED_SCHEMA,
     REPORT_FILE,
     STAGING_FOLDER,
+    ImageFile,
+    RowGroupColumns,
+    ShardFile,
+    write_manifest,
 )
-from vit_ray.data.format.shard_files import ImageFile, ShardFile
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
 from vit_ray.data.prepare.convert.destination import OUTPUT
 from vit_ray.data.prepare.convert.make_shards import ShardResult
@@ -33,6 +31,7 @@ from vit_ray.data.prepare.convert.staged_files import (
     parquet_output,
     read_many_facts,
 )
+from vit_ray.data.shards import problem_of_shard
 from vit_ray.lock import check_lock
 from vit_ray.storage import HALF_WRITTEN, Location
 

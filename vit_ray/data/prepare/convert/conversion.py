@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.manifest import open_dataset
-from vit_ray.data.format.schema import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
+from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER, open_dataset
 from vit_ray.data.prepare.conversion_plan import Plan, plan_conversion, settings_of
 from vit_ray.data.prepare.convert.commit import ConvertReport, commit, report_of
 from vit_ray.data.prepare.convert.destination import (

@@ -5,7 +5,7 @@ from typing import Final
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.schema import (
+from vit_ray.data.dataset import (
     DAMAGED_FILE,
     MANIFEST_FILE,
     REJECTED_FILE,

@@ -4,9 +4,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.schema import STAGING_FOLDER, checksum
-from vit_ray.data.format.shard_files import ImageFile
-from vit_ray.data.format.shard_writer import EncodedImage, ShardFacts, ShardWriter
+from vit_ray.data.dataset import STAGING_FOLDER, ImageFile, checksum
 from vit_ray.data.jpeg_index.rewriting import restart_writer
 from vit_ray.data.prepare.conversion_plan import RESULT, Plan
 from vit_ray.data.prepare.convert.shard_images import checked, read_ahead
@@ -22,6 +20,7 @@ from vit_ray.data.prepare.sources.hub import (
     rows_of,
 )
 from vit_ray.data.prepare.sources.source_index import units_of
+from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
 from vit_ray.storage import locate, with_retries
 
 

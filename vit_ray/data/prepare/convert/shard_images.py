@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.schema import checksum
-from vit_ray.data.format.shard_writer import EncodedImage
-from vit_ray.data.images.crops import decode, open_image
-from vit_ray.data.images.jpeg import encode_jpeg, size_of_jpeg
-from vit_ray.data.jpeg_index.headers import START, has_zeroed_data, num_scans
+from vit_ray.data.crops import decode, open_image
+from vit_ray.data.dataset import checksum
+from vit_ray.data.jpeg import START, encode_jpeg, size_of_jpeg
+from vit_ray.data.jpeg_index.headers import has_zeroed_data, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
 from vit_ray.data.jpeg_index.rewriting import (
     Libjpeg,
@@ -23,6 +22,7 @@ from vit_ray.data.jpeg_index.rewriting import (
 )
 from vit_ray.data.prepare.convert.staged_files import ahead
 from vit_ray.data.prepare.sources.entries import IndexEntry, LargerError, SourceChangedError
+from vit_ray.data.shard_writer import EncodedImage
 
 _READERS: Final = 8
 """Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""

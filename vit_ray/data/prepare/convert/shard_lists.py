@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from vit_ray.data.order.selection import KeyedPermutation
+from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.prepare.convert.staged_files import parquet_output, read_row_group
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
 from vit_ray.data.prepare.sources.source_index import SourceIndex, table_entries

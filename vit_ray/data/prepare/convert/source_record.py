@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from vit_ray.data.format.schema import SOURCE_FILE
+from vit_ray.data.dataset import SOURCE_FILE
 from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.sources.entries import SourceUnit
 from vit_ray.data.prepare.sources.source_index import versions_of

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.format.schema import checksum
-from vit_ray.data.format.shard_writer import closed_after
+from vit_ray.data.dataset import checksum
+from vit_ray.data.shard_writer import closed_after
 from vit_ray.storage import Location, naming, read_again, with_retries
 
 _READERS: Final = 16

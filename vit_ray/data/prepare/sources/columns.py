@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vit_ray.data.format.schema import RESERVED_NAMES
+from vit_ray.data.shards import RESERVED_NAMES
 
 
 def extra_of(fields: Mapping[str, Any], columns: Sequence[str]) -> tuple[str | None, ...]:

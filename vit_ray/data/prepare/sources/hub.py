@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.data.format.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.data.prepare.sources.columns import stored_text
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,
@@ -26,6 +25,7 @@ from vit_ray.data.prepare.sources.entries import (
 )
 from vit_ray.data.prepare.sources.label_map import check_names
 from vit_ray.data.prepare.sources.label_values import Labels, chosen_field, labels_of_value
+from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.storage import Location, is_of_the_store, locate
 
 IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from google_crc32c import value as crc32c
 from PIL import Image
 
-from vit_ray.data.images.crops import open_image
+from vit_ray.data.crops import open_image
 from vit_ray.data.prepare.sources.columns import extra_of
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,

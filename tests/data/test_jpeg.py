@@ -1,0 +1,54 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.data.pictures import encoded, picture
+from vit_ray.data.crops import Augmentation, decode, training_crop
+from vit_ray.data.jpeg import size_of_jpeg
+
+PIXELS = picture(1, 203, 161)
+
+
+def of_several_pictures() -> bytes:
+    """A file as telephones write it: the second picture lies behind the end of the first."""
+    sink = io.BytesIO()
+    first, second = Image.fromarray(PIXELS), Image.fromarray(PIXELS[::-1])
+    first.save(sink, "MPO", save_all=True, append_images=[second])
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [encoded(PIXELS), encoded(PIXELS, restart_marker_rows=1), of_several_pictures()],
+    ids=["plain", "with restart markers", "of several pictures"],
+)
+def test_a_crop_says_nothing_on_standard_error(
+    image: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(20):
+        training_crop(image, Augmentation(size=32, max_area=0.2), (0, 0, i))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        b"",
+        b"\xff\xd8\xff\xd9",
+        b"\xff\xd8\xff\xc0\xff\xd9",
+        encoded(PIXELS)[:-1],
+        encoded(PIXELS, "PNG"),
+        encoded(np.dstack([PIXELS, PIXELS[:, :, :1]]), "WEBP"),
+    ],
+)
+def test_what_is_no_whole_jpeg_has_no_size(image: bytes) -> None:
+    assert size_of_jpeg(image) is None
+
+
+def test_the_header_tells_the_size_that_is_decoded() -> None:
+    for height, width in [(1, 1), (8, 9), (300, 17)]:
+        image = encoded(picture(0, height, width))
+        assert size_of_jpeg(image) == decode(image).shape[:2] == (height, width)
+        assert size_of_jpeg(memoryview(image)) == (height, width)

@@ -1,0 +1,46 @@
+"""First labels, read without images, against the images' own rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import Digits
+from vit_ray.data import open_dataset
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.prepare.subset import subset
+from vit_ray.data.shards import RowGroupReader, ShardReader, first_labels
+
+
+def stored(manifest: Manifest) -> list[int]:
+    """First labels of all rows of the files, as pyarrow reads them."""
+    files = [f"{manifest.root}/{file.path}" for file in manifest.files]
+    return [labels[0] for file in files for labels in pq.read_table(file)["labels"].to_pylist()]
+
+
+def test_every_image_has_its_first_label_in_the_order_of_the_rows(digits: Digits) -> None:
+    manifest = open_dataset(digits.train)
+    assert np.concatenate(list(first_labels(manifest))).tolist() == stored(manifest)
+
+
+def test_rows_that_a_subset_leaves_out_are_left_out(digits: Digits, tmp_path: Path) -> None:
+    part = subset(digits.train, str(tmp_path / "part"), count=77)
+    found = np.concatenate(list(first_labels(part)))
+    assert len(found) == 77
+    whole = stored(open_dataset(digits.train))
+    kept = [
+        whole[32 * int(part.row_group[group]) + part.stored_row(group, row)]
+        for group in range(part.num_row_groups)
+        for row in range(int(part.rows[group]))
+    ]
+    assert found.tolist() == kept
+
+
+def test_an_image_without_labels_has_none(digits: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = RowGroupReader(open_dataset(digits.train))
+    labels = pa.array([[3, 4], [], [5], []], pa.list_(pa.int32()))
+    monkeypatch.setattr(ShardReader, "columns", lambda *_: {"labels": labels})
+    monkeypatch.setattr(reader, "_check_count", lambda *_: None)
+    assert reader.first_labels(0).tolist() == [3, -1, 5, -1]

@@ -1,0 +1,222 @@
+"""RandAugment: each operation against the published formula in numpy, and who gets which."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from tests.data.pictures import encoded, picture
+from tests.recipes import recipe_with
+from vit_ray.data import randaugment
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.crops import Augmentation, training_crop
+from vit_ray.data.keyed_random import KeyedUniform
+from vit_ray.data.randaugment import RandAugment
+
+Pixels = NDArray[np.uint8]
+IMAGE = picture(3, 40, 48)
+GREYS = IMAGE @ np.array([299, 587, 114]) / 1000
+
+
+class Scripted(KeyedUniform):
+    """Draws what it is told, then 0."""
+
+    def __init__(self, *numbers: float) -> None:
+        self._numbers = list(numbers)
+
+    def draw(self) -> float:
+        return self._numbers.pop(0) if self._numbers else 0.0
+
+
+def applied(index: int, magnitude: float, *numbers: float) -> Pixels:
+    """One operation, by its place; the sign is positive where none is told."""
+    drawn = [(index + 0.5) / len(randaugment.OPERATIONS), *numbers]
+    return RandAugment(layers=1, magnitude=magnitude)(IMAGE, Scripted(*drawn))
+
+
+def blended(dull: Any, factor: float) -> NDArray[np.float64]:
+    return np.clip(dull + factor * (IMAGE.astype(float) - dull), 0, 255)
+
+
+def autocontrast() -> NDArray[np.float64]:
+    low, high = IMAGE.min((0, 1)).astype(float), IMAGE.max((0, 1))
+    return np.clip((IMAGE - low) * 255 / (high - low), 0, 255)
+
+
+def equalized() -> NDArray[np.int64]:
+    out = np.empty(IMAGE.shape, np.int64)
+    for channel in range(3):
+        counts = np.bincount(IMAGE[..., channel].ravel(), minlength=256)
+        step = (counts.sum() - counts[counts > 0][-1]) // 255
+        before = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        out[..., channel] = np.clip((before + step // 2) // step, 0, 255)[IMAGE[..., channel]]
+    return out
+
+
+def smoothed() -> NDArray[np.float64]:
+    out, source = IMAGE.astype(float), IMAGE.astype(float)
+    kernel = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13
+    height, width = IMAGE.shape[:2]
+    inner = sum(
+        kernel[i, j] * source[i : height - 2 + i, j : width - 2 + j]
+        for i in range(3)
+        for j in range(3)
+    )
+    out[1:-1, 1:-1] = inner
+    return out
+
+
+def moved(rows: int, columns: int, fill: tuple[int, ...]) -> Pixels:
+    """Pixel (y, x) from (y + rows, x + columns)."""
+    out = np.broadcast_to(np.array(fill, np.uint8), IMAGE.shape).copy()
+    height, width = IMAGE.shape[:2]
+    for y in range(height):
+        for x in range(width):
+            if 0 <= y + rows < height and 0 <= x + columns < width:
+                out[y, x] = IMAGE[y + rows, x + columns]
+    return out
+
+
+def sheared(by: float) -> Pixels:
+    """Pixel centre (y, x) from the nearest of (y, x + by y)."""
+    out = np.full(IMAGE.shape, 128, np.uint8)
+    for y in range(IMAGE.shape[0]):
+        for x in range(IMAGE.shape[1]):
+            column = int(np.floor(x + 0.5 + by * (y + 0.5)))
+            if 0 <= column < IMAGE.shape[1]:
+                out[y, x] = IMAGE[y, column]
+    return out
+
+
+SOLARIZED = np.where(IMAGE < 102, IMAGE, 255 - IMAGE)
+ADDED = np.where(IMAGE < 128, np.minimum(255, IMAGE.astype(int) + 55), IMAGE)
+CUT = IMAGE.copy()
+CUT[0:30, 4:44] = 128
+# Place, magnitude, further draws, expected pixels, and how far rounding may be off.
+CASES: dict[str, tuple[Any, ...]] = {
+    "autocontrast": (0, 3, (), autocontrast(), 1),
+    "equalize": (1, 3, (), equalized(), 0),
+    "invert": (2, 3, (), 255 - IMAGE, 0),
+    "posterize": (3, 5, (), IMAGE // 64 * 64, 0),
+    "posterize, beyond full": (3, 15, (), IMAGE // 4 * 4, 0),
+    "posterize, far beyond": (3, 30, (), IMAGE, 0),
+    "solarize": (4, 4, (), SOLARIZED, 0),
+    "solarize, beyond full": (4, 15, (), IMAGE, 0),
+    "solarize add": (5, 5, (), ADDED, 0),
+    "cutout": (6, 5, (10.5 / 40, 24.5 / 48), CUT, 0),
+    "color": (7, 5, (), blended(GREYS[..., None], 1.0), 1),
+    "color, dull": (7, 0, (), blended(GREYS[..., None], 0.1), 2),
+    "contrast": (8, 10, (), blended(GREYS.mean(), 1.9), 2),
+    "brightness": (9, 2, (), blended(0.0, 0.46), 1),
+    "sharpness": (10, 10, (), blended(smoothed(), 1.9), 2),
+    "shear x": (12, 10, (), sheared(0.3), 0),
+    "shear x, back": (12, 10, (0.9,), sheared(-0.3), 0),
+    "translate x": (14, 1, (), moved(0, 10, (128,) * 3), 0),
+    "translate y, back": (15, 2, (0.9,), moved(-20, 0, (128,) * 3), 0),
+    "posterize to nothing": (3, 2, (), IMAGE * 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_is_the_published_one(name: str) -> None:
+    index, magnitude, numbers, expected, tolerance = CASES[name]
+    found = applied(index, magnitude, *numbers)
+    difference = np.abs(found.astype(float) - np.asarray(expected))
+    assert difference.max() <= tolerance, name
+
+
+def test_rotation_turns_about_the_centre_by_up_to_30_degrees() -> None:
+    square = np.zeros((41, 41, 3), np.uint8)
+    square[20, 20], square[20, 35] = 200, 255
+    augment = RandAugment(layers=1, magnitude=10)
+    found = augment(square, Scripted(11.5 / len(randaugment.OPERATIONS)))[..., 0].astype(int)
+    assert found[20, 20] >= 190
+    # 15 pixels to the right, 30 degrees against the clock.
+    y, x = round(20 - 15 * np.sin(np.pi / 6)), round(20 + 15 * np.cos(np.pi / 6))
+    assert found[y - 1 : y + 2, x - 1 : x + 2].max() > 90
+    assert found[20, 35] < 30
+
+
+def test_there_are_16_operations() -> None:
+    assert len(randaugment.OPERATIONS) == 16
+
+
+class Counted:
+    """Notes which operations are drawn, and at which level."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, augment: RandAugment) -> None:
+        self.taken: list[tuple[int, float]] = []
+        spied = {name: self._spy(index) for index, name in enumerate(randaugment.OPERATIONS)}
+        monkeypatch.setattr(randaugment, "OPERATIONS", spied)
+        for sample in range(4000):
+            augment.draw((2, 2), KeyedUniform(0, 0, sample, 4))
+
+    def _spy(self, index: int) -> Any:
+        def numbers(level: float, *_: Any) -> tuple[float, ...]:
+            self.taken.append((index, level))
+            return ()
+
+        return numbers
+
+
+def test_every_layer_takes_one_operation_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Counted(monkeypatch, RandAugment(2, 15)).taken
+    assert len(found) == 8000
+    assert stats.chisquare(np.bincount([i for i, _ in found], minlength=16)).pvalue > 1e-3
+    assert {level for _, level in found} == {1.5}
+
+
+def test_a_sample_keeps_its_operations_and_changes_them_in_each_epoch_and_seed() -> None:
+    image = encoded(picture(1, 61, 83))
+    augment = Augmentation("resize", 32, flip=False, randaugment=RandAugment())
+    plain = training_crop(image, Augmentation("resize", 32, flip=False), (5, 0, 0))
+
+    def crops(seed: int, epoch: int, samples: Any) -> list[bytes]:
+        return [training_crop(image, augment, (seed, epoch, s)).tobytes() for s in samples]
+
+    first = crops(5, 0, range(20))
+    assert crops(5, 0, reversed(range(20)))[::-1] == first
+    assert sum(crop != plain.tobytes() for crop in first) > 15
+    for other in (crops(5, 1, range(20)), crops(6, 0, range(20)), crops(5, 0, range(20, 40))):
+        assert sum(a == b for a, b in zip(first, other, strict=True)) < 4
+
+
+def test_the_crop_is_the_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randaugment, "OPERATIONS", {"color": lambda *_: (1.0,)})
+    image = encoded(picture(1, 61, 83))
+    augment = Augmentation(size=24, randaugment=RandAugment())
+    for sample in range(5):
+        key = (5, 0, sample)
+        plain = training_crop(image, Augmentation(size=24), key)
+        assert np.array_equal(training_crop(image, augment, key), plain)
+
+
+def augment_recipe(augment: dict[str, Any]) -> Any:
+    return recipe_with(data={"augment": augment})
+
+
+def test_a_recipe_decides_it() -> None:
+    chosen = {
+        "randaugment": "tensorflow",
+        "randaugment_layers": 3,
+        "randaugment_magnitude": 9.0,
+    }
+    loaded = augment_recipe(chosen)
+    found = augmentation_of(loaded.model, loaded.data.augment).randaugment
+    assert found == RandAugment(3, 9.0)
+    assert augmentation_of(loaded.model, loaded.data.eval_augment).randaugment is None
+
+
+@pytest.mark.parametrize(
+    ("augment", "message"),
+    [
+        ({"randaugment": "torch"}, r"data\.augment\.randaugment='torch'.*'tensorflow'"),
+        ({"randaugment_layers": 0}, r"data\.augment\.randaugment_layers=0"),
+        ({"randaugment_magnitude": 31.0}, r"data\.augment\.randaugment_magnitude=31"),
+    ],
+)
+def test_wrong_values_are_refused(augment: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        augment_recipe(augment)

@@ -1,0 +1,153 @@
+"""Every bit of a data set: flipped, it is found by verify, and before a row is used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.small_sets import CLASSES, SHARD, flips, used_rows, write_rows
+from vit_ray import storage
+from vit_ray.data import open_dataset
+from vit_ray.data import shards as row_groups
+from vit_ray.data.dataset import MANIFEST_FILE, Manifest
+from vit_ray.data.prepare.subset import subset
+from vit_ray.data.prepare.verify import check_file
+from vit_ray.data.shards import RowGroupReader, ShardReader
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Manifest:
+    """Two row groups of three rows."""
+    return write_rows(tmp_path / "small", [(0,), (1, 2), (2,), (1,), (0,), (2, 0)])
+
+
+@pytest.mark.slow
+def test_no_flipped_bit_of_a_shard_is_used(small: Manifest) -> None:
+    whole, is_refused = used_rows(small)
+    assert (len(whole), is_refused) == (6, False)
+    for flip in flips(Path(small.root) / SHARD, bits_per_byte=1):
+        rows, is_refused = used_rows(small)
+        assert is_refused, flip
+        assert rows.items() <= whole.items(), flip
+
+
+def test_verify_finds_every_flipped_bit_of_a_shard(small: Manifest) -> None:
+    assert check_file(0, small, 0.0).problems == []
+    for flip in flips(Path(small.root) / SHARD, bits_per_byte=1):
+        assert check_file(0, small, 0.0).problems, flip
+
+
+@pytest.mark.slow
+def test_a_manifest_with_a_flipped_bit_is_not_opened(small: Manifest) -> None:
+    for flip in flips(Path(small.root) / MANIFEST_FILE, bits_per_byte=2):
+        with pytest.raises(ValueError, match=r"damaged|upgrade"):
+            pytest.fail(f"{flip}: opened, {open_dataset(small.root).fingerprint}")
+
+
+class CutOnce:
+    """A file of which one read ends a byte early."""
+
+    def __init__(self, source: Any, cut: int) -> None:
+        self._source, self._cut, self.reads = source, cut, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read_buffer(self, count: int) -> pa.Buffer:
+        self.reads += 1
+        content = self._source.read_buffer(count)
+        return content[:-1] if self.reads == self._cut else content
+
+
+@pytest.mark.parametrize("read", [1, 2], ids=["footer", "row group"])
+def test_a_part_that_ends_early_is_read_again(
+    small: Manifest, monkeypatch: pytest.MonkeyPatch, read: int
+) -> None:
+    monkeypatch.setattr(storage.time, "sleep", lambda _: None)
+    whole, _ = used_rows(small)
+    sources: list[CutOnce] = []
+
+    def cut(reader: ShardReader) -> CutOnce:
+        if not sources:
+            file = reader._location
+            sources.append(CutOnce(file.open(), read))
+        return sources[0]
+
+    monkeypatch.setattr(ShardReader, "_source", property(cut))
+    rows, is_refused = used_rows(small)
+    assert not is_refused
+    assert rows == whole
+    assert sources[0].reads == small.num_row_groups + 1 + read  # a footer is read again, too
+
+
+def test_a_flipped_image_costs_no_other_row(small: Manifest) -> None:
+    whole, _ = used_rows(small)
+    shard = Path(small.root) / SHARD
+    content = bytearray(shard.read_bytes())
+    content[bytes(content).index(whole[4][0]) + 9] ^= 4
+    shard.write_bytes(content)
+    assert used_rows(small)[0].keys() == whole.keys() - {4}
+    (problem,) = check_file(0, small, 0.0).problems
+    assert (problem.key, problem.row_group, "checksum" in problem.what) == ("key 4", 1, True)
+
+
+def test_a_flip_on_the_way_is_read_again(small: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look at each row group is a wrong one; the second finds it as it is."""
+    seen: set[int] = set()
+
+    def wrong_at_first(content: bytes) -> int:
+        first = len(content) not in seen
+        seen.add(len(content))
+        return -1 if first else true_checksum(content)
+
+    true_checksum = row_groups.checksum
+    reader = RowGroupReader(small)
+    reader.read(0)
+    monkeypatch.setattr(row_groups, "checksum", wrong_at_first)
+    assert reader.read(1).is_whole
+
+
+def rewritten(manifest: Manifest, **header: object) -> None:
+    """Write the manifest again with pyarrow alone, some of its header changed."""
+    file = Path(manifest.path) / MANIFEST_FILE
+    table = pq.read_table(file)
+    before = json.loads(pq.ParquetFile(file).metadata.metadata[b"vit_ray"])
+    metadata = {"vit_ray": json.dumps(before | header)}
+    pq.write_table(table.replace_schema_metadata(metadata), file)
+
+
+def test_other_classes_or_row_groups_under_the_same_fingerprint_are_refused(
+    small: Manifest,
+) -> None:
+    rewritten(small, classes=CLASSES[::-1])
+    with pytest.raises(ValueError, match="is damaged"):
+        open_dataset(small.path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "wrong"), [((3,), "3"), ((-1,), "-1"), ((0, 2_000_000_000), "2000000000")]
+)
+def test_a_label_out_of_range_names_shard_row_and_key(
+    tmp_path: Path, labels: tuple[int, ...], wrong: str
+) -> None:
+    manifest = write_rows(tmp_path, [(0,), (1,), (2,), (), labels, (1,)])
+    named = rf"{SHARD}', row 1 of row group 1 \('key 4'\) has the label {wrong}, .* 3 classes"
+    with pytest.raises(ValueError, match=named):
+        RowGroupReader(manifest).read(1)
+    with pytest.raises(ValueError, match=named):
+        RowGroupReader(manifest).first_labels(1)
+    (problem,) = check_file(0, manifest, 0.0).problems
+    assert "key 4" in problem.what
+
+
+def test_a_subset_keeps_the_checksums(small: Manifest, tmp_path: Path) -> None:
+    part = subset(small.path, str(tmp_path / "part"), count=4)
+    shard = Path(small.root) / SHARD
+    content = bytearray(shard.read_bytes())
+    content[content.index(b"key 1")] ^= 1
+    content[content.index(b"key 4")] ^= 1
+    shard.write_bytes(content)
+    assert used_rows(part) == ({}, True)

@@ -1,0 +1,230 @@
+"""Which part of an image makes its crop: depends only on its size and its random numbers.
+
+The boxes of many images are drawn at once; each depends only on its own numbers, so that other
+images do not change it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.keyed_random import KeyedUniforms
+from vit_ray.data.randaugment import RandAugment
+from vit_ray.data.restart_index import Box
+from vit_ray.own_parts import Augments
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+_ATTEMPTS: Final = 10
+_CROP: Final = 3
+"""Separates the random numbers of the crop from others of the same (seed, epoch, sample)."""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How an encoded image becomes an array of `size`.
+
+    Attributes:
+        kind: `inception_crop` (random area and aspect), `resize_crop` (resize both sides to
+            `resize`, random crop of `size`), `center_crop` (shorter side to `resize`, central
+            `size`), `resize` (both sides to `size`, aspect ignored).
+        size: output side in pixels, or (height, width).
+        flip: mirror left to right with probability 1/2.
+        resize: see `kind`; in pixels.
+        min_area, max_area: range of the crop's share of the image.
+        min_aspect, max_aspect: range of the crop's width over height.
+        border: pixels cut off all four sides before anything else.
+        is_exact: the crop is cut between pixels, and resized more precisely, for evaluation;
+            otherwise at the whole pixels around it.
+        interpolation: `bilinear`, by OpenCV and close to Pillow's, or `bicubic`, Pillow's own.
+        randaugment: applied to the finished crop; None = not applied.
+        own: a user's own function that is applied last; None = none.
+    """
+
+    kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
+    size: int | tuple[int, int] = 224
+    flip: bool = True
+    resize: int = 256
+    min_area: float = 0.05
+    max_area: float = 1.0
+    min_aspect: float = 3 / 4
+    max_aspect: float = 4 / 3
+    border: int = 0
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    randaugment: RandAugment | None = None
+    own: Augments | None = None
+    is_exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind in ("resize_crop", "center_crop") and self.resize < max(self.shape[:2]):
+            raise ValueError(
+                f"augmentation.resize={self.resize} is below augmentation.size={self.size}, so the "
+                f"crop would not fit; use at least {max(self.shape[:2])}"
+            )
+        if not 0 < self.min_area <= self.max_area <= 1:
+            raise ValueError(
+                f"augmentation.min_area={self.min_area}, max_area={self.max_area}; keep 0 < "
+                "min_area <= max_area <= 1"
+            )
+
+    @property
+    def height(self) -> int:
+        return self.size if isinstance(self.size, int) else self.size[0]
+
+    @property
+    def width(self) -> int:
+        return self.size if isinstance(self.size, int) else self.size[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.height, self.width, 3)
+
+
+@dataclass(frozen=True)
+class CropBox:
+    """A rectangle of the source in pixels (fractions allowed), to be resized to the output."""
+
+    top: float
+    left: float
+    height: float
+    width: float
+    is_flipped: bool
+
+    def bounds(self, size: tuple[int, int], scale: int = 1) -> Box:
+        """Whole pixels that hold the rectangle, of the image at 1/`scale`.
+
+        Args:
+            size: height and width of the image, which the rectangle never exceeds.
+        """
+        factor = 1 / scale
+        top, left = self.top * factor, self.left * factor
+        bottom, right = top + self.height * factor, left + self.width * factor
+        first_row, first = math.floor(top), math.floor(left)
+        height, width = -(-size[0] // scale), -(-size[1] // scale)
+        last_row = min(height, max(first_row + 1, math.ceil(bottom)))
+        return first_row, first, last_row, min(width, max(first + 1, math.ceil(right)))
+
+
+def draw_boxes(
+    sizes: NDArray[np.integer],
+    augmentation: Augmentation,
+    seed: int,
+    epochs: NDArray[np.integer],
+    samples: NDArray[np.integer],
+) -> list[CropBox]:
+    """The boxes of many images, inside the border if one is to be cut off.
+
+    Args:
+        sizes: (n, 2), height and width of each image.
+        epochs, samples: (n,); together with the seed the only source of randomness.
+    """
+    # An image that is only border is refused when it is cut.
+    height, width = np.maximum(np.asarray(sizes, np.int64) - 2 * augmentation.border, 1).T
+    random = KeyedUniforms(seed, epochs, samples, _CROP)
+    boxes = _BOXES[augmentation.kind](height, width, augmentation, random)
+    return [CropBox(*row) for row in zip(*(column.tolist() for column in boxes), strict=True)]
+
+
+def draw_box(
+    size: tuple[int, int], augmentation: Augmentation, rng_key: tuple[int, int, int]
+) -> CropBox:
+    """The box of one image; `rng_key` is (seed, epoch, sample)."""
+    seed, epoch, sample = rng_key
+    (box,) = draw_boxes(np.array([size]), augmentation, seed, np.array([epoch]), np.array([sample]))
+    return box
+
+
+_Boxes = tuple[NDArray[Any], ...]
+"""The attributes of `CropBox`, with one entry per image."""
+
+
+def _inception_crop(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    # The largest central box, for images that no attempt fits.
+    low, high = augmentation.min_aspect, augmentation.max_aspect
+    aspect = np.minimum(np.maximum(width / height, low), high)
+    box_width = np.minimum(width, np.maximum(1, _rounded(height * aspect)))
+    box_height = np.minimum(height, np.maximum(1, _rounded(width / aspect)))
+    top, left = (height - box_height) // 2, (width - box_width) // 2
+    is_flipped = _flips(augmentation, random, 2 * _ATTEMPTS + 1)
+    areas = augmentation.max_area - augmentation.min_area
+    log_low, log_high = math.log(low), math.log(high)
+    left_over = np.arange(len(height))
+    for attempt in range(_ATTEMPTS):
+        first = 2 * attempt + 1  # an attempt draws two numbers, and three more if it fits
+        h, w = height[left_over], width[left_over]
+        area = h * w * (augmentation.min_area + areas * random.draw(first, left_over))
+        drawn = log_low + (log_high - log_low) * random.draw(first + 1, left_over)
+        # Not numpy's exp, whose last bit depends on the processor.
+        aspect = np.array([math.exp(value) for value in drawn.tolist()])
+        crop_height, crop_width = _rounded(np.sqrt(area / aspect)), _rounded(np.sqrt(area * aspect))
+        fits = (crop_width > 0) & (crop_width <= w) & (crop_height > 0) & (crop_height <= h)
+        fitting = left_over[fits]
+        box_height[fitting], box_width[fitting] = crop_height[fits], crop_width[fits]
+        room = (h - crop_height + 1)[fits], (w - crop_width + 1)[fits]
+        top[fitting] = _below(room[0], random.draw(first + 2, fitting))
+        left[fitting] = _below(room[1], random.draw(first + 3, fitting))
+        is_flipped[fitting] = _flips(augmentation, random, first + 4, fitting)
+        left_over = left_over[~fits]
+        if not len(left_over):
+            break
+    return top, left, box_height, box_width, is_flipped
+
+
+def _resize_crop(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    per_row, per_column = height / augmentation.resize, width / augmentation.resize
+    top = _below(augmentation.resize - augmentation.height + 1, random.draw(1)) * per_row
+    left = _below(augmentation.resize - augmentation.width + 1, random.draw(2)) * per_column
+    flips = _flips(augmentation, random, 3)
+    return top, left, augmentation.height * per_row, augmentation.width * per_column, flips
+
+
+def _center_crop(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    per_pixel = np.minimum(height, width) / augmentation.resize
+    crop_height, crop_width = augmentation.height * per_pixel, augmentation.width * per_pixel
+    top, left = (height - crop_height) / 2, (width - crop_width) / 2
+    return top, left, crop_height, crop_width, _flips(augmentation, random, 1)
+
+
+def _resize(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    corner = np.zeros_like(height)
+    return corner, corner, height, width, _flips(augmentation, random, 1)
+
+
+def _flips(
+    augmentation: Augmentation,
+    random: KeyedUniforms,
+    number: int,
+    which: NDArray[np.intp] | slice = slice(None),
+) -> NDArray[np.bool_]:
+    return augmentation.flip & (random.draw(number, which) < 0.5)
+
+
+def _below(bound: IntArray | int, drawn: FloatArray) -> IntArray:
+    """Numbers in [0, 1) as integers in [0, bound)."""
+    return (drawn * bound).astype(np.int64)
+
+
+def _rounded(values: NDArray[Any]) -> IntArray:
+    """Halves to even, as Python's `round`."""
+    return np.rint(values).astype(np.int64)
+
+
+_BOXES: Final[dict[str, Callable[[IntArray, IntArray, Augmentation, KeyedUniforms], _Boxes]]] = {
+    "inception_crop": _inception_crop,
+    "resize_crop": _resize_crop,
+    "center_crop": _center_crop,
+    "resize": _resize,
+}

@@ -1,0 +1,408 @@
+"""The manifest: one small parquet file that says what a data set holds, and that it is whole.
+
+It has a row per row group (file, index in the file, rows, bytes, dropped rows, checksum); the file
+names, sizes and checksums of footers, class names and totals are JSON in its metadata, with a
+checksum of the manifest itself. A start reads this one file and no footers. A subset or a
+de-duplicated set is a manifest alone, whose files lie in another folder.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from functools import cached_property
+from itertools import starmap
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from vit_ray.storage import Location, check_reachable, locate, read_again
+
+FORMAT_VERSION: Final = 3
+"""A reader refuses a manifest with any other."""
+
+MANIFEST_FILE: Final = "manifest.parquet"
+"""Its presence is the commit mark of a data set."""
+
+STAGING_FOLDER: Final = "_staging"
+"""Holds the plan and progress of a conversion until the manifest is written."""
+
+REJECTED_FILE: Final = "rejected.parquet"
+DAMAGED_FILE: Final = "damaged.parquet"
+"""Images of the set in whose files libjpeg sees damage; columns as in `REJECTED_FILE`."""
+REPORT_FILE: Final = "report.json"
+SOURCE_FILE: Final = "source.json"
+"""Settings of the conversion, and the versions of the parts of its source."""
+
+ROW_GROUP_SCHEMA: Final = pa.schema(
+    [
+        pa.field("file_index", pa.int32(), nullable=False),
+        pa.field("row_group", pa.int32(), nullable=False),
+        pa.field("rows", pa.int32(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),
+        pa.field("dropped", pa.list_(pa.int32())),
+        pa.field("crc32", pa.uint32(), nullable=False),
+    ]
+)
+
+REJECTED_SCHEMA: Final = pa.schema(
+    [pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)]
+)
+
+
+def shard_name(index: int, num_shards: int) -> str:
+    """File name of shard `index`, sortable and telling how many there are."""
+    return f"part-{index:05d}-of-{num_shards:05d}.parquet"
+
+
+def checksum(content: bytes | pa.Buffer, before: int = 0) -> int:
+    """CRC-32 of some bytes, or of all of them where `before` is that of those before."""
+    return zlib.crc32(content, before)
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A parquet file of others that has the images of a shard, in the same row groups.
+
+    Attributes:
+        path: its address.
+        bytes: its size.
+        version: as `Location.info` gives it when the data set is made.
+        column: of the encoded images, as parquet names it.
+    """
+
+    path: str
+    bytes: int
+    version: str
+    column: str
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One parquet file of a data set; `path` is relative to the manifest's `root`.
+
+    `footer_crc32` is that of everything behind the last row group. `images` has the images, where
+    they are not in the file itself, but in one of others that is read where it lies.
+    """
+
+    path: str
+    rows: int
+    bytes: int
+    footer_crc32: int
+    images: ImageFile | None = None
+
+
+_NO_IMAGES: Final = ("", 0, "", "")
+
+
+class ShardFiles(Sequence[ShardFile]):
+    """Files as an array for each field: processes share arrays, and would each have own objects."""
+
+    def __init__(self, files: Iterable[ShardFile]) -> None:
+        rows = [
+            (f.path, f.rows, f.bytes, f.footer_crc32)
+            + (_NO_IMAGES if f.images is None else astuple(f.images))
+            for f in files
+        ]
+        self._columns = [np.array(column) for column in zip(*rows, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._columns[0]) if self._columns else 0
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        if not self._columns:
+            raise IndexError(at)
+        return _shard_file(*(column[at].item() for column in self._columns))
+
+    def __iter__(self) -> Iterator[ShardFile]:
+        return starmap(_shard_file, zip(*(c.tolist() for c in self._columns), strict=True))
+
+
+def _shard_file(path: str, rows: int, size: int, footer_crc32: int, *images: Any) -> ShardFile:
+    found = None if images == _NO_IMAGES else ImageFile(*images)
+    return ShardFile(path, rows, size, footer_crc32, found)
+
+
+ABOUT: Final = ("license", "source_url", "evaluation_only")
+"""What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
+_METADATA_KEY: Final = b"vit_ray"
+_CHECKSUM: Final = b'"manifest_sha256": "'
+"""Stands before the hex digest of the file's content, taken with zeros in the digest's place."""
+_NO_DIGEST: Final = b"0" * 64
+_NOT_CONTENT: Final = (
+    "root", "format_version", "fingerprint", "manifest_sha256", "largest_pixels",
+)  # fmt: skip
+"""Of the header: what the fingerprint does not depend on."""
+_FILE_FIELDS: Final = 4
+"""Of a file in the header, without where its images are."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroupColumns:
+    """Row groups of a data set; an array has an entry for each.
+
+    Attributes:
+        file_index: int32, index into the data set's files.
+        row_group: int32, its index in that file.
+        rows: int32, the rows that count.
+        bytes: int64, compressed size in the file.
+        dropped: for a row group's index, the rows of it that are left out, sorted.
+        crc32: uint32, of its bytes in the file.
+    """
+
+    file_index: NDArray[np.integer]
+    row_group: NDArray[np.integer]
+    rows: NDArray[np.integer]
+    bytes: NDArray[np.integer]
+    dropped: dict[int, NDArray[np.int32]]
+    crc32: NDArray[np.integer]
+
+    def chosen(
+        self,
+        groups: NDArray[np.integer] | slice,
+        rows: NDArray[np.integer],
+        dropped: dict[int, NDArray[np.int32]],
+    ) -> "RowGroupColumns":
+        """Some of the row groups, with other numbers of rows that count."""
+        files, numbers, sizes = self.file_index[groups], self.row_group[groups], self.bytes[groups]
+        return RowGroupColumns(files, numbers, rows, sizes, dropped, self.crc32[groups])
+
+    def without_empty(self) -> "RowGroupColumns":
+        """The row groups that have rows that count."""
+        kept = np.flatnonzero(self.rows)
+        places = {old: new for new, old in enumerate(kept.tolist())}
+        dropped = {places[old]: rows for old, rows in self.dropped.items() if old in places}
+        return self.chosen(kept, self.rows[kept], dropped)
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest(RowGroupColumns):
+    """What a data set holds.
+
+    Attributes:
+        path: where it was opened from; a local path is absolute.
+        root: the folder that holds the shards; `path` itself unless this is a subset.
+        num_images: rows in all row groups, without those that a subset leaves out.
+        classes: class names; a label is an index into them.
+        max_labels: the longest label list; 1 for single-label data.
+        fingerprint: hex digest of the content; equal content has an equal fingerprint.
+        text_columns: those of the shards that came from the source, such as captions.
+        origin: how it was made, and what its maker says about it.
+        largest_pixels: of the image that has the most; 0 where that was not counted.
+    """
+
+    path: str
+    root: str
+    num_images: int
+    classes: list[str]
+    max_labels: int
+    fingerprint: str
+    files: Sequence[ShardFile]
+    text_columns: tuple[str, ...] = ()
+    origin: dict[str, Any] = field(default_factory=dict)
+    largest_pixels: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the first samples, which processes that share what is pickled then share, too."""
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return state | {"first_samples": self.first_samples}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What parts of it inherit: licence, address of the source, `evaluation_only`."""
+        return {name: self.origin[name] for name in ABOUT if name in self.origin}
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def num_row_groups(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def first_samples(self) -> NDArray[np.int64]:
+        """Sample number of the first row of each row group, and the total at the end."""
+        return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
+
+    @cached_property
+    def shards_digest(self) -> str:
+        """16 hex digits of the shards where they lie, equal for a data set and all its parts."""
+        files = [(file.path, file.bytes, file.footer_crc32) for file in self.files]
+        return hashlib.sha256(repr((locate(self.root).uri, files)).encode()).hexdigest()[:16]
+
+    def shard_location(self, group: int) -> Location:
+        return self.file_location(int(self.file_index[group]))
+
+    def file_location(self, index: int) -> Location:
+        return locate(self.root).child(self.files[index].path)
+
+    def stored_rows(self, group: int) -> NDArray[np.int64]:
+        """Where in the stored row group the rows of this manifest's row group lie."""
+        dropped = self.dropped.get(group, np.empty(0, np.int32))
+        return np.delete(np.arange(int(self.rows[group]) + len(dropped)), dropped)
+
+    def stored_row(self, group: int, row: int) -> int:
+        """Where in the stored row group a row of this manifest's row group lies."""
+        for dropped in self.dropped.get(group, ()):
+            row += int(dropped) <= row
+        return row
+
+
+def open_dataset(path: str) -> Manifest:
+    """Open a data set: a folder with a manifest, local or `s3://`.
+
+    Raises:
+        ValueError: if there is no data set, its conversion never finished, it is empty, or it
+            has another format.
+        OSError: the store cannot be reached, or refuses to have it read.
+    """
+    folder = locate(path)
+    check_reachable(folder)
+    file = folder.child(MANIFEST_FILE)
+    if not file.exists():
+        if folder.child(STAGING_FOLDER).exists():
+            raise ValueError(
+                f"data set {path!r} is not finished: its conversion stopped before the "
+                "manifest was written; run the same convert command again, it continues where "
+                "it stopped"
+            )
+        if not folder.exists():
+            raise ValueError(
+                f"no data set at {path!r}: the folder does not exist; check the path or "
+                "convert first"
+            )
+        raise ValueError(
+            f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give the destination "
+            "of `vit-ray convert`"
+        )
+    # Workers of another cluster have working directories of their own.
+    manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
+    if manifest.num_images == 0:
+        raise ValueError(
+            f"data set {path!r} is empty: its manifest lists 0 images; convert it again"
+        )
+    return manifest
+
+
+def _parse(path: str, content: bytes) -> Manifest:
+    try:
+        file = pq.ParquetFile(pa.BufferReader(content))
+        header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
+        version = int(header["format_version"])
+        if version == FORMAT_VERSION:
+            start = content.index(_CHECKSUM) + len(_CHECKSUM)
+            stop = start + len(_NO_DIGEST)
+            digest = hashlib.sha256(content[:start] + _NO_DIGEST + content[stop:])
+            if digest.hexdigest().encode() != content[start:stop]:
+                raise ValueError("its checksum differs")
+            columns = _columns(file.read())
+            if header["fingerprint"] != _fingerprint(header, columns):
+                raise ValueError("its fingerprint differs from its content")
+            return Manifest(
+                **vars(columns),
+                path=path,
+                root=header["root"] or path,
+                num_images=header["num_images"],
+                classes=header["classes"],
+                max_labels=header["max_labels"],
+                fingerprint=header["fingerprint"],
+                files=ShardFiles(
+                    ShardFile(*entry[:_FILE_FIELDS], *(ImageFile(*i) for i in entry[_FILE_FIELDS:]))
+                    for entry in header["files"]
+                ),
+                text_columns=tuple(header.get("text_columns", ())),
+                origin=header["origin"],
+                largest_pixels=header.get("largest_pixels", 0),
+            )
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"{path}/{MANIFEST_FILE} is not a manifest of vit_ray or is damaged ({error}); "
+            "restore it from a copy, or convert the data set again"
+        ) from error
+    raise ValueError(
+        f"data set {path!r} has format {version}; this code reads format {FORMAT_VERSION} only; "
+        "use the version of vit_ray that wrote it"
+    )
+
+
+def _columns(table: pa.Table) -> RowGroupColumns:
+    columns = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
+    lists = columns.pop("dropped")
+    is_present = np.zeros(0, bool)
+    if lists.null_count < len(lists):
+        is_present = lists.is_valid().to_numpy()
+    dropped = {
+        int(i): np.asarray(lists[int(i)].as_py(), np.int32) for i in np.flatnonzero(is_present)
+    }
+    return RowGroupColumns(**{n: c.to_numpy() for n, c in columns.items()}, dropped=dropped)
+
+
+def write_manifest(
+    folder: Location,
+    columns: RowGroupColumns,
+    *,
+    files: Sequence[ShardFile],
+    classes: list[str],
+    max_labels: int,
+    root: str = "",
+    text_columns: Sequence[str] = (),
+    origin: dict[str, Any],
+    largest_pixels: int = 0,
+) -> str:
+    """Write the manifest, which makes the data set visible, and return its fingerprint.
+
+    Args:
+        root: folder of the shards when they are not in `folder`.
+        origin: how the data set was made (seed, source); kept, and part of the fingerprint.
+    """
+    header = {
+        "format_version": FORMAT_VERSION,
+        "num_images": int(np.sum(columns.rows, dtype=np.int64)),
+        "classes": classes,
+        "max_labels": max_labels,
+        "root": root,
+        "origin": origin,
+        "largest_pixels": largest_pixels,
+        **({"text_columns": list(text_columns)} if text_columns else {}),
+        "files": [
+            [f.path, f.rows, f.bytes, f.footer_crc32, *([astuple(f.images)] if f.images else [])]
+            for f in files
+        ],
+    }
+    header["fingerprint"] = _fingerprint(header, columns)
+    folder.child(MANIFEST_FILE).write(_encoded(header, columns))
+    return str(header["fingerprint"])
+
+
+def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:
+    """The file's content. The checksum stands in the parquet metadata, which is not compressed."""
+    sealed = header | {"manifest_sha256": _NO_DIGEST.decode()}
+    dropped = [columns.dropped.get(i) for i in range(len(columns.rows))]
+    arrays = vars(columns) | {"dropped": dropped}
+    table = pa.table([pa.array(arrays[f.name], f.type) for f in ROW_GROUP_SCHEMA], ROW_GROUP_SCHEMA)
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({_METADATA_KEY: json.dumps(sealed).encode()})
+    content = bytes(sink.getvalue())
+    before, after = content.split(_CHECKSUM + _NO_DIGEST)
+    return before + _CHECKSUM + hashlib.sha256(content).hexdigest().encode() + after
+
+
+def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
+    """Digest of all but where the data set lies, and what the file says of itself."""
+    described = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
+    described["files"] = [entry[:_FILE_FIELDS] for entry in header["files"]]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name in ("file_index", "row_group", "rows", "bytes", "crc32"):
+        digest.update(np.ascontiguousarray(getattr(columns, name), dtype=np.int64).tobytes())
+    for group, rows in sorted(columns.dropped.items()):
+        digest.update(np.asarray([group, *rows], dtype=np.int64).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,1 +1,0 @@
-"""What a data set is on disk: columns, manifest, row groups, shards."""

@@ -1,1 +1,0 @@
-"""Encoded images to crops of pixels, and to perceptual hashes."""

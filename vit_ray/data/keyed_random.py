@@ -1,0 +1,124 @@
+"""Random numbers that are a pure function of integer keys (SplitMix64, Steele et al. 2014).
+
+Nothing here has state and nothing depends on numpy's generators, whose streams may change between
+versions: an order or a crop drawn today is drawn again after any upgrade, on any worker.
+"""
+
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MIX_1: Final = 0xBF58476D1CE4E5B9
+_MIX_2: Final = 0x94D049BB133111EB
+
+_ALL: Final = slice(None)
+_FEISTEL_ROUNDS: Final = 4
+"""Luby and Rackoff 1988: four rounds make a pseudo-random permutation of random functions."""
+
+UInt64Array = NDArray[np.uint64]
+Bits = TypeVar("Bits", int, UInt64Array)
+
+
+def mix(value: Bits) -> Bits:
+    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out; of an array, each."""
+    mixed: Any = (value + _GOLDEN) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * _MIX_1) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+def key_of(*parts: int) -> int:
+    """One 64-bit key from several integers, sensitive to their order."""
+    key = 0
+    for part in parts:
+        key = mix(key ^ (part & _MASK))
+    return key
+
+
+def keys_of(key: int, parts: NDArray[np.integer]) -> UInt64Array:
+    """`key_of(..., part)` for every part, where `key` is the key of the leading parts."""
+    return mix(np.uint64(key) ^ parts.astype(np.uint64))
+
+
+class KeyedUniform:
+    """A sequence of uniform numbers in [0, 1) that belongs to one key."""
+
+    def __init__(self, *parts: int) -> None:
+        self._key = key_of(*parts)
+        self._drawn = 0
+
+    def draw(self) -> float:
+        """The next number of the sequence."""
+        self._drawn += 1
+        return (mix(self._key ^ self._drawn) >> 11) * 2.0**-53
+
+    def between(self, low: float, high: float) -> float:
+        """The next number, scaled to [low, high)."""
+        return low + (high - low) * self.draw()
+
+    def below(self, bound: int) -> int:
+        """The next number as an integer in [0, bound)."""
+        return int(self.draw() * bound)
+
+    def words(self, count: int) -> UInt64Array:
+        """The next numbers as 64 random bits each: uint64 (count,)."""
+        first = self._drawn + 1
+        self._drawn += count
+        return keys_of(self._key, np.arange(first, first + count))
+
+
+class KeyedUniforms:
+    """The sequences of `KeyedUniform` of many keys, element by element the same numbers.
+
+    Args:
+        first: the leading parts of all keys.
+        parts: those behind them, each an array with an entry per key or a number for all.
+    """
+
+    def __init__(self, first: int, *parts: NDArray[np.integer] | int) -> None:
+        keys = np.array([key_of(first)], np.uint64)
+        for part in parts:
+            keys = mix(keys ^ np.asarray(part).astype(np.uint64))
+        self._keys = keys
+
+    def draw(self, number: int, which: NDArray[np.intp] | slice = _ALL) -> NDArray[np.float64]:
+        """Number `number` of each sequence, from 1 on, or of some sequences."""
+        mixed = mix(self._keys[which] ^ np.uint64(number))
+        return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+class KeyedPermutation:
+    """A permutation of [0, size) that is computed at any point and stored nowhere.
+
+    A Feistel network over the next power of four, walked until it lands below `size`.
+    """
+
+    def __init__(self, size: int, *key: int) -> None:
+        self._size = size
+        self._half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+        self._keys = [key_of(*key, i) for i in range(_FEISTEL_ROUNDS)]
+
+    def ranks(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the permutation sends each value: int64, same shape."""
+        return self._walked(values, is_back=False)
+
+    def values(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The value that has each rank: the inverse of `ranks`."""
+        return self._walked(ranks, is_back=True)
+
+    def _walked(self, values: NDArray[np.int64], *, is_back: bool) -> NDArray[np.int64]:
+        """Backwards is the same network with its halves and its keys in turned order."""
+        bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
+        turn = -1 if is_back else 1
+        found, outside = values.astype(np.uint64), np.ones(values.shape, bool)
+        while outside.any():
+            left, right = (found[outside] >> bits, found[outside] & mask)[::turn]
+            for key in self._keys[::turn]:
+                left, right = right, left ^ (keys_of(key, right) & mask)
+            left, right = (left, right)[::turn]
+            found[outside] = (left << bits) | right
+            outside = found >= self._size
+        return found.astype(np.int64)

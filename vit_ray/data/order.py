@@ -1,0 +1,249 @@
+"""The order of a run's samples: a pure function of row counts, seed, epoch and position.
+
+Positions count from 0 over all epochs joined end to end, so position `p` lies in epoch
+`p // num_images`. In each epoch the row groups are permuted, and the rows inside each row group.
+The rows of a window of some global batches are then dealt out to these in turn, so that a row
+group meets another batch with each of its rows, and a reader of a whole window still reads each row
+group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
+length, which the processes of a host share (`shared_arrays`).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.keyed_random import key_of, keys_of
+from vit_ray.data.selection import RowSelection
+from vit_ray.data.shared_arrays import shared_array
+
+Int64Array = NDArray[np.int64]
+
+_GROUPS = 1
+_ROWS = 2
+
+
+@dataclass(frozen=True)
+class ShuffleWindow:
+    """Consecutive global batches, counted from the start of the run, that share their rows."""
+
+    batch_size: int
+    num_batches: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all batches of a window."""
+        return self.batch_size * self.num_batches
+
+    def undealt(self, positions: Int64Array, num_images: int) -> Int64Array:
+        """Where the row that is dealt to each position stood before: int64, same shape.
+
+        A window in which an epoch ends is dealt in two parts, so that no epoch gets rows of
+        another. In each part, the first rows go to the first slot of each batch in turn, the next
+        to the second; a batch that the part has a piece of has only the slots of that piece.
+        """
+        epoch_starts = positions // num_images * num_images
+        window_starts = positions // self.num_rows * self.num_rows
+        start = np.maximum(epoch_starts, window_starts)
+        last = np.minimum(epoch_starts + num_images, window_starts + self.num_rows) - 1
+        batch, slot = np.divmod(positions, self.batch_size)
+        first_batch, first_slot = np.divmod(start, self.batch_size)
+        last_batch, last_slot = np.divmod(last, self.batch_size)
+        whole_batches = last_batch - first_batch - 1
+        earlier_slots = (
+            whole_batches * slot
+            + np.maximum(slot - first_slot, 0)
+            + np.minimum(slot, last_slot + 1)
+        )
+        same_slot = np.where(batch > first_batch, batch - first_batch - 1 + (slot >= first_slot), 0)
+        dealt = start + earlier_slots + same_slot
+        return np.where(whole_batches < 0, positions, dealt)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where some positions of the run stand, an entry each.
+
+    `rows` count inside the row group.
+    """
+
+    epochs: Int64Array
+    groups: Int64Array
+    rows: Int64Array
+
+
+class Order:
+    """The order in which a run with `seed` reads a data set.
+
+    Args:
+        manifest_rows: rows per row group, in the order of the manifest.
+        seed: another seed is another order.
+        is_shuffled: False keeps the order of the manifest, for evaluation.
+        window: None keeps the row groups one after the other.
+
+    Raises:
+        ValueError: if there are no rows.
+    """
+
+    def __init__(
+        self,
+        manifest_rows: NDArray[np.integer],
+        seed: int,
+        is_shuffled: bool = True,
+        window: ShuffleWindow | None = None,
+    ) -> None:
+        self.rows = manifest_rows
+        self.num_images = int(manifest_rows.sum(dtype=np.int64))
+        self.seed = seed
+        self.is_shuffled = is_shuffled
+        self.window = window
+        if self.num_images == 0:
+            raise ValueError("order: the selection holds 0 rows; choose a data set with images")
+        self._groups_of = lru_cache(maxsize=2)(self._draw_groups)
+        self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
+
+    @cached_property
+    def first_samples(self) -> Int64Array:
+        """Number of the first row of each row group, and the total at the end."""
+        return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
+
+    def samples_at(self, start: int, stop: int) -> Int64Array:
+        """Global row numbers at positions [start, stop), in order: int64 (stop - start,)."""
+        places = self.places(np.arange(start, stop, dtype=np.int64))
+        return self.first_samples[places.groups] + places.rows
+
+    def places(self, positions: Int64Array) -> Places:
+        """What stands at some positions."""
+        if self.window is not None:
+            positions = self.window.undealt(positions, self.num_images)
+        epochs, offsets = np.divmod(positions, self.num_images)
+        groups, rows = np.empty_like(offsets), np.empty_like(offsets)
+        for epoch in np.unique(epochs).tolist():
+            of_epoch = epochs == epoch
+            order, starts = self._groups_of(epoch)
+            turns = np.searchsorted(starts, offsets[of_epoch], side="right") - 1
+            groups[of_epoch] = order[turns]
+            rows[of_epoch] = offsets[of_epoch] - starts[turns]
+        if self.is_shuffled and len(groups):
+            by_group = np.lexsort((groups, epochs))
+            is_new = (np.diff(groups[by_group]) != 0) | (np.diff(epochs[by_group]) != 0)
+            for alike in np.split(by_group, np.flatnonzero(is_new) + 1):
+                permuted = self._rows_of(int(epochs[alike[0]]), int(groups[alike[0]]))
+                rows[alike] = permuted[rows[alike]]
+        return Places(epochs, groups, rows)
+
+    def span_of(self, epoch: int, group: int, row: int) -> range:
+        """Positions among which a row stands in an epoch: one, or those of its shuffle window."""
+        order, starts = self._groups_of(epoch)
+        (turn,) = np.flatnonzero(order == group)
+        rows = np.arange(self.rows[group])
+        if self.is_shuffled:
+            rows = self._rows_of(epoch, group)
+        first = epoch * self.num_images
+        at = first + int(starts[turn]) + int(np.flatnonzero(rows == row)[0])
+        if self.window is None:
+            return range(at, at + 1)
+        start = at // self.window.num_rows * self.window.num_rows
+        stop = min(start + self.window.num_rows, first + self.num_images)
+        return range(max(start, first), stop)
+
+    def _permute_rows(self, epoch: int, group: int) -> Int64Array:
+        rows = np.arange(self.rows[group], dtype=np.int64)
+        keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
+        return rows[np.argsort(keys, kind="stable")]
+
+    def _draw_groups(self, epoch: int) -> tuple[Int64Array, Int64Array]:
+        """Row groups of an epoch in their order, and where each begins."""
+
+        def draw() -> Int64Array:
+            groups = np.arange(len(self.rows), dtype=np.int64)
+            if self.is_shuffled:
+                keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
+                groups = np.argsort(keys, kind="stable").astype(np.int64)
+            sizes = self.rows[groups]
+            return np.stack([groups, np.cumsum(sizes, dtype=np.int64) - sizes])
+
+        key = (_GROUPS, self.seed, epoch, self.is_shuffled)
+        groups, starts = shared_array(key, self.rows, (2, len(self.rows)), draw)
+        return groups, starts
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a run, one entry per position, in order; `samples` are numbers in the data set."""
+
+    epochs: Int64Array
+    groups: Int64Array
+    rows: Int64Array
+    samples: Int64Array
+
+
+def rows_per_group(manifest: Manifest, rows: RowSelection | None) -> NDArray[np.integer]:
+    """How many rows of each row group take part."""
+    return manifest.rows if rows is None else rows.rows_per_group(manifest)
+
+
+class Plan:
+    """Positions of a run to rows of the manifest.
+
+    Args:
+        rows: which rows take part; None for all.
+        is_shuffled: False keeps the order of the manifest, for evaluation.
+        counts: `rows_per_group` of the same, where it is known already.
+        window: in which rows are dealt out to batches; None for none.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        seed: int,
+        rows: RowSelection | None,
+        is_shuffled: bool = True,
+        counts: NDArray[np.integer] | None = None,
+        window: ShuffleWindow | None = None,
+    ) -> None:
+        self._manifest, self._selection = manifest, rows
+        if counts is None:
+            counts = rows_per_group(manifest, rows)
+        self._order = Order(counts, seed, is_shuffled, window)
+        if rows is not None:
+            self._selected_rows = lru_cache(maxsize=4096)(partial(rows.rows_of_group, manifest))
+
+    @property
+    def num_images(self) -> int:
+        """Images of one epoch."""
+        return self._order.num_images
+
+    def rows_at(self, positions: Int64Array) -> Rows:
+        """What stands at some positions."""
+        places = self._order.places(positions)
+        rows = places.rows
+        if self._selection is not None:
+            rows = np.array(
+                [self._selected_rows(int(g))[r] for g, r in zip(places.groups, rows, strict=True)],
+                np.int64,
+            )
+        samples = self._manifest.first_samples[places.groups] + rows
+        return Rows(places.epochs, places.groups, rows, samples)
+
+    def span_of(self, sample: int, epoch: int) -> range:
+        """Positions among which a sample stands in an epoch, none or a few thousand.
+
+        `rows_at` says which of them it is.
+        """
+        group = int(np.searchsorted(self._manifest.first_samples, sample, side="right")) - 1
+        row = sample - int(self._manifest.first_samples[group])
+        if self._selection is not None:
+            found = np.flatnonzero(self._selected_rows(group) == row)
+            if not len(found):
+                return range(0)
+            row = int(found[0])
+        return self._order.span_of(epoch, group, row)
+
+    def rows_of_group(self, group: int) -> Int64Array:
+        """Rows of a row group that take part, ascending."""
+        if self._selection is None:
+            return np.arange(self._manifest.rows[group], dtype=np.int64)
+        return self._selected_rows(group)

@@ -1,1 +1,0 @@
-"""Which sample stands at which position of a run, and who reads it."""

@@ -1,0 +1,155 @@
+"""RandAugment (Cubuk et al., arXiv:1909.13719) of a finished crop: uint8 in, uint8 out.
+
+The operations are those of the paper's code, also used by "How to train your ViT": each layer
+applies one of 16, and its strength keeps growing past a magnitude of 10; some are weaker at a
+higher one. All operations are Pillow's; the contrast is relative to the image's own mean, where
+TensorFlow's code uses a number that depends only on the image's size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance, ImageOps
+
+from vit_ray.data.keyed_random import KeyedUniform
+
+UInt8Array = NDArray[np.uint8]
+
+_FULL_LEVEL: Final = 10.0
+_TRANSLATE_PIXELS, _CUTOUT_PIXELS = 100, 40  # at full level, as for images of 224 pixels
+_GREY: Final = (128, 128, 128)
+
+
+class Operation(NamedTuple):
+    """One operation, applied to an image."""
+
+    name: str
+    numbers: tuple[float, ...]
+    """Its arguments: degrees, bits, a factor, pixels; some have none."""
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *map(str, self.numbers)])
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """Random operations, applied one after another.
+
+    Attributes:
+        layers: operations for each image.
+        magnitude: their strength; 10 is full.
+    """
+
+    layers: int = 2
+    magnitude: float = 10.0
+
+    def __call__(self, pixels: UInt8Array, random: KeyedUniform) -> UInt8Array:
+        """Changed pixels of the same shape, uint8 (height, width, 3).
+
+        Args:
+            random: the only source of randomness.
+        """
+        return applied(pixels, self.draw(pixels.shape[:2], random))
+
+    def draw(self, size: tuple[int, ...], random: KeyedUniform) -> list[Operation]:
+        """The operations for an image, in order.
+
+        Args:
+            size: height and width.
+        """
+        found, level = list[Operation](), self.magnitude / _FULL_LEVEL
+        for _ in range(self.layers):
+            name = list(OPERATIONS)[random.below(len(OPERATIONS))]
+            found.append(Operation(name, OPERATIONS[name](level, size, random)))
+        return found
+
+
+def _signed(value: float, random: KeyedUniform) -> float:
+    return value if random.draw() < 0.5 else -value
+
+
+def _posterize(image: Image.Image, bits: int) -> Image.Image:
+    """Without any bits it is black, as in Pillow before 13; later versions refuse that."""
+    return ImageOps.posterize(image, bits) if bits else image.point([0] * 256 * 3)
+
+
+def _solarize_add(image: Image.Image, addition: int) -> Image.Image:
+    table = [min(255, value + addition) if value < 128 else value for value in range(256)]
+    return image.point(table * 3)
+
+
+def _cutout(image: Image.Image, half: int, row: int, column: int) -> Image.Image:
+    """Grey out a square around a pixel, as far as it is inside the image."""
+    cut = image.copy()
+    cut.paste(_GREY, (max(0, column - half), max(0, row - half), column + half, row + half))
+    return cut
+
+
+def applied(pixels: UInt8Array, operations: list[Operation]) -> UInt8Array:
+    """An image after operations, uint8 (height, width, 3); grey comes from outside the image."""
+    image = Image.fromarray(pixels)
+    for name, numbers in operations:
+        if name in _APPLY:
+            image = _APPLY[name](image, *numbers)
+            continue
+        (by,) = numbers
+        if name == "rotate":
+            image = image.rotate(by, fillcolor=_GREY)
+            continue
+        matrix = {
+            "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
+            "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
+        }[name]  # fmt: skip
+        image = image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=_GREY)
+    return np.asarray(image)
+
+
+_APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
+    "autocontrast": ImageOps.autocontrast,
+    "equalize": ImageOps.equalize,
+    "invert": ImageOps.invert,
+    "posterize": _posterize,
+    "solarize": ImageOps.solarize,
+    "solarize_add": _solarize_add,
+    "cutout": _cutout,
+    # Blending with a duller image; a factor of 1 changes nothing.
+    "color": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
+    "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
+    "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
+    "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
+}
+"""(image, *numbers) to an image of the same size."""
+_BLENDED: Final = ("color", "contrast", "brightness", "sharpness")
+
+Numbers = Callable[[float, tuple[int, ...], KeyedUniform], tuple[float, ...]]
+"""(level, (height, width), random) to the numbers of an operation."""
+
+
+def _by_level(number: Callable[[float], float]) -> Numbers:
+    return lambda level, *_: (number(level),)
+
+
+OPERATIONS: Final[dict[str, Numbers]] = {
+    **dict.fromkeys(("autocontrast", "equalize", "invert"), lambda *_: ()),
+    "posterize": _by_level(lambda level: min(8, int(level * 4))),
+    "solarize": _by_level(lambda level: int(level * 256)),
+    "solarize_add": _by_level(lambda level: int(level * 110)),
+    "cutout": lambda level, size, random: (
+        int(level * _CUTOUT_PIXELS),
+        random.below(size[0]),
+        random.below(size[1]),
+    ),
+    **dict.fromkeys(_BLENDED, _by_level(lambda level: level * 1.8 + 0.1)),
+    "rotate": lambda level, _, random: (_signed(level * 30, random),),
+    **dict.fromkeys(
+        ("shear_x", "shear_y"), lambda level, _, random: (_signed(level * 0.3, random),)
+    ),
+    **dict.fromkeys(
+        ("translate_x", "translate_y"),
+        lambda level, _, random: (_signed(level * _TRANSLATE_PIXELS, random),),
+    ),
+}
+"""The operations, in the order in which they are drawn, and how their numbers are drawn."""

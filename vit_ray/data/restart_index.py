@@ -1,0 +1,189 @@
+"""Crops of a baseline JPEG with restart markers, decoded only from the segments that they touch.
+
+Entropy decoding of a JPEG starts at its top, unless it has restart markers: each starts a segment
+that can be decoded separately (ITU T.81, E.2.4). If every segment is the same part of a row of
+coded units (MCUs), a rectangle of segments is a JPEG again: with its width and height in a copy of
+the header, its markers renumbered, and an end marker. Any decoder reads it, and gives the same
+pixels as for the whole file, except those at inner edges for which smooth chroma needs a neighbour
+that is missing; `crop_file` takes one more sample of chroma on each side for them. Parts that
+decode to a width of 4 pixels or fewer are upsampled differently, and may differ in chroma.
+
+`jpeg_index.segments` checks a file once, when a data set is made; a crop reads only the bytes that
+it needs.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from vit_ray.data.jpeg import BLOCK, END
+
+UInt8Array = NDArray[np.uint8]
+Box = tuple[int, int, int, int]
+"""Top, left, bottom, right in pixels, the last two exclusive."""
+
+FIRST_RESTART: Final = 0xD0
+MOST_SEGMENTS: Final = 1 << 16
+_RESTARTS: Final = (FIRST_RESTART + np.arange(MOST_SEGMENTS) % 8).astype(np.uint8)
+"""The markers of segments, in sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class RestartIndex:
+    """Offsets of the parts of a JPEG that a crop of it is made from.
+
+    Attributes:
+        front: bytes at its start that give the colour space: start of image, JFIF or Adobe marker.
+        tables_at: where the tables and the frame header begin; the first segment follows them.
+        size_at: where height and width are, two bytes each.
+        unit_height, unit_width: pixels of an MCU.
+        columns: segments in a row of MCUs.
+        offsets: of the segments, row by row, and the length of the file.
+    """
+
+    front: int
+    tables_at: int
+    size_at: int
+    unit_height: int
+    unit_width: int
+    columns: int
+    offsets: NDArray[np.uint32]
+
+    def segments(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """(rows, columns) each: where each segment begins, and where it ends."""
+        shape = (self.rows, self.columns)
+        return self.offsets[:-1].reshape(shape), self.offsets[1:].reshape(shape)
+
+    @property
+    def rows(self) -> int:
+        """Rows of MCUs, and so of segments."""
+        return (len(self.offsets) - 1) // self.columns
+
+
+@dataclass(frozen=True, eq=False)
+class StoredImage:
+    """An image as a data set has it: file, height and width, index of its restart markers."""
+
+    content: bytes | memoryview
+    size: tuple[int, int]
+    index: RestartIndex | None = None
+
+
+class IndexColumn:
+    """The indices of the images of a row group, as a data set has them.
+
+    All are checked at once, and lists are kept: numpy takes microseconds for one number.
+
+    Args:
+        column: structs of the fields of `RestartIndex`, null for an image without an index.
+        sizes: (n, 2), height and width of each image.
+        num_bytes: (n,), length of each file.
+    """
+
+    def __init__(
+        self, column: pa.StructArray, sizes: NDArray[np.integer], num_bytes: NDArray[np.integer]
+    ) -> None:
+        *fields, lists = (column.field(i) for i in range(column.type.num_fields))
+        numbers = np.stack([f.fill_null(0).to_numpy() for f in fields], axis=1).astype(np.int64)
+        ends = lists.offsets.to_numpy().astype(np.int64)
+        self._offsets = lists.values.to_numpy()[ends[0] : ends[-1]]
+        ends -= ends[0]
+        self._is_indexed = column.is_valid().to_pylist()
+        self._are_possible = are_possible(numbers, ends, self._offsets, sizes, num_bytes).tolist()
+        self._numbers, self._ends = numbers.tolist(), ends.tolist()
+
+    def of(self, row: int) -> RestartIndex | None:
+        """The index of an image; None if it has none.
+
+        Raises:
+            ValueError: no file of its size and length can have it.
+        """
+        if not self._is_indexed[row]:
+            return None
+        if not self._are_possible[row]:
+            raise ValueError("its restart index is not that of its bytes")
+        offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
+        front, tables_at, size_at, unit_height, unit_width, columns = self._numbers[row]
+        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
+
+
+def are_possible(
+    numbers: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    offsets: NDArray[np.uint32],
+    sizes: NDArray[np.integer],
+    num_bytes: NDArray[np.integer],
+) -> NDArray[np.bool_]:
+    """Whether files of these sizes and lengths can have these indices.
+
+    Args:
+        numbers: (n, 6), for each image everything but the offsets, in the order of `RestartIndex`.
+        ends: (n + 1,), where the offsets of each image begin in `offsets`, and the last end.
+        sizes, num_bytes: as in `IndexColumn`.
+    """
+    front, tables_at, size_at, unit_height, unit_width, columns = numbers.T
+    counts = np.diff(ends)
+    first, last = np.zeros((2, len(counts)), np.int64)
+    has_any = counts > 0
+    first[has_any], last[has_any] = offsets[ends[:-1][has_any]], offsets[ends[1:][has_any] - 1]
+    units = -(-sizes // np.maximum(np.stack([unit_height, unit_width], axis=1), 1))
+    found = (np.minimum(unit_height, unit_width) >= BLOCK) & (columns >= 1)
+    found &= units[:, 1] % np.maximum(columns, 1) == 0
+    found &= counts == units[:, 0] * columns + 1
+    found &= (front >= 2) & (front <= tables_at) & (tables_at <= size_at)
+    found &= (size_at <= first - 4) & (last == num_bytes)
+    image_of = np.repeat(np.arange(len(counts)), counts)
+    falls = (offsets[1:] <= offsets[:-1]) & (image_of[1:] == image_of[:-1])
+    found[image_of[1:][falls]] = False
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class CropFile:
+    """A JPEG file made from a part of another, and the pixel of the other at which it begins."""
+
+    image: UInt8Array
+    top: int
+    left: int
+
+
+def crop_file(
+    content: bytes | memoryview, index: RestartIndex, size: tuple[int, int], box: Box
+) -> CropFile:
+    """The smallest JPEG file that contains a rectangle of the image.
+
+    Args:
+        size: height and width of the image in pixels.
+    """
+    top, left, bottom, right = box
+    segment_width = -(-size[1] // (index.columns * index.unit_width)) * index.unit_width
+    above, margin = index.unit_height // BLOCK, index.unit_width // BLOCK
+    first_row, last_row = _touched(top - above, bottom + above, index.unit_height, index.rows)
+    first, last = _touched(left - margin, right + margin, segment_width, index.columns)
+    height = min(size[0], last_row * index.unit_height) - first_row * index.unit_height
+    width = min(size[1], last * segment_width) - first * segment_width
+    starts, ends = (e[first_row:last_row, first:last] for e in index.segments())
+    image, scan_at = memoryview(content), int(index.offsets[0])
+    # The segments of a row are contiguous, and so are whole rows.
+    if starts.shape[1] == index.columns:
+        segments = [image[starts[0, 0] : ends[-1, -1]]]
+    else:
+        rows = zip(starts[:, 0].tolist(), ends[:, -1].tolist(), strict=True)
+        segments = [image[start:end] for start, end in rows]
+    header = (image[: index.front], image[index.tables_at : scan_at])
+    coded = bytearray().join((*header, *segments))
+    pixels = np.frombuffer(coded, np.uint8)
+    behind = np.cumsum(ends - starts) + (index.front + scan_at - index.tables_at - 1)
+    pixels[behind] = _RESTARTS[: len(behind)]
+    coded[-1] = END[1]
+    size_at = index.front + index.size_at - index.tables_at
+    coded[size_at : size_at + 4] = height.to_bytes(2) + width.to_bytes(2)
+    return CropFile(pixels, first_row * index.unit_height, first * segment_width)
+
+
+def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
+    """Which of `count` pieces of `size` pixels hold [first, last)."""
+    return max(0, first // size), min(count, -(-last // size))

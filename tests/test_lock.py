@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,6 +179,20 @@ def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder: L
     assert "has been taken over by process" in reason
     assert "on node-7" in reason
     assert json.loads(folder.child("lock-00000002.json").read()) == theirs
+
+
+def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder: Location) -> None:
+    lost, reasons = threading.Event(), []
+
+    def on_lost(reason: str) -> None:
+        reasons.append(reason)
+        lost.set()
+
+    with hold_lock(folder, on_lost) as number:
+        theirs = elsewhere(folder, number, token=uuid.uuid4().hex)
+        assert lost.wait(10)
+    assert "is held by process" in reasons[0]
+    assert json.loads(folder.child("lock-00000001.json").read()) == theirs
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": 1}', b"\xff"])

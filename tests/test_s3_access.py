@@ -25,10 +25,11 @@ from tests.data.s3_server import (
     serve_s3,
 )
 from tests.ports import free_ports
+from vit_ray import storage
 from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.prepared_run import check_rights
-from vit_ray.storage import check_reachable, locate
+from vit_ray.storage import Location, check_reachable, locate
 
 Configure = Callable[..., None]
 KEYS = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY}
@@ -189,6 +190,36 @@ def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(
     assert [info.size for info in locate("s3://bucket").list_files()] == [4]
     assert public.heads
     assert not any("authorization:" in head.lower() for head in public.heads)
+    load_recipe("digits")  # which asks for nothing
+    with pytest.raises(PermissionError, match=r"s3://bucket: .*storage.anonymous=true"):
+        check_reachable(place)
+
+
+def test_an_upload_whose_last_answer_is_lost_is_complete(
+    configure: Configure, public: FaultProxy
+) -> None:
+    configure(endpoint_url=url(public), region="us-east-1", **KEYS)
+    place, content = locate("s3://large/file"), os.urandom(1 << 20) * 51  # two parts
+    place.filesystem.call_s3("create_bucket", Bucket="large")
+    public.faults.set("cut", 1, path="POST /large/file?uploadId=")
+    place.write(content)
+    assert len(public.faults.requests) == 2
+    assert place.read() == content
+
+
+def test_a_store_that_takes_connections_and_never_answers_is_not_waited_for(
+    configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(endpoint_url=url(store), region="us-east-1", **KEYS)
+    store.faults.set("hang", 1000)
+    with pytest.raises(OSError, match=r"^s3://bucket: Read timeout .*check AWS_ENDPOINT_URL"):
+        check_reachable(locate("s3://bucket/run"))
+    monkeypatch.setattr(storage, "_REQUEST_LIMIT_S", 2.0)
+    for read in (Location.read, Location.list_files, lambda place: place.open().read(3)):
+        store.faults.set("hang", 1000)
+        with pytest.raises(OSError, match=r"s3://bucket/file: .*check AWS_ENDPOINT_URL"):
+            read(locate("s3://bucket/file"))
+        assert len(store.faults.requests) == 1  # all attempts of one request have the limit
 
 
 def test_who_pays_for_requests_is_told_with_each_of_them(

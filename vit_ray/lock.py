@@ -188,10 +188,11 @@ def _is_gone(owner: Owner, folder: Location) -> bool | None:
 def _create(folder: Location, number: int, mine: Owner) -> bool:
     """Create the file of `number`; False if another process has."""
     file, content = _file(folder, number), json.dumps(mine).encode()
+    start_s = time.monotonic()
     is_new = file.create(content)
     if is_new and not folder.is_local and file.create(content):  # it replaces what is there
         _warn_of_store()
-        time.sleep(SETTLE_S)
+        time.sleep(max(SETTLE_S, 2 * (time.monotonic() - start_s)))
         is_new = False
     # A request that was sent again, because its answer was lost, finds its own file.
     if not is_new and _owner(_content(folder, number)).get("token") != mine["token"]:
@@ -212,7 +213,7 @@ def _warn_of_store() -> None:
     """Warned once for each process."""
     logger.warning(
         "this object store ignores If-None-Match; of two processes that start at the same moment "
-        "one is refused by waiting %g s, which works while requests take less than half of that",
+        "one is refused by waiting %g s, or ends at its next heartbeat",
         SETTLE_S,
     )
 
@@ -229,6 +230,7 @@ def _keep(
     while not ended.wait(HEARTBEAT_S):
         try:
             check_lock(folder, number)
+            _check_owner(folder, number, mine)
             mine["heartbeat"] += 1
             file.write(json.dumps(mine).encode())
         except LockLostError as error:
@@ -244,6 +246,17 @@ def _keep(
             file.write(json.dumps({**mine, "is_released": True}).encode())
     except OSError as error:  # the work is done; the next holder waits until it is sure of that
         logger.warning("the lock of %s is left: %s", folder.uri, error)
+
+
+def _check_owner(folder: Location, number: int, mine: Owner) -> None:
+    """A store that ignores If-None-Match may have let a slow request replace the file.
+
+    Raises:
+        LockLostError: another process has this number.
+    """
+    owner = _owner(_content(folder, number))
+    if owner and owner["token"] != mine["token"]:
+        raise LockLostError(f"{folder.uri} is held by {_name(owner)}, too; this process ends")
 
 
 def _numbers(folder: Location) -> list[int]:

@@ -4,6 +4,7 @@ Requests to a store are repeated by its library, operations on a network disk by
 Errors of a store are OSErrors of one line that names the place, the cause and the setting.
 """
 
+import asyncio
 import base64
 import contextlib
 import errno
@@ -24,7 +25,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import fsspec
 import pyarrow as pa
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, HTTPClientError
+from botocore.exceptions import ConnectionError as NoConnection
 
 from vit_ray.addresses import check_address, with_home
 
@@ -36,14 +38,18 @@ HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 _OPTIONS: Final = "FSSPEC_S3"
 # File by which a start tries its access rights; one that could not be deleted is replaced.
 RIGHTS_PROBE: Final = "rights-probe"
-# Of s3fs, with waits that sum to 29 s; each is two attempts of the AWS client. Its `standard` mode
-# stops when many requests fail: 294 of 2,000 PUTs were lost at 40 % of 503 (2026-11-28).
-RETRIES: Final = 10
+# Attempts of s3fs, the last one after 89 s of waits. The AWS client itself makes one of each: its
+# `standard` mode stops when many fail: 294 of 2,000 PUTs were lost at 40 % of 503 (2026-11-28).
+RETRIES: Final = 15
+# Of one request with all its attempts.
+_REQUEST_LIMIT_S: Final = 180.0
 _S3_CONFIG: Final = {
     "connect_timeout": 5,
     "read_timeout": 30,
-    "retries": {"mode": "legacy", "total_max_attempts": 2},
+    "retries": {"mode": "legacy", "total_max_attempts": 1},
 }
+# For the first question to a bucket, which is asked twice.
+_FIRST_CONFIG: Final = {**_S3_CONFIG, "read_timeout": 6}
 # Three minutes: an NFS server takes some to restart.
 _DISK_PAUSES_S: Final = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[12.0] * 14)
 _DISK_AWAY: Final = {
@@ -83,7 +89,9 @@ _SETTINGS: Final = {
     "400": "the credentials may have expired (AWS_SESSION_TOKEN), or AWS_REGION is another one",
     "ConnectTimeoutError": _ENDPOINT,
     "EndpointConnectionError": _ENDPOINT,
+    "ReadTimeoutError": _ENDPOINT,
     "ConnectionClosedError": _ENDPOINT,
+    "UnavailableError": _ENDPOINT,
     "ResponseParserError": f"what answers there is no S3 store; {_ENDPOINT}",
     "NoSuchBucket": "create the bucket, or choose another place",
     "501": f"what answers there is no S3 store; {_ENDPOINT}",
@@ -97,7 +105,8 @@ _LATER: Final = {
     "OperationAborted", "RequestThrottled", "RequestTimeout", "ServiceUnavailable", "SlowDown",
     "Throttling", "ThrottlingException",
 }  # fmt: skip
-# Errors without an answer that s3fs by itself does not repeat.
+
+# Errors without an answer that s3fs by itself does not repeat; a wrong certificate stays wrong.
 _NO_CONNECTION: Final = {"ConnectTimeoutError", "EndpointConnectionError", "ProxyConnectionError"}
 
 # Rights that are not called like the operation that needs them.
@@ -112,6 +121,7 @@ _RIGHTS: Final = {
     "CompleteMultipartUpload": "PutObject",
 }
 
+_CLIENT_ERRORS: Final = (ClientError, HTTPClientError, NoConnection)
 _CLIENTS = "botocore", "aiobotocore", "aiohttp"
 """Libraries below s3fs, whose own errors are of connections and of answers to requests."""
 
@@ -168,11 +178,12 @@ def read_again(
 
 
 @functools.lru_cache
-def _filesystem(protocol: str, pid: int, options: str, attempts: int = RETRIES) -> Any:
+def _filesystem(protocol: str, pid: int, options: str, *, is_first: bool = False) -> Any:
     """The file system of one process: connections and event loops do not survive a fork.
 
     Args:
         options: fsspec's variable with those of S3.
+        is_first: for a question that must be answered at once.
     """
     if protocol != "s3":
         try:
@@ -185,18 +196,38 @@ def _filesystem(protocol: str, pid: int, options: str, attempts: int = RETRIES) 
     given = json.loads(options)
     region = os.environ.get("AWS_REGION")  # the client by itself reads AWS_DEFAULT_REGION alone
     given.setdefault("client_kwargs", {"region_name": region} if region else {})
-    given["config_kwargs"] = _S3_CONFIG | given.get("config_kwargs", {})
+    config = _FIRST_CONFIG if is_first else _S3_CONFIG
+    given["config_kwargs"] = config | given.get("config_kwargs", {})
     given["fixed_upload_size"] = True  # Cloudflare's R2 takes parts of one size only
     # Cached listings do not show what other processes write.
     store = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **given)
-    store.retries = attempts
+    store.retries = 2 if is_first else RETRIES
     try:
         store.connect()
     except ValueError as error:
         raise ValueError(f"{error}; {_ENDPOINT}; it begins with http:// or https://") from None
     for operation in ("PutObject", "UploadPart"):
         store.s3.meta.events.register(f"provide-client-params.s3.{operation}", _add_md5)
+    _limit_requests(store)
     return store
+
+
+def _limit_requests(store: Any) -> None:
+    """Let no request of s3fs take longer than `_REQUEST_LIMIT_S`, nor be repeated after that.
+
+    s3fs reads in a loop of attempts around that of each request, without a public setting: a store
+    that takes connections and never answers held a read for 100 minutes.
+    """
+    call = store._call_s3
+
+    async def limited(*args: Any, **named: Any) -> Any:
+        try:
+            return await asyncio.wait_for(call(*args, **named), _REQUEST_LIMIT_S)
+        except (TimeoutError, HTTPClientError, NoConnection) as error:
+            raise UnavailableError(str(error) or "no answer") from error
+
+    store._call_s3 = limited
+    store.call_s3 = functools.partial(fsspec.asyn.sync, store.loop, limited)
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
@@ -206,28 +237,25 @@ def _add_md5(params: dict[str, Any], **_: Any) -> None:
 
 
 def _is_repeated(error: Any) -> bool:
-    """Whether s3fs sends a request again: after 429, 5xx, and without a connection.
-
-    It reads in a loop of attempts around another one; only the inner one repeats.
-    """
+    """Whether s3fs sends a request again: after 429, 5xx, and without a connection."""
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         is_later = status in (408, 429) or (status >= 500 and status != 501)  # not implemented
         return is_later or _code(error) in _LATER
-    is_new, error.is_known = not hasattr(error, "is_known"), True
-    return is_new and type(error).__name__ in _NO_CONNECTION
+    return type(error).__name__ in _NO_CONNECTION
 
 
 def _answer(error: BaseException) -> Any:
-    """S3's answer that an error was translated from, or the error."""
+    """The error of S3's client that an error was made from, or the error."""
     causes = (error, error.__cause__, error.__context__)
-    return next((one for one in causes if isinstance(one, ClientError)), error)
+    return next((one for one in causes if isinstance(one, _CLIENT_ERRORS)), error)
 
 
 def _code(error: BaseException) -> str:
-    """S3's code, or the name of the error."""
-    answer = getattr(_answer(error), "response", None) or {}
-    return str(answer.get("Error", {}).get("Code") or type(error).__name__)
+    """S3's code, or the name of the error of its client."""
+    answer = _answer(error)
+    details = getattr(answer, "response", None) or {}
+    return str(details.get("Error", {}).get("Code") or type(answer).__name__)
 
 
 @contextlib.contextmanager
@@ -237,25 +265,26 @@ def naming(uri: str) -> Iterator[None]:
     Raises:
         FileNotFoundError, FileExistsError, PermissionError, UnavailableError, OSError
     """
+    kinds = FileNotFoundError, FileExistsError, PermissionError
     try:
         yield
     except Exception as error:
         code, answer = _code(error), _answer(error)
         # pyarrow's errors of files are plain OSErrors.
         is_plain = type(error) is OSError and answer is error
+        is_without_answer = not isinstance(answer, ClientError) and not isinstance(error, kinds)
         library, own = type(error).__module__.partition(".")[0], ("builtins", "pyarrow", "vit_ray")
         is_of_a_store = library not in own or (isinstance(error, OSError) and not is_plain)
         if not is_of_a_store or "://" not in uri or "://" in str(error)[:6]:
             raise  # of the caller or a disk, or named before
         change = {**_REFUSED, **_SETTINGS}.get(code)
-        kinds = FileNotFoundError, FileExistsError, PermissionError
         kind = next((one for one in kinds if isinstance(error, one)), OSError)
         if code in _REFUSED:
             kind = PermissionError
         elif kind is PermissionError:
             right = getattr(answer, "operation_name", "")
             change = f"allow s3:{_RIGHTS.get(right, right)} to the role of the node or to its key"
-        elif _is_repeated(answer) if answer is not error else not isinstance(error, kinds):
+        elif is_without_answer or _is_repeated(answer):
             kind = UnavailableError
         text = f"{uri}: {' '.join(str(error).split())} ({code})"
         raise kind(f"{text}; {change}" if change else text) from error
@@ -438,11 +467,21 @@ class Location:
             upload = self.filesystem.open(self.path, "wb")
             try:
                 yield pa.PythonFile(upload, mode="w")
-                upload.close()
+                self._publish(upload)
             except BaseException:
                 with contextlib.suppress(Exception):  # another error is being raised
                     upload.discard()
                 upload.closed = True  # closing it would publish what is there
+                raise
+
+    def _publish(self, upload: Any) -> None:
+        """Complete an upload; one that is gone was completed by a request whose answer was lost."""
+        try:
+            upload.close()
+        except FileNotFoundError as error:
+            parts = [bytes.fromhex(part["ETag"].strip('"')) for part in upload.parts or ()]
+            whole = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+            if _code(error) != "NoSuchUpload" or self.info().version != f"{whole}-{len(parts)}":
                 raise
 
     @_stored("listing")
@@ -577,8 +616,7 @@ def absolute(path: str) -> str:
 
 
 def check_reachable(place: Location) -> None:
-    """Ask a bucket one thing, once: what will not pass is an error within 15 s, not after all
-    retries.
+    """Ask a bucket one thing: what will not pass is an error within 15 s, not after all attempts.
 
     Raises:
         OSError: no connection, or refused credentials, region or certificate.
@@ -588,7 +626,7 @@ def check_reachable(place: Location) -> None:
         try:
             with naming(f"s3://{bucket}"):
                 options = os.environ.get(_OPTIONS, "{}")
-                store = _filesystem("s3", os.getpid(), options, attempts=1)
+                store = _filesystem("s3", os.getpid(), options, is_first=True)
                 store.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
         except OSError as error:
             if _code(error.__cause__ or error) in {**_REFUSED, **_SETTINGS}:

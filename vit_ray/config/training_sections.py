@@ -520,10 +520,12 @@ class StorageConfig(Section):
     """Pay for what is read from buckets whose owner does not."""
 
     def variables(self) -> dict[str, str]:
-        """fsspec's own variable, if something is chosen."""
+        """fsspec's own variable, if something is chosen, here or by an earlier recipe."""
         given = json.loads(os.environ.get("FSSPEC_S3", "{}"))
         chosen = {"anon": self.anonymous, "requester_pays": self.requester_pays}
-        return {"FSSPEC_S3": json.dumps({**given, **chosen})} if any(chosen.values()) else {}
+        if not any(chosen.values()) and not chosen.keys() & given.keys():
+            return {}
+        return {"FSSPEC_S3": json.dumps({**given, **chosen})}
 
     def use(self) -> None:
         """Use it in this process and those it starts."""

@@ -1,5 +1,6 @@
 """The wait for a place, on a cluster and a clock of the test's own."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,15 @@ def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_re
     assert cluster.num_open == 0
 
 
-def test_an_elastic_group_without_room_asks_for_the_largest(cluster: Cluster) -> None:
-    """An autoscaler sees the wish."""
-    cluster.cpus = {"a": 1.0}
+def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_ones(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An autoscaler sees the wish, and may have room for the smaller ones only."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    cluster.cpus = {"a": 1.0}  # one worker leaves no CPU to read with
     with pytest.raises(NoPlaceError, match="1 worker needs 1 CPU"):
-        finder(cluster, FakeRun(), num_workers=[1, 4], place_timeout_minutes=0.1).found()
-    assert {size for size, _ in cluster.asked} == {4}
+        finder(cluster, FakeRun(), num_workers=[1, 4], place_timeout_minutes=1.0).found()
+    assert [size for size, _ in cluster.asked][:5] == [4, 2, 1, 4, 2]
 
 
 @pytest.mark.parametrize(("cpus", "held", "grows"), [

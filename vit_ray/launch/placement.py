@@ -8,6 +8,7 @@ the wish all the time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import time
@@ -95,6 +96,8 @@ class PlaceFinder:
     ) -> None:
         self._job, self._shape, self._failing, self._clock = job, shape, failing, clock
         self._noted: set[str] = set()
+        # Of a cluster without nodes: its autoscaler may have room for the smaller ones only.
+        self._wished = itertools.cycle(sorted(shape.sizes, reverse=True))
 
     def found(self) -> Place:
         """The largest group that the cluster has room for; waits for room for the smallest.
@@ -127,11 +130,13 @@ class PlaceFinder:
         """
         labels = self._labels()
         fitting = self._fitting(labels)
-        size = fitting[0] if fitting else self._shape.sizes[-1]  # an autoscaler may make room
+        size = fitting[0] if fitting else next(self._wished)
         with asked_for(size, self._shape.resources, labels) as wish:
             while self._clock() < until_s:
                 if wish.wait(LOOK_S):
-                    return Place(next(iter(self._fitting(labels)), size), labels)
+                    if fits := self._fitting(labels):
+                        return Place(min(size, fits[0]), labels)
+                    time.sleep(LOOK_S)  # no CPU would be left to read with
                 if self._clock() < patient_s:
                     continue
                 for smaller in fitting[1:]:

@@ -2,18 +2,21 @@
 
     python benchmarks/data_stream.py FOLDER_OF_JPEGS [--rounds 3] [--seconds 15] [--out FILE.md]
     python benchmarks/data_stream.py FOLDER_OF_JPEGS --prepared FOLDER --prepare-only
+    python benchmarks/data_stream.py [FOLDER_OF_JPEGS] --contenders "vit_ray stream" --cores 2 4 8
 
-The images of the folder are cropped, scaled by 0.5 to 2 and encoded anew at several qualities and
-subsamplings, the same ones each time, until they are four times as large as the last-level cache.
-All rows decode these images with the same crop distribution, each in its own process tree on all
-cores, from local files in the page cache, and in turn, round after round; medians and the least and
-greatest round are given. The rate is over the seconds after the warm-up, and the time to the first
-batch is stated apart. The stream holds a few thousand images ready, which come in bursts, as
-several reading tasks fill its order at once: over 4 seconds one and the same stream read 1,424 to
-2,739 images/s, over 20 it read 2,297 and 2,346. Where other work shares the machine, the CPU time
-an image is the fairer figure. Peers that cannot be imported are listed as such;
-`requirements-peers.txt` has them. FFCV is not among the peers: `pip install` fails, as it has no
-wheels and its source needs C++ headers.
+The images of the folder, or noise of all scales, are cropped, scaled by 0.5 to 2 and encoded anew
+at several qualities and subsamplings, the same ones each time, until they are four times as large
+as the last-level cache, or have `--mib`. All rows decode these images with the same crop
+distribution, each in its own process tree on all cores, from local files in the page cache, and in
+turn, round after round; medians and the least and greatest round are given. The rate is over the
+seconds after the warm-up, and the time to the first batch is stated apart. The stream holds a few
+thousand images ready, which come in bursts, as several reading tasks fill its order at once: over 4
+seconds one and the same stream read 1,424 to 2,739 images/s, over 20 it read 2,297 and 2,346. Where
+other work shares the machine, the CPU time an image is the fairer figure. Peers that cannot be
+imported are listed as such; `requirements-peers.txt` has them. With `--cores` each contender runs
+on so many cores, one after the other, and the rates of a core are compared with that of the fewest.
+FFCV is not among the peers: `pip install` fails, as it has no wheels and its source needs C++
+headers.
 """
 
 import argparse
@@ -33,6 +36,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +50,8 @@ SIZE = 224
 BATCH = 64
 WARM_UP_S = 5.0
 TIMES_CACHE = 4
-CORES = os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0))
+CORE_BAR = 0.85  # images/s of a core, by those of a core where there are fewest
 MIB = 1 << 20
 
 
@@ -453,10 +458,13 @@ def kind_of(process: psutil.Process) -> str:
     return "Ray's agents" if "/ray/" in command else "loader's workers"
 
 
-def run_apart(name: str, data: Path, seconds: float) -> dict[str, Any]:
+def run_apart(name: str, data: Path, seconds: float, cores: int = CORES) -> dict[str, Any]:
     """One contender in a fresh process; its peak memory is that of the whole process tree."""
     command = [sys.executable, __file__, str(data), "--seconds", str(seconds), "--only", name]
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[:cores])  # the process inherits it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.sched_setaffinity(0, allowed)
     peaks = {"rss": 0}
     watcher = threading.Thread(target=watch_memory, args=(process, peaks), daemon=True)
     watcher.start()
@@ -482,21 +490,38 @@ def watch_memory(process: "subprocess.Popen[str]", peaks: dict[str, int]) -> Non
         time.sleep(0.5)
 
 
-def prepare(source: Path, data: Path) -> None:
+def prepare(source: Path, data: Path, num_bytes: int) -> None:
     """Distinct images as files, tar shards, MDS and two data sets."""
     files = sorted(p for p in source.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
     if not files:
         raise SystemExit(f"{source}: no JPEG files")
     total, number = 0, 0
-    while total < TIMES_CACHE * last_level_cache_bytes():
-        image = distinct_image(files, number)
-        file = data / "folder" / f"class_{number % 10}" / f"{number:06d}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        total += file.write_bytes(image)
-        number += 1
+    with multiprocessing.Pool(CORES) as pool:
+        while total < num_bytes:
+            numbers = range(number, number + BATCH)
+            for image in pool.map(partial(distinct_image, files), numbers, chunksize=1):
+                file = data / "folder" / f"class_{number % 10}" / f"{number:06d}.jpg"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                total += file.write_bytes(image)
+                number += 1
     write_tars(image_files(data), data / "tar")
     write_mds(image_files(data), data / "mds")
     subprocess.run([sys.executable, __file__, str(data), "--only", "convert"], check=True)
+
+
+def write_photographs(folder: Path, count: int) -> None:
+    """JPEG files of 500 x 375 pixels and 120 KiB, noise of all scales: 16 pictures, repeated."""
+    rng, pictures = np.random.default_rng(0), []
+    for _ in range(16):
+        pixels = np.full((375, 500, 3), 128, np.float32)
+        for halvings in range(6):
+            small = rng.normal(0, 7, (375 >> halvings, 500 >> halvings, 3)).astype(np.float32)
+            pixels += cv2.resize(small, (500, 375), interpolation=cv2.INTER_CUBIC) * 1.4**halvings
+        pictures.append(cv2.imencode(".jpg", pixels.clip(0, 255).astype(np.uint8))[1].tobytes())
+    for i in range(count):
+        path = folder / f"class_{i % 2}" / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pictures[i % len(pictures)])
 
 
 def distinct_image(files: list[Path], number: int) -> bytes:
@@ -578,6 +603,23 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def cores_table(results: dict[tuple[str, int], list[dict[str, Any]]]) -> str:
+    """Markdown with the median rate of a core, and its share of that of the fewest cores."""
+    lines = header("contender | cores | images/s | of a core | of that of the fewest cores")
+    first: dict[str, float] = {}
+    for (name, cores), rows in results.items():
+        done = [row for row in rows if "error" not in row]
+        if not done:
+            lines.append(f"| {name} | {cores} | not run: `{rows[0]['error']}` | | |")
+            continue
+        rate = median(done, "rate")
+        share = rate / cores / first.setdefault(name, rate / cores)
+        lines.append(
+            f"| {name} | {cores} | {rate:.0f} | {rate / cores:.0f} | {share:.3f} (bar {CORE_BAR}) |"
+        )
+    return "\n".join(lines)
+
+
 def kinds_table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown with CPU milliseconds an image by kind of process; medians."""
     done = {n: [r for r in rows if "error" not in r] for n, rows in results.items()}
@@ -592,11 +634,13 @@ def kinds_table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS))
+    parser.add_argument("--cores", type=int, nargs="+", default=[], help="ascending")
+    parser.add_argument("--mib", type=float, help="of images; unset: four last-level caches")
     parser.add_argument("--prepared", type=Path, help="keep what is prepared in this folder")
     parser.add_argument("--prepare-only", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -606,10 +650,16 @@ def main() -> None:
     if args.only:
         return measure(args.only, args.folder, args.seconds)
     data = args.prepared or Path(tempfile.mkdtemp(prefix="data_stream_"))
+    if not args.folder:
+        args.folder = data / "noise"
+        write_photographs(args.folder, 16)
     if not (data / "set_plain" / "manifest.parquet").exists():
-        prepare(args.folder, data)
+        whole = TIMES_CACHE * last_level_cache_bytes()
+        prepare(args.folder, data, int(args.mib * MIB) if args.mib else whole)
     if args.prepare_only:
         return None
+    if args.cores:
+        return measure_cores(args, data)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.contenders}
     for _ in range(args.rounds):
         for name in args.contenders:
@@ -618,6 +668,19 @@ def main() -> None:
     report = report_of(args, data, results)
     finish(report, args.out)
     return None
+
+
+def measure_cores(args: argparse.Namespace, data: Path) -> None:
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for _ in range(args.rounds):
+        for name in args.contenders:
+            for cores in args.cores:
+                found = run_apart(name, data, args.seconds, cores)
+                results.setdefault((name, cores), []).append(found)
+                print(f"{found}\n\n{cores_table(results)}\n", flush=True)
+    images = sum(file.stat().st_size for file in image_files(data)) >> 20
+    chosen = f"{images} MiB of images, {args.rounds} rounds of {args.seconds:g} s"
+    finish(f"# data_stream: {machine()}; {chosen}\n\n{cores_table(results)}", args.out)
 
 
 def report_of(args: argparse.Namespace, data: Path, results: dict[str, Any]) -> str:

@@ -1,26 +1,30 @@
-"""Everything that is claimed for one GPU, in one report: speed, MFU, overhead and memory.
+"""Everything that is claimed for one GPU, in one report: tests, speed, MFU, overhead and memory.
 
-    python benchmarks/gpu.py [--out FILE.md] [--batch 16 32 64 128 256 512 1024]
-        [--models ViT-B/16 ViT-L/16 ViT-H/14] [--trainer-model ViT-L/16] [--trainer-batch 128]
-        [--rounds 3]
-        [--parts model switches activations trainer sizes memory] [--total-s 570]
+    python benchmarks/gpu.py --parts test peers [--out FILE.md]
+    python benchmarks/gpu.py --parts job switches cores whole study [--images FOLDER]
+        [--photographs FOLDER] [--out FILE.md]
+    python benchmarks/gpu.py --tiny ...
 
-Needs torch and this checkout, and no installation, internet or data. It drives, each in processes
-of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm,
-each at the fastest micro-batch of those of `--batch` that were tried compiled: the three next to
-the one that is fastest eager), `step_switches.py` (what torch has to make the step of the last
-model faster, compiled, against the step as it is), `activation_memory.py` (predicted against
-measured memory), `train_step.py` (the whole step of a job, compiled, against a bare torch loop;
-the engine under ZeRO 1 to 3, eager; then its memory), and `input_sizes.py` (inference by input
-size, Figure 12 of the paper).
-Each script says what it holds in bf16; it is the same for all rows of a ratio with a bar. What
-needs a library that is not there is a row that names it, and what fails is one that says why. The
-bars beside the figures are for one H200. What matters most comes first. All sections together have
-`--total-s`, and each is certain of some of it: time that one does not use goes to the next. Of one
-that is cut off or fails the last table that it printed counts. The report is written after every
-section, so that one cut short is worth keeping.
-Without a GPU it shows that the scripts run, and says so: use `--models ViT-Ti/16
---trainer-model ViT-Ti/16 --batch 1 2 --trainer-batch 1 --rounds 1` then.
+It needs torch and this checkout, and no installation, internet or data. The parts run in this
+order, each in processes of its own, in bf16 at 224 px:
+
+- `test`: `tests/gpu` with all messages, as `make test-gpu` runs it
+- `peers`: our model against transformers and timm, compiled, same batch (`model_step.py`)
+- `job`: whole jobs under ZeRO 0 and 1 against a bare torch loop, compiled (`train_step.py`)
+- `switches`: attention by cuDNN and by FlashAttention (`model_step.py`)
+- `cores`: the stream on 2, 4, 8 and 16 cores, crops of the JPEG files below `--photographs`, or of
+  noise (`data_stream.py`)
+- `whole`: the whole step compiled instead of blocks (`model_step.py`)
+- `study`: a small ViT from scratch on `--images`, {train,test}/CLASS/*, for the time that is left,
+  at most five minutes (`job.py`)
+- `activations`: predicted against measured memory (`activation_memory.py`)
+- `sizes`: inference by input size, Figure 12 of the paper (`input_sizes.py`)
+
+A library that is missing is a row that names it, and what fails is one that says why. The bars
+beside the figures are for one H200. All parts together have `--total-s`, and each leaves later ones
+what they need. Of a part that is cut off or fails the last table that it printed counts. The report
+is written after every part. The exit code is 1 if a part failed, was cut off or had no time.
+Without a GPU, `--tiny` shows that the scripts run.
 """
 
 import argparse
@@ -28,6 +32,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,8 +44,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-PEER, ENGINE, JOB = "its rows beside our model", "all rows with DeepSpeed", "the whole job"
+ROOT = Path(__file__).resolve().parent.parent
+PEER, ENGINE, JOB = "its rows beside our model", "tests and whole jobs", "whole jobs"
 LIBRARIES = {  # distribution -> what its absence leaves out
     "timm": PEER,
     "transformers": PEER,
@@ -54,7 +59,7 @@ CACHES = {
     name: str(Path(tempfile.gettempdir()) / f"vit_ray_gpu_{os.getuid()}" / name.lower())
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 }
-KILLED_S = 15.0
+INTERRUPTED_S, KILLED_S = 8.0, 15.0
 # The first line of an error: torch's have several, and warnings of its libraries may follow.
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 NO_GPU = (
@@ -64,14 +69,66 @@ NO_GPU = (
 )
 
 
-# Seconds of one section of each part, at least and at most. All that are certain fit `--total-s`.
-# A model's: 15 to start, a minute of compiling and trying, 20 of rounds.
-LEAST_S = {
-    "model": 95, "switches": 70, "activations": 25, "trainer": 50, "sizes": 30, "memory": 20,
-}  # fmt: skip
-MOST_S = {
-    "model": 150, "switches": 150, "activations": 60, "trainer": 170, "sizes": 90, "memory": 75,
-}  # fmt: skip
+class Limits(NamedTuple):
+    """Seconds of one section of a part."""
+
+    kept_s: float
+    """What earlier parts leave it."""
+    least_s: float
+    """With less it is not begun."""
+    most_s: float
+
+
+# What is kept for all parts of one of the calls above fits `--total-s`. A model's: 15 to start,
+# half a minute of compiling and trying, 20 of rounds. A job takes 28 to 50 to start (H200,
+# 2026-11-26).
+LIMITS = {
+    "test": Limits(110, 10, 150),
+    "peers": Limits(65, 30, 110),
+    "job": Limits(150, 60, 240),
+    "switches": Limits(45, 30, 110),
+    "cores": Limits(80, 60, 180),
+    "whole": Limits(0, 60, 110),
+    "study": Limits(0, 120, 300),
+    "activations": Limits(25, 10, 60),
+    "sizes": Limits(30, 10, 90),
+}
+STUDY_END_S = 45.0
+"""For the end of a training that is stopped, and its table."""
+FULL = {
+    "models": ["ViT-B/16", "ViT-L/16", "ViT-H/14"],
+    "batch": [1024, 512, 128],
+    "trainer_model": "ViT-L/16",
+    "trainer_batch": 128,
+    "rounds": 3,
+    "total_s": 335.0,
+    "steps": 40,
+    "seconds": 10,
+    "mib": 256,
+    "cores": [2, 4, 8, 16],
+    "epochs": 40,
+    "study": [
+        *("model.depth=6", "model.width=384", "model.mlp_dim=1536", "model.num_heads=6"),
+        *("train.global_batch_size=512", "train.micro_batch_size=512"),
+    ],
+}
+TINY = {
+    "models": ["ViT-Ti/16"],
+    "batch": [2],
+    "trainer_model": "ViT-Ti/16",
+    "trainer_batch": 2,
+    "rounds": 1,
+    "total_s": 900.0,
+    "steps": 2,
+    "seconds": 1,
+    "mib": 2,
+    "cores": [1, 2],
+    "epochs": 1,
+    "study": [
+        *("model.depth=1", "model.width=32", "model.mlp_dim=64", "model.num_heads=2"),
+        *("train.global_batch_size=32", "train.micro_batch_size=32", "optim.warmup_steps=1"),
+    ],
+}
 
 
 class Section(NamedTuple):
@@ -80,89 +137,105 @@ class Section(NamedTuple):
     part: str
     title: str
     command: list[str]
+    """Of Python; empty: it needs `--images`."""
 
 
 def sections(args: argparse.Namespace) -> Iterator[Section]:
     """The most valuable first."""
-    rounds = ["--rounds", str(args.rounds)]
-    for model in args.models:
-        command = ["model_step.py", "--models", model, "--modes", "compiled", *rounds]
-        command += ["--batch", *map(str, args.batch), "--dtype", "bfloat16"]
-        yield Section("model", f"{model}: the model's step, compiled, against its peers", command)
-    # Several of them lie in memory together, with their moments.
-    command = ["step_switches.py", "--model", args.models[-1], *rounds]
-    command += ["--batch", str(min(64, max(args.batch)))]
-    title = f"{args.models[-1]}: switches of torch, compiled, against the step as it is"
-    yield Section("switches", title, command)
-    most = str(min(256, max(args.batch)))
-    command = ["activation_memory.py", "--models", *args.models, "--batch", most]
-    yield Section("activations", "Memory of forward and backward pass, eager", command)
+    command = ["-m", "pytest", "-o", "addopts=", "-vv", "-rs", "--color=no", "tests/gpu"]
+    yield Section("test", "What only a GPU can show", command)
+    model_step = ["benchmarks/model_step.py", "--modes", "compiled", "--dtype", "bfloat16"]
+    model_step += ["--rounds", str(args.rounds)]
+    for model, batch in zip(args.models, args.batch, strict=True):
+        command = [*model_step, "--models", model, "--batch", str(batch)]
+        yield Section("peers", f"{model}: the model's step, compiled, against its peers", command)
+    trainer, batch = args.trainer_model, str(args.trainer_batch)
     # One round: a row is a median already, and half a minute of it is the start of its process.
-    trainer = ["--batch", str(args.trainer_batch), "--precision", "bf16", "--rounds", "1"]
-    trainer += ["--row-s", "75"]  # of a section with more time, not all for one that hangs
-    command = ["train_step.py", "--model", args.trainer_model, *trainer, "--compile"]
-    command += ["--rows", "bare", "zero0", "job", "zero1", "autocast"]
-    title = f"{args.trainer_model}: the whole step of a job, compiled, against a bare loop"
-    yield Section("trainer", title, command)
-    command = ["train_step.py", "--model", args.trainer_model, *trainer]
-    command += ["--rows", "bare", "zero0", "zero1", "zero2", "zero3"]
-    title = f"{args.trainer_model}: what ZeRO costs on one GPU, eager, against a bare loop"
-    yield Section("trainer", title, command)
-    command = ["input_sizes.py", "--models", *args.models, "R50x1", "--most", str(max(args.batch))]
+    command = ["benchmarks/train_step.py", "--model", trainer, "--batch", batch, "--compile"]
+    command += ["--precision", "bf16", "--rounds", "1", "--steps", str(args.steps)]
+    command += ["--rows", "bare", "zero0", "zero1", "--row-s", "120"]
+    yield Section("job", f"{trainer}: whole jobs, compiled, against a bare torch loop", command)
+    switch = [*model_step, "--models", trainer, "--batch", batch, "--beside"]
+    title = f"{trainer}: attention by one kernel, against torch's choice"
+    yield Section("switches", title, [*switch, "cudnn", "flash"])
+    command = ["benchmarks/data_stream.py", *([args.photographs] if args.photographs else [])]
+    command += ["--rounds", "1", "--seconds", str(args.seconds), "--mib", str(args.mib)]
+    command += ["--contenders", "vit_ray stream", "--cores", *map(str, args.cores)]
+    yield Section("cores", "The stream by cores, 224 px crops of JPEG files", command)
+    title = f"{trainer}: the whole step compiled, against compiled blocks"
+    yield Section("whole", title, [*switch, "whole"])
+    command = ["benchmarks/job.py", args.images, "--epochs", str(args.epochs), *args.study]
+    command += ["train.precision=bf16", "workers.num_workers=1"]
+    title = "A small ViT from scratch: Ray, stream, checkpoints, MLflow"
+    yield Section("study", title, command if args.images else [])
+    command = ["benchmarks/activation_memory.py", "--models", *args.models]
+    command += ["--batch", str(min(256, *args.batch))]
+    yield Section("activations", "Memory of forward and backward pass, eager", command)
+    command = ["benchmarks/input_sizes.py", "--models", *args.models, "R50x1"]
+    command += ["--most", str(max(args.batch))]
     yield Section("sizes", "Inference by input size, eager (Figure 12)", command)
-    for model in args.models:
-        command = ["train_step.py", "--model", model, *trainer, "--rows", "zero0", "zero1"]
-        command += ["--steps", "3"]
-        yield Section("memory", f"{model}: memory of the whole engine, eager", command)
 
 
 def granted_s(parts: Sequence[str], left_s: float) -> float:
-    """Seconds that the first of some sections may take: what the others are not certain of.
-
-    Where even that is short, all get less by the same share.
+    """Seconds that the first of some sections may take; 0 if they are too few to begin it.
 
     Args:
         parts: of the section and of all that follow it.
         left_s: for all of them.
     """
-    certain_s = [LEAST_S[part] for part in parts]
-    share = min(1.0, left_s / sum(certain_s))
-    return min(MOST_S[parts[0]], left_s - share * sum(certain_s[1:]))
+    kept_s, least_s, most_s = LIMITS[parts[0]]
+    later_s = sum(LIMITS[part].kept_s for part in parts[1:])
+    limit_s = min(left_s, most_s, max(kept_s, left_s - later_s))
+    return limit_s if limit_s >= least_s else 0.0
 
 
-def run_section(command: list[str], limit_s: float) -> str:
-    """The last table that a script printed, and what went wrong.
+def run_section(section: Section, limit_s: float) -> tuple[str, bool]:
+    """What a script found, and what went wrong; whether nothing did.
 
     Args:
-        command: a script of this folder, and its arguments.
+        section: whose script runs; of `test` all that it printed counts, else its last table.
         limit_s: after so long it is ended, with the processes that it started.
     """
-    paths = [str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    if not section.command or not limit_s:
+        why = "no time was left" if section.command else "needs `--images`"
+        return f"Not run: {why}.\n", not section.command
+    command, is_test = section.command, section.part == "test"
+    if section.part == "study":
+        command = [*command, "--seconds", f"{limit_s - STUDY_END_S:.0f}"]
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
         **CACHES,
         "HF_HUB_OFFLINE": "1",  # nothing is fetched, and nothing waits for a network
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONWARNINGS": "ignore",  # a warning is not what went wrong
+        **({"DS_ACCELERATOR": "cuda" if has_gpu() else "cpu"} if is_test else {}),
     }
-    script = [sys.executable, "-u", str(HERE / command[0]), *command[1:]]
+    script = [sys.executable, "-u", *command]
     start_s = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
-            script, env=environment, stdout=out, stderr=err, start_new_session=True
+            script, cwd=ROOT, env=environment, stdout=out, stderr=err, start_new_session=True
         )
         is_cut = not _ends_within(process, limit_s)
         printed, errors = _content(out), _content(err)
-    shown = f"`python benchmarks/{' '.join(command)}` ({time.monotonic() - start_s:.0f} s)"
-    table = _last_table(printed)
-    until_then = "until then:" if table else "no table yet."
+    shown = f"`python {shlex.join(command)}` ({time.monotonic() - start_s:.0f} s)"
+    found = f"```\n{printed}\n```" if is_test else _last_table(printed)
+    until_then = "until then:" if found else "no table yet."
+    has_failed = bool(process.returncode) or not found
     if is_cut:
         shown += f"\n\nCut off after {limit_s:.0f} s; {until_then}"
-    elif process.returncode or not table:
+    elif has_failed:
         code = f"exit code {process.returncode}"
         error = (ERROR.findall(errors) or errors.splitlines() or [code])[-1]
         shown += f"\n\nEnded by `{error[:300]}`; {until_then}"
-    return f"{shown}\n\n{table}\n"
+    return f"{shown}\n\n{found}\n", not is_cut and not has_failed
+
+
+def has_gpu() -> bool:
+    import torch  # here and not above, so that its seconds count
+
+    return torch.cuda.is_available()
 
 
 def _content(file: IO[str]) -> str:
@@ -176,6 +249,9 @@ def _ends_within(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
         process.wait(limit_s)
         return True
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # pytest then shows the failures that it has
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPTED_S)
         return False
     finally:
         with suppress(ProcessLookupError):  # there is nothing left
@@ -192,11 +268,11 @@ def _last_table(printed: str) -> str:
 
 def environment_table() -> str:
     """Device, versions, and what the missing libraries leave out."""
-    import torch  # here and not above, so that its seconds count
+    import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    device = torch.cuda.get_device_name() if has_gpu() else "CPU"
     lines = [
-        *(gpu_lines(device) if torch.cuda.is_available() else [NO_GPU, *unseen_gpu()]),
+        *(gpu_lines(device) if has_gpu() else [NO_GPU, *unseen_gpu()]),
         "",
         f"{device}, {os.cpu_count()} CPU cores; Python {platform.python_version()}, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}",
@@ -216,7 +292,7 @@ def environment_table() -> str:
 
 def gpu_lines(device: str) -> list[str]:
     """What MFU is a share of."""
-    sys.path.append(str(HERE.parent))  # where this project is not installed
+    sys.path.append(str(ROOT))  # where this project is not installed
     from vit_ray.measure.devices import peak_flops
 
     peak = peak_flops(device, "bf16")
@@ -242,21 +318,26 @@ def c_compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
+def arguments() -> argparse.Namespace:
+    """Of the command; what has no option is by `FULL` or `TINY`."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    made.add_argument("--models", nargs="+", default=["ViT-B/16", "ViT-L/16", "ViT-H/14"])
-    sizes = [16, 32, 64, 128, 256, 512, 1024]
-    made.add_argument("--batch", type=int, nargs="+", default=sizes, help="for the model alone")
-    made.add_argument("--trainer-model", default="ViT-L/16")
-    made.add_argument("--trainer-batch", type=int, default=128, help="at most, for the trainer")
-
-    made.add_argument("--rounds", type=int, default=3)
-    parts = list(LEAST_S)
-    made.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    made.add_argument("--total-s", type=float, default=570.0, help="of all sections together")
-    made.add_argument("--out", type=Path)
-    return made
+    made.add_argument("--models", nargs="+")
+    made.add_argument("--batch", type=int, nargs="+", help="of each model, for the model alone")
+    made.add_argument("--trainer-model")
+    made.add_argument("--trainer-batch", type=int)
+    made.add_argument("--rounds", type=int)
+    made.add_argument("--parts", nargs="+", choices=list(LIMITS), default=list(LIMITS))
+    made.add_argument("--images", type=os.path.abspath, help="class folders: {train,test}/CLASS/*")
+    made.add_argument("--photographs", type=os.path.abspath, help="JPEG files")
+    made.add_argument("--total-s", type=float, help="of all parts together")
+    made.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in minutes")
+    made.add_argument("--out", type=Path, help="unset: a file in runs/")
+    made.set_defaults(**(TINY if made.parse_args().tiny else FULL))
+    args = made.parse_args()
+    name = f"runs/gpu_{'_'.join(args.parts)}_{time.strftime('%Y-%m-%d_%H%M')}.md"
+    args.out = args.out or Path(name)
+    args.cores = [count for count in args.cores if count <= (os.cpu_count() or 1)]
+    return args
 
 
 def write(path: Path, report: str) -> None:
@@ -269,20 +350,21 @@ def write(path: Path, report: str) -> None:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    args, has_failed = arguments(), False
     end_s = time.monotonic() + args.total_s
     report = f"# One GPU: {time.strftime('%Y-%m-%d')}\n\n{environment_table()}"
     print(report, flush=True)
     chosen = [section for section in sections(args) if section.part in args.parts]
-    for number, (_, title, command) in enumerate(chosen):
-        parts = [section.part for section in chosen[number:]]
-        limit_s = granted_s(parts, end_s - time.monotonic())
-        text = run_section(command, limit_s) if limit_s > 0 else "Not run: no time was left.\n"
-        section = f"\n## {title}\n\n{text}"
-        print(section, flush=True)
-        report += section
-        if args.out:
-            write(args.out, report)
+    for number, section in enumerate(chosen):
+        parts = [later.part for later in chosen[number:]]
+        text, is_whole = run_section(section, granted_s(parts, end_s - time.monotonic()))
+        has_failed |= not is_whole
+        shown = f"\n## {section.title}\n\n{text}"
+        print(shown, flush=True)
+        report += shown
+        write(args.out, report)
+    if has_failed:
+        raise SystemExit(1)
 
 
 def _stop(*_: object) -> None:

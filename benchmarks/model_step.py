@@ -1,25 +1,23 @@
-"""Training steps per second of a ViT: this project's model and its peers.
+"""Training steps per second of a ViT: this project's model, its peers, and switches of torch.
 
     python benchmarks/model_step.py [--models ViT-S/16 ViT-B/16] [--batch 16] [--dtype float32]
-        [--rounds 7] [--threads 1] [--modes eager compiled] [--out FILE.md]
+        [--rounds 7] [--threads 1] [--modes eager compiled] [--beside transformers timm]
+        [--out FILE.md]
 
 A step is forward, softmax cross-entropy, backward and AdamW on one random batch that stays on the
-device; all models have the same size, dtype, activation (tanh GELU) and optimiser. In
-bfloat16 everything is, weights and AdamW's moments too, for all of them; what is compiled is each
-one's blocks, as `train.compile` does it. One process measures every
-model in turn, round after round, so that a change of the machine's pace falls on all of them; the
-first steps of a turn do not count. The ratio is the median over rounds of their time for an image
-by ours in that round (above 1: ours is faster); beside wall time stands the CPU time of the
-process, which other programs on the machine disturb less.
+device; all models have the same size, dtype, activation (tanh GELU) and optimiser. In bfloat16
+everything is, weights and AdamW's moments too, for all of them; what is compiled is each one's
+blocks, as `train.compile` does it. One process measures every model in turn, round after round, so
+that a change of the machine's pace falls on all of them; the first steps of a turn do not count.
+The ratio is the median over rounds of their time for a step by ours in that round (above 1: ours is
+faster); beside wall time stands the CPU time of the process, which other programs on the machine
+disturb less. A peer that cannot be imported, or fails, is a row that says so; what cannot be
+compiled is measured eager, and says so. The table is printed after every round. On a GPU where
+there is one, else on the CPU.
 
-Of several sizes of a batch (`--batch 64 128 256`) each model takes the fastest that was tried as it
-is measured. Eager, that is all that fit. Compiled, where every size takes seconds to compile, it is
-the three next to the size that is fastest eager, itself among them, or fewer where they take long;
-the row has the rates of all that were tried. All models with their weights and AdamW's moments lie
-on the device from the start, so a size that is found fits beside the others; a model that runs out
-of memory in a round all the same goes on at the next smaller size, and says so. A peer that cannot
-be imported, or fails, is a row that says so; what cannot be compiled is measured eager, and says
-so. The table is printed after every round. On a GPU where there is one, else on the CPU.
+`--beside` also takes ways to make our own step faster, none of which is a key of a recipe:
+attention by cuDNN or FlashAttention alone (`cudnn`, `flash`), and the whole step compiled
+(`whole`): forward pass and loss as one graph, and the optimizer's step, instead of each block.
 
 MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the products that a
 step computes, as torch counts them (ours works out only the class token in its last block); beside
@@ -30,11 +28,10 @@ import argparse
 import contextlib
 import gc
 import importlib
-import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,14 +39,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.result import finish, header, in_turn, machine, reason
 from vit_ray.measure.devices import find_device, peak_flops
 from vit_ray.models import build_model
 from vit_ray.models.catalog import find_spec
+from vit_ray.models.encoder import Attention
 from vit_ray.models.flops import forward_macs
-from vit_ray.training.memory.out_of_memory import unless_out_of_memory
 
 NUM_CLASSES = 1000
 IMAGE_SIZE = 224
@@ -62,48 +60,29 @@ TIMM_NAMES = {
 }
 OURS = "vit_ray"
 # What this project holds itself to on an H200 in bfloat16, compiled.
-MFU_BARS = {"ViT-B/16": 0.45, "ViT-L/16": 0.50, "ViT-H/14": 0.55}
-RATIO_BAR = 1.1
+MFU_BARS = {"ViT-B/16": 0.45, "ViT-L/16": 0.50, "ViT-H/14": 0.52}
+RATIO_BAR = 1.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Steps that are counted, of one model in a round and of a size that is tried; at least one.
-TURN_S, TRIAL_S, MOST_STEPS = 1.2, 0.4, 20
-# Sizes that are compiled for each model, the last two only while they begin within the time. A
-# block's forward and backward code takes some 4 s on a server, ours is two blocks (the last one
-# works out the class token alone), and the first of a process twice that: a minute for all three
-# models, of the section that `gpu.py` has for them.
-COMPILED_SIZES, COMPILED_S = 3, 20.0
-
-Rates = dict[int, float | None]
-"""Images per second by size of the batch; None where it did not fit."""
+# Steps that are counted, of one model in a round; at least one.
+TURN_S, MOST_STEPS = 1.2, 20
 
 
 @dataclass
 class Row:
-    """A model's seconds a step, wall and CPU time, round by round; or why it was not run."""
+    """A model's seconds a step, round by round; or why it was not run."""
 
     model: str
     mode: str
     peer: str
     dtype: torch.dtype
-    batch: int = 0
-    """The size that was chosen; 0 = it is not run, or no longer."""
-    wall_s: dict[int, float] = field(default_factory=dict)
-    """By round, which a model may have missed."""
-    cpu_s: dict[int, float] = field(default_factory=dict)
+    batch: int
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     flops: int = 0
     """Of one image's forward and backward pass, as they are computed."""
-    tried: dict[str, Rates] = field(default_factory=lambda: {"eager": {}, "compiled": {}})
-    """By mode."""
     is_compiled: bool = False
     notes: list[str] = field(default_factory=list)
     """Why it was not run, or not as it was to be."""
-
-    @property
-    def images_per_s(self) -> float | None:
-        """By the rounds, or before the first by the trial that chose the batch."""
-        if self.wall_s:
-            return self.batch / statistics.median(self.wall_s.values())
-        return self.tried["compiled" if self.is_compiled else "eager"].get(self.batch)
 
 
 def our_model(name: str) -> nn.Module:
@@ -167,64 +146,110 @@ def timm_model(name: str) -> nn.Module:
     return timm.create_model(TIMM_NAMES[name], num_classes=NUM_CLASSES, act_layer="gelu_tanh")
 
 
+def attention_by(backend: SDPBackend, name: str) -> nn.Module:
+    """Our model with attention by this kernel alone, whether or not its blocks are compiled.
+
+    Torch chooses that of the last block, which asks for the class token alone: cuDNN's is refused
+    for a single query (https://github.com/pytorch/pytorch/issues/138531).
+    """
+    if backend == SDPBackend.CUDNN_ATTENTION and DEVICE.type == "cpu":
+        raise RuntimeError("cuDNN has no kernel for a CPU")
+    model = our_model(name)
+
+    class Chosen(Attention):  # torch compiles once for equal code: the choice has to be part of it
+        def forward(self, x_BND: Tensor, num_queries: int | None = None) -> Tensor:
+            with contextlib.nullcontext() if num_queries else sdpa_kernel(backend):
+                return super().forward(x_BND, num_queries)
+
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.__class__ = Chosen
+    return model
+
+
+class Whole(nn.Module):
+    """Our model, of which the whole step is compiled."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = our_model(name)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.model(images)
+        return logits
+
+
 PEERS: dict[str, Callable[[str], nn.Module]] = {
-    OURS: our_model,
     "transformers": transformers_model,
     "timm": timm_model,
 }
+SWITCHES: dict[str, Callable[[str], nn.Module]] = {
+    "cudnn": partial(attention_by, SDPBackend.CUDNN_ATTENTION),
+    "flash": partial(attention_by, SDPBackend.FLASH_ATTENTION),
+    "whole": Whole,
+}
+
+
+BUILDERS = {OURS: our_model, **PEERS, **SWITCHES}
 
 
 class Trainee:
-    """One model with its optimiser, ready to take steps."""
+    """One model with its optimiser and a batch, ready to take steps."""
 
-    def __init__(self, build: Callable[[str], nn.Module], name: str, dtype: torch.dtype) -> None:
-        with DEVICE:
-            self.model = build(name).to(dtype).train()
-        self.dtype = dtype
+    def __init__(self, model: nn.Module, batch: int, dtype: torch.dtype) -> None:
+        self.model = model.to(dtype).train()
+        self.loss = self._loss
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        for weight in self.model.parameters():
-            weight.grad = torch.zeros_like(weight)
-        self.optimiser.step()  # makes the moments
-        self.optimiser.zero_grad()
-        self._take_batch(0)
-
-    def _take_batch(self, size: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
-        shape = (size, 3, IMAGE_SIZE, IMAGE_SIZE)
-        images = torch.rand(shape, generator=generator, device=DEVICE).to(self.dtype) * 2 - 1
-        labels = torch.randint(NUM_CLASSES, (size,), generator=generator, device=DEVICE)
-        self.images, self.labels = images, labels
+        shape = (batch, 3, IMAGE_SIZE, IMAGE_SIZE)
+        self.images = torch.rand(shape, generator=generator, device=DEVICE).to(dtype) * 2 - 1
+        self.labels = torch.randint(NUM_CLASSES, (batch,), generator=generator, device=DEVICE)
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(images).float(), labels)
+
+    def compile(self) -> None:
+        """The blocks, all by the code of one, in seconds and not minutes; or the whole step."""
+        # Beyond the limit it would go on eager, and say nothing.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        if isinstance(self.model, Whole):
+            self.loss = torch.compile(self._loss, dynamic=False)
+            self.optimiser.step = torch.compile(self.optimiser.step)  # type: ignore[method-assign]
+            return
+        for block in blocks_of(self.model):
+            block.compile(dynamic=False)
+
+    def stay_eager(self) -> None:
+        """Undo `compile`."""
+        self.loss = self._loss
+        self.optimiser.__dict__.pop("step", None)
+        for block in blocks_of(self.model):
+            block._compiled_call_impl = None
 
     def _steps(self, count: int) -> tuple[float, float]:
-        self.optimiser.zero_grad()  # of a step that did not fit
         wait()
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         for _ in range(count):
-            loss = F.cross_entropy(self.model(self.images).float(), self.labels)
-            loss.backward()
+            self.loss(self.images, self.labels).backward()
             self.optimiser.step()
             self.optimiser.zero_grad()
         wait()
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s
         return elapsed_s / count, cpu_s / count
 
-    def seconds(self, size: int, least_s: float) -> tuple[float, float] | None:
-        """Wall and CPU seconds a step on so many images; None if it runs out of memory.
+    def turn(self) -> tuple[float, float]:
+        """Wall and CPU seconds a step.
 
-        A first step is not counted, in which code is compiled and memory taken anew: whatever
-        torch kept for later is given back after each call. What it kept for one model's tensors is
-        of the wrong sizes for the next one's, and would be missing there.
+        A first step is not counted, in which memory is taken anew: what torch kept for one model's
+        tensors is of the wrong sizes for the next one's, so it is given back after each turn.
         """
-
-        def taken() -> tuple[float, float]:
-            if len(self.labels) != size:
-                self._take_batch(size)
-            self._steps(1)
-            step = self._steps(1)
-            count = min(MOST_STEPS, int(least_s / step[0]))
-            return self._steps(count) if count > 1 else step
-
-        return unless_out_of_memory(taken, DEVICE)
+        self._steps(1)
+        step = self._steps(1)
+        count = min(MOST_STEPS, int(TURN_S / step[0]))
+        step = self._steps(count) if count > 1 else step
+        release()
+        return step
 
 
 def wait() -> None:
@@ -245,96 +270,17 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     yield from max(chains, key=len)
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks of a Transformer, all by the code of one: in seconds, and not minutes."""
-    # Beyond the limit it would go on eager, and say nothing.
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for block in blocks_of(model):
-        block.compile(dynamic=False)
-
-
-def choose(trainee: Trainee, sizes: list[int], row: Row) -> None:
-    """Find a model's fastest batch, compiled if it is to be and can be; `row` has what was found.
-
-    Args:
-        sizes: ascending.
-
-    Raises:
-        MemoryError: none fits.
-    """
-    eager, compiled = row.tried["eager"], row.tried["compiled"]
-    row.is_compiled = row.mode == "compiled"
-    if row.is_compiled:
-        if len(sizes) > 1:
-            try_sizes(trainee, sizes, eager)
-        start = sizes.index(fastest(eager) or sizes[0])
-        nearest = sorted(sizes, key=lambda size: abs(sizes.index(size) - start))
-        try:
-            compile_blocks(trainee.model)
-            try_sizes(trainee, nearest, compiled, COMPILED_SIZES, COMPILED_S)
-        except Exception as error:  # as many kinds as there are parts of a compiler
-            what = "not compiled" if fastest(compiled) is None else "no further size compiled"
-            row.notes.append(f"{what}: {reason(error)}")
-            row.is_compiled = fastest(compiled) is not None
-    if not row.is_compiled:
-        for block in blocks_of(trainee.model):
-            block._compiled_call_impl = None
-        if not eager:
-            try_sizes(trainee, sizes, eager)
-    row.batch = fastest(compiled if row.is_compiled else eager) or 0
-    if not row.batch:
-        raise MemoryError(f"{sizes[0]} images do not fit")
-
-
-def try_sizes(
-    trainee: Trainee,
-    sizes: Iterable[int],
-    rates: Rates,
-    most: float = math.inf,
-    limit_s: float = math.inf,
-) -> None:
-    """Add the rate at each size, but for those above one that did not fit.
-
-    Args:
-        most: sizes that fit.
-        limit_s: after so long from the first that fitted on, no other is begun.
-    """
-    end_s, fitted = math.inf, 0
-    for size in sizes:
-        if fitted >= most or time.monotonic() > end_s:
-            return
-        if any(tried < size for tried, rate in rates.items() if rate is None):
-            continue
-        step = trainee.seconds(size, TRIAL_S)
-        rates[size] = size / step[0] if step else None
-        if step:
-            end_s, fitted = min(end_s, time.monotonic() + limit_s), fitted + 1
-
-
-def fastest(rates: Rates) -> int | None:
-    """The size with the most images per second; None where none fits."""
-    return max((size for size in rates if rates[size]), key=lambda n: rates[n] or 0.0, default=None)
-
-
 def measure(
-    name: str,
-    mode: str,
-    sizes: list[int],
-    dtype: torch.dtype,
-    rounds: int,
-    peers: dict[str, Callable[[str], nn.Module]] | None = None,
+    name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int, beside: list[str]
 ) -> Iterator[list[Row]]:
-    """All peers' rows after each choice of a batch and each round, in which they step in turn.
+    """All rows after each round, in which they step in turn.
 
     Args:
-        peers: ours among them; None for `PEERS`.
+        beside: of `PEERS` and `SWITCHES`.
     """
     torch._dynamo.reset()
-    release()
     trainees: dict[str, Trainee] = {}
-    peers = PEERS if peers is None else peers
-    rows = {peer: Row(name, mode, peer, dtype) for peer in peers}
+    rows = {peer: Row(name, mode, peer, dtype, batch) for peer in (OURS, *beside)}
 
     def attempt(run: Callable[[str], None], peer: str) -> None:
         """If it fails, the model's row says why, and the others go on with all the memory."""
@@ -343,47 +289,43 @@ def measure(
         except Exception as error:  # of a peer's own code, or its absence
             rows[peer].notes.append(reason(error))
             trainees.pop(peer, None)
-        if peer not in trainees:
-            with contextlib.suppress(RuntimeError):  # of a device that takes no calls any more
-                release()
+        with contextlib.suppress(RuntimeError):  # of a device that takes no calls any more
+            release()
 
     def add(peer: str) -> None:
-        trainees[peer] = Trainee(peers[peer], name, dtype)
-        try:
-            rows[peer].flops = step_flops(peers[peer], name)
-        except Exception as error:  # of a peer's own code, which may not build without memory
-            rows[peer].notes.append(f"no MFU: {reason(error)}")
+        with DEVICE:
+            trainees[peer] = Trainee(BUILDERS[peer](name), batch, dtype)
+        begin(trainees[peer], rows[peer])
 
-    for peer in peers:
+    def take_turn(peer: str) -> None:
+        wall_s, cpu_s = trainees[peer].turn()
+        rows[peer].wall_s.append(wall_s)
+        rows[peer].cpu_s.append(cpu_s)
+
+    for peer in rows:
         attempt(add, peer)
-    yield list(rows.values())
-    for peer in list(trainees):
-        attempt(lambda peer: choose(trainees[peer], sizes, rows[peer]), peer)
-        yield list(rows.values())
     for turn in range(rounds):
         for peer in in_turn(list(trainees), turn):
-            attempt(partial(take_turn, trainees, rows, sizes, turn), peer)
+            attempt(take_turn, peer)
         yield list(rows.values())
 
 
-def take_turn(
-    trainees: dict[str, Trainee], rows: dict[str, Row], sizes: list[int], turn: int, peer: str
-) -> None:
-    """One round of one model, at a smaller batch if memory runs out.
-
-    Raises:
-        MemoryError: no smaller one is left.
-    """
-    row = rows[peer]
-    while (taken := trainees[peer].seconds(row.batch, TURN_S)) is None:
-        row.notes.append(f"out of memory at {row.batch} images in round {turn + 1}")
-        row.batch = max((size for size in sizes if size < row.batch), default=0)
-        # A row has one size of batch.
-        row.wall_s.clear()
-        row.cpu_s.clear()
-        if not row.batch:
-            raise MemoryError(f"{sizes[0]} images do not fit")
-    row.wall_s[turn], row.cpu_s[turn] = taken
+def begin(trainee: Trainee, row: Row) -> None:
+    """The first turn, which does not count: compiled if it is to be and can be."""
+    try:
+        row.flops = step_flops(BUILDERS[row.peer], row.model)
+    except Exception as error:  # of a peer's own code, which may not build without memory
+        row.notes.append(f"no MFU: {reason(error)}")
+    if row.mode == "compiled":
+        try:
+            trainee.compile()
+            trainee.turn()
+            row.is_compiled = True
+            return
+        except Exception as error:  # as many kinds as there are parts of a compiler
+            row.notes.append(f"not compiled: {reason(error)}")
+            trainee.stay_eager()
+    trainee.turn()
 
 
 def step_flops(build: Callable[[str], nn.Module], name: str) -> int:
@@ -397,35 +339,22 @@ def table(rows: list[Row]) -> str:
     """Markdown: images per second at the median, share of the peak, and theirs over ours."""
     lines = header(
         "model | mode | implementation | batch | images/s | MFU | by the paper's count "
-        "| theirs / ours, wall | theirs / ours, CPU time | step, fastest to slowest "
-        "| images/s tried, eager | images/s tried, compiled | note"
+        "| theirs / ours, wall | theirs / ours, CPU time | step, fastest to slowest | note"
     )
     for row in rows:
-        head = f"| {row.model} | {row.mode} | {row.peer} | {row.batch or '-'}"
-        tail = f"{_tried(row, 'eager')} | {_tried(row, 'compiled')} | {'; '.join(row.notes)} |"
-        rate = row.images_per_s
-        if rate is None:
-            lines.append(f"{head} | - | - | - | - | - | - | {tail}")
-            continue
-        head += f" | {rate:.2f} | {_mfu(row, rate)}"
+        head, notes = f"| {row.model} | {row.mode} | {row.peer} | {row.batch}", "; ".join(row.notes)
         if not row.wall_s:
-            lines.append(f"{head} | - | - | by its trial, without a round | {tail}")
+            lines.append(f"{head} | - | - | - | - | - | - | {notes} |")
             continue
         ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
-        is_peer = row.peer in PEERS and row.peer != OURS
-        bar = _bar([row, ours], RATIO_BAR if is_peer else None, ".1f")
-        wall_s = row.wall_s.values()
+        rate = row.batch / statistics.median(row.wall_s)
+        bar = _bar([row, ours], RATIO_BAR if row.peer in PEERS else None, ".1f")
         lines.append(
-            f"{head} | {_ratio(row.wall_s, ours.wall_s, row, ours)}{bar} "
-            f"| {_ratio(row.cpu_s, ours.cpu_s, row, ours)} "
-            f"| {min(wall_s):.3f} to {max(wall_s):.3f} s | {tail}"
+            f"{head} | {rate:.2f} | {_mfu(row, rate)} | {_ratio(row.wall_s, ours.wall_s)}{bar} "
+            f"| {_ratio(row.cpu_s, ours.cpu_s)} "
+            f"| {min(row.wall_s):.3f} to {max(row.wall_s):.3f} s | {notes} |"
         )
     return "\n".join(lines)
-
-
-def _tried(row: Row, mode: str) -> str:
-    rates = sorted(row.tried[mode].items())
-    return ", ".join(f"{size}: {f'{rate:.1f}' if rate else 'no memory'}" for size, rate in rates)
 
 
 def _mfu(row: Row, images_per_s: float) -> str:
@@ -451,13 +380,9 @@ def _bar(rows: list[Row], bar: float | None, style: str) -> str:
     return f" (bar {bar:{style}})" if bar is not None and is_held and is_fast else ""
 
 
-def _ratio(theirs_s: dict[int, float], ours_s: dict[int, float], theirs: Row, ours: Row) -> str:
-    """Of the time for an image, in the rounds that both took part in."""
-    ratios = [
-        (theirs_s[turn] / theirs.batch) / (ours_s[turn] / ours.batch)
-        for turn in theirs_s
-        if turn in ours_s
-    ]
+def _ratio(theirs_s: list[float], ours_s: list[float]) -> str:
+    """In the rounds that both took part in: one that failed takes part in no later one."""
+    ratios = [theirs / ours for theirs, ours in zip(theirs_s, ours_s, strict=False)]
     return f"{statistics.median(ratios):.3f}" if ratios else "-"
 
 
@@ -468,11 +393,12 @@ def main() -> None:
         "--models", nargs="+", choices=list(TIMM_NAMES), default=["ViT-S/16", "ViT-B/16"]
     )
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"])
-    parser.add_argument(
-        "--batch", type=int, nargs="+", default=[16], help="each model takes its fastest of these"
-    )
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--beside", nargs="+", choices=[*PEERS, *SWITCHES], default=list(PEERS), metavar="NAME"
+    )
     parser.add_argument("--threads", type=int, help="of torch; CPU time is even only with one")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -483,8 +409,8 @@ def main() -> None:
         for name in arguments.models:
             dtype = getattr(torch, arguments.dtype)
             found: list[Row] = []
-            sizes = sorted(set(arguments.batch))
-            for found in measure(name, mode, sizes, dtype, arguments.rounds):
+            chosen = (arguments.batch, dtype, arguments.rounds, arguments.beside)
+            for found in measure(name, mode, *chosen):
                 print(f"\n{table(rows + found)}\n", flush=True)
             rows += found
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

@@ -4,16 +4,13 @@
         [--precision fp32] [--compile] [--rows bare zero0 ...] [--row-s 75] [--out FILE.md]
 
 Rows, each in a process of its own, one after the other in every round, on one worker: a loop of
-plain torch on a batch that lies ready; in bf16 another one under autocast; this project's loop and
-DeepSpeed engine on the same, under ZeRO 0 (which one worker needs) and 1 (2 and 3 with `--rows`);
-and the job as
-`jobs/pretrain.py` runs it under ZeRO 0, with Ray Train and the stream from JPEGs. The time of a
-step is the median after three steps to warm up (the job's: after the first), the best of the
-rounds. In bf16 the bare loop and the engine both keep bf16 weights and gradients and an fp32 master
-that AdamW steps; the loop under autocast, which keeps fp32 weights only, is there to compare. On a
-GPU where there is one; the batch is halved while any row runs out of its memory, and its peak
-stands beside what `vit_ray.training.memory.memory_estimate` predicts, which knows no --compile.
-MFU is against the dense peak. The bare loops need torch alone; a row whose libraries are missing or
+plain torch on a batch that lies ready; in bf16 another one under autocast; and the job as
+`jobs/pretrain.py` runs it, with Ray Train, DeepSpeed, the stream from JPEGs and MLflow, under ZeRO
+0 and 1 (2 and 3 with `--rows`). The time of a step is the median after three steps to warm up (a
+job's: after the first), the best of the rounds. In bf16 the bare loop and the job both keep bf16
+weights and gradients and an fp32 master that AdamW steps; the loop under autocast, which keeps fp32
+weights only, is there to compare. On a GPU where there is one; the batch is halved while a bare
+loop runs out of its memory. MFU is against the dense peak. A row whose libraries are missing, or
 that has not ended after `--row-s`, is listed as such. The table is printed after every row.
 """
 
@@ -21,13 +18,11 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,12 +32,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.model_step import blocks_of, our_model, step_flops
 from benchmarks.result import finish, header, machine
 from vit_ray.training.memory.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
-GPU_BAR, CPU_BAR = 1.03, 1.05  # whole job over bare loop; on a CPU at steps of 0.5 s or more
-MEMORY_BAR = 0.10
+GPU_BAR, CPU_BAR = 1.03, 1.05  # job over bare loop; on a CPU at steps of 0.5 s or more
+PHOTOGRAPHS = 256
 OUT_OF_MEMORY = "OutOfMemoryError"
 # The first line of an error: torch's have several, and warnings of its libraries may follow.
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
@@ -55,7 +51,6 @@ class Measured:
     step_s: float
     memory_gib: float | None = None
     """Most that torch held of the GPU."""
-    predicted_gib: float | None = None
     data_wait: float | None = None
     """Share of the steps' time that waited for data."""
 
@@ -83,17 +78,14 @@ class MasterAdamW:
 
 def bare_loop(args: argparse.Namespace, autocast: bool = False) -> Measured:
     """Plain torch: AdamW with clipping; nothing else."""
-    from vit_ray.models import build_model
-    from vit_ray.training.engine.compiling import compile_model
-
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     has_masters = args.precision == "bf16" and not autocast
     dtype = torch.bfloat16 if has_masters else torch.float32
     with device:
-        model = build_model(args.model, CLASSES, SIZE).to(dtype)
-    if args.compile:
-        compile_model(model, "inductor", may_fail=False)
+        model = our_model(args.model).to(dtype)
+    for block in blocks_of(model) if args.compile else ():
+        block.compile()
     step = MasterAdamW(list(model.parameters())).step if has_masters else plain_step(model)
     images = torch.randn(args.batch, 3, SIZE, SIZE, device=device, dtype=dtype)
     labels = torch.randint(CLASSES, (args.batch,), device=device)
@@ -106,7 +98,8 @@ def bare_loop(args: argparse.Namespace, autocast: bool = False) -> Measured:
         step()
         float(loss.detach())
         times.append(time.perf_counter() - start_s)
-    return Measured(statistics.median(times[WARM_UP:]), peak_gib())
+    memory_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    return Measured(statistics.median(times[WARM_UP:]), memory_gib)
 
 
 def plain_step(model: nn.Module) -> Any:
@@ -121,165 +114,50 @@ def plain_step(model: nn.Module) -> Any:
     return step
 
 
-def peak_gib() -> float | None:
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+def whole_job(args: argparse.Namespace, zero_stage: int) -> Measured:
+    """`jobs/pretrain.py`; the median of all steps but the first."""
+    # Here and not above: the bare loops need torch alone.
+    from benchmarks.data_stream import write_photographs
+    from benchmarks.job import convert, pretrain
 
-
-def predicted_gib(recipe: Any, batch: int) -> float | None:
-    from vit_ray.training.memory.memory_estimate import estimate_memory
-
-    if not torch.cuda.is_available():
-        return None
-    return estimate_memory(recipe, CLASSES, batch, world_size=1).total
-
-
-def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
-    """This project's loop and engine, without Ray, on batches that lie ready."""
-    import numpy as np
-
-    from vit_ray.checkpoints.checkpoint import Progress
-    from vit_ray.measure.meters import Compute
-    from vit_ray.models import build_model
-    from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
-    from vit_ray.training.loop import RankContext, run_training
-    from vit_ray.training.objective import classification_loss, normalize
-
-    recipe = recipe_of(args, "", "").with_changes(train={"zero_stage": zero_stage})
-    use_gpu = torch.cuda.is_available()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
-    os.environ |= {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    torch.distributed.init_process_group("nccl" if use_gpu else "gloo")
-    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-
-    def loss(module: Any, images: Any, labels: Any, *_: Any) -> Any:
-        return classification_loss(module(normalize(images, dtype)), labels, recipe.train).mean()
-
-    engine = DeepSpeedEngine(
-        build_model(args.model, CLASSES, SIZE),
-        recipe.train,
-        recipe.optim,
-        micro_batch_size=args.batch,
-        accumulation_steps=1,
-        loss_function=loss,
-    )
-    rng = np.random.default_rng(0)
-    batch = {
-        "image": rng.integers(0, 256, (args.batch, SIZE, SIZE, 3), np.uint8),
-        "labels": rng.integers(0, CLASSES, (args.batch, 1)).astype(np.int32),
-        "sample": np.arange(args.batch, dtype=np.int64),
-    }
-    times: list[float] = []
-
-    def batches() -> Iterator[Any]:
-        last_s = time.perf_counter()
-        while True:
-            yield batch
-            now_s = time.perf_counter()
-            times.append(now_s - last_s)
-            last_s = now_s
-
-    alone: Any = Alone()
-    context = RankContext(WARM_UP + args.steps + 1, 0, 1, args.batch, alone.sum)
-    run_training(engine, batches(), recipe, context, alone, Progress(), Compute(1))
-    return Measured(
-        statistics.median(times[WARM_UP:]), peak_gib(), predicted_gib(recipe, args.batch)
-    )
-
-
-def free_port() -> int:
-    """Others on the machine may measure, too."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-class Alone:
-    """Collectives and hooks of a loop on one rank, which records nothing."""
-
-    def sum(self, values: Any) -> list[float]:
-        return [float(value) for value in values]
-
-    def note_step(self, step: int) -> None: ...
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        return {}
-
-    def save(self, progress: Any) -> None: ...
-
-    def add_evaluation(self, progress: Any) -> bool:
-        return True
-
-    def on_bad_step(self, progress: Any, batch: Any) -> None:
-        raise RuntimeError("the loss is not finite")
-
-    def wishes(self, step: int) -> tuple[bool, bool]:
-        return False, False
-
-
-def whole_job(args: argparse.Namespace) -> Measured:
-    """`train`, as `jobs/pretrain.py` calls it; the median of all steps but the first."""
-    import cv2
-    import numpy as np
-
-    from vit_ray.config.command_sections import ConvertConfig
-    from vit_ray.data.prepare.convert.conversion import convert
-    from vit_ray.launch.cluster.connection import connect
-    from vit_ray.launch.run import train
-
-    with tempfile.TemporaryDirectory() as folder:
-        rng = np.random.default_rng(0)
-        for i in range(256):
-            path = Path(folder) / "images" / f"class_{i % 2}" / f"{i}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            noise = rng.integers(0, 256, (12, 16, 3), np.uint8)
-            cv2.imwrite(str(path), cv2.resize(noise, (500, 375), interpolation=cv2.INTER_CUBIC))
-        recipe = recipe_of(args, f"{folder}/set", folder)
-        connect(recipe)
-        convert(ConvertConfig(source=f"{folder}/images", destination=f"{folder}/set"))
-        metrics = train(recipe).metrics
-    return Measured(
-        metrics["perf/step_ms_median"] / 1e3,
-        metrics["perf/memory_gib"] if torch.cuda.is_available() else None,
-        predicted_gib(recipe, args.batch),
-        metrics["data/wait_fraction"],
-    )
-
-
-def recipe_of(args: argparse.Namespace, data: str, folder: str) -> Any:
-    from vit_ray.config.recipe import recipe_from_dict
-
+    data = Path(args.folder, "set")
+    if not data.exists():
+        write_photographs(Path(args.folder, "images"), PHOTOGRAPHS)
+        convert(Path(args.folder, "images"), str(data))
     steps = args.steps + WARM_UP + 1
     tree = {
         "name": "step",
-        "output": f"{folder}/runs",
         "model": {"name": args.model, "image_size": SIZE},
-        "data": {"train": data or None},
+        "data": {"train": str(data)},
         "optim": {"steps": steps, "learning_rate": 1e-4},
         "train": {
             "global_batch_size": args.batch,
             "micro_batch_size": args.batch,
-            "zero_stage": 0,
+            "zero_stage": zero_stage,
             "precision": args.precision,
             "compile": args.compile,
             "log_every_steps": steps,  # the last line's window holds all but the first step
         },
         "checkpoint": {"every_minutes": None},
         "workers": {"num_workers": 1},
-        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False},
+        "tracking": {"system_metrics": False},
     }
-    return recipe_from_dict(tree, "benchmark")
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder, "step.yaml")
+        recipe.write_text(json.dumps(tree))
+        found = pretrain(str(recipe), folder, [])
+    last = {name: values[steps] for name, values in found.items() if steps in values}
+    memory_gib = last["perf/memory_gib"] if torch.cuda.is_available() else None
+    return Measured(last["perf/step_ms_median"] / 1e3, memory_gib, last["data/wait_fraction"])
 
 
 ROWS = {
     "bare": ("bare torch loop", bare_loop),
     "autocast": ("bare torch loop, autocast over fp32 weights", partial(bare_loop, autocast=True)),
-    "zero0": ("loop + DeepSpeed (ZeRO 0), ready batches", engine_loop),
-    "zero1": ("loop + DeepSpeed (ZeRO 1), ready batches", partial(engine_loop, zero_stage=1)),
-    "zero2": ("loop + DeepSpeed (ZeRO 2), ready batches", partial(engine_loop, zero_stage=2)),
-    "zero3": ("loop + DeepSpeed (ZeRO 3), ready batches", partial(engine_loop, zero_stage=3)),
-    "job": ("whole job: Ray Train + DeepSpeed + stream", whole_job),
+    **{
+        f"zero{stage}": (f"whole job, ZeRO {stage}", partial(whole_job, zero_stage=stage))
+        for stage in range(4)
+    },
 }
 
 
@@ -287,7 +165,8 @@ def run_apart(name: str, args: argparse.Namespace) -> Measured | str:
     """A row in a fresh process, or why there is none."""
     # What a worker with one CPU gets from Ray, for all rows.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *sys.argv, "--batch", str(args.batch), "--only", name]
+    command = [sys.executable, *sys.argv, "--batch", str(args.batch), "--folder", args.folder]
+    command += ["--only", name]
     # Files, and no pipes: those end only with the last process that a row started.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
@@ -328,50 +207,45 @@ def measure(args: argparse.Namespace) -> dict[str, Measured | str]:
 def table(best: dict[str, Measured | str], args: argparse.Namespace) -> str:
     """Markdown."""
     lines = header(
-        "row | batch | ms a step | images/s | it / bare loop | MFU | waits for data "
-        "| GiB at most | predicted | predicted / measured"
+        "row | batch | ms a step | images/s | it / bare loop | it / ZeRO 0 | MFU "
+        "| waits for data | GiB at most"
     )
     for name, row in best.items():
         if isinstance(row, str):
-            lines.append(f"| {ROWS[name][0]} | {args.batch} | not run: `{row}` | | | | | | | |")
+            lines.append(f"| {ROWS[name][0]} | {args.batch} | not run: `{row}` | | | | | | |")
             continue
         rate = args.batch / row.step_s
         cells = [ROWS[name][0], str(args.batch), f"{row.step_s * 1e3:.1f}", f"{rate:.1f}"]
-        cells += [share_of_bare(name, row, best.get("bare")), mfu(args, rate)]
+        cells += [share_of(row, best.get("bare")) + bar(name, best.get("bare"))]
+        cells += [share_of(row, best.get("zero0")), mfu(args, rate)]
         cells += [f"{row.data_wait:.1%}" if row.data_wait is not None else ""]
-        lines.append(f"| {' | '.join(cells + memory_cells(row, has_bar=not args.compile))} |")
+        cells += [f"{row.memory_gib:.2f}" if row.memory_gib is not None else ""]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def share_of_bare(name: str, row: Measured, bare: Measured | str | None) -> str:
-    if not isinstance(bare, Measured):
+def share_of(row: Measured, other: Measured | str | None) -> str:
+    return f"{row.step_s / other.step_s:.3f}" if isinstance(other, Measured) else ""
+
+
+def bar(name: str, bare: Measured | str | None) -> str:
+    """That of the job as it is on one worker."""
+    if name != "zero0" or not isinstance(bare, Measured):
         return ""
-    bar = GPU_BAR if torch.cuda.is_available() else CPU_BAR
-    is_held = name == "job" and (torch.cuda.is_available() or bare.step_s >= 0.5)
-    return f"{row.step_s / bare.step_s:.3f}" + (f" (bar {bar})" if is_held else "")
-
-
-def memory_cells(row: Measured, has_bar: bool) -> list[str]:
-    if row.memory_gib is None:
-        return ["", "", ""]
-    if row.predicted_gib is None:
-        return [f"{row.memory_gib:.2f}", "", ""]
-    ratio = row.predicted_gib / row.memory_gib
-    bar = f" (bar {1 - MEMORY_BAR:.1f} to {1 + MEMORY_BAR:.1f})" if has_bar else ""
-    return [f"{row.memory_gib:.2f}", f"{row.predicted_gib:.2f}", f"{ratio:.3f}{bar}"]
+    if torch.cuda.is_available():
+        return f" (bar {GPU_BAR})"
+    return f" (bar {CPU_BAR})" if bare.step_s >= 0.5 else ""
 
 
 def mfu(args: argparse.Namespace, images_per_s: float) -> str:
     from vit_ray.measure.devices import peak_flops
-    from vit_ray.training.memory.memory_estimate import step_macs
 
     if not torch.cuda.is_available():
         return ""
     peak = peak_flops(torch.cuda.get_device_name(), args.precision)
     if peak is None:
         return ""
-    macs = step_macs(recipe_of(args, "", ""), CLASSES).model
-    return f"{2 * macs * images_per_s / peak:.1%}"
+    return f"{step_flops(our_model, args.model) * images_per_s / peak:.1%}"
 
 
 def main() -> None:
@@ -385,6 +259,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS))
     parser.add_argument("--row-s", type=float, help="at most, of a row's process")
     parser.add_argument("--only", default="")
+    parser.add_argument("--folder", help="of the images that all jobs read")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.only:
@@ -397,7 +272,8 @@ def main() -> None:
     has_autocast = args.precision == "bf16"
     left_out = {"zero2", "zero3", *([] if has_autocast else ["autocast"])}
     args.rows = args.rows or [name for name in ROWS if name not in left_out]
-    best = measure(args)
+    with tempfile.TemporaryDirectory() as args.folder:
+        best = measure(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     chosen = f"{args.model}, batch {args.batch}, {args.precision}, {device}"
     chosen += ", compiled" if args.compile else ", eager"

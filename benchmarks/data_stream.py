@@ -251,7 +251,7 @@ def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
     specs = ray.put({"train": spec})
     server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
     server = server.remote(keeps_statistics=False, warms_up=False)
-    start_beside_server(int(CORES / spec.num_cpus))
+    start_beside_server(int(CORES / spec.num_cpus), CORES)
     return RankStreams(server, specs, "benchmark", 0, 1), stop
 
 

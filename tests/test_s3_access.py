@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import http.server
 import ipaddress
+import json
 import os
 import socket
 import threading
@@ -175,7 +176,7 @@ def public() -> Iterator[FaultProxy]:
 
 
 def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(
-    configure: Configure, public: FaultProxy
+    configure: Configure, public: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, of_all = locate("s3://bucket/file"), {"Bucket": "bucket", "ACL": "public-read"}
     configure(endpoint_url=url(public), region="us-east-1", **KEYS)
@@ -190,7 +191,14 @@ def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(
     assert [info.size for info in locate("s3://bucket").list_files()] == [4]
     assert public.heads
     assert not any("authorization:" in head.lower() for head in public.heads)
+    own = json.dumps({"requester_pays": True})
     load_recipe("digits")  # which asks for nothing
+    assert os.environ["FSSPEC_S3"] == "{}"
+    monkeypatch.setenv("FSSPEC_S3", own)
+    load_recipe("digits", ["storage.anonymous=true"])
+    assert json.loads(os.environ["FSSPEC_S3"]) == {"requester_pays": True, "anon": True}
+    load_recipe("digits")
+    assert os.environ["FSSPEC_S3"] == own
     with pytest.raises(PermissionError, match=r"s3://bucket: .*storage.anonymous=true"):
         check_reachable(place)
 

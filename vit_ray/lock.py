@@ -213,7 +213,7 @@ def _warn_of_store() -> None:
     """Warned once for each process."""
     logger.warning(
         "this object store ignores If-None-Match; of two processes that start at the same moment "
-        "one is refused by waiting %g s, or ends at its next heartbeat",
+        "one is refused by waiting at least %g s, or ends at its next heartbeat",
         SETTLE_S,
     )
 
@@ -243,8 +243,9 @@ def _keep(
     # Written in the file, which stays: its number is never used again.
     try:
         if max(_numbers(folder), default=0) == number:
+            _check_owner(folder, number, mine)
             file.write(json.dumps({**mine, "is_released": True}).encode())
-    except OSError as error:  # the work is done; the next holder waits until it is sure of that
+    except (OSError, LockLostError) as error:  # the work is done; the next holder makes sure of it
         logger.warning("the lock of %s is left: %s", folder.uri, error)
 
 

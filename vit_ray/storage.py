@@ -38,11 +38,13 @@ HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 _OPTIONS: Final = "FSSPEC_S3"
 # File by which a start tries its access rights; one that could not be deleted is replaced.
 RIGHTS_PROBE: Final = "rights-probe"
-# Attempts of s3fs, the last one after 89 s of waits. The AWS client itself makes one of each: its
+# Attempts of s3fs, with waits of 104 s. The AWS client itself makes one of each: its
 # `standard` mode stops when many fail: 294 of 2,000 PUTs were lost at 40 % of 503 (2026-11-28).
 RETRIES: Final = 15
-# Of one request with all its attempts.
+# Of one request with all its attempts until its answer begins, and as much longer as its content
+# takes at this rate.
 _REQUEST_LIMIT_S: Final = 180.0
+_LEAST_BYTES_PER_S: Final = 100_000
 _S3_CONFIG: Final = {
     "connect_timeout": 5,
     "read_timeout": 30,
@@ -213,7 +215,7 @@ def _filesystem(protocol: str, pid: int, options: str, *, is_first: bool = False
 
 
 def _limit_requests(store: Any) -> None:
-    """Let no request of s3fs take longer than `_REQUEST_LIMIT_S`, nor be repeated after that.
+    """Let no request of s3fs wait longer than that for an answer, nor be repeated then.
 
     s3fs reads in a loop of attempts around that of each request, without a public setting: a store
     that takes connections and never answers held a read for 100 minutes.
@@ -221,10 +223,11 @@ def _limit_requests(store: Any) -> None:
     call = store._call_s3
 
     async def limited(*args: Any, **named: Any) -> Any:
+        limit_s = _REQUEST_LIMIT_S + len(named.get("Body") or b"") / _LEAST_BYTES_PER_S
         try:
-            return await asyncio.wait_for(call(*args, **named), _REQUEST_LIMIT_S)
+            return await asyncio.wait_for(call(*args, **named), limit_s)
         except (TimeoutError, HTTPClientError, NoConnection) as error:
-            raise UnavailableError(str(error) or "no answer") from error
+            raise UnavailableError(str(error) or f"no answer in {limit_s:.0f} s") from error
 
     store._call_s3 = limited
     store.call_s3 = functools.partial(fsspec.asyn.sync, store.loop, limited)
@@ -479,9 +482,7 @@ class Location:
         try:
             upload.close()
         except FileNotFoundError as error:
-            parts = [bytes.fromhex(part["ETag"].strip('"')) for part in upload.parts or ()]
-            whole = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-            if _code(error) != "NoSuchUpload" or self.info().version != f"{whole}-{len(parts)}":
+            if _code(error) != "NoSuchUpload" or self.info().version != _multipart_etag(upload):
                 raise
 
     @_stored("listing")
@@ -561,6 +562,16 @@ class Location:
             self.filesystem.rm(literal)
         for path in set(paths) - set(literal):
             self.filesystem.rm_file(path)
+
+
+def _multipart_etag(upload: Any) -> str:
+    """What S3 calls an object of these parts; empty for a store whose parts have other names."""
+    try:
+        parts = [bytes.fromhex(part["ETag"].strip('"')) for part in upload.parts or ()]
+    except ValueError:
+        return ""
+    whole = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return f"{whole}-{len(parts)}"
 
 
 @contextlib.contextmanager

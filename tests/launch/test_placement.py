@@ -126,13 +126,33 @@ def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_re
     assert cluster.num_open == 0
 
 
+def test_a_smaller_group_starts_on_the_nodes_that_an_autoscaler_has_for_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finds, cluster.cpus = finder(cluster, FakeRun(), num_workers=[1, 4]), {}
+    ask = cluster._ask
+
+    def ask_and_get(bundles: Any, *how: Any, **more: Any) -> Any:
+        cluster.cpus = {"a": 2.5} if len(bundles) == 2 else {}
+        return ask(bundles, *how, **more)
+
+    monkeypatch.setattr(placement, "placement_group", ask_and_get)
+    assert finds.found().size == 2
+    cluster.asked.clear()
+    cluster.cpus = {}
+    assert finds.found().size == 2
+    assert cluster.asked[0][0] == 4  # each wait begins with the largest
+
+
 def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_ones(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An autoscaler sees the wish, and may have room for the smaller ones only."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
     cluster.cpus = {"a": 1.0}  # one worker leaves no CPU to read with
-    with pytest.raises(NoPlaceError, match="1 worker needs 1 CPU"):
+    with pytest.raises(
+        NoPlaceError, match=r"1 worker needs 1 CPU.*; 0\.5 CPU more is needed to read with"
+    ):
         finder(cluster, FakeRun(), num_workers=[1, 4], place_timeout_minutes=1.0).found()
     assert [size for size, _ in cluster.asked][:5] == [4, 2, 1, 4, 2]
 

@@ -511,6 +511,11 @@ class WorkersConfig(Section):
         return {problem: len(self.sizes) == 0}
 
 
+_OPTIONS: Final = "FSSPEC_S3"
+_CHOSEN: Final[dict[str, str]] = {}
+"""Values that recipes of this process have chosen for it, and what each was without the choice."""
+
+
 class StorageConfig(Section):
     """Access to `s3://`; credentials, region and endpoint are those of the AWS command line."""
 
@@ -521,11 +526,15 @@ class StorageConfig(Section):
 
     def variables(self) -> dict[str, str]:
         """fsspec's own variable, if something is chosen, here or by an earlier recipe."""
-        given = json.loads(os.environ.get("FSSPEC_S3", "{}"))
-        chosen = {"anon": self.anonymous, "requester_pays": self.requester_pays}
-        if not any(chosen.values()) and not chosen.keys() & given.keys():
-            return {}
-        return {"FSSPEC_S3": json.dumps({**given, **chosen})}
+        given = os.environ.get(_OPTIONS, "{}")
+        plain = _CHOSEN.get(given, given)
+        wanted = {"anon": self.anonymous, "requester_pays": self.requester_pays}
+        chosen = {key: True for key, is_wanted in wanted.items() if is_wanted}
+        if not chosen:
+            return {} if plain == given else {_OPTIONS: plain}
+        text = json.dumps({**json.loads(plain), **chosen})
+        _CHOSEN[text] = plain
+        return {_OPTIONS: text}
 
     def use(self) -> None:
         """Use it in this process and those it starts."""

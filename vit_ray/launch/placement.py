@@ -96,8 +96,7 @@ class PlaceFinder:
     ) -> None:
         self._job, self._shape, self._failing, self._clock = job, shape, failing, clock
         self._noted: set[str] = set()
-        # Of a cluster without nodes: its autoscaler may have room for the smaller ones only.
-        self._wished = itertools.cycle(sorted(shape.sizes, reverse=True))
+        self._wished: Iterator[int] = iter(())
 
     def found(self) -> Place:
         """The largest group that the cluster has room for; waits for room for the smallest.
@@ -108,6 +107,8 @@ class PlaceFinder:
         """
         began_s = told_s = self._clock()
         limit_minutes = self._job.recipe.workers.place_timeout_minutes
+        # Of a cluster without nodes: its autoscaler may have room for the smaller ones only.
+        self._wished = itertools.cycle(sorted(self._shape.sizes, reverse=True))
         while (place := self._looked_for(told_s + TELL_S, began_s + PATIENCE_S)) is None:
             now_s = self._clock()
             if now_s - told_s < TELL_S:
@@ -208,6 +209,8 @@ class PlaceFinder:
         shape = self._shape
         total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
         text = describe_missing(shape.sizes[0], shape.resources, total, free)
+        if len(shape.sizes) > 1:
+            text += f"; {shape.reading_cpus:g} CPU more is needed to read with"
         if shape.labels:
             named = json.dumps(dict(shape.labels))
             text += f"; only nodes with workers.label_selector={named} are used"

@@ -22,6 +22,7 @@ from vit_ray.launch.named_run import NamedRun, find_run
 MOST_SHOWN: Final = 64
 """Images in the pictures; the table has all of them."""
 _BOX_COLOR: Final = (255, 64, 64)
+_SHOWN_PX: Final = 320
 
 
 def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
@@ -144,4 +145,5 @@ def _boxed(one: SeenImage) -> UInt8Array:
     corners = (box.left, box.top, box.left + box.width - 1, box.top + box.height - 1)
     width = max(1, round(max(image.size) / SIDE))
     ImageDraw.Draw(image).rectangle(corners, outline=_BOX_COLOR, width=width)
+    image.thumbnail((_SHOWN_PX, _SHOWN_PX))  # the next one may have 50 million pixels, too
     return np.asarray(image)

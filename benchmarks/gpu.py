@@ -1,12 +1,13 @@
 """Everything that is claimed for one GPU, in one report: tests, speed, MFU, overhead and memory.
 
-    python benchmarks/gpu.py --parts test peers [--out FILE.md]
-    python benchmarks/gpu.py --parts job switches cores whole study [--images FOLDER]
-        [--photographs FOLDER] [--out FILE.md]
+    python benchmarks/gpu.py --parts test peers switches [--out FILE.md]
+    python benchmarks/gpu.py --parts job cores [--photographs FOLDER] [--out FILE.md]
+    python benchmarks/gpu.py --parts study --images FOLDER [--out FILE.md]
     python benchmarks/gpu.py --tiny ...
 
-It needs torch and this checkout, and no installation, internet or data. The parts run in this
-order, each in processes of its own, in bf16 at 224 px:
+`peers`, `switches`, `whole`, `activations` and `sizes` need torch and this checkout alone; the
+others this project's packages, too. No part needs the internet. The parts run in this order, each
+in processes of its own, in bf16 at 224 px:
 
 - `test`: `tests/gpu` with all messages, as `make test-gpu` runs it
 - `peers`: our model against transformers and timm, compiled, same batch (`model_step.py`)
@@ -60,8 +61,9 @@ CACHES = {
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 }
 INTERRUPTED_S, KILLED_S = 8.0, 15.0
+ERROR_LINES = 40
 # The first line of an error: torch's have several, and warnings of its libraries may follow.
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 NO_GPU = (
     "**No GPU here.** The figures below are a CPU's and show only that the scripts run: MFU, "
     "measured memory and the bars of an H200 are left out, and ratios between implementations "
@@ -85,11 +87,11 @@ class Limits(NamedTuple):
 LIMITS = {
     "test": Limits(110, 10, 150),
     "peers": Limits(65, 30, 110),
-    "job": Limits(150, 60, 240),
+    "job": Limits(170, 60, 240),
     "switches": Limits(45, 30, 110),
-    "cores": Limits(80, 60, 180),
+    "cores": Limits(140, 60, 180),
     "whole": Limits(0, 60, 110),
-    "study": Limits(0, 120, 300),
+    "study": Limits(0, 240, 300),
     "activations": Limits(25, 10, 60),
     "sizes": Limits(30, 10, 90),
 }
@@ -105,7 +107,7 @@ FULL = {
     "steps": 40,
     "seconds": 10,
     "mib": 256,
-    "cores": [2, 4, 8, 16],
+    "cores": [2, 16, 8, 4],
     "epochs": 40,
     "study": [
         *("model.depth=6", "model.width=384", "model.mlp_dim=1536", "model.num_heads=6"),
@@ -153,7 +155,7 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
     # One round: a row is a median already, and half a minute of it is the start of its process.
     command = ["benchmarks/train_step.py", "--model", trainer, "--batch", batch, "--compile"]
     command += ["--precision", "bf16", "--rounds", "1", "--steps", str(args.steps)]
-    command += ["--rows", "bare", "zero0", "zero1", "--row-s", "120"]
+    command += ["--rows", "bare", "zero0", "zero1", "--row-s", "100"]
     yield Section("job", f"{trainer}: whole jobs, compiled, against a bare torch loop", command)
     switch = [*model_step, "--models", trainer, "--batch", batch, "--beside"]
     title = f"{trainer}: attention by one kernel, against torch's choice"
@@ -227,8 +229,12 @@ def run_section(section: Section, limit_s: float) -> tuple[str, bool]:
         shown += f"\n\nCut off after {limit_s:.0f} s; {until_then}"
     elif has_failed:
         code = f"exit code {process.returncode}"
-        error = (ERROR.findall(errors) or errors.splitlines() or [code])[-1]
+        told = [text for text in ERROR.findall(errors) if "CalledProcessError" not in text]
+        error = (told or errors.splitlines() or [code])[-1]
         shown += f"\n\nEnded by `{error[:300]}`; {until_then}"
+    if is_cut or has_failed:  # a GPU is there for minutes: what went wrong must be known after it
+        last_lines = "\n".join(errors.splitlines()[-ERROR_LINES:])
+        found += f"\n\n```\n{last_lines}\n```"
     return f"{shown}\n\n{found}\n", not is_cut and not has_failed
 
 
@@ -336,7 +342,8 @@ def arguments() -> argparse.Namespace:
     args = made.parse_args()
     name = f"runs/gpu_{'_'.join(args.parts)}_{time.strftime('%Y-%m-%d_%H%M')}.md"
     args.out = args.out or Path(name)
-    args.cores = [count for count in args.cores if count <= (os.cpu_count() or 1)]
+    here = len(os.sched_getaffinity(0))
+    args.cores = [count for count in args.cores if count <= here]
     return args
 
 
@@ -351,7 +358,7 @@ def write(path: Path, report: str) -> None:
 
 def main() -> None:
     args, has_failed = arguments(), False
-    end_s = time.monotonic() + args.total_s
+    end_s = time.monotonic() + args.total_s - INTERRUPTED_S - KILLED_S
     report = f"# One GPU: {time.strftime('%Y-%m-%d')}\n\n{environment_table()}"
     print(report, flush=True)
     chosen = [section for section in sections(args) if section.part in args.parts]

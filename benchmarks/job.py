@@ -24,8 +24,9 @@ from benchmarks.result import finish, header, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "cifar10"
-SAVED_S = 40.0
+SAVED_S = 30.0
 """For the last checkpoint and the end of the record."""
+LEAST_S = 30.0
 Curves = dict[str, dict[int, float]]
 """Values by metric and step, in the order of steps."""
 
@@ -76,8 +77,9 @@ def curves(uri: str) -> Curves:
 def table(found: Curves, total_s: float) -> str:
     """Of the lines after the first, which is of one step alone."""
     rates, waits = (
-        list(found[name].values())[1:] for name in ("train/images_per_s", "data/wait_fraction")
+        list(found[name].values()) for name in ("train/images_per_s", "data/wait_fraction")
     )
+    rates, waits = rates[1:] or rates, waits[1:] or waits
     top1 = [f"{value:.1%} (step {step})" for step, value in found.get("eval/top1", {}).items()]
     cells = [(top1 or ["not evaluated"])[-1], str(max(found["train/loss"]))]
     cells += [f"{statistics.median(rates):.0f}", f"{statistics.mean(waits):.1%}", f"{total_s:.0f}"]
@@ -100,6 +102,8 @@ def main() -> None:
         changes = [f"data.train={folder}/train", f"data.eval={folder}/test"]
         changes += [f"optim.epochs={args.epochs}", *args.changes]
         left_s = args.seconds - (time.monotonic() - start_s)
+        if left_s < LEAST_S:
+            raise SystemExit(f"error: {left_s:.0f} of {args.seconds:.0f} s are left to train")
         found = pretrain(RECIPE, folder, changes, left_s)
     shown = " ".join([RECIPE, f"optim.epochs={args.epochs:g}", *args.changes])
     measured = table(found, time.monotonic() - start_s)

@@ -15,9 +15,11 @@ that has not ended after `--row-s`, is listed as such. The table is printed afte
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,7 +43,7 @@ GPU_BAR, CPU_BAR = 1.03, 1.05  # job over bare loop; on a CPU at steps of 0.5 s 
 PHOTOGRAPHS = 256
 OUT_OF_MEMORY = "OutOfMemoryError"
 # The first line of an error: torch's have several, and warnings of its libraries may follow.
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
 @dataclass
@@ -85,7 +87,7 @@ def bare_loop(args: argparse.Namespace, autocast: bool = False) -> Measured:
     with device:
         model = our_model(args.model).to(dtype)
     for block in blocks_of(model) if args.compile else ():
-        block.compile()
+        block.compile(dynamic=False)
     step = MasterAdamW(list(model.parameters())).step if has_masters else plain_step(model)
     images = torch.randn(args.batch, 3, SIZE, SIZE, device=device, dtype=dtype)
     labels = torch.randint(CLASSES, (args.batch,), device=device)
@@ -114,16 +116,20 @@ def plain_step(model: nn.Module) -> Any:
     return step
 
 
+def prepare(folder: Path) -> None:
+    """The data set of all jobs; a job without it says so in its row."""
+    from benchmarks.data_stream import write_photographs
+    from benchmarks.job import convert
+
+    write_photographs(folder / "images", PHOTOGRAPHS)
+    convert(folder / "images", str(folder / "set"))
+
+
 def whole_job(args: argparse.Namespace, zero_stage: int) -> Measured:
     """`jobs/pretrain.py`; the median of all steps but the first."""
-    # Here and not above: the bare loops need torch alone.
-    from benchmarks.data_stream import write_photographs
-    from benchmarks.job import convert, pretrain
+    from benchmarks.job import pretrain  # the bare loops need torch alone
 
     data = Path(args.folder, "set")
-    if not data.exists():
-        write_photographs(Path(args.folder, "images"), PHOTOGRAPHS)
-        convert(Path(args.folder, "images"), str(data))
     steps = args.steps + WARM_UP + 1
     tree = {
         "name": "step",
@@ -169,11 +175,13 @@ def run_apart(name: str, args: argparse.Namespace) -> Measured | str:
     command += ["--only", name]
     # Files, and no pipes: those end only with the last process that a row started.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        done = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=err, start_new_session=True
+        )
         try:
-            done = subprocess.run(
-                command, env=environment, stdout=out, stderr=err, timeout=args.row_s
-            )
+            done.wait(args.row_s)
         except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)  # the job, too: the next row has the GPU alone
             return f"has not ended after {args.row_s:.0f} s"
         printed, errors = (file.seek(0) or file.read() for file in (out, err))
     lines = [line for line in printed.splitlines() if line.startswith('{"step_s"')]
@@ -182,7 +190,8 @@ def run_apart(name: str, args: argparse.Namespace) -> Measured | str:
     if OUT_OF_MEMORY in errors:
         return OUT_OF_MEMORY
     code = f"exit code {done.returncode}"
-    last = (ERROR.findall(errors) or errors.strip().splitlines() or [code])[-1]
+    told = [text for text in ERROR.findall(errors) if "CalledProcessError" not in text]
+    last = (told or errors.strip().splitlines() or [code])[-1]
     return str(last).replace("|", "/")[:160]
 
 
@@ -273,6 +282,9 @@ def main() -> None:
     left_out = {"zero2", "zero3", *([] if has_autocast else ["autocast"])}
     args.rows = args.rows or [name for name in ROWS if name not in left_out]
     with tempfile.TemporaryDirectory() as args.folder:
+        if any(name.startswith("zero") for name in args.rows):
+            with contextlib.suppress(subprocess.CalledProcessError, ImportError):
+                prepare(Path(args.folder))
         best = measure(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     chosen = f"{args.model}, batch {args.batch}, {args.precision}, {device}"

@@ -61,7 +61,7 @@ def spec_of(batch: int) -> Any:
     full = np.full(groups, GROUP_ROWS, np.int32)
     manifest = Manifest(
         np.zeros(groups, np.int32), np.arange(groups, dtype=np.int32), full,
-        full.astype(np.int64) * 110_000, {}, np.zeros(groups, np.uint32),
+        full.astype(np.int64) * 110_000, {},
         "nowhere", "nowhere", groups * GROUP_ROWS, ["a"], 1, "benchmark",
         [ShardFile("part.parquet", groups * GROUP_ROWS, 1 << 40, 0)],
     )  # fmt: skip

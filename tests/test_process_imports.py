@@ -92,7 +92,7 @@ def test_a_driver_that_has_planned_its_run_has_not_imported_torch(
     tmp_path: Path,
 ) -> None:
     """It builds no model, and a run that cannot work is told of at once."""
-    columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 64, 6400)), {}, np.array([0]))
+    columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 64, 6400)), {})
     file = ShardFile("part.parquet", 64, 7000, 0)
     write_manifest(
         locate(str(tmp_path)), columns, files=[file], classes=["a"], max_labels=1, origin={}

@@ -190,7 +190,7 @@ def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Pat
     of_part = work_of("data.fraction=0.1")
     assert "; 506 MiB for all tasks of a host: manifest and order" in of_part
     counts = {"files": [], "classes": ["a"], "max_labels": 1, "origin": {}}
-    columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 5000, 10**6)), {}, np.array([0]))
+    columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 5000, 10**6)), {})
     for name, pixels in (("set", 5_000_000), ("other", 0)):
         write_manifest(locate(str(tmp_path / name)), columns, **counts, largest_pixels=pixels)
     assert open_dataset(str(tmp_path / "set")).fingerprint == (

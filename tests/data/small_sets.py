@@ -33,9 +33,8 @@ def write_encoded(
         np.array(facts.rows),
         np.array(facts.row_group_bytes),
         {},
-        np.array(facts.row_group_crc32, np.uint32),
     )
-    file = ShardFile(shard, len(images), facts.bytes, facts.footer_crc32)
+    file = ShardFile(shard, len(images), facts.bytes, facts.crc32)
     most = max(len(image.labels) for image in images)
     write_manifest(
         location, columns, files=[file], classes=list(classes), max_labels=most, origin={}

@@ -28,7 +28,7 @@ from tests.data.s3_server import (
     timeout,
 )
 from vit_ray.data import open_dataset
-from vit_ray.data.cache import LocalCache
+from vit_ray.data.cache import Cache
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.partition import Partition
@@ -68,7 +68,7 @@ def s3(proxy: FaultProxy) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def batch_of(manifest: Manifest, cache: LocalCache | None = None) -> dict[str, Any]:
+def batch_of(manifest: Manifest, cache: Cache | None = None) -> dict[str, Any]:
     """The first 100 rows of an epoch, read without Ray."""
     spec = StreamSpec(manifest, Augmentation(size=16), cache=cache)
     job = StreamJob(spec, Partition(1, 50), 0, is_training=True, counts=manifest.rows)
@@ -110,7 +110,7 @@ def test_a_later_epoch_asks_the_store_for_nothing_that_the_node_keeps(
     s3: FaultProxy, dataset: Manifest, tmp_path: Path
 ) -> None:
     remote = open_dataset("s3://sets/small")
-    cache = LocalCache(str(tmp_path / "cache"), 1 << 30)
+    cache = Cache(str(tmp_path / "cache"), 0)
     first = batch_of(remote, cache)
     s3.faults.set("403", remaining=1000, path="part-")
     np.testing.assert_array_equal(batch_of(remote, cache)["image"], first["image"])

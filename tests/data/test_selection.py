@@ -114,7 +114,7 @@ def manifest_of(total: int, group: int = 8) -> Manifest:
     rows = np.full(-(-total // group), group, np.int32)
     rows[-1] = total - group * (len(rows) - 1)
     index = np.arange(len(rows), dtype=np.int32)
-    columns = RowGroupColumns(index * 0, index, rows, index * 0, {}, np.zeros(len(rows), np.uint32))
+    columns = RowGroupColumns(index * 0, index, rows, index * 0, {})
     return Manifest(**vars(columns), **HEADER, num_images=total, max_labels=1, fingerprint="0")
 
 

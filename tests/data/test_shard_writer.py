@@ -1,6 +1,7 @@
 """Files that are whole or not there, whatever fails while they are written."""
 
 import errno
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,13 @@ def test_facts_are_those_of_the_file(tmp_path: Path) -> None:
     groups = [footer.row_group(i) for i in range(3)]
     stored = [sum(g.column(c).total_compressed_size for c in range(6)) for g in groups]
     assert facts.row_group_bytes == stored
-    entry = ShardFile("part.parquet", 5, facts.bytes, facts.footer_crc32)
+    entry = ShardFile("part.parquet", 5, facts.bytes, facts.crc32)
     assert problem_of_shard(place, entry) is None
     content = bytearray((tmp_path / "part.parquet").read_bytes())
+    assert facts.crc32 == zlib.crc32(content)
     content[-20] ^= 1
     (tmp_path / "part.parquet").write_bytes(content)
-    assert "footer differs" in str(problem_of_shard(place, entry))
+    assert problem_of_shard(place, entry, is_read=True)
+    (tmp_path / "part.parquet").write_bytes(content[:-9])
+    assert "cut short" in str(problem_of_shard(place, entry))
     assert problem_of_shard(locate(str(tmp_path / "none")), entry) == "the file is missing"

@@ -241,7 +241,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
             OnResume.FREE,
             "output resume data.train data.max_bad_fraction "
             "data.cpus_per_task data.task_memory_mib data.object_store_mib "
-            "data.label_selector data.cache_dir data.cache_gib "
+            "data.label_selector data.cache_dir data.cache_free_gib "
             "train.micro_batch_size train.zero_stage train.offload "
             "train.activation_checkpointing train.compile train.nonfinite "
             "train.log_every_steps train.profile_steps "

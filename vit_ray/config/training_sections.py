@@ -229,11 +229,10 @@ class DataConfig(Section):
     """Most MiB of the object store for images that wait for training; at the limit reading pauses.
     Unset = Ray Data's default, half of the store."""
     cache_dir: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FREE] = None
-    """Folder on each node's local disk, used for nothing else, that caches image data for later
-    epochs; checksums are verified at each use. Unset = no cache."""
-    cache_gib: Annotated[PositiveFloat, OnResume.FREE] = 100.0
-    """Most GiB that `cache_dir` takes on a node. A full cache keeps this data set and evicts others
-    that were not used for an hour."""
+    """Folder on each node's local disk that caches row groups for later epochs; they are compared
+    with a checksum at each use. Unset = no cache."""
+    cache_free_gib: Annotated[NotNegativeFloat, OnResume.FREE] = 10.0
+    """GiB that the cache leaves free on its disk; nothing that it holds is ever deleted."""
 
     def problems(self) -> dict[str, object]:
         return {

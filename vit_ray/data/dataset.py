@@ -1,9 +1,9 @@
 """The manifest: one small parquet file that says what a data set holds, and that it is whole.
 
-It has a row per row group (file, index in the file, rows, bytes, dropped rows, checksum); the file
-names, sizes and checksums of footers, class names and totals are JSON in its metadata, with a
-checksum of the manifest itself. A start reads this one file and no footers. A subset or a
-de-duplicated set is a manifest alone, whose files lie in another folder.
+It has a row per row group (file, index in the file, rows, bytes, dropped rows); the file names,
+sizes and checksums, class names and totals are JSON in its metadata, and the fingerprint is a
+digest of them all. A start reads this one file and no footers. A fraction, a split, a subset or a
+de-duplicated set is a part of a data set: a manifest made of a manifest, over the same files.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vit_ray.storage import Location, check_reachable, locate, read_again
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 """A reader refuses a manifest with any other."""
 
 MANIFEST_FILE: Final = "manifest.parquet"
@@ -45,7 +45,6 @@ ROW_GROUP_SCHEMA: Final = pa.schema(
         pa.field("rows", pa.int32(), nullable=False),
         pa.field("bytes", pa.int64(), nullable=False),
         pa.field("dropped", pa.list_(pa.int32())),
-        pa.field("crc32", pa.uint32(), nullable=False),
     ]
 )
 
@@ -85,14 +84,14 @@ class ImageFile:
 class ShardFile:
     """One parquet file of a data set; `path` is relative to the manifest's `root`.
 
-    `footer_crc32` is that of everything behind the last row group. `images` has the images, where
-    they are not in the file itself, but in one of others that is read where it lies.
+    `images` has the images, where they are not in the file itself, but in one of others that is
+    read where it lies.
     """
 
     path: str
     rows: int
     bytes: int
-    footer_crc32: int
+    crc32: int
     images: ImageFile | None = None
 
 
@@ -104,7 +103,7 @@ class ShardFiles(Sequence[ShardFile]):
 
     def __init__(self, files: Iterable[ShardFile]) -> None:
         rows = [
-            (f.path, f.rows, f.bytes, f.footer_crc32)
+            (f.path, f.rows, f.bytes, f.crc32)
             + (_NO_IMAGES if f.images is None else astuple(f.images))
             for f in files
         ]
@@ -124,20 +123,15 @@ class ShardFiles(Sequence[ShardFile]):
         return starmap(_shard_file, zip(*(c.tolist() for c in self._columns), strict=True))
 
 
-def _shard_file(path: str, rows: int, size: int, footer_crc32: int, *images: Any) -> ShardFile:
+def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> ShardFile:
     found = None if images == _NO_IMAGES else ImageFile(*images)
-    return ShardFile(path, rows, size, footer_crc32, found)
+    return ShardFile(path, rows, size, crc32, found)
 
 
 ABOUT: Final = ("license", "source_url", "evaluation_only")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
-_CHECKSUM: Final = b'"manifest_sha256": "'
-"""Stands before the hex digest of the file's content, taken with zeros in the digest's place."""
-_NO_DIGEST: Final = b"0" * 64
-_NOT_CONTENT: Final = (
-    "root", "format_version", "fingerprint", "manifest_sha256", "largest_pixels",
-)  # fmt: skip
+_NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "largest_pixels")
 """Of the header: what the fingerprint does not depend on."""
 _FILE_FIELDS: Final = 4
 """Of a file in the header, without where its images are."""
@@ -153,7 +147,6 @@ class RowGroupColumns:
         rows: int32, the rows that count.
         bytes: int64, compressed size in the file.
         dropped: for a row group's index, the rows of it that are left out, sorted.
-        crc32: uint32, of its bytes in the file.
     """
 
     file_index: NDArray[np.integer]
@@ -161,7 +154,6 @@ class RowGroupColumns:
     rows: NDArray[np.integer]
     bytes: NDArray[np.integer]
     dropped: dict[int, NDArray[np.int32]]
-    crc32: NDArray[np.integer]
 
     def chosen(
         self,
@@ -171,7 +163,7 @@ class RowGroupColumns:
     ) -> "RowGroupColumns":
         """Some of the row groups, with other numbers of rows that count."""
         files, numbers, sizes = self.file_index[groups], self.row_group[groups], self.bytes[groups]
-        return RowGroupColumns(files, numbers, rows, sizes, dropped, self.crc32[groups])
+        return RowGroupColumns(files, numbers, rows, sizes, dropped)
 
     def without_empty(self) -> "RowGroupColumns":
         """The row groups that have rows that count."""
@@ -234,7 +226,7 @@ class Manifest(RowGroupColumns):
     @cached_property
     def shards_digest(self) -> str:
         """16 hex digits of the shards where they lie, equal for a data set and all its parts."""
-        files = [(file.path, file.bytes, file.footer_crc32) for file in self.files]
+        files = [(file.path, file.bytes, file.crc32) for file in self.files]
         return hashlib.sha256(repr((locate(self.root).uri, files)).encode()).hexdigest()[:16]
 
     def shard_location(self, group: int) -> Location:
@@ -297,11 +289,6 @@ def _parse(path: str, content: bytes) -> Manifest:
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
         version = int(header["format_version"])
         if version == FORMAT_VERSION:
-            start = content.index(_CHECKSUM) + len(_CHECKSUM)
-            stop = start + len(_NO_DIGEST)
-            digest = hashlib.sha256(content[:start] + _NO_DIGEST + content[stop:])
-            if digest.hexdigest().encode() != content[start:stop]:
-                raise ValueError("its checksum differs")
             columns = _columns(file.read())
             if header["fingerprint"] != _fingerprint(header, columns):
                 raise ValueError("its fingerprint differs from its content")
@@ -372,7 +359,7 @@ def write_manifest(
         "largest_pixels": largest_pixels,
         **({"text_columns": list(text_columns)} if text_columns else {}),
         "files": [
-            [f.path, f.rows, f.bytes, f.footer_crc32, *([astuple(f.images)] if f.images else [])]
+            [f.path, f.rows, f.bytes, f.crc32, *([astuple(f.images)] if f.images else [])]
             for f in files
         ],
     }
@@ -382,18 +369,14 @@ def write_manifest(
 
 
 def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:
-    """The file's content. The checksum stands in the parquet metadata, which is not compressed."""
-    sealed = header | {"manifest_sha256": _NO_DIGEST.decode()}
     dropped = [columns.dropped.get(i) for i in range(len(columns.rows))]
     arrays = vars(columns) | {"dropped": dropped}
     table = pa.table([pa.array(arrays[f.name], f.type) for f in ROW_GROUP_SCHEMA], ROW_GROUP_SCHEMA)
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata({_METADATA_KEY: json.dumps(sealed).encode()})
-    content = bytes(sink.getvalue())
-    before, after = content.split(_CHECKSUM + _NO_DIGEST)
-    return before + _CHECKSUM + hashlib.sha256(content).hexdigest().encode() + after
+        writer.add_key_value_metadata({_METADATA_KEY: json.dumps(header).encode()})
+    return bytes(sink.getvalue())
 
 
 def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
@@ -401,7 +384,7 @@ def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
     described = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
     described["files"] = [entry[:_FILE_FIELDS] for entry in header["files"]]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for name in ("file_index", "row_group", "rows", "bytes", "crc32"):
+    for name in ("file_index", "row_group", "rows", "bytes"):
         digest.update(np.ascontiguousarray(getattr(columns, name), dtype=np.int64).tobytes())
     for group, rows in sorted(columns.dropped.items()):
         digest.update(np.asarray([group, *rows], dtype=np.int64).tobytes())

@@ -51,8 +51,7 @@ class ShardFacts:
     rows: list[int] = field(default_factory=list)
     row_group_bytes: list[int] = field(default_factory=list)
     bytes: int = 0
-    row_group_crc32: list[int] = field(default_factory=list)
-    footer_crc32: int = 0
+    crc32: int = 0
 
 
 Resource = TypeVar("Resource", bound=Any)
@@ -74,29 +73,24 @@ def closed_after(resource: Resource) -> Iterator[Resource]:
 
 
 class _ChecksummedOutput(io.RawIOBase):
-    """Forwards what is written, and computes a checksum of each part."""
+    """Forwards what is written, and computes its checksum."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._crc32 = 0
+        self.crc32 = 0
         self._position = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, content: Any) -> int:
-        self._crc32 = checksum(content, self._crc32)
+        self.crc32 = checksum(content, self.crc32)
         self._position += len(content)
         self._stream.write(content)
         return len(content)
 
     def tell(self) -> int:
         return self._position
-
-    def end_part(self) -> int:
-        """Checksum of what was written since the part before."""
-        crc32, self._crc32 = self._crc32, 0
-        return crc32
 
 
 class ShardWriter:
@@ -120,7 +114,6 @@ class ShardWriter:
         self._pending: list[EncodedImage] = []
         self._pending_bytes = 0
         self._rows: list[int] = []
-        self._crc32: list[int] = []
         self._metadata: list[pq.FileMetaData] = []
 
     def __enter__(self) -> "ShardWriter":
@@ -163,8 +156,7 @@ class ShardWriter:
         sizes = [
             sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups
         ]
-        footer_crc32 = self._stream.end_part()
-        return ShardFacts(self._rows, sizes, self._stream.tell(), self._crc32, footer_crc32)
+        return ShardFacts(self._rows, sizes, self._stream.tell(), self._stream.crc32)
 
     def end_row_group(self) -> None:
         """Write what was added since the row group before."""
@@ -188,4 +180,3 @@ class ShardWriter:
         arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]
         self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         self._rows.append(len(rows))
-        self._crc32.append(self._stream.end_part())

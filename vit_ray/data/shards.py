@@ -1,12 +1,16 @@
-"""Row groups of a data set as encoded images, every byte of them checked against the manifest.
+"""The shards of a data set: their columns, and their row groups as encoded images.
 
-A row group is read in one piece, from the end of the one before it to its own, and compared with
-its checksum; the footer likewise when a file is opened. Where a row group differs, each image is
-compared with its own checksum, so that one damaged image costs no other.
+A shard is a parquet file with a row per image: its encoded bytes, the labels, a key that names the
+image in its source, its size in pixels, and a checksum. Where JPEG files were given restart markers
+(`convert.index_jpeg`), two columns follow: the checksum of the file as it came, and where the parts
+lie that a crop is made of (`restart_index`), null for what was left as it came. Columns of text
+that a source has with its images (`convert.columns`) follow; training does not decode them.
+
+A row group is read in one piece, and each page is compared with its checksum. Where one differs,
+each image is compared with its own, so that one damaged image costs no other.
 """
 
 import errno
-import io
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.cache import LocalCache
+from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import ImageFile, Manifest, ShardFile, checksum, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
 from vit_ray.storage import (
@@ -99,9 +103,9 @@ Result = TypeVar("Result")
 _COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
 _INDEX: Final = "restart_index"
 _OPEN_FILES: Final = 16
-_MAGIC: Final = b"PAR1"
-_TAIL_BYTES: Final = 1 << 16
-"""Read at once from the end of a file: the footers of most shards, in one request."""
+_PART_BYTES: Final = 1 << 24
+_THREADS: Final = 16
+"""Files whose labels or keys are read at a time: mostly they wait for an object store."""
 
 
 class ChangedImageError(ValueError):
@@ -186,138 +190,47 @@ class EncodedRows:
         return None if self.index is None else IndexColumn(self.index, self.sizes, lengths)
 
 
-class _Content(io.RawIOBase):
-    """A stretch of a file that pyarrow reads as if it were the file."""
-
-    def __init__(self, start: int, content: pa.Buffer, file_bytes: int) -> None:
-        self._start, self._content, self._file_bytes = start, content, file_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self._file_bytes)[whence]
-        return self._position
-
-    def read(self, count: int = -1) -> Any:
-        offset = self._position - self._start
-        if not 0 <= offset <= offset + count <= self._content.size:
-            raise pa.ArrowInvalid("a column lies outside of its row group")
-        self._position += count
-        return self._content.slice(offset, count)
-
-
-class ShardReader:
-    """One shard: its footer, and row groups in one piece.
-
-    Args:
-        footer: of the file, compared with its checksum, where it is at hand.
+def open_shard(location: Location, entry: ShardFile) -> pq.ParquetFile:
+    """A file of a data set, of which a row group is read in one piece.
 
     Raises:
-        ValueError: the file is shorter, longer or other than the manifest says.
+        ValueError: it is shorter, longer or other than the manifest says.
     """
-
-    def __init__(self, location: Location, entry: ShardFile, footer: bytes | None = None) -> None:
-        self._location = location
-        self._bytes, self._footer_crc32 = entry.bytes, entry.footer_crc32
-        self.footer = footer or read_again(self._read_footer, pa.ArrowInvalid)
-        self.metadata = pq.read_metadata(pa.BufferReader(_MAGIC + self.footer))
-        footer_start = self._bytes - len(self.footer)
-        # Where the bytes of each row group start, and the footer; the first has the magic.
-        groups = [self.metadata.row_group(i) for i in range(self.metadata.num_row_groups)]
-        self._starts = [0, *(g.column(0).data_page_offset for g in groups[1:]), footer_start]
-        columns = self.metadata.schema.to_arrow_schema()
-        self.names = [*_COLUMNS, *([_INDEX] if has_index(columns) else [])]
-        if not is_shard_schema(columns):
-            raise ValueError(
-                f"shard {location.path!r} has a foreign schema ({self.metadata.schema.names}); "
-                f"expected the columns {SHARD_SCHEMA.names} as `vit-ray convert` writes them"
-            )
-
-    def content(self, row_group: int) -> pa.Buffer:
-        """All bytes from the end of the row group before to the end of this one."""
-        if row_group >= self.metadata.num_row_groups:
-            raise pa.ArrowInvalid(f"it has no row group {row_group}")
-        start, stop = self._starts[row_group : row_group + 2]
-        if not 0 <= start < stop <= self._starts[-1]:
-            raise pa.ArrowInvalid(f"its footer gives row group {row_group} no place in the file")
-        return self._read(start, stop - start)
-
-    def columns(
-        self, row_group: int, names: list[str], content: pa.Buffer | None = None
-    ) -> dict[str, pa.Array]:
-        """Columns of a row group, each page compared with its checksum but those of images.
-
-        Args:
-            content: of the row group, where it was read already.
-        """
-        if content is None:
-            source = self._source
-        else:
-            window = _Content(self._starts[row_group], content, self._bytes)
-            source = pa.PythonFile(window, mode="r")
-        file = pq.ParquetFile(
-            source, metadata=self.metadata, page_checksum_verification="image" not in names
+    source = location.open()
+    if source.size() != entry.bytes:
+        raise ValueError(
+            f"shard {location.path!r} has {source.size()} bytes and the manifest says "
+            f"{entry.bytes}: it was changed or cut short after conversion; run `vit-ray verify`"
         )
-        return _columns_of(file, row_group, names)
-
-    @cached_property
-    def _source(self) -> Any:
-        source = self._location.open()
-        if source.size() != self._bytes:
-            raise ValueError(
-                f"shard {self._location.path!r} has {source.size()} bytes and the manifest says "
-                f"{self._bytes}: it was changed or cut short after conversion; run `vit-ray verify`"
-            )
-        return source
-
-    def _read(self, start: int, count: int) -> pa.Buffer:
-        self._source.seek(start)
-        content = self._source.read_buffer(count)
-        if content.size < count:
-            what = f"{content.size} of {count} bytes from {start} on have come"
-            raise OSError(errno.EIO, what, self._location.uri)
-        return content
-
-    def _read_footer(self) -> bytes:
-        """Everything behind the last row group."""
-        count = min(_TAIL_BYTES, self._bytes)
-        tail = bytes(self._read(self._bytes - count, count))
-        if tail[-4:] != _MAGIC or len(tail) < 12:
-            raise pa.ArrowInvalid("it does not end as a parquet file does")
-        length = int.from_bytes(tail[-8:-4], "little") + 8
-        if length > self._bytes:
-            raise pa.ArrowInvalid("its footer is longer than the file")
-        footer = tail[-length:]
-        if length > count:
-            footer = bytes(self._read(self._bytes - length, length))
-        if checksum(footer) != self._footer_crc32:
-            raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
-        return footer
+    file = pq.ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
+    if not is_shard_schema(file.schema_arrow):
+        raise ValueError(
+            f"shard {location.path!r} has a foreign schema ({file.schema_arrow.names}); expected "
+            f"the columns {SHARD_SCHEMA.names} as `vit-ray convert` writes them"
+        )
+    return file
 
 
 class _ImagesInPlace:
     """The images of a shard in a file of others, which is only ever read.
 
     Raises:
+        FileNotFoundError: it is missing; with its path.
         ValueError: it is another one than when the data set was made.
     """
 
     def __init__(self, file: ImageFile) -> None:
         location, self._column = locate(file.path), file.column
-        source = location.open()
-        found, expected = (source.size(), location.info().version), (file.bytes, file.version)
-        if found != expected:
+        found = location.info()
+        if found.kind == "nothing":
+            raise FileNotFoundError(errno.ENOENT, "no such file", file.path)
+        if (found.size, found.version) != (file.bytes, file.version):
             raise ValueError(
                 f"{file.path} has changed since the data set was made: its size and version are "
-                f"{found}, not {expected}; make the data set again (convert.in_place), in another "
-                "folder"
+                f"{(found.size, found.version)}, not {(file.bytes, file.version)}; make the data "
+                "set again (convert.in_place), in another folder"
             )
-        self._file = pq.ParquetFile(source)
+        self._file = pq.ParquetFile(location.open())
 
     def images(self, row_group: int) -> pa.Array:
         """Encoded images of a row group: binary, empty where there is none."""
@@ -328,16 +241,17 @@ class _ImagesInPlace:
         return column.cast(pa.binary()).fill_null(b"")
 
 
-def _columns_of(file: pq.ParquetFile, row_group: int, names: list[str]) -> dict[str, pa.Array]:
-    table = file.read_row_group(row_group, columns=names, use_threads=False).combine_chunks()
-    return {name: table[name].chunk(0) for name in names}
+def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = False) -> str | None:
+    """Why a file is not the shard that was written, by its size and its footer; None if it is.
 
-
-def problem_of_shard(location: Location, entry: ShardFile) -> str | None:
-    """Why a file is not the shard that was written, by its size and its footer; None if it is."""
+    Args:
+        is_read: all of its bytes are compared with their checksum.
+    """
     try:
         with naming(location.uri):
-            with_retries(lambda: ShardReader(location, entry), f"reading {location.path}")
+            with_retries(lambda: open_shard(location, entry), f"reading {location.path}")
+            if is_read and _crc32_of(location) != entry.crc32:
+                return "its bytes differ from the manifest's checksum"
     except (pa.ArrowException, OSError, ValueError) as error:
         if is_of_the_store(error):  # other OSErrors are of what pyarrow cannot parse
             raise
@@ -345,38 +259,27 @@ def problem_of_shard(location: Location, entry: ShardFile) -> str | None:
     return None
 
 
+def _crc32_of(location: Location) -> int:
+    found, source = 0, location.open()
+    while part := source.read(_PART_BYTES):
+        found = checksum(part, found)
+    return found
+
+
 class RowGroupReader:
     """Reads row groups by their index in the manifest, keeping some files open.
 
     Args:
-        cache: of this node, where row groups and footers with checksums are kept and looked for.
+        cache: of this node, where row groups are kept and looked for.
     """
 
-    def __init__(self, manifest: Manifest, cache: LocalCache | None = None) -> None:
+    def __init__(self, manifest: Manifest, cache: Cache | None = None) -> None:
         self._manifest = manifest
         self._cache = cache
-
-        def opened(index: int) -> ShardReader:
-            location, entry = manifest.file_location(index), manifest.files[index]
-            if cache is None:
-                return ShardReader(location, entry)
-            name = f"{manifest.shards_digest}-{index}-footer"
-            kept = cache.read(name, entry.footer_crc32, entry.bytes)
-            shard = ShardReader(location, entry, None if kept is None else bytes(kept))
-            if kept is None:
-                cache.write(name, shard.footer)
-            return shard
-
-        self._shard = lru_cache(_OPEN_FILES)(opened)
+        self._file = lru_cache(_OPEN_FILES)(
+            lambda index: open_shard(manifest.file_location(index), manifest.files[index])
+        )
         self._images = lru_cache(_OPEN_FILES)(_ImagesInPlace)
-
-    def check_footer(self, group: int) -> None:
-        """Open the shard of a row group.
-
-        Raises:
-            ValueError: it is missing, or its size or footer is not what the manifest says.
-        """
-        self._retried(group, lambda: self._shard_of(group))
 
     def read(self, group: int) -> EncodedRows:
         """The rows of a row group as they are stored.
@@ -386,7 +289,7 @@ class RowGroupReader:
                 than the bytes of some images differ; or if a label is not one of the classes.
         """
         manifest = self._manifest
-        rows = self._retried(group, lambda: self._read_whole(group))
+        rows = self._read_whole(group)
         if len(foreign := _foreign_labels(rows.labels, manifest.num_classes)):
             row = int(np.searchsorted(rows.labels.offsets.to_numpy(), foreign[0], side="right")) - 1
             raise ValueError(
@@ -426,56 +329,52 @@ class RowGroupReader:
 
     def column(self, group: int, name: str) -> pa.Array:
         """A column of all stored rows of a row group; reads no other."""
-        number = int(self._manifest.row_group[group])
-        column = self._retried(group, lambda: self._shard_of(group).columns(number, [name])[name])
+        column = self._retried(group, lambda: self._table(group, [name]))[name].chunk(0)
         self._check_count(group, len(column))
         return column
 
-    def _shard_of(self, group: int) -> ShardReader:
-        return self._shard(int(self._manifest.file_index[group]))
-
     def _read_whole(self, group: int) -> EncodedRows:
-        manifest = self._manifest
-        number, expected = int(manifest.row_group[group]), int(manifest.crc32[group])
-        index = int(manifest.file_index[group])
-        file = manifest.files[index]
-        elsewhere = file.images
-        content, name = None, ""
-        if self._cache is not None:
-            name = f"{manifest.shards_digest}-{index}-{number}"
-            content = self._cache.read(name, expected, file.bytes)
-        is_kept, is_whole = content is not None, True
-        shard = self._shard(index)
-        if content is None:
-            content = shard.content(number)
-            is_whole = checksum(content) == expected
-            if not is_whole:  # once more: it may have been changed on its way
-                content = shard.content(number)
-                is_whole = checksum(content) == expected
-        if is_whole:
-            columns = shard.columns(number, shard.names, content)
-        else:
-            columns = shard.columns(number, shard.names[1:], content)
-            columns |= shard.columns(number, ["image"], content)
-        if is_whole and not is_kept and self._cache is not None:
-            self._cache.write(name, content)
-        if elsewhere is not None:
-            if not is_whole:
-                raise pa.ArrowInvalid(f"row group {number} differs from its checksum")
-            # Each of these is compared with its own checksum.
-            columns["image"], is_whole = self._images(elsewhere).images(number), False
-        self._check_count(group, len(columns["key"]))
-        sizes = np.stack([columns["height"].to_numpy(), columns["width"].to_numpy()], axis=1)
-        crc32 = columns["crc32"].to_numpy()
-        images, labels, keys = columns["image"], columns["labels"], columns["key"]
-        rows = EncodedRows(images, labels, keys, crc32, sizes, is_whole, columns.get(_INDEX))
-        if not is_whole and elsewhere is None:
-            found = [checksum(image.as_buffer()) for image in images]
-            if len(found) != len(crc32) or np.array_equal(found, crc32):
-                raise pa.ArrowInvalid(
-                    f"row group {number} differs from its checksum by more than the bytes of images"
-                )
-        return rows
+        """From this node's cache, or from the data set."""
+        manifest, index = self._manifest, int(self._manifest.file_index[group])
+        name = f"{manifest.shards_digest}-{index}-{int(manifest.row_group[group])}"
+        table = self._cache.read(name) if self._cache is not None else None
+        if table is not None:
+            return _encoded_rows(table, is_whole=True)
+        table, is_whole = self._retried(group, lambda: self._fetched(group))
+        self._check_count(group, len(table))
+        if is_whole and self._cache is not None:
+            self._cache.write(name, table)
+        return _encoded_rows(table, is_whole)
+
+    def _fetched(self, group: int) -> tuple[pa.Table, bool]:
+        """A row group, and whether its images were compared with checksums, too."""
+        file = self._manifest.files[int(self._manifest.file_index[group])]
+        try:
+            table = self._table(group, _COLUMNS)
+        except (OSError, pa.ArrowException) as error:
+            if is_of_the_store(error) or isinstance(error, FileNotFoundError):
+                raise
+            # A page of images may be damaged: each is compared with its own checksum.
+            table = self._table(group, _COLUMNS[1:])
+            unchecked = self._table(group, _COLUMNS[:1], is_checked=False)
+            return table.append_column("image", unchecked["image"]), False
+        if file.images is None:
+            return table, True
+        images = self._images(file.images).images(int(self._manifest.row_group[group]))
+        crc32 = np.array([checksum(image.as_buffer()) for image in images], np.uint32)
+        is_whole = np.array_equal(crc32, table["crc32"].to_numpy())
+        return table.set_column(table.schema.get_field_index("image"), "image", images), is_whole
+
+    def _table(self, group: int, names: list[str], *, is_checked: bool = True) -> pa.Table:
+        """Columns of a row group, whose pages are compared with their checksums."""
+        file = self._file(int(self._manifest.file_index[group]))
+        names = [*names, *([_INDEX] if "crc32" in names and has_index(file.schema_arrow) else [])]
+        if not is_checked:
+            index = int(self._manifest.file_index[group])
+            file = pq.ParquetFile(self._manifest.file_location(index).open())
+        number = int(self._manifest.row_group[group])
+        table = file.read_row_group(number, columns=names, use_threads=False)
+        return table.combine_chunks()
 
     def _check_count(self, group: int, found: int) -> None:
         expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
@@ -494,18 +393,22 @@ class RowGroupReader:
             try:
                 with naming(location.uri):
                     return read()
-            except OSError:
-                self._shard.cache_clear()
+            except (OSError, pa.ArrowException):
+                self._file.cache_clear()
                 self._images.cache_clear()
                 raise
 
+        def read_twice() -> Result:
+            return read_again(read_once, pa.ArrowException, OSError)
+
         try:
-            return with_retries(read_once, f"reading {path}")
+            return with_retries(read_twice, f"reading {path}")
         except FileNotFoundError as error:
             there = f" on {platform.node()}" if location.is_local else ""
             raise ValueError(
-                f"shard {path!r} is missing{there} though the manifest lists it; restore the file, "
-                "put the data set where all nodes that read see it, or convert again"
+                f"shard {error.filename or path!r} is missing{there} though the manifest lists it; "
+                "restore the file, put the data set where all nodes that read see it, or convert "
+                "again"
             ) from error
         except (OSError, pa.ArrowException) as error:
             if is_of_the_store(error) and not isinstance(error, PermissionError):
@@ -519,14 +422,18 @@ class RowGroupReader:
             raise ValueError(f"shard {path!r} cannot be read ({error}); {advice}") from error
 
 
+def _encoded_rows(table: pa.Table, is_whole: bool) -> EncodedRows:
+    columns = {name: table[name].chunk(0) for name in table.column_names}
+    sizes = np.stack([columns["height"].to_numpy(), columns["width"].to_numpy()], axis=1)
+    images, labels, keys = columns["image"], columns["labels"], columns["key"]
+    crc32 = columns["crc32"].to_numpy()
+    return EncodedRows(images, labels, keys, crc32, sizes, is_whole, columns.get(_INDEX))
+
+
 def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
     """Indices, in the labels of all rows, of those that are not a class."""
     values = labels.values.to_numpy()
     return np.flatnonzero((values < 0) | (values >= num_classes))
-
-
-_THREADS: Final = 16
-"""Files read at a time: the wait for an object store's answers is most of it."""
 
 
 def first_labels(manifest: Manifest) -> Iterator[NDArray[np.int32]]:

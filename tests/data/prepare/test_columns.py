@@ -110,7 +110,7 @@ def test_a_changed_letter_is_found(serial: None, tmp_path: Path) -> None:
     file = tmp_path / "set" / manifest.files[0].path
     file.write_bytes(file.read_bytes().replace(b"sitting", b"sitteng"))
     (problem,) = check_file(0, manifest, 1.0).problems
-    assert "differs from its checksum" in problem.what
+    assert "checksum" in problem.what
 
 
 def test_a_part_has_the_columns_of_the_whole(serial: None, tmp_path: Path) -> None:

@@ -18,16 +18,15 @@ from tests.conftest import Head
 from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.prepare.conftest import module_with
-from vit_ray.data import open_dataset
-from vit_ray.data import shards as row_groups
+from vit_ray.data import open_dataset, shards
 from vit_ray.data.crops import decode
-from vit_ray.data.dataset import Manifest
+from vit_ray.data.dataset import Manifest, ShardFile
 from vit_ray.data.prepare import conversion_plan as plan
 from vit_ray.data.prepare.convert import commit, conversion, make_shards, shard_images
 from vit_ray.data.prepare.convert.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
 
 
 def rows_of(manifest: Manifest) -> list[dict[str, object]]:
@@ -618,13 +617,13 @@ def test_each_footer_is_read_once(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    original = row_groups.ShardReader._read_footer
+    original = shards.open_shard
 
-    def counted(reader: row_groups.ShardReader) -> bytes:
-        read.append(reader._location.path)
-        return original(reader)
+    def counted(location: Location, entry: ShardFile) -> Any:
+        read.append(location.path)
+        return original(location, entry)
 
-    monkeypatch.setattr(row_groups.ShardReader, "_read_footer", counted)
+    monkeypatch.setattr(shards, "open_shard", counted)
     report = convert(str(image_folder), str(tmp_path / "set"), rows_per_row_group=8, shard_mib=0.1)
     assert len(read) == len(set(read)) == report.num_shards > 1
 

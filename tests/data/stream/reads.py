@@ -29,7 +29,7 @@ def manifest_of(rows: list[int], image_bytes: int) -> Manifest:
     counts, zeros, total = np.array(rows, np.int32), np.zeros(len(rows), np.int32), sum(rows)
     return Manifest(
         zeros, np.arange(len(rows), dtype=np.int32), counts, counts.astype(np.int64) * image_bytes,
-        {}, zeros.astype(np.uint32), "nowhere", "nowhere", total, ["a"], 1, "test",
+        {}, "nowhere", "nowhere", total, ["a"], 1, "test",
         [ShardFile("part.parquet", total, 1 << 40, 0)],
     )  # fmt: skip
 

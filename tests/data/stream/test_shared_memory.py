@@ -32,7 +32,7 @@ def test_processes_share_all_of_manifest_and_order_and_the_plan_counts_it(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     numbers, rows = np.arange(GROUPS, dtype=np.int32), np.full(GROUPS, 64, np.int32)
     manifest = Manifest(
-        numbers // 100, numbers % 100, rows, rows.astype(np.int64), {}, numbers.astype(np.uint32),
+        numbers // 100, numbers % 100, rows, rows.astype(np.int64), {},
         path="", root="", num_images=64 * GROUPS, classes=["a"], max_labels=1, fingerprint="",
         files=ShardFiles(ShardFile(f"{i}", 6400, 6400, 0) for i in range(GROUPS // 100)),
     )  # fmt: skip

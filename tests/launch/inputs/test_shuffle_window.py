@@ -11,7 +11,7 @@ from tests.checkpoints.written import snapshot_of, write_snapshot
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.cache import LocalCache
+from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.launch import prepared_run
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
@@ -28,7 +28,7 @@ def write_data_set(
     """A manifest of row groups of 64 images, without shards."""
     columns = RowGroupColumns(
         np.zeros(num_groups), np.arange(num_groups), np.full(num_groups, 64),
-        np.full(num_groups, group_bytes), {}, np.zeros(num_groups),
+        np.full(num_groups, group_bytes), {},
     )  # fmt: skip
     write_manifest(
         locate(str(folder)), columns,
@@ -257,6 +257,6 @@ def test_the_evaluation_set_is_a_stream_of_its_own(recipe: Recipe, tmp_path: Pat
 
 
 def test_the_streams_of_a_run_have_the_cache_that_it_asks_for(recipe: Recipe) -> None:
-    asked = recipe.with_changes(data={"cache_dir": "/ssd/cache", "cache_gib": 0.5})
-    assert resolve_run(asked).streams["train"].cache == LocalCache("/ssd/cache", 1 << 29)
+    asked = recipe.with_changes(data={"cache_dir": "/ssd/cache", "cache_free_gib": 0.5})
+    assert resolve_run(asked).streams["train"].cache == Cache("/ssd/cache", 1 << 29)
     assert resolve_run(recipe).streams["train"].cache is None

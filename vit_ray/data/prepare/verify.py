@@ -11,7 +11,7 @@ from vit_ray.data.jpeg_index.segments import index_segments
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.prepare.progress import Shown, report_done
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.shards import RowGroupReader
+from vit_ray.data.shards import RowGroupReader, problem_of_shard
 
 _SAMPLE: Final = 6
 
@@ -87,16 +87,16 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> F
     if info.size != entry.bytes:
         what = f"the file has {info.size} bytes, expected {entry.bytes}"
         return FileCheck(problems=[Problem(entry.path, what)])
-    reader = RowGroupReader(manifest)
-    try:
-        reader.check_footer(int(groups[0]))
-    except ValueError as error:
-        return FileCheck(problems=[Problem(entry.path, f"the footer cannot be read: {error}")])
-    found, num_images = FileCheck(), 0
+    location = manifest.shard_location(int(groups[0]))
+    if problem := problem_of_shard(location, entry):
+        return FileCheck(problems=[Problem(entry.path, f"the footer cannot be read: {problem}")])
+    reader, found, num_images = RowGroupReader(manifest), FileCheck(), 0
     for group in groups.tolist():
         _check_group(found, manifest, reader, group, decode_fraction)
         num_images += int(manifest.rows[group])
         report_done(num_images, len(found.problems))
+    if not found.problems and (problem := problem_of_shard(location, entry, is_read=True)):
+        found.problems.append(Problem(entry.path, problem))
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box, draw_boxes
-from vit_ray.data.cache import LocalCache
+from vit_ray.data.cache import Cache
 from vit_ray.data.crops import augmented, cut_crop
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Plan, Rows, ShuffleWindow
@@ -60,7 +60,7 @@ class StreamSpec:
     held_rows: int | None = None
     cache_mib: int = 256
     object_store_mib: int | None = None
-    cache: LocalCache | None = None
+    cache: Cache | None = None
     label_selector: Mapping[str, str] = field(default_factory=dict)
 
     @property

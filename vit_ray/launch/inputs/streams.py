@@ -15,7 +15,7 @@ from vit_ray.config.training_sections import DataConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.cache import LocalCache
+from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.selection import RowSelection, select
 from vit_ray.data.shards import first_labels
@@ -135,7 +135,7 @@ def stream_of(
     rows: RowSelection | None,
 ) -> StreamSpec:
     """A stream of some rows, or of all, without a shuffle window: as evaluations read it."""
-    cache = data.cache_dir and LocalCache(data.cache_dir, int(data.cache_gib * 2**30))
+    cache = data.cache_dir and Cache(data.cache_dir, int(data.cache_free_gib * 2**30))
     return StreamSpec(
         manifest,
         augmentation,

@@ -189,7 +189,7 @@ def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> N
 def _shard_file(plan: Plan, result: ShardResult) -> ShardFile:
     name = plan.name_of(result.shard)
     images = ImageFile(*result.images) if result.images else None
-    return ShardFile(name, sum(result.rows), result.bytes, result.footer_crc32, images)
+    return ShardFile(name, sum(result.rows), result.bytes, result.crc32, images)
 
 
 def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) -> str:
@@ -204,7 +204,6 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
         rows=rows,
         bytes=np.concatenate([r.row_group_bytes for r in written]),
         dropped=dropped,
-        crc32=np.concatenate([r.row_group_crc32 for r in written]),
     ).without_empty()
     files = [_shard_file(plan, result) for result in written]
     max_labels = max(r.max_labels for r in written)
@@ -241,8 +240,7 @@ def _costs_in_place(results: list[ShardResult], num_classes: int) -> list[str]:
     notes = [
         f"row groups have up to {max(rows):,} rows and {max(sizes) / _MIB:,.0f} MiB, and are read "
         "whole: data.task_memory_mib should hold those of a shuffle window",
-        "images have no restart markers, so that crops decode whole images, and data.cache_dir "
-        "keeps none of them",
+        "images have no restart markers, so that crops decode whole images",
     ]
     if found - 1 < _SHARE_SORTED * (expected - 1):
         notes.append(

@@ -16,7 +16,7 @@ endif
 
 # Tests of figures that no processor may change, and those of them that were kept or published.
 NUMERIC := tests/models tests/evaluation tests/data/jpeg_index $(addprefix tests/data/test_, boxes.py crops.py jpeg.py order.py partition.py \
-  randaugment.py restart_index.py selection.py) $(addprefix tests/training/test_, \
+  randaugment.py restart_index.py parts.py) $(addprefix tests/training/test_, \
   golden.py engine.py collectives.py objective.py optim.py schedule.py) tests/worker/test_evaluation.py
 PUBLISHED := tests/models/weights tests/data/test_crops.py tests/training/test_golden.py
 # The same libraries without the newer instructions of x86; elsewhere this changes nothing.

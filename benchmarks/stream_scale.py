@@ -77,7 +77,7 @@ class EmptyReader:
 
         spec = job.spec
         self._job = job
-        self._plan = Plan(spec.manifest, spec.seed, spec.rows, True, job.counts, job.window)
+        self._plan = Plan(spec.manifest, spec.seed, True, job.window)
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Any, dict[int, str]]:
         """As `BatchReader.batch`."""

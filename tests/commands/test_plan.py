@@ -185,10 +185,10 @@ def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Pat
     text = work_of("data.task_memory_mib=512")
     assert (
         "up to 2,048 MiB in a task: task_memory_mib, and 1,536 for the image of 134,217,728 pixels;"
-        " 433 MiB for all tasks of a host: manifest and order" in text
+        " 795 MiB for all tasks of a host: manifest and order" in text
     )
     of_part = work_of("data.fraction=0.1")
-    assert "; 506 MiB for all tasks of a host: manifest and order" in of_part
+    assert "; 867 MiB for all tasks of a host: manifest and order" in of_part
     counts = {"files": [], "classes": ["a"], "max_labels": 1, "origin": {}}
     columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 5000, 10**6)), {})
     for name, pixels in (("set", 5_000_000), ("other", 0)):
@@ -219,7 +219,7 @@ def test_row_groups_are_read_as_often_as_counted(window: int, servers: int, time
 def test_row_groups_that_servers_read_several_times_are_named() -> None:
     assert "row group is read" not in work_of("plan.num_gpus=8")
     text = work_of("train.global_batch_size=4096", "plan.num_gpus=512")
-    assert "; each row group is read 1.49 times by 64 servers" in text
+    assert "; each row group is read 1.48 times by 64 servers" in text
 
 
 def test_a_wrong_model_is_told_before_a_missing_data_set() -> None:

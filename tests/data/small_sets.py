@@ -107,6 +107,5 @@ def keys_of(manifest: Manifest) -> list[str]:
     keys = []
     for group in range(manifest.num_row_groups):
         encoded = reader.read(group)
-        rows = range(int(manifest.rows[group]))
-        keys += [encoded.key(manifest.stored_row(group, row)) for row in rows]
+        keys += [encoded.key(row) for row in manifest.stored_rows(group).tolist()]
     return keys

@@ -30,9 +30,9 @@ def test_rows_that_a_subset_leaves_out_are_left_out(digits: Digits, tmp_path: Pa
     assert len(found) == 77
     whole = stored(open_dataset(digits.train))
     kept = [
-        whole[32 * int(part.row_group[group]) + part.stored_row(group, row)]
+        whole[32 * int(part.row_group[group]) + row]
         for group in range(part.num_row_groups)
-        for row in range(int(part.rows[group]))
+        for row in part.stored_rows(group).tolist()
     ]
     assert found.tolist() == kept
 

@@ -85,30 +85,6 @@ def test_the_first_blocks_are_small_and_double() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "accumulation", "most"),
-    [(1, 1, 2.1), (1, 64, 2.1), (2, 4, 2.1), (4, 1, 1.1), (4, 16, 1.1), (16, 1, 1.1), (64, 1, 1.1)],
-)
-def test_a_window_that_is_larger_than_a_task_is_read_by_bounded_tasks(
-    world_size: int, accumulation: int, most: float
-) -> None:
-    """Two batches of 4,096 in tasks of 2,048: a rank of four has that, and one alone four times."""
-    window = ShuffleWindow(4096, 2)
-    partition = Partition(world_size, 4096 // world_size // accumulation)
-    shape = BlockShape(128, 2048, 2 * accumulation)
-    read = made = 0
-    last = 8 * accumulation * partition.batch_size_per_rank
-    for task in read_tasks(partition, 0, last, shape, range(world_size)):
-        positions = np.concatenate([partition.offsets(*block) for block in task.blocks()])
-        assert len(positions) <= max(2048, partition.batch_size_per_rank)
-        (number,) = np.unique(positions // window.num_rows)
-        if number > 0:  # after the small blocks at the start
-            made += len(positions)
-            read += 64 * len(np.unique(window.undealt(positions, 10**9) // 64))
-    assert made == 3 * 2 * 4096
-    assert read < most * made
-
-
 @pytest.mark.parametrize(("world_size", "most"), [(1, 1.1), (2, 1.1), (8, 1.2), (64, 1.5)])
 @pytest.mark.parametrize("batch", [64, 128, 512, 1024])
 @pytest.mark.parametrize("start_pass", [0, 5])

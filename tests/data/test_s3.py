@@ -71,7 +71,7 @@ def s3(proxy: FaultProxy) -> Iterator[FaultProxy]:
 def batch_of(manifest: Manifest, cache: Cache | None = None) -> dict[str, Any]:
     """The first 100 rows of an epoch, read without Ray."""
     spec = StreamSpec(manifest, Augmentation(size=16), cache=cache)
-    job = StreamJob(spec, Partition(1, 50), 0, is_training=True, counts=manifest.rows)
+    job = StreamJob(spec, Partition(1, 50), 0, is_training=True)
     return BatchReader(job).batch(0, 0, 100)[0]
 
 

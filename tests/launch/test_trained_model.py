@@ -26,7 +26,6 @@ from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.commands.trained.export import export
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.order import rows_per_group
 from vit_ray.data.partition import Partition
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
@@ -84,8 +83,7 @@ def evaluated(_: int, folder: str, run: str) -> dict[str, Any]:
             Path(folder), data={"eval": f"{folder}/data"}, train=train.model_dump(), init_from=run
         )
         spec = resolve_run(recipe, needs_train=False).streams["eval"]
-        counts = rows_per_group(spec.manifest, spec.rows)
-        reader = BatchReader(StreamJob(spec, Partition(1, BATCH), 0, False, counts))
+        reader = BatchReader(StreamJob(spec, Partition(1, BATCH), 0, False))
         batches = [reader.batch(0, at, at + BATCH)[0] for at in range(0, COUNT, BATCH)]
         model = build_objective(recipe, 5)
         initialize_weights(model, run, new_head=False)

@@ -28,8 +28,9 @@ class ConvertConfig(Section):
         "auto"
     )
     """Format of the source; `tfrecord` is TensorFlow Datasets' (a folder of its `VERSION`)."""
-    rows_per_row_group: Positive = 64
-    """Images per row group: the smallest unit that is read."""
+    rows_per_row_group: Positive = 32
+    """Images per row group: the smallest unit that is read. With fewer, images of large batches
+    meet others more often, and there are more requests."""
     shard_mib: PositiveFloat = 256.0
     """Target size of a parquet file in MiB."""
     max_rejected_fraction: Fraction = 0.01

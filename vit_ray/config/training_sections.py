@@ -205,12 +205,10 @@ class DataConfig(Section):
     """Share of `train` that is held out (keyed by `seed`), and evaluated on if `eval` is unset."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
     """Images in the shuffle buffer, a multiple of the global batch: their row groups are dealt out
-    over its batches, differently in each epoch. A reading task holds one window in memory, or its
-    part of the window of a large batch; images that do not fit in task_memory_mib are read again. 0
-    = row groups one after another. `auto` = up to 2,048 within task_memory_mib and half of
-    object_store_mib; for batches above 1,024 up to 16,384 within a third of object_store_mib
-    (unset: 1,200 MiB of pixels), and 0 with a batch of which a task cannot make a
-    part; a resumed run keeps the window it began with."""
+    over its batches, differently in each epoch. A reading task holds one window in memory. 0 = row
+    groups one after another. `auto` = up to 2,048 within task_memory_mib and half of
+    object_store_mib, and 0 for batches above 1,024; a resumed run keeps the window it began
+    with."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""
     eval_augment: EvalAugmentConfig = EvalAugmentConfig()

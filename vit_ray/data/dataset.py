@@ -9,8 +9,8 @@ de-duplicated set is a part of a data set: a manifest made of a manifest, over t
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import starmap
 from typing import Any, Final
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from vit_ray.data.keyed_random import key_of, keys_of
 from vit_ray.storage import Location, check_reachable, locate, read_again
 
 FORMAT_VERSION: Final = 4
@@ -131,6 +132,8 @@ def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> Sh
 ABOUT: Final = ("license", "source_url", "evaluation_only")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
+_SPLIT: Final = 8
+"""Separates the ranks of a run's parts from other random numbers of its seed."""
 _NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "largest_pixels")
 """Of the header: what the fingerprint does not depend on."""
 _FILE_FIELDS: Final = 4
@@ -187,6 +190,8 @@ class Manifest(RowGroupColumns):
         text_columns: those of the shards that came from the source, such as captions.
         origin: how it was made, and what its maker says about it.
         largest_pixels: of the image that has the most; 0 where that was not counted.
+        whole: of a part that is not written, the data set: its row groups are those of the part, of
+            which some have no rows, and its numbers those of the part's samples.
     """
 
     path: str
@@ -199,6 +204,7 @@ class Manifest(RowGroupColumns):
     text_columns: tuple[str, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict)
     largest_pixels: int = 0
+    whole: "Manifest | None" = None
 
     def __getstate__(self) -> dict[str, Any]:
         """With the first samples, which processes that share what is pickled then share, too."""
@@ -221,6 +227,8 @@ class Manifest(RowGroupColumns):
     @cached_property
     def first_samples(self) -> NDArray[np.int64]:
         """Sample number of the first row of each row group, and the total at the end."""
+        if self.whole is not None:
+            return self.whole.first_samples
         return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
 
     @cached_property
@@ -240,11 +248,95 @@ class Manifest(RowGroupColumns):
         dropped = self.dropped.get(group, np.empty(0, np.int32))
         return np.delete(np.arange(int(self.rows[group]) + len(dropped)), dropped)
 
-    def stored_row(self, group: int, row: int) -> int:
-        """Where in the stored row group a row of this manifest's row group lies."""
-        for dropped in self.dropped.get(group, ()):
+    def samples_of(self, group: int) -> NDArray[np.int64]:
+        """Numbers of the samples of a row group, ascending."""
+        whole = self.whole or self
+        kept = np.isin(whole.stored_rows(group), self.stored_rows(group))
+        return int(whole.first_samples[group]) + np.flatnonzero(kept)
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """The row group of a sample, and its row in the stored one."""
+        group = int(np.searchsorted(self.first_samples, sample, side="right")) - 1
+        row = sample - int(self.first_samples[group])
+        for dropped in (self.whole or self).dropped.get(group, ()):
             row += int(dropped) <= row
-        return row
+        return group, row
+
+    def without(self, samples: NDArray[np.integer]) -> "Manifest":
+        """The part without some samples, each of which it has."""
+        samples = np.sort(samples)
+        groups = np.searchsorted(self.first_samples, samples, side="right") - 1
+        rows = self.rows - np.bincount(groups, minlength=self.num_row_groups)
+        left_out = {}
+        for group in np.unique(groups[rows[groups] > 0]).tolist():
+            is_gone = np.isin(self.samples_of(group), samples[groups == group])
+            left_out[group] = self.stored_rows(group)[is_gone]
+        return self._part(rows, left_out)
+
+    def ranked(self, first: int, last: int, key: int) -> "Manifest":
+        """The part of the rows whose rank is in [first, last).
+
+        Rows were shuffled at conversion, so ranks go through whole row groups, in an order that is
+        keyed: a small part is a small part of the bytes, and a smaller one is inside a larger one.
+        """
+        order = np.argsort(keys_of(key, np.arange(self.num_row_groups)), kind="stable")
+        begins = np.empty(self.num_row_groups, np.int64)
+        begins[order] = np.cumsum(self.rows[order], dtype=np.int64) - self.rows[order]
+        low = np.clip(first - begins, 0, self.rows)
+        rows = np.clip(last - begins, 0, self.rows) - low
+        left_out = {}
+        for group in np.flatnonzero((rows > 0) & (rows < self.rows)).tolist():
+            kept = slice(int(low[group]), int(low[group] + rows[group]))
+            left_out[group] = np.delete(self.stored_rows(group), kept)
+        return self._part(rows, left_out)
+
+    def _part(
+        self, rows: NDArray[np.integer], left_out: Mapping[int, NDArray[np.integer]]
+    ) -> "Manifest":
+        """
+        Args:
+            rows: of each row group that are left.
+            left_out: of a row group that has some, the stored rows that are left out now.
+        """
+        dropped = dict(self.dropped)
+        for group, stored in left_out.items():
+            dropped[group] = np.union1d(dropped.get(group, []), stored).astype(np.int32)
+        dropped = {group: gone for group, gone in dropped.items() if rows[group]}
+        rows, whole = rows.astype(np.int32), self.whole or self
+        total = int(rows.sum(dtype=np.int64))
+        return replace(self, rows=rows, dropped=dropped, num_images=total, whole=whole)
+
+
+def select(
+    manifest: Manifest, *, seed: int, held_out_fraction: float, fraction: float
+) -> tuple[Manifest, Manifest | None]:
+    """The part to train on, and the one that is held out, if any.
+
+    Args:
+        held_out_fraction: share of the images, rounded to whole images; 0 for none.
+        fraction: share of the others.
+
+    Raises:
+        ValueError: a part would have no image.
+    """
+    key, total, held_out = key_of(_SPLIT, seed), manifest.num_images, 0
+    if held_out_fraction > 0:
+        held_out = round(total * held_out_fraction)
+        if not 0 < held_out < total:
+            raise ValueError(
+                f"data.held_out_fraction={held_out_fraction} of {total} images is {held_out}; both "
+                "parts need some: change it, or give a larger data set"
+            )
+    kept = round((total - held_out) * fraction)
+    if not 0 < kept <= total - held_out:
+        raise ValueError(
+            f"data.fraction={fraction} of {total - held_out} images is {kept}; use a fraction from "
+            f"{1 / (total - held_out):.3g} to 1"
+        )
+    rest = manifest.ranked(0, held_out, key) if held_out else None
+    if kept == total:
+        return manifest, rest
+    return manifest.ranked(held_out, held_out + kept, key), rest
 
 
 def open_dataset(path: str) -> Manifest:
@@ -366,6 +458,25 @@ def write_manifest(
     header["fingerprint"] = _fingerprint(header, columns)
     folder.child(MANIFEST_FILE).write(_encoded(header, columns))
     return str(header["fingerprint"])
+
+
+def write_part(folder: Location, part: Manifest, origin: dict[str, Any]) -> None:
+    """Write the manifest of a part of a data set, over the shards of the whole.
+
+    Args:
+        origin: how the part was chosen, in addition to what the whole says about itself.
+    """
+    write_manifest(
+        folder,
+        part.without_empty(),
+        files=part.files,
+        classes=part.classes,
+        max_labels=part.max_labels,
+        root=locate(part.root).uri,
+        text_columns=part.text_columns,
+        origin=part.about | origin,
+        largest_pixels=part.largest_pixels,
+    )
 
 
 def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:

@@ -5,19 +5,18 @@ Positions count from 0 over all epochs joined end to end, so position `p` lies i
 The rows of a window of some global batches are then dealt out to these in turn, so that a row
 group meets another batch with each of its rows, and a reader of a whole window still reads each row
 group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
-length, which the processes of a host share (`shared_arrays`).
+length, which a stream server draws once for all reading tasks (`Order.drawn`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.keyed_random import key_of, keys_of
-from vit_ray.data.selection import RowSelection
-from vit_ray.data.shared_arrays import shared_array
 
 Int64Array = NDArray[np.int64]
 
@@ -101,7 +100,9 @@ class Order:
         self.window = window
         if self.num_images == 0:
             raise ValueError("order: the selection holds 0 rows; choose a data set with images")
-        self._groups_of = lru_cache(maxsize=2)(self._draw_groups)
+        self.drawn: Callable[[int], Int64Array] = self.draw
+        """What `draw` gives, by a process that has drawn it already."""
+        self._groups_of = lru_cache(maxsize=2)(lambda epoch: self.drawn(epoch))
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
     @cached_property
@@ -154,20 +155,14 @@ class Order:
         keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
         return rows[np.argsort(keys, kind="stable")]
 
-    def _draw_groups(self, epoch: int) -> tuple[Int64Array, Int64Array]:
-        """Row groups of an epoch in their order, and where each begins."""
-
-        def draw() -> Int64Array:
-            groups = np.arange(len(self.rows), dtype=np.int64)
-            if self.is_shuffled:
-                keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
-                groups = np.argsort(keys, kind="stable").astype(np.int64)
-            sizes = self.rows[groups]
-            return np.stack([groups, np.cumsum(sizes, dtype=np.int64) - sizes])
-
-        key = (_GROUPS, self.seed, epoch, self.is_shuffled)
-        groups, starts = shared_array(key, self.rows, (2, len(self.rows)), draw)
-        return groups, starts
+    def draw(self, epoch: int) -> Int64Array:
+        """Row groups of an epoch in their order, and where each begins: (2, row groups)."""
+        groups = np.arange(len(self.rows), dtype=np.int64)
+        if self.is_shuffled:
+            keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
+            groups = np.argsort(keys, kind="stable").astype(np.int64)
+        sizes = self.rows[groups]
+        return np.stack([groups, np.cumsum(sizes, dtype=np.int64) - sizes])
 
 
 @dataclass(frozen=True)
@@ -176,22 +171,14 @@ class Rows:
 
     epochs: Int64Array
     groups: Int64Array
-    rows: Int64Array
     samples: Int64Array
 
 
-def rows_per_group(manifest: Manifest, rows: RowSelection | None) -> NDArray[np.integer]:
-    """How many rows of each row group take part."""
-    return manifest.rows if rows is None else rows.rows_per_group(manifest)
-
-
 class Plan:
-    """Positions of a run to rows of the manifest.
+    """Positions of a run to samples of a data set, or of a part of one.
 
     Args:
-        rows: which rows take part; None for all.
         is_shuffled: False keeps the order of the manifest, for evaluation.
-        counts: `rows_per_group` of the same, where it is known already.
         window: in which rows are dealt out to batches; None for none.
     """
 
@@ -199,51 +186,34 @@ class Plan:
         self,
         manifest: Manifest,
         seed: int,
-        rows: RowSelection | None,
         is_shuffled: bool = True,
-        counts: NDArray[np.integer] | None = None,
         window: ShuffleWindow | None = None,
     ) -> None:
-        self._manifest, self._selection = manifest, rows
-        if counts is None:
-            counts = rows_per_group(manifest, rows)
-        self._order = Order(counts, seed, is_shuffled, window)
-        if rows is not None:
-            self._selected_rows = lru_cache(maxsize=4096)(partial(rows.rows_of_group, manifest))
+        self._manifest = manifest
+        self.order = Order(manifest.rows, seed, is_shuffled, window)
+        self._samples_of = lru_cache(maxsize=16)(manifest.samples_of)
 
     @property
     def num_images(self) -> int:
         """Images of one epoch."""
-        return self._order.num_images
+        return self.order.num_images
 
     def rows_at(self, positions: Int64Array) -> Rows:
         """What stands at some positions."""
-        places = self._order.places(positions)
-        rows = places.rows
-        if self._selection is not None:
-            rows = np.array(
-                [self._selected_rows(int(g))[r] for g, r in zip(places.groups, rows, strict=True)],
-                np.int64,
-            )
-        samples = self._manifest.first_samples[places.groups] + rows
-        return Rows(places.epochs, places.groups, rows, samples)
+        places, manifest = self.order.places(positions), self._manifest
+        samples = manifest.first_samples[places.groups] + places.rows
+        if manifest.whole is not None:
+            is_cut = manifest.rows[places.groups] < manifest.whole.rows[places.groups]
+            for group in np.unique(places.groups[is_cut]).tolist():
+                its = places.groups == group
+                samples[its] = self._samples_of(group)[places.rows[its]]
+        return Rows(places.epochs, places.groups, samples)
 
     def span_of(self, sample: int, epoch: int) -> range:
         """Positions among which a sample stands in an epoch, none or a few thousand.
 
         `rows_at` says which of them it is.
         """
-        group = int(np.searchsorted(self._manifest.first_samples, sample, side="right")) - 1
-        row = sample - int(self._manifest.first_samples[group])
-        if self._selection is not None:
-            found = np.flatnonzero(self._selected_rows(group) == row)
-            if not len(found):
-                return range(0)
-            row = int(found[0])
-        return self._order.span_of(epoch, group, row)
-
-    def rows_of_group(self, group: int) -> Int64Array:
-        """Rows of a row group that take part, ascending."""
-        if self._selection is None:
-            return np.arange(self._manifest.rows[group], dtype=np.int64)
-        return self._selected_rows(group)
+        group, _ = self._manifest.place(sample)
+        found = np.flatnonzero(self._samples_of(group) == sample)
+        return self.order.span_of(epoch, group, int(found[0])) if len(found) else range(0)

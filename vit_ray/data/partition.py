@@ -9,15 +9,11 @@ rank's blocks come in the order of its rows.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
-
-_LEAST_PIECE: Final = 32
-"""Rows of a block below which handing it on costs more than its images."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +46,15 @@ class BlockTask:
     block_rows: int
     rounds: int
     of_ranks: range
-    left_out: int = 0
-    """Blocks at its beginning that are not made."""
 
     @property
     def ranks(self) -> list[int]:
         """The rank of each block, in the order of delivery."""
-        return ([*self.of_ranks] * self.rounds)[self.left_out :]
+        return [*self.of_ranks] * self.rounds
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(rank, first row, row after the last) of each block, in the order of delivery."""
-        for place in range(self.left_out, self.rounds * len(self.of_ranks)):
+        for place in range(self.rounds * len(self.of_ranks)):
             turn, index = divmod(place, len(self.of_ranks))
             first = self.first + turn * self.block_rows
             yield self.of_ranks[index], first, first + self.block_rows
@@ -77,8 +71,6 @@ class BlockShape:
         block_rows: rows of a block, about; whole micro-batches are taken.
         task_rows: rows of a task, about.
         window_passes: passes of all ranks that make a shuffle window; 1 where there is none.
-        held_rows: rows of a window that a task keeps in memory, where one task cannot make all of
-            it; None where it can, or there is none.
         start_pass: passes of the run before the first one here.
     """
 
@@ -86,7 +78,6 @@ class BlockShape:
     task_rows: int
     window_passes: int = 1
     start_pass: int = 0
-    held_rows: int | None = None
 
     def full_passes(self, partition: Partition) -> int:
         """Passes of a full block: whole windows, or an even part of one."""
@@ -106,17 +97,13 @@ def read_tasks(
     blocks make more than one block. A task of those has whole windows of its ranks, whose rows of a
     window lie side by side in the order: so it reads whole row groups, but for those at its ends.
     Where one rank's part of a window is more than a task, it is cut, and each part reads the row
-    groups again. Where a window is made by many tasks (`held_rows`), its first blocks do not wait
-    for those of all its batches: the first round has tasks of its own.
+    groups again.
     """
     micro, full = partition.batch_size_per_rank, shape.full_passes(partition)
     even = min(full, shape.window_passes)
     window_rounds = max(1, shape.window_passes // full)
     task_rounds = max(1, shape.task_rows // (full * micro))
     ranks_per_task = max(1, task_rounds // window_rounds)
-    if shape.held_rows is not None and window_rounds > 1:
-        # Each round reads all of the row groups; blocks of whole windows read them in turn.
-        ranks_per_task = min(ranks_per_task, shape.held_rows // (shape.window_passes * micro)) or 1
     is_cut = task_rounds < window_rounds
     if not is_cut:
         task_rounds = max(1, ranks_per_task // len(ranks)) * window_rounds
@@ -129,16 +116,12 @@ def read_tasks(
             left = window_rounds - into_window if is_cut else task_rounds - into_window
             rounds = min(task_rounds, left, (passes - done) // full)
             shared = ranks_per_task
-            if shape.held_rows is not None and not done:
-                rounds, shared = 1, 1
         else:
             size, rounds, shared = min(doubled, full, passes - done), 1, 1
             if past:
                 size = min(size, even - past)
             elif size > even:
                 size -= size % even
-            if shape.held_rows is not None and done:  # ranks side by side share row groups
-                shared = ranks_per_task if doubled >= full else full // size
             doubled *= 2
         for start in range(ranks.start, ranks.stop, shared):
             of_ranks = range(start, min(start + shared, ranks.stop))
@@ -146,30 +129,7 @@ def read_tasks(
         done += size * rounds
 
 
-def pieces_of(share: int, window_passes: int, held_rows: int) -> int:
-    """Into how many equal pieces a rank's share of a batch is cut for reading.
-
-    So that a task can keep the row groups of a piece's part of a window: each piece is read as if
-    it were a rank. 1 where no division of the share has pieces that are small enough.
-    """
-    for pieces in range(1, share // _LEAST_PIECE + 1):
-        if share % pieces == 0 and window_passes * share // pieces <= held_rows:
-            return pieces
-    return 1
-
-
 def divisors(count: int) -> list[int]:
     """All divisors of a positive number, in ascending order."""
     low = {one for one in range(1, math.isqrt(count) + 1) if count % one == 0}
     return sorted(low | {count // one for one in low})
-
-
-def largest_piece(batch: int) -> int:
-    """Rows of the smallest piece of a rank's share, for the worst number of ranks.
-
-    A task that can hold the window's rows of so many slots can hold a piece for any number of ranks
-    that divides the batch.
-    """
-    shares = divisors(batch)
-    pieces = [one for one in shares if one >= _LEAST_PIECE]
-    return max(min((p for p in pieces if not share % p), default=share) for share in shares)

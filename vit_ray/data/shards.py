@@ -460,8 +460,8 @@ def keys(manifest: Manifest) -> Iterator[list[str]]:
 
 def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:
     """What `read` finds in each row group, a list for each file."""
-    cuts = np.flatnonzero(np.diff(manifest.file_index)) + 1
-    runs = np.split(np.arange(manifest.num_row_groups), cuts)
+    groups = np.flatnonzero(manifest.rows)
+    runs = np.split(groups, np.flatnonzero(np.diff(manifest.file_index[groups])) + 1)
 
     def of_file(groups: NDArray[np.int64]) -> list[Any]:
         reader = RowGroupReader(manifest)

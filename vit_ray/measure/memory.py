@@ -15,12 +15,12 @@ from vit_ray.measure import zero_settings
 GIB = 1024**3
 # One in use, one whose turn is next, and one that waits for a place (`worker/prefetch.py`).
 BATCHES_ON_DEVICE: Final = 3
-_MANIFEST_BYTES: Final = 32
-"""Of a row group: the five columns of the manifest, and its first sample."""
+_MANIFEST_BYTES: Final = 28
+"""Of a row group: the four columns of the manifest, and its first sample."""
 _ORDER_BYTES: Final = 16
 """Of a row group in an epoch: its number, and its first position."""
-_SHARE_BYTES: Final = 16
-"""Of a row group where a part of the data set is read: how much of it, and where it begins."""
+_PART_BYTES: Final = 4
+"""Of a row group where a part of the data set is read: its rows in the whole."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def shared_reading_mib(num_row_groups: int, *, is_part: bool) -> float:
         num_row_groups: of the whole data set.
         is_part: whether a part of it is read.
     """
-    each = 2 * _MANIFEST_BYTES + 2 * _ORDER_BYTES + is_part * _SHARE_BYTES
+    each = 2 * (_MANIFEST_BYTES + is_part * _PART_BYTES) + 2 * _ORDER_BYTES
     return num_row_groups * each / 2**20
 
 

@@ -1,8 +1,7 @@
 """How often reading tasks read each row group: the code's own plan and memory, without files."""
 
 import itertools
-from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -13,9 +12,7 @@ from numpy.typing import NDArray
 from vit_ray.config.training_sections import DataConfig
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest, ShardFile
-from vit_ray.data.selection import select
 from vit_ray.data.stream import batches
-from vit_ray.data.stream.rank_blocks import RankBlock, Reading
 from vit_ray.data.stream.ray_datasets import HostRanks, planned
 from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.inputs.streams import training_stream
@@ -47,15 +44,14 @@ def spec_of(
     data = DataConfig(train="nowhere", shuffle_window=window, task_memory_mib=memory_mib)
     found = window_rows(data, batch, (size, size), manifest)
     data = data.model_copy(update={"shuffle_window": found})
-    kept, _ = select(manifest, seed=0, held_out_fraction=0.0, fraction=1.0)
-    return training_stream(data, 0, Augmentation(size=1), batch, manifest, kept)
+    return training_stream(data, 0, Augmentation(size=1), batch, manifest)
 
 
-def readers_of(spec: batches.StreamSpec, world_size: int, servers: int, share: int) -> Any:
+def readers_of(world_size: int, servers: int) -> Iterator[HostRanks]:
     """The ranks of each server, as `StreamServer` gives them to the stream."""
     bounds = [number * world_size // servers for number in range(servers + 1)]
     for first, last in itertools.pairwise(bounds):
-        yield HostRanks("", range(first, last), world_size, spec.pieces(world_size, share))
+        yield HostRanks("", range(first, last), world_size)
 
 
 class _Reads(batches.BatchReader):
@@ -111,7 +107,7 @@ def reads_of(
     """Of some steps of a stream that begins at a position, with nothing kept between tasks."""
     share = batch // world_size
     found = Reads(np.zeros(spec.manifest.num_row_groups, np.int64))
-    for readers in readers_of(spec, world_size, servers, share):
+    for readers in readers_of(world_size, servers):
         job, tasks = planned(spec, readers, share, start, start + steps.stop * batch)
         reader = _Reads(job, found.per_group)
         for task in tasks:
@@ -134,37 +130,9 @@ def reads_of(
 def blocks_of(
     spec: batches.StreamSpec, readers: HostRanks, share: int, start: int, stop: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Number of the rank or piece, and samples, of each block of a server in turn."""
+    """Number of the rank, and samples, of each block of a server in turn."""
     job, tasks = planned(spec, readers, share, start, stop)
     plan = batches.BatchReader(job).plan
     for task in tasks:
         for rank, first, last in task.blocks():
             yield rank, plan.rows_at(start + job.partition.offsets(rank, first, last)).samples
-
-
-def queued_of(
-    spec: batches.StreamSpec, readers: HostRanks, share: int, start: int, steps: int
-) -> list[int]:
-    """Most rows in the queues of a server in each step, if its ranks train on batches in turn."""
-    num_rows = steps * share * readers.world_size
-    blocks = (
-        RankBlock(rank, len(samples), len(samples))  # type: ignore[arg-type]
-        for rank, samples in blocks_of(spec, readers, share, start, start + num_rows)
-    )
-    queued: list[int] = []
-
-    def noted() -> Generator[RankBlock, None, None]:
-        for block in blocks:
-            queued[-1] = max(queued[-1], reading.held_bytes + block.size)
-            yield block
-
-    reading = Reading(noted, readers.ranks, pieces=readers.pieces)
-    taken, made = Counter[int](), Counter[int]()
-    for step in range(steps):
-        queued.append(reading.held_bytes)
-        for rank in readers.ranks:
-            while made[rank] < (step + 1) * share:
-                block: Any = reading.next_block(rank, taken[rank])
-                taken[rank] += 1
-                made[rank] += block
-    return queued

@@ -10,9 +10,8 @@ from tests.data.damage import broken_copy, damage
 from tests.data.stream.reading import read_training
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
-from vit_ray.data.dataset import Manifest
+from vit_ray.data.dataset import Manifest, select
 from vit_ray.data.partition import Partition
-from vit_ray.data.selection import split_rows
 from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.data.stream import bad_rows
 from vit_ray.data.stream.bad_rows import BadRowLimit
@@ -24,8 +23,7 @@ def read_epoch(
 ) -> tuple[dict[str, Any], dict[int, str]]:
     """A whole epoch as one batch, without Ray."""
     spec = StreamSpec(manifest, Augmentation(size=16), **options)
-    plan = spec.rows.rows_per_group(manifest) if spec.rows else manifest.rows
-    job = StreamJob(spec, Partition(1, spec.num_images), 0, is_training, counts=plan)
+    job = StreamJob(spec, Partition(1, spec.num_images), 0, is_training)
     return BatchReader(job).batch(0, 0, spec.num_images)
 
 
@@ -71,10 +69,12 @@ def test_a_replacement_never_comes_from_the_held_out_rows(
     dataset: Manifest, tmp_path: Path
 ) -> None:
     manifest, _ = broken_copy(dataset, tmp_path)
-    kept, held_out = split_rows(manifest, 0.5)
+    kept, held_out = select(manifest, seed=0, held_out_fraction=0.5, fraction=1.0)
+    assert held_out is not None
     damage(manifest, group=2, rows=list(range(0, 16, 2)))
-    samples = read_epoch(manifest, rows=kept)[0]["sample"]
-    assert not held_out.mask(manifest, samples).any()
+    samples = read_epoch(kept)[0]["sample"]
+    others = [held_out.samples_of(group) for group in np.flatnonzero(held_out.rows).tolist()]
+    assert not np.isin(samples, np.concatenate(others)).any()
     assert len(samples) == 150
 
 

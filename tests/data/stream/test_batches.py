@@ -41,7 +41,7 @@ def test_a_task_reads_the_row_groups_of_its_window_once(
         manifest, Augmentation(size=8), seed=3, window=ShuffleWindow(64, 8), task_rows=512
     )
     partition = Partition(world_size, 64 // world_size)
-    job = StreamJob(spec, partition, 0, is_training=True, counts=manifest.rows)
+    job = StreamJob(spec, partition, 0, is_training=True)
     batches: list[list[np.ndarray]] = [[] for _ in range(46)]
     for task in read_tasks(
         partition, 0, 46 * partition.batch_size_per_rank, job.shape, range(world_size)
@@ -103,7 +103,7 @@ def test_each_crop_is_augmented_by_the_key_of_its_sample(digits: Digits) -> None
     changed = replace(plain.augmentation, randaugment=RandAugment())
     batches = []
     for spec in (plain, replace(plain, augmentation=changed)):
-        job = StreamJob(spec, Partition(1, 64), 1497, is_training=True, counts=manifest.rows)
+        job = StreamJob(spec, Partition(1, 64), 1497, is_training=True)
         batches.append(BatchReader(job).batch(0, 0, 64)[0])
     crops, found = (batch["image"] for batch in batches)
     samples = batches[0]["sample"].tolist()

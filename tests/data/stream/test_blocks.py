@@ -45,21 +45,6 @@ def test_a_block_is_cut_into_batches_that_are_views() -> None:
     assert all(np.shares_memory(b["image"], next(cut([block], 24))["image"]) for b in batches)
 
 
-def test_blocks_of_even_parts_are_joined_to_batches() -> None:
-    whole = batch(48, 8)
-    parts = [{name: column[n : n + 8] for name, column in whole.items()} for n in range(0, 48, 8)]
-    batches = list(cut(map(as_one_row, parts), 24))
-    assert [len(one["sample"]) for one in batches] == [24, 24]
-    for name, column in whole.items():
-        np.testing.assert_array_equal(np.concatenate([one[name] for one in batches]), column)
-
-
-@pytest.mark.parametrize("counts", [(12, 8, 8), (8, 8, 24, 8), (12, 24, 12), (8, 8)])
-def test_parts_of_unlike_or_whole_batches_are_not_joined(counts: tuple[int, ...]) -> None:
-    with pytest.raises(RuntimeError, match="parts of a batch of 24"):
-        list(cut([as_one_row(batch(count, 2)) for count in counts], 24))
-
-
 @pytest.mark.parametrize(
     "block",
     [

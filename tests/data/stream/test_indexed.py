@@ -61,7 +61,7 @@ def batch_of(
     manifest: Manifest, augmentation: Augmentation, *, is_training: bool = True, **options: Any
 ) -> Any:
     spec = StreamSpec(manifest, augmentation, seed=4, **options)
-    job = StreamJob(spec, Partition(1, 35), 0, is_training=is_training, counts=manifest.rows)
+    job = StreamJob(spec, Partition(1, 35), 0, is_training=is_training)
     batch, bad = BatchReader(job).batch(0, 0, 35)
     assert not bad
     return batch
@@ -99,7 +99,7 @@ def test_evaluation_batches_are_those_of_a_set_without(
 
 def test_a_cache_smaller_than_a_batch_changes_nothing(sets: tuple[Manifest, Manifest]) -> None:
     spec = StreamSpec(sets[0], Augmentation(size=64), seed=4, cache_mib=0)
-    job = StreamJob(spec, Partition(1, 35), 0, is_training=True, counts=sets[0].rows)
+    job = StreamJob(spec, Partition(1, 35), 0, is_training=True)
     batch, _ = BatchReader(job).batch(0, 0, 35)
     expected = batch_of(sets[0], Augmentation(size=64))
     np.testing.assert_array_equal(batch["image"], expected["image"])
@@ -138,7 +138,7 @@ def test_an_impossible_index_costs_its_image_alone(
 ) -> None:
     manifest = with_wrong_indices(monkeypatch, tmp_path, **WRONG[name])
     spec = StreamSpec(manifest, Augmentation(size=64), seed=4)
-    job = StreamJob(spec, Partition(1, 7), 0, is_training=False, counts=manifest.rows)
+    job = StreamJob(spec, Partition(1, 7), 0, is_training=False)
     batch, bad = BatchReader(job).batch(0, 0, 7)
     assert len(bad) >= 4
     assert all("its restart index" in why for why in bad.values())

@@ -18,9 +18,8 @@ from tests.data.stream.reading import (
     streams_of,
 )
 from vit_ray.data.crops import Augmentation
-from vit_ray.data.dataset import Manifest
+from vit_ray.data.dataset import Manifest, select
 from vit_ray.data.order import Order, ShuffleWindow
-from vit_ray.data.selection import split_rows
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
@@ -181,10 +180,10 @@ def test_evaluation_gives_every_image_once_and_pads_with_weight_zero(spec: Strea
 
 
 def test_a_dev_split_is_streamed_without_the_rest(spec: StreamSpec) -> None:
-    kept, held_out = split_rows(spec.manifest, 0.2, seed=1)
-    training = StreamSpec(**{**vars(spec), "rows": kept})
+    kept, held_out = select(spec.manifest, seed=1, held_out_fraction=0.2, fraction=1.0)
+    training = StreamSpec(**{**vars(spec), "manifest": kept})
     seen = {int(s) for batch in global_batches(training, 2, 0, 10 * BATCH) for s in batch["sample"]}
-    held = StreamSpec(**{**vars(spec), "rows": held_out})
+    held = StreamSpec(**{**vars(spec), "manifest": held_out})
     ranks = read_evaluation(held, 2, 8)
     samples = {int(s) for batches in ranks for batch in batches for s in batch["sample"]} - {-1}
     assert (len(seen), len(samples)) == (240, 60)

@@ -156,9 +156,9 @@ def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_
     recipe = recipe_with(seed=5, data=data, train={"global_batch_size": BATCH}, optim={"steps": 1})
     stream = resolve_run(recipe).streams["eval"]
     assert held_out == [
-        first + row
-        for group, first in enumerate(stream.manifest.first_samples[:-1].tolist())
-        for row in stream.rows.rows_of_group(stream.manifest, group).tolist()  # type: ignore[union-attr]
+        sample
+        for group in np.flatnonzero(stream.manifest.rows).tolist()
+        for sample in stream.manifest.samples_of(group).tolist()
     ]
 
 

@@ -1,7 +1,6 @@
 """The order of a run's data is chosen once, and a run that goes on keeps its own; no Ray."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) 
     spec = resolved.streams["train"]
     assert spec.window is not None
     assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
-    assert spec.rows is None
+    assert spec.manifest.whole is None
 
 
 @pytest.mark.parametrize(
@@ -104,43 +103,13 @@ def test_the_window_follows_memory_and_batch(
     assert resolved.recipe.data.shuffle_window == window
     assert (resolved.streams["train"].window is None) == (window == 0)
     assert resolved.streams["train"].task_rows == max(1024, window)
-    assert resolved.streams["train"].held_rows is None
 
 
-@pytest.mark.parametrize(
-    ("batch", "data", "window", "held"),
-    [
-        (1025, {}, 8200, 1949),  # 3/4 of 256 MiB have 2,013 images, less a row group
-        (1538, {}, 3076, 1949),  # of which no share has parts smaller than 769
-        (1538, {"task_memory_mib": 128}, 0, None),  # 942 images
-        (2062, {}, 0, None),  # nor than 1,031
-        (2048, {}, 8192, 1949),  # 147 KiB of pixels: 1,176 MiB
-        (4096, {}, 8192, 1949),
-        (8192, {}, 0, None),
-        (4096, {"task_memory_mib": 1024}, 8192, 2048),  # and no more than a task makes
-        (4096, {"task_memory_mib": 74}, 8192, 517),
-        (4096, {"task_memory_mib": 73}, 0, None),  # 510 images: not eight row groups
-        (4096, {"object_store_mib": 3000}, 0, None),  # 6,966 images in a third of it
-        (4096, {"object_store_mib": 4000}, 8192, 1949),
-        (4096, {"object_store_mib": 8000}, 16384, 1949),
-        (5000, {"object_store_mib": 8000}, 10000, 1949),
-        (8192, {"object_store_mib": 8000}, 16384, 1949),
-        (8193, {"object_store_mib": 8000}, 0, None),
-    ],
-)
-def test_a_large_batch_has_a_window_that_many_tasks_make(
-    recipe: Recipe,
-    tmp_path: Path,
-    batch: int,
-    data: dict[str, Any],
-    window: int,
-    held: int | None,
-) -> None:
+@pytest.mark.parametrize("batch", [1025, 2048, 4096, 8192])
+def test_a_large_batch_has_no_window_by_default(recipe: Recipe, batch: int) -> None:
+    """A task does not hold two of them: small row groups make their images meet others."""
     train = {"global_batch_size": batch, "micro_batch_size": 1}
-    more = {"train": write_data_set(tmp_path / "more", 200), **data}
-    resolved = resolve_run(recipe.with_changes(data=more, train=train))
-    assert resolved.recipe.data.shuffle_window == window
-    assert resolved.streams["train"].held_rows == held
+    assert resolve_run(recipe.with_changes(train=train)).recipe.data.shuffle_window == 0
 
 
 def test_a_run_on_large_batches_keeps_the_window_that_it_began_with(recipe: Recipe) -> None:
@@ -148,7 +117,6 @@ def test_a_run_on_large_batches_keeps_the_window_that_it_began_with(recipe: Reci
     found, resolved = prepared(recipe.with_changes(train={"global_batch_size": 4096}))
     assert found.data.shuffle_window == 0
     assert resolved.streams["train"].window is None
-    assert resolved.streams["train"].held_rows is None
 
 
 @pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128), (2000, 1024)])
@@ -197,7 +165,7 @@ def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weight
     ("window", "message"),
     [
         (100, "no whole number of train.global_batch_size=64; the nearest is 128, and 0 is none"),
-        (64 * 64, "take about 397 MiB of each reading task, and data.task_memory_mib=256"),
+        (64 * 64, "about 397 MiB of each reading task, .*memory_mib=256; lower the one to 2560"),
     ],
 )
 def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message: str) -> None:
@@ -205,37 +173,13 @@ def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message
         resolve_run(recipe.with_changes(data={"shuffle_window": window}))
 
 
-@pytest.mark.parametrize(
-    ("memory_mib", "window", "held"),
-    [(512, 8192, 2048), (512, 16384, 2048), (2000, 8192, 2048), (64, 8192, 439), (4, 8192, None)],
-)
-def test_a_large_batch_has_a_window_on_request_in_tasks_of_bounded_size(
-    recipe: Recipe, memory_mib: int, window: int, held: int | None
-) -> None:
+def test_a_large_batch_has_a_window_on_request_where_a_task_holds_it(recipe: Recipe) -> None:
     changed = recipe.with_changes(
-        data={"shuffle_window": window, "task_memory_mib": memory_mib},
+        data={"shuffle_window": 8192, "task_memory_mib": 2000},
         train={"global_batch_size": 4096, "micro_batch_size": 64},
     )
     spec = resolve_run(changed).streams["train"]
-    assert (spec.window and spec.window.num_rows, spec.task_rows) == (window, 2048)
-    assert spec.held_rows == held
-
-
-@pytest.mark.parametrize(
-    ("batch", "window", "memory_mib", "message"),
-    [
-        (2048, 16384, 40, "about 74 MiB of each reading task, .*=40; lower the one to 0, or raise"),
-        (1024, 16384, 256, "about 1569 MiB of each reading task, .*=256; lower the one to 2048,"),
-        (1538, 12304, 256, "about 1180 MiB of each reading task, .*=256; lower the one to 3076,"),
-    ],
-)
-def test_a_window_that_is_refused_names_the_memory_that_would_do(
-    recipe: Recipe, batch: int, window: int, memory_mib: int, message: str
-) -> None:
-    train = {"global_batch_size": batch, "micro_batch_size": 1}
-    data = {"shuffle_window": window, "task_memory_mib": memory_mib}
-    with pytest.raises(ValueError, match=message):
-        resolve_run(recipe.with_changes(train=train, data=data))
+    assert (spec.window and spec.window.num_rows, spec.task_rows) == (8192, 8192)
 
 
 @pytest.mark.parametrize("window", [0, 64])

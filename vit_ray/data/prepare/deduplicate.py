@@ -83,8 +83,8 @@ def refuse_taken(destination: str) -> None:
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE)
 
 
-Found = tuple[int, int, Duplicate]
-"""Row group, stored row, and what it shows."""
+Found = tuple[int, Duplicate]
+"""Number of a sample, and what it shows."""
 
 
 def deduplicate(
@@ -129,15 +129,13 @@ def leave_out(
             f"deduplicate: all images of {whole.path!r} are in {origin['evaluation_sets']}, so "
             "nothing is left; check whether the sets were swapped"
         )
-    left_out: dict[int, list[int]] = {}
-    for group, row, _ in found:
-        left_out.setdefault(group, []).append(row)
     refuse_taken(destination)  # again: hours may have passed
     sink = pa.BufferOutputStream()
-    duplicates = [duplicate for *_, duplicate in found]
+    samples, duplicates = [sample for sample, _ in found], [duplicate for _, duplicate in found]
     pq.write_table(pa.Table.from_pylist(list(map(vars, duplicates)), schema=_LIST_SCHEMA), sink)
     locate(destination).child(DUPLICATES_FILE).write(sink.getvalue().to_pybytes())
-    derive(whole, left_out, destination, {"deduplicated": whole.fingerprint, **origin})
+    part = whole.without(np.array(samples, np.int64))
+    derive(part, destination, {"deduplicated": whole.fingerprint, **origin})
     exact = sum(duplicate.is_exact for duplicate in duplicates)
     near = len(duplicates) - exact
     return DeduplicateReport(whole.num_images, exact, near, *undecodable, duplicates)
@@ -207,7 +205,7 @@ class _Described(NamedTuple):
 def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[str, _Described]]]:
     """The file's number, and the description of each of its images."""
     found = []
-    for number, (_, _, key, image) in enumerate(_images(manifest, file_index), 1):
+    for number, (_, key, image) in enumerate(_images(manifest, file_index), 1):
         found.append((key, describe(image)))
         report_done(number)
     return file_index, found
@@ -231,9 +229,9 @@ def _duplicates_in(file_index: int, manifest: Manifest, known: _Known) -> tuple[
     while batch := list(islice(images, _ROWS_AT_A_TIME)):
         matches, unread = find(known, [image for *_, image in batch])
         undecodable += unread
-        for (group, row, key, _), match in zip(batch, matches, strict=True):
+        for (sample, key, _), match in zip(batch, matches, strict=True):
             if match is not None:
-                rows.append((group, row, Duplicate(key, *known.names[match.image], *match[1:])))
+                rows.append((sample, Duplicate(key, *known.names[match.image], *match[1:])))
         num_images += len(batch)
         report_done(num_images, len(rows))
     return rows, undecodable
@@ -262,15 +260,16 @@ def find(known: _Known, images: list[bytes]) -> tuple[list[Match | None], int]:
     return matches, sum(image.hash is None for image in described)
 
 
-def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, int, str, bytes]]:
-    """(row group, stored row, key, bytes) of every row of a file that counts."""
+def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, str, bytes]]:
+    """(sample, key, bytes) of every image of a file."""
     reader = RowGroupReader(manifest)
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         encoded = reader.read(group)
-        for stored in manifest.stored_rows(group).tolist():
-            key = encoded.key(stored)
+        places = zip(manifest.samples_of(group), manifest.stored_rows(group), strict=True)
+        for sample, stored in places:
+            key = encoded.key(int(stored))
             try:
-                yield group, stored, key, encoded.image(stored)
+                yield int(sample), key, encoded.image(int(stored))
             except ChangedImageError as error:
                 shard = manifest.shard_location(group).path
                 raise ValueError(f"{key!r} in {shard!r}: {error}; run `vit-ray verify`") from error

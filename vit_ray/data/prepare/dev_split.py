@@ -46,9 +46,10 @@ def dev_split(
     if not all(locate(path).child(MANIFEST_FILE).exists() for path in (rest, dev)):
         is_dev = _dev_rows(whole, fraction, seed, by_class=by_class)
         origin = {"split_of": whole.fingerprint, "dev_fraction": fraction, "seed": seed}
-        for path, rows in ((rest, ~is_dev), (dev, is_dev)):
+        for path, gone in ((rest, is_dev), (dev, ~is_dev)):
             if not locate(path).child(MANIFEST_FILE).exists():
-                derive(whole, _left_out(whole, rows), path, origin | {"is_dev": path == dev})
+                part = whole.without(np.flatnonzero(gone))
+                derive(part, path, origin | {"is_dev": path == dev})
     return rest, dev
 
 
@@ -121,12 +122,3 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
 def _rarest(counts: Int64Array, classes: Sequence[str]) -> str:
     """The class with the fewest images among those that have any."""
     return classes[int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))]
-
-
-def _left_out(whole: Manifest, kept: NDArray[np.bool_]) -> dict[int, Int64Array]:
-    """The stored rows of each row group that are not kept."""
-    found = {}
-    for group, its_rows in enumerate(np.split(kept, whole.first_samples[1:-1])):
-        if not its_rows.all():
-            found[group] = whole.stored_rows(group)[~its_rows]
-    return found

@@ -18,8 +18,7 @@ from vit_ray.data.cache import Cache
 from vit_ray.data.crops import augmented, cut_crop
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Plan, Rows, ShuffleWindow
-from vit_ray.data.partition import BlockShape, Partition, pieces_of
-from vit_ray.data.selection import RowSelection
+from vit_ray.data.partition import BlockShape, Partition
 from vit_ray.data.shards import NO_LABEL, EncodedRows, RowGroupReader
 
 Batch = dict[str, NDArray[Any]]
@@ -34,13 +33,11 @@ class StreamSpec:
     Attributes:
         augmentation: of all images.
         seed: of the order and of the augmentation.
-        rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
         block_rows: approximate rows per block; a multiple of the micro-batch is used.
         task_rows: approximate rows per task.
-        held_rows: of a window that is larger than a task, as in `partition.BlockShape`.
         cache_mib: encoded images that a reading task keeps in memory; at least one row group.
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
@@ -51,13 +48,11 @@ class StreamSpec:
     manifest: Manifest
     augmentation: Augmentation = field(default_factory=Augmentation)
     seed: int = 0
-    rows: RowSelection | None = None
     window: ShuffleWindow | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
     block_rows: int = 128
     task_rows: int = 1024
-    held_rows: int | None = None
     cache_mib: int = 256
     object_store_mib: int | None = None
     cache: Cache | None = None
@@ -66,28 +61,19 @@ class StreamSpec:
     @property
     def num_images(self) -> int:
         """Images of one epoch."""
-        return self.manifest.num_images if self.rows is None else self.rows.count
-
-    def pieces(self, world_size: int, share: int) -> int:
-        """Into how many pieces the training share of each of some ranks is cut for reading."""
-        if self.held_rows is None or self.window is None:
-            return 1
-        return pieces_of(share, self.window.num_rows // (world_size * share), self.held_rows)
+        return self.manifest.num_images
 
 
 @dataclass(frozen=True)
 class StreamJob:
-    """A stream for a known number of ranks; `counts`: rows of each row group that take part."""
+    """A stream for a known number of ranks."""
 
     spec: StreamSpec
     partition: Partition
     start: int
     is_training: bool
-    counts: NDArray[np.integer]
     block_factor: int = 1
     """How much larger than usual blocks are."""
-    in_pieces: bool = False
-    """Whether the partition's ranks are pieces of ranks, so that a block has rows of one batch."""
 
     @property
     def window(self) -> ShuffleWindow | None:
@@ -100,14 +86,8 @@ class StreamJob:
         rows_per_pass = self.partition.rows_per_pass
         window = self.window.num_rows if self.window else rows_per_pass
         passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
-        spec, held_rows = self.spec, self.spec.held_rows if self.window else None
-        blocks = 1 if self.in_pieces else self.block_factor * spec.block_rows
-        if held_rows is not None:  # the next rank's block has rows of the same row groups
-            windows = max(1, held_rows // int(spec.manifest.rows.max()))
-            blocks = min(blocks, windows * passes * self.partition.batch_size_per_rank)
-        # A task of a large window has more rows than usual already.
-        tasks = spec.task_rows if held_rows is not None else self.block_factor * spec.task_rows
-        return BlockShape(blocks, tasks, passes, self.start // rows_per_pass, held_rows)
+        blocks, tasks = (self.block_factor * n for n in (self.spec.block_rows, self.spec.task_rows))
+        return BlockShape(blocks, tasks, passes, self.start // rows_per_pass)
 
 
 class BatchReader:
@@ -116,9 +96,7 @@ class BatchReader:
     def __init__(self, job: StreamJob) -> None:
         spec = job.spec
         self._job = job
-        self.plan = Plan(
-            spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window,
-        )  # fmt: skip
+        self.plan = Plan(spec.manifest, spec.seed, job.is_training, job.window)
         self.read_group = _RowGroupCache(
             RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
         )
@@ -145,10 +123,7 @@ class BatchReader:
         """Rows at some places of the batch, whose crops are drawn together."""
         spec, manifest = self._job.spec, self._job.spec.manifest
         epochs, groups, samples = (a[places] for a in (rows.epochs, rows.groups, rows.samples))
-        stored = [
-            manifest.stored_row(group, row)
-            for group, row in zip(groups.tolist(), rows.rows[places].tolist(), strict=True)
-        ]
+        stored = [manifest.place(sample)[1] for sample in samples.tolist()]
         read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]
         sizes = np.array([one.size(row) for one, row in zip(encoded, stored, strict=True)])
@@ -164,12 +139,10 @@ class BatchReader:
     ) -> None:
         """Write the next decodable row of the row group in place of a bad sample."""
         spec, manifest = self._job.spec, self._job.spec.manifest
-        first_sample = int(manifest.first_samples[group])
-        others = self.plan.rows_of_group(group)
-        after = int(np.searchsorted(others, bad - first_sample)) + 1
-        for other in np.roll(others, -after)[:-1].tolist():
-            stored = manifest.stored_row(group, other)
-            sample = first_sample + other
+        others = manifest.samples_of(group)
+        after = int(np.searchsorted(others, bad)) + 1
+        for sample in np.roll(others, -after)[:-1].tolist():
+            _, stored = manifest.place(sample)
             box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
             if batch.try_row(i, encoded, epoch, group, stored, sample, box):
                 return

@@ -20,35 +20,17 @@ def as_one_row(batch: Batch) -> Block:
 def cut(blocks: Iterable[Block], batch_size: int) -> Iterator[Batch]:
     """Batches of `batch_size` from blocks of one row, as views; do not write to them.
 
-    Blocks of an even part of a batch are joined, if all parts of it have equal lengths.
-
     Raises:
-        RuntimeError: a block is not a whole number of batches, nor an even part of one, or parts
-            do not follow each other: the data are not in the planned order.
+        RuntimeError: a block is not a whole number of batches: the data are not in the planned
+            order.
     """
-    pieces: list[Batch] = []
     for block in blocks:
         columns = BlockAccessor.for_block(block).to_batch_format("numpy")
         sizes = [column.shape[:2] for column in columns.values()]
         rows, count = sizes[0]
-        is_piece = 0 < count < batch_size and not batch_size % count
-        if rows != 1 or set(sizes) != {(1, count)} or (count % batch_size and not is_piece):
+        if rows != 1 or set(sizes) != {(1, count)} or count % batch_size:
             raise RuntimeError(
-                f"a block has {sizes}, not one row of a multiple of {batch_size} images, or of an "
-                "even part"
+                f"a block has {sizes}, not one row of a multiple of {batch_size} images"
             )
-        if pieces and len(pieces[0]["sample"]) != count:
-            raise RuntimeError(
-                f"a block of {count} images follows {len(pieces)} parts of a batch of {batch_size} "
-                f"that have {len(pieces[0]['sample'])}"
-            )
-        if is_piece:
-            pieces.append({k: column[0] for k, column in columns.items()})
-            if len(pieces) * count == batch_size:
-                yield {k: np.concatenate([one[k] for one in pieces]) for k in columns}
-                pieces = []
-            continue
         for first in range(0, count, batch_size):
             yield {k: column[0, first : first + batch_size] for k, column in columns.items()}
-    if pieces:
-        raise RuntimeError(f"the stream ends after {len(pieces)} parts of a batch of {batch_size}")

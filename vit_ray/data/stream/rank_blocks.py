@@ -21,7 +21,7 @@ class StreamLostError(RuntimeError):
 
 
 class RankBlock(NamedTuple):
-    """A block of a stream, its rank or piece of a rank (`Segment.ranks`), and its bytes."""
+    """A block of a stream, its rank (`Segment.ranks`), and its bytes."""
 
     rank: int
     block: ray.ObjectRef[Block]
@@ -34,17 +34,14 @@ Blocks = Generator[RankBlock, None, None]
 class Reading:
     """Makes the blocks of a stream, and queues them for each of the ranks."""
 
-    def __init__(
-        self, read: Callable[[], Blocks], ranks: range | None = None, *, pieces: int = 1
-    ) -> None:
+    def __init__(self, read: Callable[[], Blocks], ranks: range | None = None) -> None:
         """
         Args:
             read: gives the blocks of the stream; called when the first one is taken.
             ranks: that blocks are dealt to; another rank is refused, because its blocks would
                 accumulate.
-            pieces: of each rank's share of a batch; a rank takes a block of each in turn.
         """
-        self._blocks, self._ranks, self._pieces = _begun_later(read), ranks, pieces
+        self._blocks, self._ranks = _begun_later(read), ranks
         self._lock = threading.Lock()
         self._is_busy = False
         """Whether a thread makes the next block."""
@@ -77,7 +74,7 @@ class Reading:
         try:
             if self._takes_turn(rank):
                 try:
-                    while not self._queue(rank) and self._make_one():
+                    while not self._ready[rank] and self._make_one():
                         pass
                 finally:
                     self._give_turn()
@@ -113,14 +110,10 @@ class Reading:
                 f"rank {rank} has had {index} blocks, but was given {self._num_taken[rank]}"
             )
 
-    def _queue(self, rank: int) -> deque[RankBlock]:
-        """The queue of a rank, or of the piece whose turn it is."""
-        return self._ready[rank * self._pieces + self._num_taken[rank] % self._pieces]
-
     def _taken(self, rank: int) -> ray.ObjectRef[Block] | None:
         """The next block of a rank; None if it is not there."""
         with self._lock:
-            if not (queue := self._queue(rank)):
+            if not (queue := self._ready[rank]):
                 return None
             block = queue.popleft()
             self.held_bytes -= block.size
@@ -131,9 +124,9 @@ class Reading:
         """Wait until no other thread makes blocks; False: the block came, or it was closed."""
         while True:
             with self._lock:
-                if not self._is_busy or self._queue(rank) or self._is_closed:
+                if not self._is_busy or self._ready[rank] or self._is_closed:
                     self.waiting.pop(rank, None)
-                    has_turn = not (self._is_busy or self._queue(rank) or self._is_closed)
+                    has_turn = not (self._is_busy or self._ready[rank] or self._is_closed)
                     self._is_busy = self._is_busy or has_turn
                     return has_turn
                 waiting = self.waiting.setdefault(rank, threading.Event())
@@ -165,7 +158,7 @@ class Reading:
                 return False
             self._ready[found.rank].append(found)
             self.held_bytes += found.size
-            if waiting := self.waiting.get(found.rank // self._pieces):
+            if waiting := self.waiting.get(found.rank):
                 waiting.set()
             return True
 

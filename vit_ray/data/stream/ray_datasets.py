@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray import ray_internals
-from vit_ray.data.order import rows_per_group
+from vit_ray.data.order import Plan
 from vit_ray.data.partition import BlockTask, Partition, read_tasks
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
@@ -48,7 +48,7 @@ class Segment:
 
     dataset: ray.data.Dataset
     ranks: list[int]
-    """The rank of each block, or its piece: piece k of rank r is number `r * pieces + k`."""
+    """The rank of each block."""
     next_at: int
     """With this many blocks left, all tasks have started: the next segment may start, too."""
 
@@ -61,14 +61,11 @@ class HostRanks:
         name: of this reading of the stream, the same on all servers of the group.
         ranks: consecutive ones.
         world_size: ranks of the whole group.
-        pieces: into which each rank's share of a batch is cut; its blocks then have a piece of one
-            batch, piece after piece.
     """
 
     name: str
     ranks: range
     world_size: int
-    pieces: int = 1
 
     @property
     def share(self) -> float:
@@ -80,8 +77,7 @@ def planned(
     spec: StreamSpec, readers: HostRanks, batch_size: int, start: int, stop: int | None
 ) -> tuple[StreamJob, Iterator[BlockTask]]:
     """The tasks that read some ranks' part of a stream, as arithmetic; as `segments_of`."""
-    share, pieces = readers.share, readers.pieces
-    partition = Partition(readers.world_size * pieces, batch_size // pieces)
+    share, partition = readers.share, Partition(readers.world_size, batch_size)
     rows_per_pass = partition.rows_per_pass
     if stop is None:
         passes = -(-spec.num_images // rows_per_pass)
@@ -93,15 +89,10 @@ def planned(
         )
     else:
         passes = (stop - start) // rows_per_pass
-    counts = rows_per_group(spec.manifest, spec.rows)
     # Ranks of a large group take many blocks, and each block costs its server time.
     factor = 1 if share == 1 or stop is None else _LARGE_BLOCKS
-    job = StreamJob(spec, partition, start, stop is not None, counts, factor, pieces > 1)
-    ranks = range(readers.ranks.start * pieces, readers.ranks.stop * pieces)
-    tasks = read_tasks(
-        partition, 0, passes * rows_per_pass // partition.world_size, job.shape, ranks
-    )
-    return job, tasks
+    job = StreamJob(spec, partition, start, stop is not None, factor)
+    return job, read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
 
 
 def segments_of(
@@ -132,8 +123,12 @@ def segments_of(
         most_tasks = max(1, most_bytes // 2 // (_BLOCKS_READY * _block_bytes(job)))
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
+    order = Plan(spec.manifest, spec.seed, job.is_training, job.window).order
+    drawn: dict[int, ray.ObjectRef[Any]] = {}
     tasks_left = iter(whole)
     while some := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
+        epochs = epochs_of(job, some)
+        drawn = {n: drawn[n] if n in drawn else ray.put(order.draw(n)) for n in epochs}
         # The context decides where a set's tasks run, unless their labels do. A block that is made
         # on its ranks' host crosses no network; with a single server, Ray Data spreads the tasks.
         current = DataContext.get_current()
@@ -144,7 +139,7 @@ def segments_of(
             )
         try:
             dataset = ray.data.read_datasource(
-                _BlockSource(readers.name, job_ref, some),
+                _BlockSource(readers.name, job_ref, drawn, some),
                 num_cpus=spec.num_cpus,
                 concurrency=most_tasks,
                 override_num_blocks=1,
@@ -169,6 +164,16 @@ def segments_of(
             last = sum(len(task.ranks) for task in some[-last_tasks:])
             next_at = min(last, len(block_ranks) - 1)
         yield Segment(dataset, block_ranks, next_at)
+
+
+def epochs_of(job: StreamJob, tasks: list[BlockTask]) -> range:
+    """The epochs in which the rows of some consecutive tasks stand."""
+    if not job.is_training:
+        return range(1)
+    first = min(task.first for task in tasks)
+    last = max(task.first + task.rounds * task.block_rows for task in tasks)
+    begin, end = (job.start + rows * job.partition.world_size for rows in (first, last))
+    return range(begin // job.spec.num_images, (end - 1) // job.spec.num_images + 1)
 
 
 def reading_tasks(spec: StreamSpec, share: float = 1.0) -> int:
@@ -233,8 +238,10 @@ def warm_up(spec: StreamSpec, share: float) -> None:
 class _BlockSource(Datasource):
     """One read task per block task; the job is sent once, through the object store."""
 
-    def __init__(self, name: str, job_ref: Any, tasks: list[BlockTask]) -> None:
-        self._tasks = [ReadTask(_Blocks(name, job_ref, task), _UNKNOWN) for task in tasks]
+    def __init__(
+        self, name: str, job_ref: Any, drawn: Mapping[int, Any], tasks: list[BlockTask]
+    ) -> None:
+        self._tasks = [ReadTask(_Blocks(name, job_ref, drawn, task), _UNKNOWN) for task in tasks]
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -264,6 +271,8 @@ The job itself is fetched once: it holds the manifest, and is the same for all s
 class _Blocks:
     name: str
     job_ref: Any
+    drawn: Mapping[int, Any]
+    """The order of each epoch (`Order.draw`), drawn once for all tasks."""
     task: BlockTask
 
     def __call__(self) -> Iterator[Block]:
@@ -277,6 +286,8 @@ class _Blocks:
             if len(_READERS) > _STREAMS_HELD:
                 del _READERS[next(iter(_READERS))]
         reader, limit = _READERS[self.name] = _READERS.pop(self.name)
+        # no limit: the stream server has put it there before the task started
+        reader.plan.order.drawn = lambda epoch: ray.get(self.drawn[epoch])
         for rank, first, last in self.task.blocks():
             batch, bad = reader.batch(rank, first, last)
             limit.note(bad)

@@ -79,17 +79,13 @@ class Pass:
     stop: int = 0
     """Training: samples seen after."""
 
-    def pieces(self, spec: StreamSpec) -> int:
-        """Into which each rank's share of a batch is cut (`HostRanks`)."""
-        is_training = self.name.stream == "train"
-        return spec.pieces(self.world_size, self.batch_size_per_rank) if is_training else 1
-
     def content(self, spec: StreamSpec) -> str:
         """Digest of everything that decides the blocks."""
         how = replace(spec, manifest=None)  # type: ignore[arg-type]
         is_training = self.name.stream == "train"
         which = self.world_size, self.batch_size_per_rank, self.start, self.stop, is_training
-        what = spec.manifest.fingerprint, how, which
+        rows = hashlib.sha256(spec.manifest.rows.tobytes()).digest()  # of a part
+        what = spec.manifest.fingerprint, rows, how, which
         return hashlib.sha256(cloudpickle.dumps(what)).hexdigest()  # type: ignore[no-untyped-call]
 
 
@@ -151,14 +147,14 @@ class StreamServer:
             _close(readings)
             # no limit: the driver has put it there before the stream started
             spec = ray.get(one.specs)[one.name.stream]
-            reading = Reading(self._read_of(one, spec), one.ranks, pieces=one.pieces(spec))
+            reading = Reading(self._read_of(one, spec), one.ranks)
             with self._lock:
                 self._open[one.name] = reading
 
     def _read_of(self, one: Pass, spec: StreamSpec) -> Callable[[], Blocks]:
         """A function that reads a stream."""
         name = "/".join(map(str, one.name))
-        readers = HostRanks(name, one.ranks, one.world_size, one.pieces(spec))
+        readers = HostRanks(name, one.ranks, one.world_size)
         give_datasets(readers.share, one.world_size * self._cpus_per_rank)
         size = one.batch_size_per_rank
 

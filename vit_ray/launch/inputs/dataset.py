@@ -11,15 +11,13 @@ from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
-import numpy as np
 from PIL import Image
 
 from vit_ray.config.training_sections import DataConfig, ModelConfig
 from vit_ray.config.validation import validated
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.dataset import Manifest
+from vit_ray.data.dataset import Manifest, select
 from vit_ray.data.dataset import open_dataset as open_manifest
-from vit_ray.data.selection import select
 from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.launch.inputs.rank_batches import RankBatches
 from vit_ray.launch.inputs.shuffle_window import window_rows
@@ -135,7 +133,7 @@ class Dataset(Sequence[Sample]):
         trust_named(data)
         config = validated(DataConfig, {**data, "train": manifest.path}, "data")
         model = validated(ModelConfig, {"image_size": image_size}, "model")
-        rows, held_out = select(
+        part, held_out = select(
             manifest,
             seed=seed,
             held_out_fraction=config.held_out_fraction,
@@ -143,14 +141,14 @@ class Dataset(Sequence[Sample]):
         )
         if not training:
             cut = augmentation_of(model, config.eval_augment)
-            spec = stream_of(config, seed, cut, manifest, held_out)
+            spec = stream_of(config, seed, cut, held_out or manifest)
             images = spec.num_images
         else:
             require_trainable(manifest)
             window = window_rows(config, batch, model.sides, manifest)
             config = config.model_copy(update={"shuffle_window": window})
             cut = augmentation_of(model, config.augment)
-            spec = training_stream(config, seed, cut, batch, manifest, rows)
+            spec = training_stream(config, seed, cut, batch, part)
             total_steps = max(1, round(spec.num_images * epochs / batch))
             images = total_steps * batch
         steps = max(0, ceil((images - start) / batch))
@@ -172,9 +170,8 @@ class Dataset(Sequence[Sample]):
 
     def _row(self, number: int) -> tuple[EncodedRows, int]:
         """The row group of a sample, and its row there."""
-        first = self.manifest.first_samples
-        group = int(np.searchsorted(first, number, side="right")) - 1
-        return self._read(group), self.manifest.stored_row(group, number - int(first[group]))
+        group, row = self.manifest.place(number)
+        return self._read(group), row
 
     def names(self, sample: Sample) -> str:
         return ", ".join(self.classes[label] for label in sample.labels) or "no label"

@@ -11,7 +11,6 @@ from typing import Any, Final, overload
 import cv2
 
 from vit_ray.config import Recipe
-from vit_ray.data.order import rows_per_group
 from vit_ray.data.partition import Partition
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec
 from vit_ray.launch.inputs.streams import resolve_run
@@ -62,9 +61,8 @@ class RankBatches(Sequence[Batch]):
                 f"train.global_batch_size={global_batch_size} is not divisible by "
                 f"world_size={world_size}; use a divisor of {global_batch_size}"
             )
-        counts = rows_per_group(spec.manifest, spec.rows)
         self._rank, self._share = rank, global_batch_size // world_size
-        self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training, counts)
+        self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training)
         self._steps = range(steps)
         self._reader: tuple[int, BatchReader] | None = None
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from vit_ray.data.boxes import CropBox, draw_box
 from vit_ray.data.crops import UInt8Array, operations
-from vit_ray.data.order import rows_per_group
 from vit_ray.data.partition import Partition
 from vit_ray.data.shards import keys
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
@@ -78,9 +77,8 @@ class SeenBatches:
     def __init__(self, resolved: ResolvedRun) -> None:
         self._recipe = resolved.recipe
         spec = resolved.streams["train"]
-        counts = rows_per_group(spec.manifest, spec.rows)
         self._spec, self._size = spec, self._recipe.train.global_batch_size
-        job = StreamJob(spec, Partition(1, self._size), 0, True, counts)
+        job = StreamJob(spec, Partition(1, self._size), 0, True)
         self._reader = BatchReader(job)
         self._num_positions = resolved.total_steps * self._size
 
@@ -155,8 +153,7 @@ class SeenBatches:
     def _located(self, sample: int, epoch: int, step: int, place: int) -> SeenImage:
         """A sample of the data set, and the box that is cut out of it in an epoch."""
         manifest, rng_key = self._spec.manifest, (self._spec.seed, epoch, sample)
-        group = int(np.searchsorted(manifest.first_samples, sample, side="right")) - 1
-        row = manifest.stored_row(group, sample - int(manifest.first_samples[group]))
+        group, row = manifest.place(sample)
         rows = self._reader.read_group(group)
         augmentation = self._spec.augmentation
         drawn = tuple(map(str, operations(augmentation, rng_key)))

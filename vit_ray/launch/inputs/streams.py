@@ -16,13 +16,12 @@ from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.cache import Cache
-from vit_ray.data.dataset import Manifest
-from vit_ray.data.selection import RowSelection, select
+from vit_ray.data.dataset import Manifest, select
 from vit_ray.data.shards import first_labels
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.shuffle_window import rows_per_task, shuffle_window, window_rows
+from vit_ray.launch.inputs.shuffle_window import shuffle_window, window_rows
 from vit_ray.launch.model_checks import check_model, check_own_parts
 
 logger = logging.getLogger(__name__)
@@ -75,25 +74,25 @@ def resolve_run(
     window_size = window_rows(data, batch, recipe.model.sides, manifest, begun)
     recipe = recipe.with_changes(data={"shuffle_window": window_size})
     data = recipe.data
-    rows, held_out = select(
+    part, held_out = select(
         manifest,
         seed=recipe.seed,
         held_out_fraction=data.held_out_fraction,
         fraction=data.fraction,
     )
 
-    def evaluated(manifest: Manifest, rows: RowSelection | None = None) -> StreamSpec:
+    def evaluated(manifest: Manifest) -> StreamSpec:
         cut = augmentation_of(recipe.model, data.eval_augment)
-        return stream_of(data, recipe.seed, cut, manifest, rows)
+        return stream_of(data, recipe.seed, cut, manifest)
 
     cut = augmentation_of(recipe.model, data.augment)
-    streams = {"train": training_stream(data, recipe.seed, cut, batch, manifest, rows)}
+    streams = {"train": training_stream(data, recipe.seed, cut, batch, part)}
     if data.eval is not None:
         streams["eval"] = evaluated(open_dataset(data.eval))
         if held_out is not None and recipe.chooses_on_dev and needs_train:
-            streams["dev"] = evaluated(manifest, held_out)
+            streams["dev"] = evaluated(held_out)
     elif held_out is not None:
-        streams["eval"] = evaluated(manifest, held_out)
+        streams["eval"] = evaluated(held_out)
     if evaluate.few_shot_train is not None and evaluate.few_shot_test is not None:
         pool, test = open_dataset(evaluate.few_shot_train), open_dataset(evaluate.few_shot_test)
         streams |= {"few_shot_train": evaluated(pool), "few_shot_test": evaluated(test)}
@@ -115,15 +114,13 @@ def training_stream(
     augmentation: Augmentation,
     batch: int,
     manifest: Manifest,
-    rows: RowSelection,
 ) -> StreamSpec:
-    """The stream that trains on some rows, in global batches; `data.shuffle_window` is a number."""
-    spec = stream_of(data, seed, augmentation, manifest, None if rows.is_all else rows)
+    """The stream that trains on a data set in global batches; `data.shuffle_window` is a number."""
+    spec = stream_of(data, seed, augmentation, manifest)
     assert data.shuffle_window != "auto"
     window = shuffle_window(data.shuffle_window, batch)
     if window is not None:
-        task_rows, held = rows_per_task(data, manifest, window, spec.task_rows)
-        spec = replace(spec, task_rows=task_rows, held_rows=held)
+        spec = replace(spec, task_rows=max(spec.task_rows, window.num_rows))
     return replace(spec, window=window)
 
 
@@ -132,15 +129,13 @@ def stream_of(
     seed: int,
     augmentation: Augmentation,
     manifest: Manifest,
-    rows: RowSelection | None,
 ) -> StreamSpec:
-    """A stream of some rows, or of all, without a shuffle window: as evaluations read it."""
+    """A stream without a shuffle window: as evaluations read it."""
     cache = data.cache_dir and Cache(data.cache_dir, int(data.cache_free_gib * 2**30))
     return StreamSpec(
         manifest,
         augmentation,
         seed=seed,
-        rows=rows,
         max_bad_fraction=data.max_bad_fraction,
         num_cpus=data.cpus_per_task,
         cache_mib=data.task_memory_mib,

@@ -90,9 +90,9 @@ def inception_box(height: int, width: int, rng: np.random.Generator) -> tuple[in
 
 def our_crop(image: bytes, rng: np.random.Generator) -> np.ndarray:
     """Decode and crop with this project's function, from a file without an index."""
-    from vit_ray.data.crops import Augmentation, training_crop
+    from vit_ray.data.crops import Augmentation, crop_of
 
-    return training_crop(image, Augmentation(size=SIZE), (0, 0, int(rng.integers(1 << 62))))
+    return crop_of(image, Augmentation(size=SIZE), (0, 0, int(rng.integers(1 << 62))))
 
 
 CROPS = {"pillow": pillow_crop, "opencv": opencv_crop, "vit_ray": our_crop}
@@ -356,7 +356,7 @@ def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
     """Rows of a data set with restart indices, whose crops are drawn a batch at a time."""
     from vit_ray.data import open_dataset
     from vit_ray.data.boxes import Augmentation, draw_boxes
-    from vit_ray.data.crops import cut_crop
+    from vit_ray.data.crops import crop
     from vit_ray.data.shards import RowGroupReader
 
     cv2.setNumThreads(0)
@@ -374,7 +374,7 @@ def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
         sizes, places = np.array([image.size for image in chosen]), np.arange(BATCH)
         boxes = draw_boxes(sizes, augmentation, worker, places, places + turn * BATCH)
         for i, (image, box) in enumerate(zip(chosen, boxes, strict=True)):
-            cut_crop(image, box, augmentation, out[i])
+            crop(image, box, augmentation, out[i])
         counts[worker] += BATCH
 
 

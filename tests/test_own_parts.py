@@ -17,7 +17,7 @@ from vit_ray import own_parts
 from vit_ray.checkpoints.init_weights import planned_load
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.data.crops import Augmentation, training_crop
+from vit_ray.data.crops import Augmentation, crop_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.launch.model_checks import check_model, check_own_parts
 from vit_ray.models import build_model
@@ -224,7 +224,7 @@ def test_an_own_augmentation_draws_by_sample_alone() -> None:
 
     encoded = cv2.imencode(".png", image)[1].tobytes()
     how = Augmentation(size=8, own=parts.brighter)
-    crops = [int(training_crop(encoded, how, (3, 0, sample)).max()) for sample in (0, 1, 2, 0)]
+    crops = [int(crop_of(encoded, how, (3, 0, sample)).max()) for sample in (0, 1, 2, 0)]
     assert crops[0] == crops[3]
     assert len(set(crops)) == 3
     assert crops[0] == KeyedUniform(3, 0, 0, 6).below(128)

@@ -36,7 +36,7 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.section import Section
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation, training_crop
+from vit_ray.data.crops import Augmentation, crop_of
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.record.model_card import image_processor
@@ -83,7 +83,7 @@ def test_the_image_processor_gives_the_pixels_of_our_evaluation(crop: Augmentati
         picture.save(file, "PNG", compress_level=1)
         pixels = processor(images=picture, return_tensors="np")["pixel_values"][0]
         assert pixels.shape == (3, crop.height, crop.width)
-        ours = training_crop(file.getvalue(), crop, (0, 0, 0)).astype(np.float64)
+        ours = crop_of(file.getvalue(), crop, (0, 0, 0)).astype(np.float64)
         return ours, (pixels.transpose(1, 2, 0) + 1) * 127.5
 
     decibels = []

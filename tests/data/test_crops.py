@@ -21,9 +21,8 @@ from vit_ray.data.crops import (
     IMAGE_FORMATS,
     Augmentation,
     BadImageError,
-    crop_of_pixels,
+    crop_of,
     decode,
-    training_crop,
 )
 from vit_ray.data.jpeg_index.segments import index_segments
 from vit_ray.data.restart_index import RestartIndex
@@ -128,7 +127,7 @@ def test_broken_images_are_refused(name: str) -> None:
     with pytest.raises(BadImageError, match=told):
         decode(BROKEN[name])
     with pytest.raises(BadImageError, match=told):
-        training_crop(BROKEN[name], Augmentation(size=16), (0, 0, 0))
+        crop_of(BROKEN[name], Augmentation(size=16), (0, 0, 0))
 
 
 def test_a_jpeg_cut_anywhere_in_its_headers_is_refused() -> None:
@@ -144,7 +143,7 @@ def test_a_jpeg_cut_anywhere_in_its_headers_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
 def test_every_crop_of_every_odd_image_has_the_asked_shape(name: str, kind: Any) -> None:
     augmentation = Augmentation(kind, size=(24, 16), resize=32)
-    crop = training_crop(ODD_IMAGES[name], augmentation, (1, 2, 3))
+    crop = crop_of(ODD_IMAGES[name], augmentation, (1, 2, 3))
     assert crop.shape == (24, 16, 3)
     assert crop.dtype == np.uint8
 
@@ -190,7 +189,7 @@ def test_each_scale_stays_close_to_pillows_antialiased_resize(
     height, width, *bounds = LEAST_PSNR_DB[factor]
     augmentation = Augmentation("resize", size=(height, width), flip=False)
     for image, bound in zip(photographs.values(), bounds, strict=True):
-        crop = training_crop(image, augmentation, (0, 0, 0))
+        crop = crop_of(image, augmentation, (0, 0, 0))
         reference = Image.open(io.BytesIO(image)).resize((width, height), Image.Resampling.BILINEAR)
         assert psnr(crop, np.asarray(reference)) > bound
 
@@ -227,7 +226,7 @@ def test_exact_crops_are_pillows_of_the_same_box(photographs: dict[str, bytes]) 
             )
             for image in photographs.values():
                 for key in range(2 if flip else 1):
-                    crop = training_crop(image, augmentation, (0, 0, key))
+                    crop = crop_of(image, augmentation, (0, 0, key))
                     ours = [
                         psnr(crop, boxes_by_pillow(image, augmentation, is_flipped))
                         for is_flipped in ((False, True) if flip else (False,))
@@ -250,7 +249,7 @@ def test_bicubic_crops_are_pillows(photographs: dict[str, bytes]) -> None:
             plain = Augmentation("resize", size=(height, width), interpolation="bicubic")
             reference = np.asarray(opened.resize((width, height), bicubic))
             for key in range(4):
-                made = training_crop(image, plain, (0, 0, key))
+                made = crop_of(image, plain, (0, 0, key))
                 box = draw_box((opened.height, opened.width), plain, (0, 0, key))
                 assert psnr(made[:, :: -1 if box.is_flipped else 1], reference) >= bound
         for size, resize in EXACT_CROPS:
@@ -258,7 +257,7 @@ def test_bicubic_crops_are_pillows(photographs: dict[str, bytes]) -> None:
                 "center_crop", size=size, resize=resize, flip=False, is_exact=True,
                 interpolation="bicubic",
             )  # fmt: skip
-            made = training_crop(image, exact, (0, 0, 0))
+            made = crop_of(image, exact, (0, 0, 0))
             expected = boxes_by_pillow(image, exact, False, bicubic)
             is_full_scale = min(opened.size) / resize < 2.4
             assert psnr(made, expected) >= (55 if is_full_scale else 36), (size, resize)
@@ -272,7 +271,7 @@ def test_a_bicubic_training_crop_is_cut_before_it_is_resized() -> None:
         box = draw_box(pixels.shape[:2], augment, (0, 0, key))
         cut = (box.left, box.top, box.left + box.width, box.top + box.height)
         expected = Image.fromarray(pixels).crop(cut).resize((48, 48), Image.Resampling.BICUBIC)
-        made = training_crop(encoded(pixels, "PNG"), augment, (0, 0, key))
+        made = crop_of(encoded(pixels, "PNG"), augment, (0, 0, key))
         np.testing.assert_array_equal(made, np.asarray(expected))
 
 
@@ -288,14 +287,14 @@ def test_an_exact_crop_of_any_shape_is_whole(
         kind, size=(24, 31), resize=33, flip=False, is_exact=True, interpolation=interpolation
     )
     for image in (encoded(pixels, "PNG"), encoded(pixels, quality=95, subsampling=0)):
-        crop = training_crop(image, augmentation, (0, 0, 0)).astype(int)
+        crop = crop_of(image, augmentation, (0, 0, 0)).astype(int)
         assert abs(crop - pixels[0, 0]).max() <= 3
 
 
 def test_a_centre_crop_is_the_middle_of_the_resized_image() -> None:
     image = jpeg(4, 300, 400)
     augmentation = Augmentation("center_crop", size=96, resize=128, flip=False)
-    crop = training_crop(image, augmentation, (0, 0, 0))
+    crop = crop_of(image, augmentation, (0, 0, 0))
     resized = Image.open(io.BytesIO(image)).resize((171, 128), Image.Resampling.BOX)
     reference = np.asarray(resized)[16:112, 37:133]
     assert psnr(crop, reference) > 30
@@ -306,7 +305,7 @@ def test_a_whole_image_crop_without_flip_is_a_plain_resize() -> None:
     whole = Augmentation("inception_crop", 32, flip=False, min_area=1.0, min_aspect=1, max_aspect=1)
     plain = Augmentation("resize", 32, flip=False)
     np.testing.assert_array_equal(
-        training_crop(image, whole, (0, 0, 0)), training_crop(image, plain, (0, 0, 0))
+        crop_of(image, whole, (0, 0, 0)), crop_of(image, plain, (0, 0, 0))
     )
 
 
@@ -342,7 +341,7 @@ def test_a_whole_image_is_decoded_from_its_own_file_where_it_has_a_restart_index
         augmentation = Augmentation(kind, size=side, flip=False)
         box = draw_box(size, augmentation, (0, 0, 0))
         out = np.empty(augmentation.shape, np.uint8)
-        return crops.cut_crop(crops.StoredImage(file, size, index), box, augmentation, out)
+        return crops.crop(crops.StoredImage(file, size, index), box, augmentation, out)
 
     np.testing.assert_array_equal(crop("resize", index), crop("resize", None))
     assert not made
@@ -358,7 +357,7 @@ def test_a_whole_image_is_decoded_from_its_own_file_where_it_has_a_restart_index
 @pytest.mark.parametrize("side", [8, 16, 40])
 def test_an_exact_crop_of_a_whole_image_that_is_decoded_coarsely_is_pillows(side: int) -> None:
     file = jpeg(5, 160, 160)
-    crop = training_crop(file, Augmentation("resize", side, flip=False, is_exact=True), (0, 0, 0))
+    crop = crop_of(file, Augmentation("resize", side, flip=False, is_exact=True), (0, 0, 0))
     with Image.open(io.BytesIO(file)) as image:
         reference = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR))
     assert psnr(crop, reference) > 30
@@ -367,7 +366,7 @@ def test_an_exact_crop_of_a_whole_image_that_is_decoded_coarsely_is_pillows(side
 def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:
     """Read off the pixels of a ramp; ten attempts fit almost always, so areas stay uniform."""
     image, augmentation = ramp(400, 400), Augmentation(size=64, flip=False, min_area=0.1)
-    sides = [rectangle(training_crop(image, augmentation, (0, 0, i)), 400, 400) for i in range(400)]
+    sides = [rectangle(crop_of(image, augmentation, (0, 0, i)), 400, 400) for i in range(400)]
     areas = np.array([tall * wide / 400**2 for tall, wide in sides])
     aspects = np.array([wide / tall for tall, wide in sides])
     assert 0.09 < areas.min() < 0.2
@@ -379,7 +378,7 @@ def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:
 
 def test_resize_crop_takes_a_fixed_share_at_random_places() -> None:
     image, augmentation = ramp(300, 500), Augmentation("resize_crop", 96, flip=False, resize=112)
-    crops = [training_crop(image, augmentation, (0, 0, i)) for i in range(100)]
+    crops = [crop_of(image, augmentation, (0, 0, i)) for i in range(100)]
     sides = np.array([rectangle(crop, 300, 500) for crop in crops])
     np.testing.assert_allclose(sides.mean(axis=0), [300 * 96 / 112, 500 * 96 / 112], rtol=0.02)
     assert len({crop.tobytes() for crop in crops}) > 50
@@ -387,7 +386,7 @@ def test_resize_crop_takes_a_fixed_share_at_random_places() -> None:
 
 def test_half_of_the_images_are_mirrored() -> None:
     image, augmentation = ramp(40, 40), Augmentation("resize", 40)
-    crops = [training_crop(image, augmentation, (0, 0, i)) for i in range(1000)]
+    crops = [crop_of(image, augmentation, (0, 0, i)) for i in range(1000)]
     mirrored = sum(int(crop[0, 0, 1]) > int(crop[0, -1, 1]) for crop in crops)
     assert 430 < mirrored < 570  # 4.4 standard deviations
 
@@ -395,18 +394,18 @@ def test_half_of_the_images_are_mirrored() -> None:
 def test_a_crop_depends_on_its_key_alone() -> None:
     image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    crops = [training_crop(image, augmentation, key) for key in keys]
+    crops = [crop_of(image, augmentation, key) for key in keys]
     assert len({crop.tobytes() for crop in crops}) == 4
     for key, crop in reversed(list(zip(keys, crops, strict=True))):
-        np.testing.assert_array_equal(training_crop(image, augmentation, key), crop)
+        np.testing.assert_array_equal(crop_of(image, augmentation, key), crop)
 
 
 def test_a_crop_is_written_where_it_is_asked_to_be() -> None:
     batch = np.zeros((2, 32, 32, 3), np.uint8)
     image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
     for key in range(8):  # flipped ones too
-        training_crop(image, augmentation, (0, 0, key), out=batch[1])
-        np.testing.assert_array_equal(batch[1], training_crop(image, augmentation, (0, 0, key)))
+        crop_of(image, augmentation, (0, 0, key), out=batch[1])
+        np.testing.assert_array_equal(batch[1], crop_of(image, augmentation, (0, 0, key)))
     assert not batch[0].any()
 
 
@@ -438,11 +437,11 @@ def test_a_border_is_cut_off_before_anything_else(format: str) -> None:
     augmentation = Augmentation("center_crop", size=32, resize=36, flip=False, border=2)
     image = encoded(framed, format, **({"quality": 95} if format == "JPEG" else {}))
     within = decode(image)[2:-2, 2:-2]
-    expected = training_crop(encoded(within, "PNG"), replace(augmentation, border=0), (0, 0, 0))
-    assert np.array_equal(training_crop(image, augmentation, (0, 0, 0)), expected)
-    assert np.array_equal(crop_of_pixels(decode(image), augmentation), expected)
+    expected = crop_of(encoded(within, "PNG"), replace(augmentation, border=0), (0, 0, 0))
+    assert np.array_equal(crop_of(image, augmentation, (0, 0, 0)), expected)
+    assert np.array_equal(crop_of(decode(image), augmentation, (0, 0, 0)), expected)
     with pytest.raises(BadImageError, match="4x4 pixels are nothing but the border of 2"):
-        training_crop(encoded(framed[:4, :4], format), augmentation, (0, 0, 0))
+        crop_of(encoded(framed[:4, :4], format), augmentation, (0, 0, 0))
 
 
 def files_of_every_format() -> dict[str, bytes]:

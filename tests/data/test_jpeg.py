@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from tests.data.pictures import encoded, picture
-from vit_ray.data.crops import Augmentation, decode, training_crop
+from vit_ray.data.crops import Augmentation, crop_of, decode
 from vit_ray.data.jpeg import size_of_jpeg
 
 PIXELS = picture(1, 203, 161)
@@ -28,7 +28,7 @@ def test_a_crop_says_nothing_on_standard_error(
     image: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for i in range(20):
-        training_crop(image, Augmentation(size=32, max_area=0.2), (0, 0, i))
+        crop_of(image, Augmentation(size=32, max_area=0.2), (0, 0, i))
     assert capfd.readouterr().err == ""
 
 

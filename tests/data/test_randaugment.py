@@ -11,7 +11,7 @@ from tests.data.pictures import encoded, picture
 from tests.recipes import recipe_with
 from vit_ray.data import randaugment
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import Augmentation, training_crop
+from vit_ray.data.crops import Augmentation, crop_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.randaugment import RandAugment
 
@@ -171,10 +171,10 @@ def test_every_layer_takes_one_operation_of_the_paper(monkeypatch: pytest.Monkey
 def test_a_sample_keeps_its_operations_and_changes_them_in_each_epoch_and_seed() -> None:
     image = encoded(picture(1, 61, 83))
     augment = Augmentation("resize", 32, flip=False, randaugment=RandAugment())
-    plain = training_crop(image, Augmentation("resize", 32, flip=False), (5, 0, 0))
+    plain = crop_of(image, Augmentation("resize", 32, flip=False), (5, 0, 0))
 
     def crops(seed: int, epoch: int, samples: Any) -> list[bytes]:
-        return [training_crop(image, augment, (seed, epoch, s)).tobytes() for s in samples]
+        return [crop_of(image, augment, (seed, epoch, s)).tobytes() for s in samples]
 
     first = crops(5, 0, range(20))
     assert crops(5, 0, reversed(range(20)))[::-1] == first
@@ -189,8 +189,8 @@ def test_the_crop_is_the_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None
     augment = Augmentation(size=24, randaugment=RandAugment())
     for sample in range(5):
         key = (5, 0, sample)
-        plain = training_crop(image, Augmentation(size=24), key)
-        assert np.array_equal(training_crop(image, augment, key), plain)
+        plain = crop_of(image, Augmentation(size=24), key)
+        assert np.array_equal(crop_of(image, augment, key), plain)
 
 
 def augment_recipe(augment: dict[str, Any]) -> Any:

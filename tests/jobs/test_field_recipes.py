@@ -28,7 +28,7 @@ from vit_ray.commands.plans.dry_run import describe_training
 from vit_ray.commands.plans.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import training_crop
+from vit_ray.data.crops import crop_of
 from vit_ray.data.randaugment import RandAugment
 from vit_ray.storage import locate
 from vit_ray.training.engine.collectives import all_sum
@@ -142,8 +142,7 @@ def rows(recipe: Recipe, first: int, share: slice) -> Any:
 def crops(recipe: Recipe, samples: Any, epoch: int) -> Any:
     augment = augmentation_of(recipe.model, recipe.data.augment)
     made = [
-        training_crop(encoded(PIXELS[s], "PNG"), augment, (recipe.seed, epoch, int(s)))
-        for s in samples
+        crop_of(encoded(PIXELS[s], "PNG"), augment, (recipe.seed, epoch, int(s))) for s in samples
     ]
     return np.stack(made)
 

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.keyed_random import KeyedUniforms
-from vit_ray.data.randaugment import RandAugment
+from vit_ray.data.keyed_random import KeyedUniform, KeyedUniforms
+from vit_ray.data.randaugment import Operation, RandAugment
 from vit_ray.data.restart_index import Box
 from vit_ray.own_parts import Augments
 
@@ -21,6 +21,9 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 _ATTEMPTS: Final = 10
+_CHANGES: Final = {"randaugment": 4, "own": 6}
+"""Changes of a finished crop, in this order, with what separates their random numbers from those of
+the crop."""
 _CROP: Final = 3
 """Separates the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
@@ -83,6 +86,19 @@ class Augmentation:
     @property
     def shape(self) -> tuple[int, int, int]:
         return (self.height, self.width, 3)
+
+    def changed(self, crop: NDArray[np.uint8], rng_key: tuple[int, int, int]) -> NDArray[np.uint8]:
+        """The finished crop of an image, changed in place by RandAugment and a user's own part."""
+        for name, word in _CHANGES.items():
+            if (change := getattr(self, name)) is not None:
+                crop[:] = change(crop, KeyedUniform(*rng_key, word))
+        return crop
+
+    def operations(self, rng_key: tuple[int, int, int]) -> list[Operation]:
+        """The operations that `changed` applies to a crop, except a user's own."""
+        if self.randaugment is None:
+            return []
+        return self.randaugment.draw(self.shape, KeyedUniform(*rng_key, _CHANGES["randaugment"]))
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,12 @@ from PIL import Image, UnidentifiedImageError
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box
 from vit_ray.data.exact_resize import MOST_SKIPPED, filter_reach, resize_exactly
 from vit_ray.data.jpeg import decode_jpeg, size_of_jpeg
-from vit_ray.data.keyed_random import KeyedUniform
-from vit_ray.data.randaugment import Operation
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 
 __all__ = ["Augmentation", "UInt8Array"]
 
 UInt8Array = NDArray[np.uint8]
 
-_CHANGES: Final = {"randaugment": 4, "own": 6}
-"""Operations on a finished crop, in this order, with what separates their random numbers from those
-of the crop."""
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Formats that Pillow opens for us. Its others include PostScript, which it passes to another
 program, and formats that are not for photographs."""
@@ -74,13 +69,29 @@ def decode(image: bytes | memoryview) -> UInt8Array:
     return _decode_other(image) if pixels is None else pixels
 
 
-def training_crop(
-    image: bytes,
+def crop(
+    image: StoredImage | UInt8Array, box: CropBox, augmentation: Augmentation, out: UInt8Array
+) -> UInt8Array:
+    """Write a rectangle of an image, resized, to `out`, uint8 of `augmentation.shape`.
+
+    Args:
+        image: of a file only the part that the crop needs is decoded; or all pixels.
+
+    Raises:
+        BadImageError: the bytes cannot be decoded, or are of an image of another size.
+    """
+    if isinstance(image, StoredImage):
+        return _resized(*_decoded(image, box, augmentation), augmentation, out)
+    return _resized(_looked_at(image, box, augmentation), box, augmentation, out)
+
+
+def crop_of(
+    image: bytes | UInt8Array,
     augmentation: Augmentation,
     rng_key: tuple[int, int, int],
     out: UInt8Array | None = None,
 ) -> UInt8Array:
-    """Decode the part of an encoded image that the augmentation needs, and resize it.
+    """The augmented crop of an encoded image, or of its pixels, that is in no data set.
 
     Args:
         rng_key: (seed, epoch, sample); the only source of randomness.
@@ -94,35 +105,20 @@ def training_crop(
     """
     if out is None:
         out = np.empty(augmentation.shape, np.uint8)
-    size = size_of_jpeg(image)
-    if size is None:
-        _crop_pixels(_decode_other(image), augmentation, rng_key, out)
+    if isinstance(image, bytes):
+        size = size_of_jpeg(image)
+        source = _decode_other(image) if size is None else StoredImage(image, size)
     else:
-        box = draw_box(size, augmentation, rng_key)
-        cut_crop(StoredImage(image, size), box, augmentation, out)
-    return augmented(out, augmentation, rng_key)
+        source = image
+    size = source.size if isinstance(source, StoredImage) else source.shape[:2]
+    crop(source, draw_box(size, augmentation, rng_key), augmentation, out)
+    return augmentation.changed(out, rng_key)
 
 
-def cut_crop(
-    image: StoredImage, box: CropBox, augmentation: Augmentation, out: UInt8Array
-) -> UInt8Array:
-    """Decode the part that a crop needs, and write it resized to `out`, uint8 of
-    `augmentation.shape`.
-
-    Raises:
-        BadImageError: the bytes cannot be decoded, or are of an image of another size.
-    """
-    return resized(*decoded(image, box, augmentation), augmentation, out)
-
-
-def decoded(
+def _decoded(
     image: StoredImage, box: CropBox, augmentation: Augmentation
 ) -> tuple[UInt8Array, CropBox]:
-    """The pixels for a crop, and the box in them, for `resized`.
-
-    Raises:
-        BadImageError: as `cut_crop`.
-    """
+    """The pixels for a crop, and the box in them."""
     if augmentation.border:
         pixels = decode(image.content)
     else:
@@ -131,7 +127,7 @@ def decoded(
         least = _FINER if augmentation.is_exact else _COARSEST
         scale = next(scale for scale in (8, 4, 2, 1) if least[scale] <= shrink or scale == 1)
         wanted = _with_surroundings(image, box, augmentation, scale)
-        if (region := jpeg_region(image, wanted, scale)) is not None:
+        if (region := _jpeg_region(image, wanted, scale)) is not None:
             content, (top, left, bottom, right) = region
             if (part := decode_jpeg(content, scale)) is not None:
                 first_row, first, *_ = wanted.bounds(image.size, scale)
@@ -163,25 +159,7 @@ def _with_surroundings(
     return CropBox(top, left, bottom - top, min(width, box.left + box.width + right) - left, False)
 
 
-def augmented(
-    crop: UInt8Array, augmentation: Augmentation, rng_key: tuple[int, int, int]
-) -> UInt8Array:
-    """The crop, changed in place by the further operations."""
-    for name, word in _CHANGES.items():
-        if (change := getattr(augmentation, name)) is not None:
-            crop[:] = change(crop, KeyedUniform(*rng_key, word))
-    return crop
-
-
-def operations(augmentation: Augmentation, rng_key: tuple[int, int, int]) -> list[Operation]:
-    """The operations that `augmented` applies to a crop, except a user's own."""
-    change = augmentation.randaugment
-    if change is None:
-        return []
-    return change.draw(augmentation.shape, KeyedUniform(*rng_key, _CHANGES["randaugment"]))
-
-
-def jpeg_region(
+def _jpeg_region(
     image: StoredImage, box: CropBox, scale: int = 1
 ) -> tuple[bytes | memoryview | UInt8Array, Box] | None:
     """The JPEG file to decode at 1/`scale` for a crop, and the pixels needed from it.
@@ -213,21 +191,6 @@ def jpeg_region(
     above, to_left = part.top // scale, part.left // scale
     top, left, bottom, right = bounds
     return part.image, (top - above, left - to_left, bottom - above, right - to_left)
-
-
-def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array:
-    """The crop of an already decoded image, uint8 (height, width, 3); as `training_crop`.
-
-    A random augmentation uses the same numbers for every image.
-    """
-    return _crop_pixels(pixels, augmentation, (0, 0, 0), np.empty(augmentation.shape, np.uint8))
-
-
-def _crop_pixels(
-    pixels: UInt8Array, augmentation: Augmentation, rng_key: tuple[int, int, int], out: UInt8Array
-) -> UInt8Array:
-    box = draw_box(pixels.shape[:2], augmentation, rng_key)
-    return resized(_looked_at(pixels, box, augmentation), box, augmentation, out)
 
 
 def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
@@ -286,7 +249,7 @@ def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> 
     return pixels[top:bottom, left:right]
 
 
-def resized(
+def _resized(
     crop: UInt8Array, box: CropBox, augmentation: Augmentation, out: UInt8Array
 ) -> UInt8Array:
     """All of some pixels; for an exact crop, the rectangle `box` of them."""

@@ -28,7 +28,7 @@ from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import BadImageError, UInt8Array, crop_of_pixels, pixels_of, training_crop
+from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate
@@ -104,9 +104,9 @@ class TrainedModel:
         if isinstance(image, (str, os.PathLike)):
             image = locate(os.fspath(image)).read()
         if isinstance(image, bytes):
-            return training_crop(image, self._augmentation, (0, 0, 0))
+            return crop_of(image, self._augmentation, (0, 0, 0))
         if isinstance(image, Image.Image):
-            return crop_of_pixels(pixels_of(image), self._augmentation)
+            return crop_of(pixels_of(image), self._augmentation, (0, 0, 0))
         pixels = np.asarray(image)
         if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype.kind not in "uif":
             raise BadImageError(
@@ -122,7 +122,7 @@ class TrainedModel:
                 f"pixels are {pixels.dtype} from {pixels.min():g} to {pixels.max():g}; give floats "
                 "in [0, 1] or integers in [0, 255]"
             )
-        return crop_of_pixels(scaled.astype(np.uint8), self._augmentation)
+        return crop_of(scaled.astype(np.uint8), self._augmentation, (0, 0, 0))
 
     def transform(self, image: AnImage) -> Tensor:
         """An image as `model` takes it, without the dimension of the batch: (3, H, W) in [-1, 1].

@@ -13,7 +13,7 @@ from ray import cloudpickle
 
 from tests.conftest import Digits
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation, augmented
+from vit_ray.data.crops import Augmentation
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.partition import Partition, read_tasks
 from vit_ray.data.randaugment import RandAugment
@@ -108,7 +108,7 @@ def test_each_crop_is_augmented_by_the_key_of_its_sample(digits: Digits) -> None
     crops, found = (batch["image"] for batch in batches)
     samples = batches[0]["sample"].tolist()
     expected = [
-        augmented(crop.copy(), changed, (3, 1, sample))
+        changed.changed(crop.copy(), (3, 1, sample))
         for crop, sample in zip(crops, samples, strict=True)
     ]
     np.testing.assert_array_equal(found, np.stack(expected))

@@ -19,7 +19,7 @@ from tests.data.stream.reading import read_training
 from tests.recipes import recipe_with, small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import decode, training_crop
+from vit_ray.data.crops import crop_of, decode
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.launch.inputs.rank_batches import training_batches
@@ -97,7 +97,7 @@ def test_a_crop_is_the_box_that_is_told_of_the_file_that_is_told(sets: Path) -> 
     spec = resolve_run(recipe).streams["train"]
     for crop, one in zip(pixels, images, strict=True):
         key = (recipe.seed, one.epoch, one.sample)
-        np.testing.assert_array_equal(crop, training_crop(one.content, spec.augmentation, key))
+        np.testing.assert_array_equal(crop, crop_of(one.content, spec.augmentation, key))
         assert one.content == jpeg(one.sample, *one.size)
         assert (one.key, one.labels) == (f"large/{one.sample}.jpg", (one.sample % 3,))
         assert decode(one.content).shape == (*one.size, 3)

@@ -31,7 +31,7 @@ from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import training_crop
+from vit_ray.data.crops import crop_of
 from vit_ray.launch.record import mlflow_model
 from vit_ray.launch.record.mlflow_model import card_of, model_files
 from vit_ray.launch.run import RunResult, _log_model
@@ -76,7 +76,7 @@ def logits_of(recipe: Any, model: torch.nn.Module, images: np.ndarray) -> np.nda
         file = io.BytesIO()
         Image.fromarray(image).save(file, "png")
         augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
-        crops.append(training_crop(file.getvalue(), augmentation, (0, 0, 0)))
+        crops.append(crop_of(file.getvalue(), augmentation, (0, 0, 0)))
     pixels = torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():
         return model(pixels).numpy()

@@ -10,7 +10,7 @@ from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import BadImageError, UInt8Array, training_crop
+from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.evaluation.inspection_figures import inspect_model
@@ -82,7 +82,7 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     for index in range(count):
         file = Location(folder.protocol, images[index * len(images) // count])
         try:
-            crops.append(training_crop(file.read(), augmentation, (0, 0, 0)))
+            crops.append(crop_of(file.read(), augmentation, (0, 0, 0)))
         except BadImageError as error:
             logger.warning("%s is left out: %s", file.uri, error)
     if not crops:

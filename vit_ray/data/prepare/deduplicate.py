@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.crops import Augmentation, BadImageError, training_crop
+from vit_ray.data.crops import Augmentation, BadImageError, crop_of
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_dataset
 from vit_ray.data.prepare.perceptual_hash import HASH_BITS, HashIndex, is_flat, perceptual_hash
 from vit_ray.data.prepare.progress import Shown, report_done
@@ -215,7 +215,7 @@ def describe(image: bytes) -> _Described:
     """What of an encoded image is compared."""
     digest = hashlib.blake2b(image, digest_size=16).digest()
     try:
-        pixels = training_crop(image, _DECODED, (0, 0, 0))
+        pixels = crop_of(image, _DECODED, (0, 0, 0))
     except BadImageError:
         return _Described(digest, None)
     return _Described(digest, b"" if is_flat(pixels) else perceptual_hash(pixels).tobytes())

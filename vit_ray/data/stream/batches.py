@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.cache import Cache
-from vit_ray.data.crops import augmented, cut_crop
+from vit_ray.data.crops import crop
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Plan, Rows, ShuffleWindow
 from vit_ray.data.partition import BlockShape, Partition
@@ -198,8 +198,8 @@ class _Batch:
         """Write a stored row to a place, unless it is bad."""
         try:
             image, augmentation = encoded.stored(stored), self._spec.augmentation
-            pixels = cut_crop(image, box, augmentation, self._images[i])
-            augmented(pixels, augmentation, (self._spec.seed, epoch, sample))
+            pixels = crop(image, box, augmentation, self._images[i])
+            augmentation.changed(pixels, (self._spec.seed, epoch, sample))
         except ValueError as error:
             manifest = self._spec.manifest
             shard = manifest.files[int(manifest.file_index[group])].path

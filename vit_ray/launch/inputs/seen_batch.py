@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.boxes import CropBox, draw_box
-from vit_ray.data.crops import UInt8Array, operations
+from vit_ray.data.crops import UInt8Array
 from vit_ray.data.partition import Partition
 from vit_ray.data.shards import keys
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
@@ -156,7 +156,7 @@ class SeenBatches:
         group, row = manifest.place(sample)
         rows = self._reader.read_group(group)
         augmentation = self._spec.augmentation
-        drawn = tuple(map(str, operations(augmentation, rng_key)))
+        drawn = tuple(map(str, augmentation.operations(rng_key)))
         return SeenImage(
             step, place, sample, epoch, rows.key(row), tuple(rows.labels_of(row).tolist()),
             manifest.files[int(manifest.file_index[group])].path,

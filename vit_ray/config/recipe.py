@@ -132,7 +132,7 @@ class Recipe(Section):
     def with_absolute_paths(self) -> Recipe:
         """The same with local paths made absolute: workers run in folders of their own."""
         tree = self.model_dump(mode="json")
-        for key in _PLACES:
+        for key in PLACES:
             *above, last = key.split(".")
             section = tree[above[0]] if above else tree
             if section is not None:
@@ -191,7 +191,7 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
 
 def _empty_path(recipe: Recipe) -> str | None:
     """Which path is an empty text, and would mean the current folder or the root, or None."""
-    for key in (*_PLACES, *_PLACES_OF_COMMANDS):
+    for key in (*PLACES, *_PLACES_OF_COMMANDS):
         section: Any = recipe
         value: Any = None
         for part in key.split("."):
@@ -257,7 +257,7 @@ def _identity(value: Any) -> Any:
 
 
 # Keys whose values are paths; `tracking.uri`, an address, is handled separately.
-_PLACES = (
+PLACES: Final = (
     "output", "init_from", "data.train", "data.eval", "data.cache_dir",
     "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data",
 )  # fmt: skip

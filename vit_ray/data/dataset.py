@@ -8,6 +8,7 @@ de-duplicated set is a part of a data set: a manifest made of a manifest, over t
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
@@ -134,7 +135,7 @@ ABOUT: Final = ("license", "source_url", "evaluation_only")
 _METADATA_KEY: Final = b"vit_ray"
 _SPLIT: Final = 8
 """Separates the ranks of a run's parts from other random numbers of its seed."""
-_NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "largest_pixels")
+_NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint", "largest_pixels")
 """Of the header: what the fingerprint does not depend on."""
 _FILE_FIELDS: Final = 4
 """Of a file in the header, without where its images are."""
@@ -387,7 +388,7 @@ def _parse(path: str, content: bytes) -> Manifest:
             return Manifest(
                 **vars(columns),
                 path=path,
-                root=header["root"] or path,
+                root=_root_of(header, path),
                 num_images=header["num_images"],
                 classes=header["classes"],
                 max_labels=header["max_labels"],
@@ -409,6 +410,15 @@ def _parse(path: str, content: bytes) -> Manifest:
         f"data set {path!r} has format {version}; this code reads format {FORMAT_VERSION} only; "
         "use the version of vit_ray that wrote it"
     )
+
+
+def _root_of(header: dict[str, Any], path: str) -> str:
+    """The folder of the shards: where it lay beside the manifest, if both were copied or moved."""
+    if header["root_from_here"]:
+        near = os.path.normpath(os.path.join(path, header["root_from_here"]))
+        if os.path.isdir(near):
+            return near
+    return header["root"] or path
 
 
 def _columns(table: pa.Table) -> RowGroupColumns:
@@ -441,8 +451,12 @@ def write_manifest(
         root: folder of the shards when they are not in `folder`.
         origin: how the data set was made (seed, source); kept, and part of the fingerprint.
     """
+    from_here = ""
+    if root and folder.is_local and locate(root).is_local:
+        from_here = os.path.relpath(root, folder.path)
     header = {
         "format_version": FORMAT_VERSION,
+        "root_from_here": from_here,
         "num_images": int(np.sum(columns.rows, dtype=np.int64)),
         "classes": classes,
         "max_labels": max_labels,

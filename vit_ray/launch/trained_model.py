@@ -29,6 +29,7 @@ from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
+from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate
@@ -237,7 +238,9 @@ def class_names(
     found: list[tuple[str, ...] | None] = []
     if position is None:
         found.append(published_classes(source))
-    recorded = position.recipe.get("data", {}).get("train") if position else None
+    recorded = None
+    if position and "data" in position.recipe:
+        recorded = where_it_lies(position.recipe, locate(source))["data"]["train"]
     others = []
     for train in (recorded, given):
         try:

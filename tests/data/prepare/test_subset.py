@@ -1,4 +1,5 @@
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +43,25 @@ def test_a_part_does_not_depend_on_where_it_is_written(dataset: Manifest, tmp_pa
 
 def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) -> None:
     part = subset(dataset.path, str(tmp_path / "part"), count=50)
-    rows = Plan(part, seed=1, rows=None).rows_at(np.arange(50))
+    rows = Plan(part, seed=1).rows_at(np.arange(50))
     assert sorted(rows.samples.tolist()) == list(range(50))
-    np.testing.assert_array_equal(part.first_samples[rows.groups] + rows.rows, rows.samples)
+    groups = np.searchsorted(part.first_samples, rows.samples, side="right") - 1
+    np.testing.assert_array_equal(groups, rows.groups)
+
+
+def test_a_part_that_was_copied_with_its_set_reads_the_copy(
+    dataset: Manifest, tmp_path: Path
+) -> None:
+    """And alone, or where the set is elsewhere, the files that it was made of."""
+    shutil.copytree(dataset.path, tmp_path / "one" / "set")
+    part = subset(str(tmp_path / "one" / "set"), str(tmp_path / "one" / "run" / "part"), count=50)
+    expected = keys_of(part)
+    shutil.copytree(tmp_path / "one" / "run" / "part", tmp_path / "alone")
+    assert keys_of(open_dataset(str(tmp_path / "alone"))) == expected
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "one")
+    copy = open_dataset(str(tmp_path / "two" / "run" / "part"))
+    assert (keys_of(copy), copy.fingerprint) == (expected, part.fingerprint)
 
 
 def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> None:

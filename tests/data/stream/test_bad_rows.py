@@ -78,10 +78,19 @@ def test_a_replacement_never_comes_from_the_held_out_rows(
     assert len(samples) == 150
 
 
-def test_a_row_group_without_a_good_image_is_an_error(dataset: Manifest, tmp_path: Path) -> None:
+def test_a_row_group_without_a_good_image_has_substitutes_of_the_next(
+    dataset: Manifest, tmp_path: Path
+) -> None:
+    """As a part may have a single row of a row group; where many follow, it is an error."""
     manifest, _ = broken_copy(dataset, tmp_path)
-    damage(manifest, group=1, rows=list(range(16)))
-    with pytest.raises(ValueError, match=r"no image of its row group .* can be decoded"):
+    first = manifest.first_samples
+    damage(manifest, group=18, rows=list(range(12)))
+    batch, bad = read_epoch(manifest)
+    assert sorted(bad) == list(range(first[18], 300))
+    assert np.bincount(batch["sample"], minlength=300)[:16].sum() == 16 + 12
+    for group in range(1, 9):
+        damage(manifest, group, rows=list(range(16)))
+    with pytest.raises(ValueError, match=r"no image of its row group .* next 7 can be decoded"):
         read_epoch(manifest)
 
 

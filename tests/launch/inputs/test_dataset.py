@@ -162,6 +162,23 @@ def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_
     ]
 
 
+def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path: Path) -> None:
+    good = jpeg(0, 8, 8)
+    images = [EncodedImage(good, (0,), f"{i}", 8, 8) for i in range(7)]
+    images.insert(3, EncodedImage(b"no image", (0,), "bad", 8, 8))
+    write_encoded(tmp_path, "part.parquet", images, ["a"], 4)
+    data = dataset.open_dataset(str(tmp_path))
+    options: dict[str, Any] = {"epochs": 2, "shuffle_window": 0}
+    stream = data.torch_dataset(4, 8, max_bad_fraction=0.125, **options)
+    assert len(list(DataLoader(stream, batch_size=None, num_workers=0))) == 4
+    for training in (True, False):
+        stream = data.torch_dataset(4, 8, max_bad_fraction=0.12, training=training, **options)
+        with pytest.raises(
+            ValueError, match=r"1 of 8 images cannot be decoded, above data"
+        ):
+            list(DataLoader(stream, batch_size=None, num_workers=0))
+
+
 def test_neither_ray_nor_torch_is_imported(many: Path) -> None:
     script = (
         "import sys, vit_ray;"

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Final
 
+from vit_ray.data.stream.batches import refuse_too_many
 from vit_ray.ray_internals import _internal_kv_list, _internal_kv_put
 
 _PREFIX: Final = "vit_ray/bad_rows"
@@ -49,10 +50,5 @@ class BadRowLimit:
             return
         total = len(_internal_kv_list(f"{folder}/".encode()))
         allowed = self.max_fraction * self.num_images
-        if total > allowed:
-            raise ValueError(
-                f"{total} of {self.num_images} images cannot be decoded, above "
-                f"data.max_bad_fraction={self.max_fraction}; one of them is "
-                f"{next(iter(new.values()))}; run `vit-ray verify`, or raise the limit"
-            )
+        refuse_too_many(total, self.num_images, self.max_fraction, next(iter(new.values())))
         self._uncounted, self._until_count = 0, (allowed - total) / _PROCESSES

@@ -24,6 +24,8 @@ from vit_ray.data.shards import NO_LABEL, EncodedRows, RowGroupReader
 Batch = dict[str, NDArray[Any]]
 
 _PADDING_SAMPLE: Final = -1
+_GROUPS_TRIED: Final = 8
+"""Row groups in which a substitute for a bad image is looked for."""
 
 
 @dataclass(frozen=True)
@@ -131,24 +133,41 @@ class BatchReader:
         columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
         for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
             if not batch.try_row(i, *row) and self._job.is_training:
-                its_rows, epoch, group, _, sample, _ = row
-                self._fill_with_neighbour(batch, i, its_rows, epoch, group, sample)
+                _, epoch, group, _, sample, _ = row
+                self._fill_with_neighbour(batch, i, epoch, group, sample)
 
     def _fill_with_neighbour(
-        self, batch: "_Batch", i: int, encoded: EncodedRows, epoch: int, group: int, bad: int
+        self, batch: "_Batch", i: int, epoch: int, group: int, bad: int
     ) -> None:
-        """Write the next decodable row of the row group in place of a bad sample."""
+        """Write the next decodable row in place of a bad sample: of its row group, or the next."""
         spec, manifest = self._job.spec, self._job.spec.manifest
-        others = manifest.samples_of(group)
-        after = int(np.searchsorted(others, bad)) + 1
-        for sample in np.roll(others, -after)[:-1].tolist():
-            _, stored = manifest.place(sample)
-            box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
-            if batch.try_row(i, encoded, epoch, group, stored, sample, box):
-                return
+        with_rows = np.flatnonzero(manifest.rows)
+        turned = np.roll(with_rows, -int(np.searchsorted(with_rows, group)))
+        for near in turned[:_GROUPS_TRIED].tolist():
+            encoded, others = self.read_group(near), manifest.samples_of(near)
+            after = int(np.searchsorted(others, bad)) + 1 if near == group else 0
+            for sample in np.roll(others, -after).tolist():
+                _, stored = manifest.place(sample)
+                box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
+                if sample != bad and batch.try_row(i, encoded, epoch, near, stored, sample, box):
+                    return
         raise ValueError(
             f"shard {manifest.shard_location(group).path!r}: no image of its row group "
-            f"{int(manifest.row_group[group])} can be decoded; run `vit-ray verify`"
+            f"{int(manifest.row_group[group])} and of the next {_GROUPS_TRIED - 1} can be decoded; "
+            "run `vit-ray verify`"
+        )
+
+
+def refuse_too_many(num_bad: int, num_images: int, max_fraction: float, example: str) -> None:
+    """
+    Raises:
+        ValueError: more than the allowed fraction of a data set cannot be decoded.
+    """
+    if num_bad > max_fraction * num_images:
+        raise ValueError(
+            f"{num_bad} of {num_images} images cannot be decoded, above "
+            f"data.max_bad_fraction={max_fraction}; one of them is {example}; run `vit-ray "
+            "verify`, or raise the limit"
         )
 
 

@@ -12,7 +12,13 @@ import cv2
 
 from vit_ray.config import Recipe
 from vit_ray.data.partition import Partition
-from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec
+from vit_ray.data.stream.batches import (
+    Batch,
+    BatchReader,
+    StreamJob,
+    StreamSpec,
+    refuse_too_many,
+)
 from vit_ray.launch.inputs.streams import resolve_run
 
 _LOG: Final = logging.getLogger(__name__)
@@ -23,7 +29,8 @@ class RankBatches(Sequence[Batch]):
 
     A batch is {"image": uint8 (b, H, W, 3), "labels": int32 (b, L) padded with -1, "sample": int64
     (b,)} with b = global batch size / world size. An image that cannot be decoded is replaced by
-    its neighbour, as in a run, with a warning. Evaluation batches have "weight": float32 (b,), too,
+    its neighbour, as in a run, with a warning, up to `data.max_bad_fraction` of the data set, which
+    each process counts. Evaluation batches have "weight": float32 (b,), too,
     0.0 for padding.
 
     It is a map-style data set for torch, which makes tensors of the arrays and keeps the order:
@@ -65,6 +72,8 @@ class RankBatches(Sequence[Batch]):
         self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training)
         self._steps = range(steps)
         self._reader: tuple[int, BatchReader] | None = None
+        self._bad: dict[int, str] = {}
+        """What this process found, by sample."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -87,6 +96,10 @@ class RankBatches(Sequence[Batch]):
         batch, bad = self._reader[1].batch(self._rank, step * self._share, (step + 1) * self._share)
         for problem in bad.values():
             _LOG.warning("step %d: %s", step, problem)
+        self._bad |= bad
+        if bad:
+            spec = self._job.spec
+            refuse_too_many(len(self._bad), spec.num_images, spec.max_bad_fraction, problem)
         return batch
 
     def __getstate__(self) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class SeenBatches:
 
     def samples_of_key(self, key: str) -> list[int]:
         """The numbers of the images with a key; reads all keys."""
-        numbered = enumerate(one for some in keys(self._spec.manifest) for one in some)
+        whole = self._spec.manifest.whole or self._spec.manifest
+        numbered = enumerate(one for some in keys(whole) for one in some)
         return [number for number, one in numbered if one == key]
 
     def planned(self, step: int) -> NDArray[np.int64]:
@@ -133,7 +134,7 @@ class SeenBatches:
         Raises:
             ValueError: the data set has no such sample.
         """
-        total = self._spec.manifest.num_images
+        total = int(self._spec.manifest.first_samples[-1])
         if not 0 <= sample < total:
             raise ValueError(f"sample={sample}: the data set has samples 0 to {total - 1}")
         for epoch in range(self._num_positions // self._reader.plan.num_images + 1):

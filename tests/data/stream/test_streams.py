@@ -19,8 +19,10 @@ from tests.data.stream.reading import (
 )
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.dataset import Manifest, select
-from vit_ray.data.order import Order, ShuffleWindow
+from vit_ray.data.order import Order, Plan, ShuffleWindow
+from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.blocks import cut
 from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.stream_server import RankStreams
@@ -243,6 +245,21 @@ def test_a_stream_whose_process_died_ends_in_an_error(spec: StreamSpec) -> None:
     ray.kill(server)
     with pytest.raises(ray.exceptions.RayActorError):
         list(training)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_order_that_is_drawn_once_for_all_tasks_is_the_same(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two epochs, as for a data set of many row groups."""
+    monkeypatch.setattr(ray_datasets, "LEAST_SHARED", 0)
+    samples: list[int] = []
+    for segment in segments_of(spec, HostRanks("shared", range(1), 1), BATCH, 0, 600):
+        for bundle in segment.dataset.iter_internal_ref_bundles():
+            for batch in cut([ray.get(entry.ref) for entry in bundle.blocks], BATCH):
+                samples += batch["sample"].tolist()
+    plan = Plan(spec.manifest, spec.seed, window=spec.window)
+    assert samples == plan.rows_at(np.arange(600)).samples.tolist()
 
 
 def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec: StreamSpec) -> None:

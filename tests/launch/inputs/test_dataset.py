@@ -173,9 +173,7 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path: Path) ->
     assert len(list(DataLoader(stream, batch_size=None, num_workers=0))) == 4
     for training in (True, False):
         stream = data.torch_dataset(4, 8, max_bad_fraction=0.12, training=training, **options)
-        with pytest.raises(
-            ValueError, match=r"1 of 8 images cannot be decoded, above data"
-        ):
+        with pytest.raises(ValueError, match=r"1 of 8 images cannot be decoded, above data"):
             list(DataLoader(stream, batch_size=None, num_workers=0))
 
 

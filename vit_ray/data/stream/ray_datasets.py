@@ -42,6 +42,11 @@ stay in memory, where Python's garbage collector visits them again and again: wi
 took a quarter of the server's time."""
 
 
+LEAST_SHARED: Final = 1 << 18
+"""Row groups from which on a stream server draws the order for all tasks: a process draws that of
+fewer in 30 ms, and has less to fetch."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive blocks of a stream as one Ray Data set."""
@@ -127,7 +132,7 @@ def segments_of(
     drawn: dict[int, ray.ObjectRef[Any]] = {}
     tasks_left = iter(whole)
     while some := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
-        epochs = epochs_of(job, some)
+        epochs = epochs_of(job, some) if len(order.rows) >= LEAST_SHARED else range(0)
         drawn = {n: drawn[n] if n in drawn else ray.put(order.draw(n)) for n in epochs}
         # The context decides where a set's tasks run, unless their labels do. A block that is made
         # on its ranks' host crosses no network; with a single server, Ray Data spreads the tasks.
@@ -272,7 +277,7 @@ class _Blocks:
     name: str
     job_ref: Any
     drawn: Mapping[int, Any]
-    """The order of each epoch (`Order.draw`), drawn once for all tasks."""
+    """The order of each epoch (`Order.draw`), drawn for all tasks; empty where each draws it."""
     task: BlockTask
 
     def __call__(self) -> Iterator[Block]:
@@ -286,8 +291,8 @@ class _Blocks:
             if len(_READERS) > _STREAMS_HELD:
                 del _READERS[next(iter(_READERS))]
         reader, limit = _READERS[self.name] = _READERS.pop(self.name)
-        # no limit: the stream server has put it there before the task started
-        reader.plan.order.drawn = lambda epoch: ray.get(self.drawn[epoch])
+        if self.drawn:  # no limit: the stream server has put it there before the task started
+            reader.plan.order.drawn = lambda epoch: ray.get(self.drawn[epoch])
         for rank, first, last in self.task.blocks():
             batch, bad = reader.batch(rank, first, last)
             limit.note(bad)

@@ -77,12 +77,12 @@ class EmptyReader:
 
         spec = job.spec
         self._job = job
-        self._plan = Plan(spec.manifest, spec.seed, True, job.window)
+        self.plan = Plan(spec.manifest, spec.seed, True, job.window)
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Any, dict[int, str]]:
         """As `BatchReader.batch`."""
         positions = self._job.start + self._job.partition.offsets(rank, first, last)
-        return {"sample": self._plan.rows_at(positions).samples}, {}
+        return {"sample": self.plan.rows_at(positions).samples}, {}
 
 
 def without_images() -> None:

@@ -69,7 +69,7 @@ class BlockShape:
 
     Attributes:
         block_rows: rows of a block, about; whole micro-batches are taken.
-        task_rows: rows of a task, about.
+        task_rows: rows of a task, about; one with a window has all of its rank's part.
         window_passes: passes of all ranks that make a shuffle window; 1 where there is none.
         start_pass: passes of the run before the first one here.
     """
@@ -96,25 +96,20 @@ def read_tasks(
     wait for a large block; what is left at the end is one block a rank. Only tasks of full-sized
     blocks make more than one block. A task of those has whole windows of its ranks, whose rows of a
     window lie side by side in the order: so it reads whole row groups, but for those at its ends.
-    Where one rank's part of a window is more than a task, it is cut, and each part reads the row
-    groups again.
     """
     micro, full = partition.batch_size_per_rank, shape.full_passes(partition)
     even = min(full, shape.window_passes)
     window_rounds = max(1, shape.window_passes // full)
     task_rounds = max(1, shape.task_rows // (full * micro))
     ranks_per_task = max(1, task_rounds // window_rounds)
-    is_cut = task_rounds < window_rounds
-    if not is_cut:
-        task_rounds = max(1, ranks_per_task // len(ranks)) * window_rounds
+    task_rounds = max(1, ranks_per_task // len(ranks)) * window_rounds
     done, passes, doubled = first // micro, last // micro, 1
     while done < passes:
         past = (shape.start_pass + done) % even
         if doubled >= full and not past and passes - done >= full:
             into_window = (shape.start_pass + done) % shape.window_passes // full
             size = full
-            left = window_rounds - into_window if is_cut else task_rounds - into_window
-            rounds = min(task_rounds, left, (passes - done) // full)
+            rounds = min(task_rounds - into_window, (passes - done) // full)
             shared = ranks_per_task
         else:
             size, rounds, shared = min(doubled, full, passes - done), 1, 1

@@ -20,7 +20,7 @@ from tests.commands.command_line import run_cli
 from tests.launch.test_trained_model import CLASSES, COUNT, run_of, write_images
 from tests.models.small import small_model
 from vit_ray.commands.trained import predict
-from vit_ray.evaluation.contact_sheet import sheet
+from vit_ray.evaluation.image_grid import sheet
 from vit_ray.launch import trained_model
 from vit_ray.models.weights import save_weights
 

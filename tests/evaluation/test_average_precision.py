@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from vit_ray.evaluation import average_precision
-from vit_ray.evaluation.average_precision import ClassScores, mean_average_precision
+from vit_ray.evaluation.average_precision import ClassScores
 
 NUM_IMAGES, NUM_CLASSES, MOST_LABELS = 90, 7, 4
 
@@ -37,21 +37,39 @@ def expected(scores, labels, weights):
     return average_precision_score(truth[:, held], scores[real][:, held], average="macro")
 
 
-def measured(scores, labels, weights, num_ranks, batch=10):
+def ranks_of(scores, labels, weights, num_ranks, batch=10):
     ranks = [ClassScores() for _ in range(num_ranks)]
     for number, first in enumerate(range(0, NUM_IMAGES, batch)):
         part = slice(first, first + batch)
         ranks[number % num_ranks].add_batch(
             *(torch.from_numpy(one[part]) for one in (scores, labels, weights))
         )
-    positives = np.concatenate([rank.positives() for rank in ranks])
-    return mean_average_precision(positives, sum(rank.at_least(positives) for rank in ranks))
+    return ranks
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 16])
+def measured(scores, labels, weights, num_ranks):
+    ranks = ranks_of(scores, labels, weights, num_ranks)
+    whole = iter(
+        [
+            np.concatenate([r for rank in ranks for r in rows(rank)])
+            for rows in (scores_of, labels_of)
+        ]
+    )
+    return ranks[0].mean_average_precision(lambda _: next(whole))
+
+
+def scores_of(rank):
+    return rank._scores
+
+
+def labels_of(rank):
+    return rank._labels
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 9])
 @pytest.mark.parametrize("num_steps", [0, 3, 12])
 def test_it_is_scikit_learns_however_the_images_are_dealt(num_steps, num_ranks):
-    """Of 16 ranks 7 have no batch; few steps give many equal scores."""
+    """Few steps give many equal scores."""
     found = measured(*made(num_steps), num_ranks)
     assert found == pytest.approx(expected(*made(num_steps)), rel=1e-12)
 
@@ -61,13 +79,13 @@ def test_without_any_label_there_is_none():
     assert measured(scores, np.full_like(labels, -1), weights, 2) is None
 
 
+def test_scores_that_are_no_numbers_raise_nothing():
+    scores, labels, weights = made(0)
+    assert measured(scores * np.nan, labels, weights, 1) is not None
+
+
 def test_scores_beyond_the_limit_are_not_held(monkeypatch):
-    scores, labels, weights = map(torch.from_numpy, made(0))
-    held = ClassScores()
-    monkeypatch.setattr(average_precision, "MOST_BYTES", 4 * 10 * NUM_CLASSES)
-    held.add_batch(scores[:10], labels[:10], weights[:10])
-    assert held.is_whole
-    assert len(held.positives())
-    held.add_batch(scores[10:], labels[10:], weights[10:])
-    assert not held.is_whole
-    assert not len(held.positives())
+    monkeypatch.setattr(average_precision, "MAX_BYTES", 4 * 10 * NUM_CLASSES)
+    (held,) = ranks_of(*made(0), 1)
+    assert held.num_bytes > average_precision.MAX_BYTES
+    assert not held._scores

@@ -2,6 +2,8 @@
 
 import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,15 +11,8 @@ import torch
 from PIL import Image
 from scipy.special import expit, softmax
 
-from vit_ray.evaluation.contact_sheet import strip
-from vit_ray.evaluation.examples import (
-    KINDS,
-    SIDE,
-    ExampleImages,
-    example_files,
-    square,
-    training_files,
-)
+from vit_ray.evaluation.examples import KINDS, ExampleImages, training_files
+from vit_ray.evaluation.image_grid import SIDE, sheet, square, strip
 
 NUM_IMAGES, NUM_CLASSES = 60, 5
 NO_PREDICTION = {"predicted": None, "probability": None, "loss": None}
@@ -51,9 +46,22 @@ def kept(whole, num_ranks, order):
             for key, value in whole.items()
         }
         ranks[number % num_ranks].add_batch(**columns)
-    all_ranks = np.concatenate([one.candidates(rank) for rank, one in enumerate(ranks)])
-    rows = sum(one.chosen(all_ranks, rank) for rank, one in enumerate(ranks))
-    return example_files(rows, NAMES)
+    barrier, given = threading.Barrier(num_ranks), {}
+
+    def files(rank):
+        def gather(rows):
+            given[rank] = rows
+            barrier.wait(60)
+            everyone = np.concatenate([given[other] for other in range(num_ranks)])
+            barrier.wait(60)
+            return everyone
+
+        return ranks[rank].files(NAMES, gather)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        found = list(threads.map(files, range(num_ranks)))
+    assert all(one == found[0] for one in found)
+    return found[0]
 
 
 def shades(picture):
@@ -118,7 +126,7 @@ def test_training_crops_have_their_classes():
 def test_a_model_of_sigmoids_gives_each_class_its_own_probability(whole):
     ranks = ExampleImages(is_sigmoid=True)
     ranks.add_batch(**{k: v if k == "samples" else torch.from_numpy(v) for k, v in whole.items()})
-    files = example_files(ranks.chosen(ranks.candidates(0), 0), NAMES)
+    files = ranks.files(NAMES, lambda rows: rows)
     for one in json.loads(files["examples.json"]):
         best = whole["logits"][one["sample"]].max()
         assert one["probability"] == pytest.approx(expit(best), rel=1e-6)
@@ -141,3 +149,13 @@ def test_captions_are_below_their_own_image_and_no_wider():
 def test_a_class_name_of_several_lines_is_one_line_of_its_caption():
     square_only = [np.zeros((SIDE, SIDE, 3), np.uint8)]
     assert strip(square_only, [["great\nauk"]]) == strip(square_only, [["great auk"]])
+
+
+def test_a_title_that_is_wider_than_its_images_is_whole():
+    image = np.full((8, 8, 3), 128, np.uint8)
+    title = "cifar10-vit-with-a-long-name, step 361: largest shares of the gradient"
+    inked = [
+        int((np.asarray(sheet([image] * count, [""] * count, title))[:28] < 128).sum())
+        for count in (1, 8)
+    ]
+    assert inked[0] == inked[1] > 0

@@ -39,7 +39,7 @@ from vit_ray.worker.job import TrainJob
 from vit_ray.worker.nonfinite import NonfinitePolicy
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver
-from vit_ray.worker.setup import build_engine, choose_micro_batch, open_batches
+from vit_ray.worker.setup import build_engine, choose_micro_batch, initial_model, open_batches
 from vit_ray.worker.watchdog import Watchdog
 
 FIELD = ROOT / "jobs" / "recipes" / "field"
@@ -177,7 +177,8 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     folder = locate(recipe.run_folder)
     micro = choose_micro_batch(job, folder, world_size, int)
     checkpoint = newest_checkpoint(folder)
-    engine, _ = build_engine(job, micro, world_size, loads_weights=checkpoint is None)
+    model, _ = initial_model(job, loads_weights=checkpoint is None)
+    engine = build_engine(job, model, micro, world_size)
     progress = Progress()
     if checkpoint is not None:
         engine.restore(checkpoint)

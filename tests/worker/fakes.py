@@ -101,7 +101,6 @@ class FakeEngine:
     dtype: torch.dtype = torch.float32
     weight: float = 0.0
     average: Any = None
-    whole_model: torch.nn.Module | None = None
     is_averaged: bool = False
     is_closed: bool = False
     compiled_s: float = 0.0

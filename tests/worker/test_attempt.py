@@ -25,7 +25,7 @@ from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.training.memory.micro_batch import known_images, limit_key
-from vit_ray.worker.attempt import Attempt, run_attempt
+from vit_ray.worker.attempt import Attempt, EvaluationAttempt, run_attempt
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.setup import device_name
 
@@ -298,11 +298,10 @@ def test_it_is_told_how_long_the_save_took_of_the_time_that_a_node_has(
 
 
 def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:
-    job = make_job(tmp_path, kind="evaluate")
-    worker = Worker(job)
+    worker = Worker(make_job(tmp_path, kind="evaluate"))
     figures = {"eval/top1": 0.5}
     worker.hooks.evaluator.evaluate = lambda step, *_: figures  # type: ignore[method-assign]
-    run(worker)
+    EvaluationAttempt(worker.link, worker.hooks.evaluator, worker.watchdog).run()
     assert worker.actor.logged == [(0, {"eval/top1": 0.5})]
     assert worker.actor.events == []
 
@@ -314,7 +313,7 @@ def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path
     worker = Worker(make_job(tmp_path, kind="evaluate"))
     worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
     worker.actor.stop = "Ctrl-C"
-    run(worker)
+    EvaluationAttempt(worker.link, worker.hooks.evaluator, worker.watchdog).run()
     assert worker.actor.logged == []
     assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no results", 0)]
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, top_k_accuracy_score
 
-from tests.models.small import small_model
 from tests.recipes import recipe_with
 from tests.training.engine_runs import build_engine
 from tests.training.pretended_device import PretendedGpu
@@ -258,7 +257,6 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
 
 KEPT = {"per_class.csv", "confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}
 KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
-KEPT |= {"filters.png", "position_similarity.png"}
 
 
 @pytest.mark.parametrize("averages", [False, True])
@@ -276,7 +274,7 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
     without_others(monkeypatch)
     job = make_job(tmp_path, data={"eval": "somewhere"}, checkpoint={"keep_best": keeps_best})
     average, actor = object() if averages else None, FakeRun()
-    engine = Engine(average=average, whole_model=small_model("ViT"))
+    engine = Engine(average=average)
     hooks = Worker(job, engine, actor, lambda name: share(0, 1)).hooks
     hooks.evaluate(1)
     hooks.log(1, {"eval/top1": 0.5})

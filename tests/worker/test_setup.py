@@ -25,8 +25,8 @@ from vit_ray.storage import locate
 from vit_ray.worker import setup
 from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.setup import (
-    build_engine,
     choose_micro_batch,
+    initial_model,
     lower_micro_batch,
     open_batches,
     work_per_image,
@@ -54,11 +54,6 @@ def test_one_image_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(UnrecoverableError, match="one image per pass does not fit") as caught:
         lower_micro_batch(make_job(tmp_path), 1, 1)
     assert not caught.value.is_agreed
-
-
-def test_an_evaluation_accumulates_nothing(tmp_path: Path) -> None:
-    nothing: Any = None  # nor is anything read for it
-    assert choose_micro_batch(make_job(tmp_path, "evaluate"), nothing, 1, int) == 1
 
 
 @pytest.fixture
@@ -145,7 +140,7 @@ def test_a_host_that_lacks_the_users_module_ends_the_run_at_once(tmp_path: Path)
     trust_modules("absent")
     job = make_job(tmp_path, model={"name": "absent.Model", "image_size": 16})
     with pytest.raises(UnrecoverableError, match="there is no module absent in") as caught:
-        build_engine(job, 4, 1, loads_weights=False)
+        initial_model(job, loads_weights=False)
     assert not caught.value.is_agreed  # others may have it
 
 
@@ -154,7 +149,7 @@ def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path
     with pytest.raises(
         UnrecoverableError, match=r"init_from: .*holds no whole checkpoint"
     ) as caught:
-        build_engine(job, 4, 1, loads_weights=True)
+        initial_model(job, loads_weights=True)
     assert not caught.value.is_agreed  # others may have them
 
 
@@ -171,21 +166,19 @@ def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path
     ],
 )
 def test_a_worker_reads_weights_of_every_layout_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layout: Any, place: str
+    tmp_path: Path, family: str, layout: Any, place: str
 ) -> None:
     """What it is sent is the address of the weights: all that differs is in the reading."""
-    monkeypatch.setattr(setup, "DeepSpeedEngine", lambda model, *_, **__: model)
     published = small_model(family, num_classes=3)
     save_weights(published, tmp_path / place, layout)
     sizes = {k: list(v) if isinstance(v, tuple) else v for k, v in FAMILIES[family].items()}
     model = {"name": family, "image_size": 32, **sizes}
     job = make_job(tmp_path, model=model, init_from=str(tmp_path / place))
     job = pickle.loads(cloudpickle.dumps(replace(job, new_head=True, num_classes=4)))
-    made, report = build_engine(job, 4, 1, loads_weights=True)
-    its: Any = made
+    made, report = initial_model(job, loads_weights=True)
     assert report is not None
     assert sorted(report.new) == ["head.bias", "head.weight"]
-    kept = {key: value for key, value in its.state_dict().items() if "head." not in key}
+    kept = {key: value for key, value in made.state_dict().items() if "head." not in key}
     assert kept.keys() == {key for key in published.state_dict() if "head." not in key}
     for key, value in kept.items():
         torch.testing.assert_close(value, published.state_dict()[key], msg=key)
@@ -202,13 +195,11 @@ def test_a_worker_reads_weights_of_every_layout_itself(
 )
 def test_a_head_that_the_weights_lack_is_not_frozen(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     classes: int,
     kind: Any,
     frozen: list[str],
     is_refused: bool,
 ) -> None:
-    monkeypatch.setattr(setup, "DeepSpeedEngine", lambda *_, **__: None)
     weights = tmp_path / "weights.safetensors"
     options: dict[str, Any] = {key: value for key, value in TINY.items() if key != "name"}
     save_weights(build_model("ViT", classes, 16, **options), weights, "vit_ray")
@@ -217,7 +208,7 @@ def test_a_head_that_the_weights_lack_is_not_frozen(
     job = replace(job, new_head="auto", num_classes=3)
     refused = pytest.raises(UnrecoverableError, match="new one of zeros would never learn")
     with refused if is_refused else nullcontext():
-        build_engine(job, 4, 1, loads_weights=True)
+        initial_model(job, loads_weights=True)
 
 
 def test_two_batches_are_read_ahead(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Only pairs that occur are kept: for 21,843 classes a table would have 477 millio
 import csv
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -62,35 +62,35 @@ class Confusion:
 
     def files(self, classes: Sequence[str]) -> dict[str, bytes]:
         """The table of classes and the table of pairs, as CSV by file name."""
-        pairs = self.pairs()
         # A name that a spreadsheet would run as a formula gets a quote before it.
         formula = ("=", "+", "-", "@", "\t", "\r")
         names = [f"'{name}" if name.startswith(formula) else name for name in classes]
-        bounds = np.searchsorted(pairs[:, 0], np.arange(len(classes) + 1))
-        rows: list[tuple[object, ...]] = []
-        for index, name in enumerate(names):
-            _, predicted, counts = pairs[bounds[index] : bounds[index + 1]].T
-            is_right = predicted == index
-            images, right = int(counts.sum()), int(counts[is_right].sum())
-            share = f"{right / images:.6f}" if images else ""
-            mistaken: tuple[object, ...] = ("", "")
-            if not is_right.all():
-                most = np.flatnonzero(~is_right)[np.argmax(counts[~is_right])]
-                mistaken = (names[predicted[most]], int(counts[most]))
-            rows.append((index, name, images, right, share, *mistaken))
-        tables: dict[str, list[tuple[object, ...]]] = {
-            PER_CLASS_FILE: [
-                ("class", "name", "images", "right", "top1", "most_taken_for", "times"),
-                *rows,
-            ],
-            CONFUSION_FILE: [
-                ("class", "predicted", "images"),
-                *((names[i], names[j], n) for i, j, n in pairs.tolist()),
-            ],
+        pairs = self.pairs().tolist()
+        images, right = np.zeros((2, len(names)), np.int64)
+        errors: dict[int, tuple[str, int]] = {}
+        for truth, predicted, count in pairs:
+            images[truth] += count
+            if truth == predicted:
+                right[truth] = count
+            elif count > errors.get(truth, ("", 0))[1]:
+                errors[truth] = names[predicted], count
+        per_class = (
+            (
+                index, name, images[index], right[index],
+                f"{right[index] / images[index]:.6f}" if images[index] else "",
+                *errors.get(index, ("", "")),
+            )
+            for index, name in enumerate(names)
+        )  # fmt: skip
+        heads = ("class", "name", "images", "right", "top1", "most_taken_for", "times")
+        by_name = ((names[truth], names[predicted], count) for truth, predicted, count in pairs)
+        return {
+            PER_CLASS_FILE: _csv([heads, *per_class]),
+            CONFUSION_FILE: _csv([("class", "predicted", "images"), *by_name]),
         }
-        files = {}
-        for file, table in tables.items():
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows(table)
-            files[file] = text.getvalue().encode()
-        return files
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()

@@ -1,6 +1,6 @@
 """What a trained model looks at: the four figures of the paper's 4.5, D.7 and D.8.
 
-Pure functions turn weights and attention into arrays; `inspection_figures.py` draws them.
+Pure functions turn weights and attention into arrays; `figures.py` draws them.
 """
 
 # B images, H heads, N tokens, L layers, D width, P patch side, h w grid
@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vit_ray.measure.activation_memory import ActivationMemory
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.encoder import Attention
 from vit_ray.models.sizes import Grid
@@ -20,9 +19,6 @@ from vit_ray.models.vit import VisionTransformer
 
 FloatArray = NDArray[np.float32]
 UInt8Array = NDArray[np.uint8]
-
-# Three images of H/14 at 518 pixels share a pass, a hundred of B/16 at 224.
-ATTENTION_BUDGET_BYTES = 2**30
 
 
 def first_kernel(model: nn.Module) -> FloatArray | None:
@@ -148,17 +144,15 @@ def output_row(rollout: Tensor, grid: Grid, has_class_token: bool) -> FloatArray
 
 
 def attention_figures(
-    model: VisionTransformer, images: UInt8Array, budget_bytes: int = ATTENTION_BUDGET_BYTES
+    model: VisionTransformer, images: UInt8Array
 ) -> tuple[FloatArray, FloatArray]:
     """Mean attention distance (L, H) in pixels, and rollouts (B, h, w), of some images.
 
-    Layers are processed one by one. The first image is processed alone, and its memory decides how
-    many of the others share a pass.
+    Image by image and layer by layer, so that no more than one layer's attention is in memory.
 
     Args:
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
-        budget_bytes: memory in addition to the weights; at least what one image needs.
 
     Raises:
         ValueError: for an axial model.
@@ -170,18 +164,13 @@ def attention_figures(
         )
     was_training = model.training
     model.eval()
-    with ActivationMemory(model.parameters()) as memory:
-        parts = [_look(model, images[:1])]
-    share = max(1, budget_bytes // memory.peak)
-    parts += [_look(model, images[i : i + share]) for i in range(1, len(images), share)]
+    distances, rollouts = zip(*(_look(model, image[None]) for image in images), strict=True)
     model.train(was_training)
-    totals = [distances * np.float32(len(rollouts)) for distances, rollouts in parts]
-    mean = np.sum(totals, axis=0) / np.float32(len(images))
-    return mean, np.concatenate([rollouts for _, rollouts in parts])
+    return np.mean(distances, axis=0), np.concatenate(rollouts)
 
 
 def _look(model: VisionTransformer, images: UInt8Array) -> tuple[FloatArray, FloatArray]:
-    """Distance (L, H) and rollouts (B, h, w) of images in one pass; holds one layer's weights."""
+    """Distance (L, H) and rollouts (B, h, w) of images; holds one layer's attention."""
     distances: list[FloatArray] = []
     rollout: Tensor | None = None
 

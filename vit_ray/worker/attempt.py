@@ -41,7 +41,7 @@ from vit_ray.worker.setup import lower_micro_batch, work_per_image
 from vit_ray.worker.watchdog import Watchdog
 
 
-def run_attempt(link: RunLink, set_up: Callable[[], Attempt | None]) -> None:
+def run_attempt(link: RunLink, set_up: Callable[[], Attempt | EvaluationAttempt | None]) -> None:
     """Run to the end, and report an error that would happen again after a restart.
 
     Args:
@@ -56,6 +56,30 @@ def run_attempt(link: RunLink, set_up: Callable[[], Attempt | None]) -> None:
         link.control.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
         if not error.is_agreed:
             raise  # the other workers may wait for this one: let Ray end them
+
+
+@dataclass
+class EvaluationAttempt:
+    """An evaluation's own run on one worker."""
+
+    link: RunLink
+    evaluator: Evaluator
+    watchdog: Watchdog
+
+    def run(self) -> None:
+        """Evaluate once.
+
+        Raises:
+            UnrecoverableError: as `Evaluator.evaluate`.
+        """
+        try:
+            self.link.log(0, self.evaluator.evaluate(0, self.link.is_ending))
+        except EvaluationCutError:
+            text = f"{self.link.asked_stop_reason()}; the evaluation has no results"
+            self.link.note_last(EventKind.STOPPED, text, 0)
+
+    def close(self) -> None:
+        self.watchdog.stop()
 
 
 @dataclass
@@ -81,20 +105,13 @@ class Attempt:
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> None:
-        """Train to the end, or evaluate once.
+        """Train to the end.
 
         Raises:
             UnrecoverableError: the recipe says to stop here, or the data are invalid.
             SmallerMicroBatchError: a pass did not fit into memory; a smaller one in the next
                 attempt may.
         """
-        if self.job.kind == "evaluate":
-            try:
-                self.link.log(0, self.evaluator.evaluate(0, self.is_stopping))
-            except EvaluationCutError:
-                text = f"{self._stop_reason()}; the evaluation has no results"
-                self.link.note_last(EventKind.STOPPED, text, 0)
-            return
         try:
             self._train()
         except UnrecoverableError as error:
@@ -143,7 +160,7 @@ class Attempt:
                 text = f"the group changes its size; {saved}"
                 self.link.note_last(EventKind.RESIZING, text, step)
                 return
-            text = f"{progress.ended or self._stop_reason()}; {saved}"
+            text = f"{progress.ended or self.link.asked_stop_reason()}; {saved}"
             self.link.note_last(EventKind.STOPPED, text, step)
 
     def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -180,10 +197,6 @@ class Attempt:
                 text = f"{name} is not called again: {type(error).__name__}: {error}"
                 self.link.note(EventKind.CALLBACK_FAILED, text, step)
 
-    def _stop_reason(self) -> str:
-        # Asked now: another worker's heartbeat may have had the answer first.
-        return self.link.control.stop_reason() or "another worker was asked to stop"
-
     def note_step(self, step: int) -> None:
         """Progress for the watchdog, and through its heartbeat for the display.
 
@@ -219,7 +232,7 @@ class Attempt:
         wants_save = partial(self.save_is_wanted, step)
         try:
             with self.link.clock.within(TimeClass.EVALUATION):
-                figures = self.evaluator.evaluate(step, self.is_stopping, wants_save)
+                figures = self.evaluator.evaluate(step, self.link.is_ending, wants_save)
         except EvaluationCutError as cut:
             reason = "a stop" if cut.is_stopping else "a checkpoint at once"
             text = f"for {reason}; it has no results"
@@ -259,7 +272,7 @@ class Attempt:
 
     def wishes(self, step: int) -> tuple[bool, bool]:
         """For a checkpoint at once, and to stop."""
-        return self.save_is_wanted(step), self.is_stopping()
+        return self.save_is_wanted(step), self.link.is_ending()
 
     def save_is_wanted(self, step: int) -> bool:
         """Once for each notice that a node of this run leaves."""
@@ -273,7 +286,3 @@ class Attempt:
             text = f"a node leaves in {self._leaves_at_s - time.time():.0f} s: checkpoint at once"
         self.link.note_own(EventKind.PREEMPTION, text, step)
         return True
-
-    def is_stopping(self) -> bool:
-        """Whether the last heartbeat's answer was to end the run (SIGTERM, Ctrl-C) or the group."""
-        return self.link.stop_reason is not None or self.link.is_resizing

@@ -3,9 +3,9 @@
 Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import EvalConfig
 from vit_ray.evaluation.accuracy import AccuracySums
-from vit_ray.evaluation.average_precision import ClassScores, mean_average_precision
+from vit_ray.evaluation.average_precision import MAX_BYTES, ClassScores
 from vit_ray.evaluation.confusion import Confusion
-from vit_ray.evaluation.examples import ExampleImages, example_files
+from vit_ray.evaluation.examples import ExampleImages
 from vit_ray.evaluation.few_shot import FewShot
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.evaluation.weight_pictures import FirstLayer
 from vit_ray.metric_names import (
     DEV_GROUP,
     EVAL_GROUP,
@@ -30,6 +29,7 @@ from vit_ray.outcomes import EventKind
 from vit_ray.own_parts import Metric, own_part
 from vit_ray.training.engine.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.engine.predictor import Predictor
 from vit_ray.training.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.training.memory.out_of_memory import is_out_of_memory
 from vit_ray.training.objective import classification_loss, normalize, per_image
@@ -38,7 +38,7 @@ from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
 
-logger = logging.getLogger(__name__)
+Predicts = DeepSpeedEngine | Predictor
 
 
 def has_accuracy(recipe: Recipe) -> bool:
@@ -53,7 +53,7 @@ class Evaluator:
     def __init__(
         self,
         job: TrainJob,
-        engine: DeepSpeedEngine,
+        engine: Predicts,
         open_batches: Callable[[str], Iterable[Batch]],
         link: RunLink,
         watchdog: Watchdog,
@@ -66,7 +66,6 @@ class Evaluator:
         self._link, self._watchdog = link, watchdog
         self._pool_labels: NDArray[np.int32] | None = None
         self._files: dict[str, bytes] = {}
-        self._first_layer: FirstLayer | None = None
 
     def evaluate(
         self,
@@ -114,7 +113,7 @@ class Evaluator:
         recipe, engine = self._job.recipe, self._engine
         metrics: dict[str, float] = {}
         if has_accuracy(recipe):
-            accuracy = self._measure_accuracy(prefix)
+            accuracy = self._measure_accuracy()
             metrics |= {f"{EVAL_GROUP}{prefix}{name}": value for name, value in accuracy.items()}
         if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
             on_dev = measure_accuracy(engine, self._watched("dev"), recipe)
@@ -138,6 +137,7 @@ class Evaluator:
 
     def _measure_averaged(self) -> dict[str, float]:
         agreed: EvaluationCutError | ValueError
+        assert not isinstance(self._engine, Predictor)
         with self._engine.averaged():
             try:
                 metrics = self._measure("averaged_")
@@ -147,22 +147,16 @@ class Evaluator:
                 return metrics
         raise agreed
 
-    def _measure_accuracy(self, prefix: str) -> dict[str, float]:
-        """Also returns what is kept: images, and tables of which class was taken for which."""
-        answers, recipe, device = self._job.answers, self._job.recipe, self._engine.device
-        rank = self._link.rank
+    def _measure_accuracy(self) -> dict[str, float]:
+        """Also keeps images, and tables of which class was taken for which."""
+        answers, recipe = self._job.answers, self._job.recipe
+        gather = partial(all_rows, device=self._engine.device)
         confusion, batches = Confusion(), self._watched("eval")
         images = ExampleImages(is_sigmoid=recipe.train.loss == "sigmoid")
         accuracy = measure_accuracy(self._engine, batches, recipe, answers, confusion, images)
         classes = answers.classes if answers else self._job.classes
-        rows = images.chosen(all_rows(images.candidates(rank), device), rank)
-        all_sum_array(rows, device)
-        # For a training, the results with averaged weights count.
-        of_weights = prefix if self._job.kind == "evaluate" else ""
-        files = {**confusion.files(classes), **example_files(rows, classes)}
-        self._files = {f"{of_weights}{name}": content for name, content in files.items()}
-        if self._job.kind == "train" and rank == 0 and (model := self._engine.whole_model):
-            self._first_layer = FirstLayer.of(model)
+        # Those of averaged weights, which come second, replace those of the masters.
+        self._files = {**confusion.files(classes), **images.files(classes, gather)}
         if answers is None:
             return accuracy
         if self._link.rank == 0:
@@ -172,14 +166,9 @@ class Evaluator:
         return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
 
     def show_files(self) -> None:
-        """Keep images and tables of the last evaluation, and pictures of its weights."""
+        """Keep images and tables of the last evaluation."""
         if self._link.rank == 0:
             self._link.show_files(self._files, "evaluation")
-            if self._first_layer is not None:
-                try:
-                    self._link.show_files(self._first_layer.files(), "weights")
-                except Exception as error:  # no training depends on it
-                    logger.warning("no pictures of the weights: %s", error)
 
     def _watched(self, name: str) -> Iterator[Batch]:
         """Batches of a stream; on a GPU, images are copied while it computes."""
@@ -195,7 +184,7 @@ class Evaluator:
 
 
 def measure_accuracy(
-    engine: DeepSpeedEngine,
+    engine: Predicts,
     batches: Iterable[Batch],
     recipe: Recipe,
     answers: Answers | None = None,
@@ -204,7 +193,7 @@ def measure_accuracy(
 ) -> dict[str, float]:
     """`top1`, `top5`, `loss` and `evaluate.metrics` over all images of an evaluation stream.
 
-    Also `mean_average_precision`, if images have several labels and the scores fit into memory.
+    Also `mean_average_precision`, if images have several labels and the scores fit `MAX_BYTES`.
 
     Args:
         answers: the ground truth; None for the labels of the stream.
@@ -246,17 +235,15 @@ def measure_accuracy(
     means = [value / all_images.images for value in summed[len(astuple(sums)) :]]
     names = [key.rpartition(".")[2] for key in keys]
     found = all_images.means() | dict(zip(names, means, strict=True))
-    if all_sum([not scores.is_whole], engine.device) == [0.0]:
-        positives = all_rows(scores.positives(), engine.device)
-        at_least = scores.at_least(positives)
-        all_sum_array(at_least, engine.device)
-        if (precision := mean_average_precision(positives, at_least)) is not None:
+    if 0 < all_sum([scores.num_bytes], engine.device)[0] <= MAX_BYTES:
+        precision = scores.mean_average_precision(partial(all_rows, device=engine.device))
+        if precision is not None:
             found["mean_average_precision"] = precision
     return found
 
 
 def measure_few_shot(
-    engine: DeepSpeedEngine,
+    engine: Predicts,
     train_batches: Iterable[Batch],
     test_batches: Iterable[Batch],
     config: EvalConfig,
@@ -282,7 +269,7 @@ def measure_few_shot(
 
 
 def _predictions(
-    engine: DeepSpeedEngine, batches: Iterable[Batch]
+    engine: Predicts, batches: Iterable[Batch]
 ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
     for batch in batches:
         images = as_tensor(batch["image"]).to(engine.device)

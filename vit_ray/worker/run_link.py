@@ -158,6 +158,14 @@ class RunLink:
         """Whether the driver waits for a checkpoint and the end of this group, on rank 0."""
         return self.rank == 0 and self._saves_seen not in (None, self._saves_requested)
 
+    def is_ending(self) -> bool:
+        """Whether the last heartbeat's answer was to end the run (SIGTERM, Ctrl-C) or the group."""
+        return self.stop_reason is not None or self.is_resizing
+
+    def asked_stop_reason(self) -> str:
+        """Asked now: another worker's heartbeat may have had the answer first."""
+        return self.control.stop_reason() or "another worker was asked to stop"
+
     def note(self, kind: EventKind, text: str, step: int) -> None:
         """Send an event that all ranks know of, from rank 0."""
         if self.rank == 0:

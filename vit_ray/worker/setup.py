@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.config.training_sections import accumulation_steps
@@ -50,8 +51,6 @@ def choose_micro_batch(
             at different times, must do the same number of passes.
     """
     train = job.recipe.train
-    if job.kind == "evaluate":
-        return 1  # nothing is accumulated; evaluate.batch_size decides
     key = limit_key(job.recipe, world_size, device_name())
     tried = trial_key(key, train.global_batch_size // world_size)
     limit, known = known_images(run_folder, "limits", key), None
@@ -96,13 +95,24 @@ def lower_micro_batch(job: TrainJob, world_size: int, failed: int) -> SmallerMic
 
 
 def build_engine(
-    job: TrainJob,
-    micro_batch_size: int,
-    world_size: int,
-    *,
-    loads_weights: bool,
-) -> tuple[DeepSpeedEngine, LoadReport | None]:
-    """The engine with its initial weights, and the report on those in `init_from`.
+    job: TrainJob, model: nn.Module, micro_batch_size: int, world_size: int
+) -> DeepSpeedEngine:
+    """The engine that trains `model` from its present weights."""
+    train = job.recipe.train
+    return DeepSpeedEngine(
+        model,
+        train,
+        job.recipe.optim,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=accumulation_steps(
+            train.global_batch_size, micro_batch_size, world_size
+        ),
+        loss_function=make_loss(job.recipe),
+    )
+
+
+def initial_model(job: TrainJob, *, loads_weights: bool) -> tuple[nn.Module, LoadReport | None]:
+    """The model with its initial weights, and the report on those in `init_from`.
 
     Args:
         loads_weights: start from `init_from`; False if a checkpoint is restored afterwards.
@@ -130,19 +140,7 @@ def build_engine(
                 f"optim.frozen has head, but {report.source} has no matching head: the new one of "
                 "zeros would never learn; remove head from optim.frozen"
             )
-    batch = recipe.train.global_batch_size
-    passes = (
-        1 if job.kind == "evaluate" else accumulation_steps(batch, micro_batch_size, world_size)
-    )
-    engine = DeepSpeedEngine(
-        model,
-        recipe.train,
-        recipe.optim,
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=passes,
-        loss_function=make_loss(recipe),
-    )
-    return engine, report
+    return model, report
 
 
 def open_batches(read: Iterator[Any], device: torch.device) -> Iterator[Batch]:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import ray.train
 import ray.util
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
@@ -24,8 +25,9 @@ from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import Location, locate
 from vit_ray.training.engine.collectives import all_max, all_sum
 from vit_ray.training.engine.deepspeed_setup import warm_up_process
+from vit_ray.training.engine.predictor import Predictor
 from vit_ray.training.loop import Batch, RankContext
-from vit_ray.worker.attempt import Attempt, run_attempt
+from vit_ray.worker.attempt import Attempt, EvaluationAttempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import GroupStart, Streams, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
@@ -39,6 +41,7 @@ from vit_ray.worker.saving import (
 from vit_ray.worker.setup import (
     build_engine,
     choose_micro_batch,
+    initial_model,
     open_batches,
 )
 from vit_ray.worker.watchdog import Watchdog
@@ -56,7 +59,8 @@ def work(start: GroupStart) -> None:
     warm_up_process()
     device = training_device(start.use_gpu)
     link = RunLink(job.record, job.control, rank, world_size, *own_place())
-    run_attempt(link, partial(set_up_attempt, job, link, streams, device))
+    set_up = set_up_attempt if job.kind == "train" else set_up_evaluation
+    run_attempt(link, partial(set_up, job, link, streams, device))
     if rank == 0:
         link.send_work(DELIVERY_S)
 
@@ -108,21 +112,17 @@ def set_up_attempt(
     """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
     recipe, run_folder = job.recipe, locate(job.run_folder)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    watchdog = Watchdog(0, recipe.train.step_timeout_s, link.beat, link.note_hang)
-    link.beat(0)  # later errors name this worker's place
-    watchdog.start()
+    watchdog = _started_watchdog(job, link)
     unless_set_up: contextlib.ExitStack[None] = contextlib.ExitStack()
     with unless_set_up:
         unless_set_up.callback(watchdog.stop)
         check_folder_is_shared(job, platform.node())
-        point = ResumePoint(None, 0)
-        if job.kind == "train":
-            watchdog.pause()  # the selection has its own limit
-            with link.clock.within(TimeClass.RESTORING):
-                point = _agreed_point(job, link, run_folder, rank)
-            watchdog.resume()
-            if point.is_over:
-                return None
+        watchdog.pause()  # the selection has its own limit
+        with link.clock.within(TimeClass.RESTORING):
+            point = _agreed_point(job, link, run_folder, rank)
+        watchdog.resume()
+        if point.is_over:
+            return None
         micro = choose_micro_batch(
             job,
             run_folder,
@@ -140,16 +140,10 @@ def set_up_attempt(
         )
         batches = _training_batches(job, world_size, streams, point.samples_seen, device)
         checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
-        engine, report = build_engine(
-            job,
-            micro,
-            world_size,
-            loads_weights=checkpoint is None,
-        )
+        model = _model(job, link, loads_weights=checkpoint is None)
+        engine = build_engine(job, model, micro, world_size)
         unless_set_up.callback(engine.close)
         assert engine.device == device, (engine.device, device)
-        if report is not None:
-            link.note(EventKind.WEIGHTS, str(report), 0)
         progress = Progress()
         if checkpoint is not None:
             try:
@@ -167,12 +161,7 @@ def set_up_attempt(
         saver = CheckpointSaver(job, engine.state, writer, link, watchdog)
         describe = partial(describe_batch, engine, micro_batch_size=micro)
         nonfinite = NonfinitePolicy(recipe.train, link, describe)
-
-        def evaluation_batches(name: str) -> Iterator[Batch]:
-            size = job.evaluation_batch(name, world_size)
-            return _refusing(streams.evaluation_batches(name, size))
-
-        evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
+        evaluator = Evaluator(job, engine, _opener(job, streams, world_size), link, watchdog)
         watchdog.begin_steps(progress.step)
         unless_set_up.pop_all()
         return Attempt(
@@ -188,6 +177,44 @@ def set_up_attempt(
             progress,
             preemption_notice,
         )
+
+
+def set_up_evaluation(
+    job: TrainJob, link: RunLink, streams: Streams, device: torch.device
+) -> EvaluationAttempt:
+    """Build this worker's parts of an evaluation, which has the model's weights alone."""
+    watchdog = _started_watchdog(job, link)
+    try:
+        check_folder_is_shared(job, platform.node())
+        predictor = Predictor(_model(job, link, loads_weights=True), job.recipe.train, device)
+    except BaseException:
+        watchdog.stop()
+        raise
+    opener = _opener(job, streams, dist.get_world_size())
+    watchdog.begin_steps(0)
+    return EvaluationAttempt(link, Evaluator(job, predictor, opener, link, watchdog), watchdog)
+
+
+def _started_watchdog(job: TrainJob, link: RunLink) -> Watchdog:
+    watchdog = Watchdog(0, job.recipe.train.step_timeout_s, link.beat, link.note_hang)
+    link.beat(0)  # later errors name this worker's place
+    watchdog.start()
+    return watchdog
+
+
+def _model(job: TrainJob, link: RunLink, *, loads_weights: bool) -> nn.Module:
+    """The model with its initial weights, whose source becomes an event."""
+    model, report = initial_model(job, loads_weights=loads_weights)
+    if report is not None:
+        link.note(EventKind.WEIGHTS, str(report), 0)
+    return model
+
+
+def _opener(job: TrainJob, streams: Streams, world_size: int) -> Callable[[str], Iterator[Batch]]:
+    """Opens this rank's evaluation batches of a named stream."""
+    return lambda name: _refusing(
+        streams.evaluation_batches(name, job.evaluation_batch(name, world_size))
+    )
 
 
 def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int) -> ResumePoint:
@@ -211,7 +238,7 @@ def _training_batches(
     job: TrainJob, world_size: int, streams: Streams, samples_seen: int, device: torch.device
 ) -> Iterator[Batch]:
     batch = job.recipe.train.global_batch_size
-    if job.kind != "train" or samples_seen >= job.total_steps * batch:
+    if samples_seen >= job.total_steps * batch:
         return iter(())  # nothing of the run is left, or only its last evaluation
     share = batch // world_size
     batches = streams.training_batches(share, samples_seen, job.total_steps * batch)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from vit_ray.data.crops import UInt8Array, decode
-from vit_ray.evaluation.contact_sheet import SIDE, sheet
+from vit_ray.evaluation.image_grid import SIDE, sheet
 from vit_ray.launch.inputs.seen_batch import SeenBatches, SeenImage
 from vit_ray.launch.named_run import NamedRun, find_run
 

@@ -13,7 +13,7 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
-from vit_ray.evaluation.inspection_figures import inspect_model
+from vit_ray.evaluation.figures import inspect_model
 from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening

@@ -24,7 +24,7 @@ from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images
-from vit_ray.evaluation.contact_sheet import sheet
+from vit_ray.evaluation.image_grid import sheet
 from vit_ray.launch.inputs.dataset import open_dataset
 from vit_ray.storage import Location, locate
 

@@ -22,6 +22,7 @@ from vit_ray.models.recompute import recompute
 from vit_ray.training.engine.compiling import compile_failures, compile_model, compile_s
 from vit_ray.training.engine.deepspeed_setup import initialize
 from vit_ray.training.engine.elastic_state import TrainingState
+from vit_ray.training.engine.predictor import predicted
 from vit_ray.training.loop import StepResult
 from vit_ray.training.objective import LossFunction
 from vit_ray.training.optim.optimizers import StepGuard, build_optimizer, set_rate
@@ -70,7 +71,6 @@ class DeepSpeedEngine:
         if train.compiles(has_gpu):
             compile_model(model, compile_backend(), may_fail=train.compile == "auto")
         recompute(model, train.activation_checkpointing)
-        self._is_parted = train.zero_stage == 3
         self.rank, self.world_size = int(self._engine.global_rank), int(self._engine.world_size)
         self.device = torch.device(self._engine.device)
         self.forward_times = DeviceTimes(self.device)
@@ -121,27 +121,15 @@ class DeepSpeedEngine:
             self.average.update(self._guard.refused, applied_steps)
         return StepResult(self._guard.refused, self._guard.norm)
 
-    @torch.no_grad()
     def predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Head inputs (B, D) and logits (B, K) in fp32, in evaluation mode; all ranks call it."""
         self._engine.eval()
         module: Any = self._engine.module
-        # An objective around a model (masked patches) does not predict; its model does.
-        predicts = getattr(module, "model", self._engine)
-        captured: list[Tensor] = []
-        hook = module.head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
         try:
-            logits = predicts(images)
+            # An objective around a model (masked patches) does not predict; its model does.
+            return predicted(getattr(module, "model", self._engine), module.head, images)
         finally:
-            hook.remove()
             self._engine.train()
-        return captured[0].float(), logits.float()
-
-    @property
-    def whole_model(self) -> nn.Module | None:
-        """The model that predicts; None under ZeRO 3, where no rank has all of its weights."""
-        module: nn.Module = self._engine.module
-        return None if self._is_parted else getattr(module, "model", module)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

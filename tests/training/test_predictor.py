@@ -1,0 +1,76 @@
+"""Evaluation by the weights alone: the numbers of the engine that trains, without its memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.engine_runs import IMAGES, build_engine, small_model
+from tests.training.ranks import run_ranks
+from tests.worker.fakes import FakeRun, make_job
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.training.engine.predictor import Predictor
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.worker import set_up_evaluation
+
+CPU = torch.device("cpu")
+
+
+def predictions(rank: int, train: dict[str, Any]) -> tuple[Any, Any]:
+    config = TrainConfig(**train)
+    engine = build_engine(config, 1, 2)
+    images = IMAGES.to(engine.dtype)
+    found = engine.predict(images), Predictor(small_model(), config, CPU).predict(images)
+    engine.close()
+    return found
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("stage", [1, 0, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_features_and_logits_are_those_of_the_engine_bit_by_bit(precision: str, stage: int) -> None:
+    train = {"precision": precision, "zero_stage": stage}
+    (of_engine, alone), *_ = run_ranks(1, predictions, train)
+    for expected, found in zip(of_engine, alone, strict=True):
+        assert found.dtype == torch.float32
+        assert torch.equal(expected, found)
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors' memory in this process."""
+    gc.collect()
+    tensors = (one for one in gc.get_objects() if isinstance(one, torch.Tensor))
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+def set_up(rank: int, folder: str) -> tuple[int, int]:
+    """Bytes that an evaluation's own run holds, and bytes of its weights."""
+    model = {
+        "name": "ViT",
+        "depth": 2,
+        "width": 256,
+        "mlp_dim": 512,
+        "num_heads": 4,
+        "patch_size": 8,
+    }
+    sections = {"model": {**model, "image_size": 16}, "optim": {"name": "adamw"}}
+    train = {"averaging": 0.9, "precision": "bf16", "zero_stage": 1}
+    job = make_job(Path(folder), "evaluate", data={"eval": "somewhere"}, train=train, **sections)
+    before, run, streams = held_bytes(), FakeRun(), Any
+    attempt = set_up_evaluation(job, RunLink(run, run, 0), streams, CPU)  # type: ignore[arg-type]
+    held = held_bytes() - before
+    attempt.close()
+    weights = sum(p.numel() * 2 for p in attempt.evaluator._engine._model.parameters())
+    return held, weights
+
+
+def test_an_evaluations_own_run_holds_the_weights_once_in_bf16(tmp_path: Path) -> None:
+    ((held, weights),) = run_ranks(1, set_up, str(tmp_path))
+    assert weights > 2**21
+    assert held < 1.05 * weights

@@ -36,15 +36,13 @@ INTERNALS: Final = (
         f"{_SHARDS} {_NORM}", "",
         {
             "scaled_global_norm": ("self", "norm_type"),
-            "independent_gradient_partition_epilogue": ("self",),
             "complete_grad_norm_calculation_for_cpu_offload": ("self", "params"),
             "get_param_id": ("self", "param"),
         },
-        ("single_partition_of_fp32_groups", "reduction_stream", "norm_for_param_grads"),
+        ("single_partition_of_fp32_groups", "norm_for_param_grads"),
         (
             "is_invalid_grad_norm(scaled_global_grad_norm)",
             "mask_nan_or_inf_with_val_inplace(total_norm, device=self.device)",
-            "get_accelerator().synchronize()",
         ),
     ),
     Internal(
@@ -54,19 +52,14 @@ INTERNALS: Final = (
             "get_param_id": ("self", "param"),
             "complete_grad_norm_calculation_for_cpu_offload": ("self", "params"),
             # These are decorated.
-            "independent_gradient_partition_epilogue": ("args", "kwargs"),
             "_get_norm_groups": ("args", "kwargs"),
             "get_grad_norm_direct": ("args", "kwargs"),
         },
-        (
-            "norm_for_param_grads", "fp32_partitioned_groups_flat", "grad_position",
-            "reduce_and_partition_stream",
-        ),
+        ("norm_for_param_grads", "fp32_partitioned_groups_flat", "grad_position"),
         (
             "is_invalid_grad_norm(scaled_global_grad_norm)",
             "combine_grad_norm_groups(norm_groups)",
             "self.get_grad_norm_direct(self.averaged_gradients[i], self.fp16_groups[i])",
-            "self.reduce_and_partition_stream.synchronize()",
         ),
     ),
     Internal(
@@ -80,11 +73,6 @@ INTERNALS: Final = (
     ),
     Internal(
         "deepspeed.runtime.engine", "ZERO_OPTIMIZATION", "What that check returns for ZeRO.", "",
-    ),
-    Internal(
-        "deepspeed.runtime.utils", "combine_grad_norm_groups",
-        "Stage 3 measures a norm for each group of weights.", "",
-        {"": ("norm_groups", "norm_type")},
     ),
     Internal(
         "deepspeed.utils.tensor_fragment", "fragment_address", _SHARDS, "",
@@ -163,31 +151,6 @@ def _leave_steps_to_the_device() -> None:
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = lambda norm, device: None
 
 
-def keep_host_ahead(zero: Any, stage: int) -> None:
-    """Let the device's stream, not the host, wait for the sums that run during a backward pass.
-
-    With overlap, DeepSpeed has the host wait after every pass, which leaves the device idle until
-    the next pass is launched: for the whole device at stages 1 and 2, and at stage 3 for the stream
-    of the sums. Other waits of stage 3 stay: they bound the memory of operations in flight.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator, plain = get_accelerator(), zero.independent_gradient_partition_epilogue
-    sums = zero.reduce_and_partition_stream if stage == 3 else zero.reduction_stream
-    if sums is None:  # on a CPU
-        return
-    waits = sums if stage == 3 else accelerator
-
-    def epilogue() -> None:
-        waits.synchronize = lambda: accelerator.current_stream().wait_stream(sums)
-        try:
-            plain()
-        finally:
-            del waits.synchronize
-
-    zero.independent_gradient_partition_epilogue = epilogue
-
-
 def round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:
     """Make the norm of offloaded gradients equal that of gradients on the device, bit by bit.
 
@@ -236,15 +199,14 @@ def compile_backend() -> str:
 
 def watch_norm(zero: Any, note: Callable[[Tensor], None]) -> None:
     """Call `note` with the norm that ZeRO's optimizer measures in each step, before it steps."""
-    from deepspeed.runtime.utils import combine_grad_norm_groups
-
     is_whole = hasattr(zero, "scaled_global_norm")
     name = "scaled_global_norm" if is_whole else "_get_norm_groups"
     measure: Callable[[], Any] = getattr(zero, name)
 
     def measured() -> Any:
         found = measure()
-        note(found if is_whole else combine_grad_norm_groups(found))
+        # Stage 3 measures a norm for each group of weights.
+        note(found if is_whole else torch.linalg.vector_norm(torch.stack(found)))
         return found
 
     setattr(zero, name, measured)

@@ -9,6 +9,7 @@ from typing import Final
 TRAIN_LOSS: Final = "train/loss"
 TRAIN_LR: Final = "train/lr"
 TRAIN_GRAD_NORM: Final = "train/grad_norm"
+TRAIN_SKIPPED_STEPS: Final = "train/skipped_steps"
 TRAIN_IMAGES_PER_S: Final = "train/images_per_s"
 DATA_WAIT_FRACTION: Final = "data/wait_fraction"
 PERF_MODEL_TFLOPS_PER_GPU: Final = "perf/model_tflops_per_gpu"

@@ -28,6 +28,7 @@ class EventKind(StrEnum):
     NO_PLACE = "waiting for a place"
     NOT_COMPILED = "not compiled"
     NOT_FINITE = "not finite"
+    SKIPPED = "step skipped"
     OUT_OF_MEMORY = "out of memory"
     PREEMPTION = "preemption"
     RECIPE_CHANGED = "recipe changed"

@@ -1,10 +1,9 @@
 """How often the host waits for the device in a step, counted on a device that only pretends."""
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +18,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.training.engine.collectives import all_sum
-from vit_ray.training.loop import RankContext, run_training
+from vit_ray.training.loop import RankContext, TrainingLoop
 from vit_ray.training.memory.memory_estimate import prepared_model
 from vit_ray.training.objective import make_loss
 
@@ -104,7 +103,7 @@ def _waits_of(rank: int, stage: Any, precision: Any) -> list[int]:
             train={"global_batch_size": GLOBAL_BATCH, "log_every_steps": 3},
         )
         context = RankContext(STEPS, rank, RANKS, MICRO, partial(all_sum, device=engine.device))
-        run_training(engine, batches(), chosen, context, FakeHooks(), Progress(), Compute(1))
+        TrainingLoop(engine, batches(), chosen, context, FakeHooks(), Progress(), Compute(1)).run()
     engine.close()
     return counts
 
@@ -175,135 +174,3 @@ def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name: str) -> None:
     with waits:
         loss(module, images, labels, samples, 0).backward()
     assert waits.names == []
-
-
-Event = tuple[str, Any, Any]
-log: list[Event] = []
-"""In turn: streams that wait for others, work that they are given, and waits of the host."""
-
-
-class PretendedStream:
-    """Notes what is asked of it."""
-
-    def wait_stream(self, other: Any) -> None:
-        log.append(("wait", self, other))
-
-    def synchronize(self) -> None:
-        log.append(("host", None, self))
-
-    def record_event(self, *_: Any) -> None:
-        pass
-
-
-class PretendedEvent:
-    """Of a device that keeps up: what it stands for has always happened."""
-
-    def record(self, *_: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        log.append(("host", None, self))
-
-
-@contextlib.contextmanager
-def given_work(stream: Any) -> Iterator[None]:
-    yield
-    log.append(("work", stream, None))
-
-
-def pretend_a_gpu() -> PretendedStream:
-    """Have DeepSpeed take the CPU for a GPU; returns the stream that computes."""
-    from deepspeed.accelerator import get_accelerator
-
-    from vit_ray.training.engine import deepspeed_setup as module
-
-    computing, plain = PretendedStream(), module.deepspeed_config
-    pretended = {
-        "is_synchronized_device": lambda self: False,
-        "resolves_data_dependency": lambda self: False,
-        "handles_memory_backpressure": lambda self: False,
-        "synchronize": lambda self, *_: log.append(("host", None, None)),
-        "current_stream": lambda self, *_: computing,
-        "default_stream": lambda self, *_: computing,
-        "stream": lambda self, stream: given_work(stream),
-        "Stream": property(lambda self: PretendedStream),
-        "Event": property(lambda self: PretendedEvent),
-    }
-    for name, value in pretended.items():
-        setattr(type(get_accelerator()), name, value)
-    torch.Tensor.record_stream = lambda self, _: None  # type: ignore[method-assign]
-
-    def overlapping(*args: Any) -> dict[str, Any]:
-        config = plain(*args)
-        config["zero_optimization"]["overlap_comm"] = True
-        return config
-
-    module.deepspeed_config = overlapping
-    return computing
-
-
-class Overlapped(NamedTuple):
-    losses: list[float]
-    host: int
-    """Waits of the host."""
-    summed: int
-    """Passes that summed something beside the computing."""
-    in_order: int
-    """Of these, those at whose end the computing stream waits for all the sums."""
-
-
-def with_overlap(rank: int, stage: int, precision: str) -> Overlapped:
-    computing = pretend_a_gpu()
-    engine = build_engine(TrainConfig(zero_stage=stage, precision=precision), RANKS, MICRO)
-    zero = engine._engine.optimizer
-    sums = zero.reduce_and_partition_stream if stage == 3 else zero.reduction_stream
-    epilogue = zero.independent_gradient_partition_epilogue
-
-    def noted() -> None:
-        epilogue()
-        log.append(("end", None, None))
-
-    zero.independent_gradient_partition_epilogue = noted
-    losses = run_steps(engine, 0, 1, MICRO)  # in which stage 3 records the order of the layers
-    log.clear()
-    losses += run_steps(engine, 1, 3, MICRO)
-    host = sum(name == "host" for name, _, _ in log)
-    ends = [_after_last(("work", sums, None), events) for events in _passes(log)]
-    after_work = [events for events in ends if events]
-    in_order = sum(("wait", computing, sums) in rest for rest in after_work)
-    return Overlapped(losses, host, len(after_work), in_order)
-
-
-def _passes(events: list[Event]) -> Iterator[list[Event]]:
-    """What was noted up to the end of each pass."""
-    begin = 0
-    for place, event in enumerate(events):
-        if event[0] == "end":
-            yield events[begin : place + 1]
-            begin = place + 1
-
-
-def _after_last(event: Event, events: list[Event]) -> list[Event]:
-    """What follows the last of such an event; nothing where there is none."""
-    places = [place for place, found in enumerate(events) if found == event]
-    return events[places[-1] + 1 :] if places else []
-
-
-def without_overlap(rank: int, stage: int, precision: str) -> list[float]:
-    engine = build_engine(TrainConfig(zero_stage=stage, precision=precision), RANKS, MICRO)
-    return run_steps(engine, 0, 3, MICRO)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sums_beside_the_backward_pass_keep_the_stream_waiting_and_not_the_host(
-    stage: int,
-) -> None:
-    passes = 1 if stage == 1 else GLOBAL_BATCH // RANKS // MICRO  # of a step, that sum
-    found = run_ranks(RANKS, with_overlap, stage, "bf16")[0]
-    assert found.host == 0
-    assert found.in_order == found.summed == 2 * passes
-    assert found.losses == run_ranks(RANKS, without_overlap, stage, "bf16")[0]

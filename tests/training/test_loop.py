@@ -27,7 +27,8 @@ from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute
 from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP
-from vit_ray.training.loop import Ending, RankContext, StepResult, run_training
+from vit_ray.training import loop
+from vit_ray.training.loop import Ending, RankContext, StepResult, TrainingLoop
 
 
 def run(
@@ -42,7 +43,7 @@ def run(
     progress = progress or Progress()
     place = replace(RankContext(TOTAL, 0, 1, MICRO, sum_of_one), **context)
     stream = stream or batches(progress.step)
-    return run_training(engine, stream, chosen, place, hooks, progress, Compute(1), clock)
+    return TrainingLoop(engine, stream, chosen, place, hooks, progress, Compute(1), clock).run()
 
 
 def test_each_micro_batch_is_passed_once_and_in_order() -> None:
@@ -396,9 +397,9 @@ def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> Non
     waits = CountingWaits()
 
     class Noted(FakeEngine):
-        def step(self, learning_rate: float) -> StepResult:
+        def step(self, learning_rate: float, norm_limit: float) -> StepResult:
             waits.order.append("step")
-            return super().step(learning_rate)
+            return super().step(learning_rate, norm_limit)
 
     with waits:
         run(Noted(), FakeHooks(), short_recipe(train={"log_every_steps": 5}))
@@ -478,3 +479,39 @@ def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() ->
     )
     assert hooks.order[:3] == ["save 4", "evaluate 4", "add 4"]
     assert hooks.saved == [4, TOTAL]
+
+
+def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "NORMS_IN_MEDIAN", 8)  # of which a quarter must be known
+    chosen = short_recipe(train={"skip_above": 4.0, "log_every_steps": 6})
+    norms = {0: 90.0, 4: 4.5, 5: 3.5, 7: 50.0, 8: 60.0}
+
+    def run_from(progress: Progress, hooks: FakeHooks) -> FakeEngine:
+        engine = FakeEngine(norms=norms)
+        run(engine, hooks, chosen, progress)
+        return engine
+
+    whole, hooks, end = Progress(), FakeHooks(), FakeHooks()
+    engine = run_from(whole, hooks)
+    assert engine.weight == TOTAL - 3
+    assert hooks.skipped == [(6, 4, 4.5), (10, 8, 60.0)]
+    assert hooks.refused == []
+    counts = [metrics.get("train/skipped_steps") for _, metrics in hooks.logged]
+    assert counts == [0.0, 1.0, 3.0]
+    median = [np.median([norms.get(step, 1.0) for step in range(n)]) for n in range(2, TOTAL)]
+    assert engine.norm_limits == pytest.approx(
+        [
+            math.inf,
+            math.inf,
+            *(4.0 * m for m in median[:7]),
+            4.0 * np.median([norms.get(n, 1.0) for n in range(1, 9)]),
+        ]
+    )
+    half = Progress()
+    first = FakeEngine(norms=norms)
+    run(first, FakeHooks(stop_at=6), chosen, half)
+    assert half.step == 6
+    resumed = run_from(half, end)
+    assert first.norm_limits + resumed.norm_limits == engine.norm_limits

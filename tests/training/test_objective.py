@@ -52,9 +52,18 @@ def test_sigmoid_sums_binary_cross_entropies_over_classes() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_an_image_without_a_label_costs_nothing_with_softmax() -> None:
-    loss = classification_loss(torch.randn(2, 3), torch.tensor([[-1], [1]]), TrainConfig())
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("labels", [[[-1], [1]], [[-1, -1], [1, 2]]])
+def test_an_image_without_a_label_costs_nothing_with_softmax(
+    labels: list[list[int]], smoothing: float
+) -> None:
+    logits = torch.randn(2, 3, requires_grad=True)
+    config = TrainConfig(label_smoothing=smoothing)
+    loss = classification_loss(logits, torch.tensor(labels), config)
+    loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
     assert loss[0] == 0
+    assert not logits.grad[0].any()
     assert loss[1] > 0
 
 

@@ -1,4 +1,4 @@
-"""`train.nonfinite=skip` on two ranks: one of them meets a loss that is not finite, both skip."""
+"""Steps that two ranks skip together: one meets a loss that is not finite, or is very large."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,8 +13,9 @@ from tests.worker.fakes import FakeHooks, FakeRun, short_recipe
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
+from vit_ray.training import loop
 from vit_ray.training.engine.collectives import all_sum
-from vit_ray.training.loop import Batch, Ending, RankContext, run_training
+from vit_ray.training.loop import Batch, Ending, RankContext, SkippedStep, TrainingLoop
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
 from vit_ray.worker.run_link import RunLink
 
@@ -23,16 +24,17 @@ CPU = torch.device("cpu")
 
 
 def train_on(
-    rank: int, train: TrainConfig, numbers: list[int], bad: int | None
+    rank: int, train: TrainConfig, numbers: list[int], factor: float
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, int]], Progress]:
-    """Weights and averages, history and position after a step of each batch; rank 1's loss of `bad`
-    is NaN."""
+    """Weights and averages, history and position after a step of each batch; rank 1's loss in step
+    `BAD` is multiplied."""
+    loop.NORMS_IN_MEDIAN = 8  # type: ignore[misc]
     engine = build_engine(train, RANKS, MICRO)
     plain, actor = engine._loss_function, FakeRun()
 
     def loss(module: Any, images: Any, labels: Any, samples: Any, step: int) -> torch.Tensor:
         value: torch.Tensor = plain(module, images, labels, samples, step)
-        return value * float("nan") if (rank, step) == (1, bad) else value
+        return value * factor if (rank, step) == (1, BAD) else value
 
     def describe(one: Batch) -> str:
         return describe_batch(engine, one, MICRO)
@@ -42,6 +44,9 @@ def train_on(
     class Hooks(FakeHooks):
         def on_bad_step(self, progress: Progress, batch: Batch) -> None:
             policy.handle(progress, batch)
+
+        def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
+            policy.report_skipped(progress, skipped)
 
     share = GLOBAL_BATCH // RANKS
     mine = slice(rank * share, (rank + 1) * share)
@@ -55,11 +60,11 @@ def train_on(
     engine._loss_function = loss  # type: ignore[assignment]
     chosen = short_recipe(
         optim={"steps": len(numbers), "schedule": "constant", "warmup_steps": 0},
-        train={"global_batch_size": GLOBAL_BATCH},
+        train={"global_batch_size": GLOBAL_BATCH, "skip_above": train.skip_above},
     )
     progress = Progress()
     context = RankContext(len(numbers), rank, RANKS, MICRO, partial(all_sum, device=CPU))
-    ending = run_training(engine, batches(), chosen, context, Hooks(), progress, Compute(1))
+    ending = TrainingLoop(engine, batches(), chosen, context, Hooks(), progress, Compute(1)).run()
     assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
     assert engine.average is not None
@@ -68,17 +73,29 @@ def train_on(
     return weights, actor.events, progress
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(stage: int) -> None:
-    train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.5, nonfinite="skip")
-    skipped = run_ranks(RANKS, train_on, train, [0, 1, BAD, 3, 4], BAD)
-    without = run_ranks(RANKS, train_on, train, [0, 1, 3, 4], None)
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("not finite", 0), ("step skipped", 2), ("step skipped", 0), ("not finite", 2)],
+)
+def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(
+    kind: str, stage: int
+) -> None:
+    bad_factor, skip_above = (float("nan"), None) if kind == "not finite" else (1e3, 20.0)
+    train = TrainConfig(
+        zero_stage=stage, precision="fp32", averaging=0.5, nonfinite="skip", skip_above=skip_above
+    )
+    skipped = run_ranks(RANKS, train_on, train, [0, 1, BAD, 3, 4], bad_factor)
+    without = run_ranks(RANKS, train_on, train, [0, 1, 3, 4], 1.0)
     for (weights, _, progress), (wanted, _, _) in zip(skipped, without, strict=True):
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
         assert (progress.step, progress.nonfinite_steps) == (5, 0)
-    ((kind, text, step),) = skipped[0][1]
-    assert (kind, step) == ("not finite", BAD + 1)
+        assert progress.skipped_steps == (kind == "step skipped")
+    ((found, text, step),) = skipped[0][1]
+    # A step that is skipped by its norm is named at the next log, here at the end.
+    assert (found, step) == (kind, BAD + 1 if kind == "not finite" else 5)
+    assert f"of step {BAD} is" in text
     samples = ", ".join(str(n) for n in range(BAD * GLOBAL_BATCH, (BAD + 1) * GLOBAL_BATCH))
     assert f"Samples {samples}." in text  # of both ranks
+    assert "largest in " in text

@@ -18,7 +18,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute, DeviceTimes
 from vit_ray.training.engine.collectives import all_sum
-from vit_ray.training.loop import RankContext, run_training
+from vit_ray.training.loop import RankContext, TrainingLoop
 
 STEPS, RANKS, MICRO, SLOW = 4, 2, 2, 1
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def figures_of(rank: int, slow_part: str, stage: int) -> dict[str, float]:
         RankContext(STEPS, rank, RANKS, MICRO, partial(all_sum, device=CPU)),
     )
     chosen = short_recipe(optim={"steps": STEPS}, train={"global_batch_size": GLOBAL_BATCH})
-    run_training(engine, batches(), chosen, context, hooks, Progress(), Compute(1), clock)
+    TrainingLoop(engine, batches(), chosen, context, hooks, Progress(), Compute(1), clock).run()
     return hooks.logged[-1][1]
 
 

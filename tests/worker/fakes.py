@@ -19,7 +19,7 @@ from vit_ray.config import Recipe
 from vit_ray.measure.goodput import Work
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
-from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, StepResult
+from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, SkippedStep, StepResult
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
@@ -111,6 +111,9 @@ class FakeEngine:
     """Samples of each pass, and below its step."""
     steps: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    norms: dict[int, float] = field(default_factory=dict)
+    """Gradient norms by step; the others are 1."""
+    norm_limits: list[float] = field(default_factory=list)
 
     @property
     def applied_steps(self) -> int:
@@ -125,12 +128,16 @@ class FakeEngine:
         self.on_backward(step)
         return samples.float().mean()
 
-    def step(self, learning_rate: float) -> StepResult:
+    def step(self, learning_rate: float, norm_limit: float) -> StepResult:
         self.rates.append(learning_rate)
+        self.norm_limits.append(norm_limit)
+        norm = self.norms.get(self.steps[-1], 1.0)
+        if norm > norm_limit:
+            return StepResult(1.0, norm)
         if self.steps[-1] in self.refused:
-            return StepResult(1.0, 1.0)
+            return StepResult(1.0, norm)
         self.weight += 1
-        return StepResult(0.0, 1.0)
+        return StepResult(0.0, norm)
 
     @property
     def state(self) -> FakeEngine:
@@ -177,6 +184,7 @@ class FakeHooks:
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     refused: list[tuple[int, list[int]]] = field(default_factory=list)
+    skipped: list[tuple[int, int, float]] = field(default_factory=list)
     noted: list[int] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     save_at: int | None = None
@@ -218,6 +226,9 @@ class FakeHooks:
 
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
         self.refused.append((progress.step, batch["sample"].tolist()))
+
+    def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
+        self.skipped.append((progress.step, skipped.step, skipped.grad_norm))
 
 
 CLASSES = tuple(f"class {index}" for index in range(10))

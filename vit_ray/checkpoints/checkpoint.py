@@ -66,7 +66,11 @@ class Progress:
     worker_seconds: float = 0.0
     """The same, of each worker, all workers together."""
     nonfinite_steps: int = 0
-    """Refused steps in a row."""
+    """Steps in a row that were refused because they were not finite."""
+    skipped_steps: int = 0
+    """Steps that were refused by `train.skip_above`."""
+    recent_norms: list[float] = field(default_factory=list)
+    """Gradient norms of the last steps, which `train.skip_above` compares with."""
     samples_digest: str = ""
     """Of the samples that the ranks received since `digest_from` (`checkpoints/sample_digest.py`),
     16 hexadecimal digits; empty before the first checkpoint."""

@@ -365,6 +365,9 @@ class TrainConfig(Section):
     nonfinite: Annotated[Literal["stop", "skip"], OnResume.FREE] = "stop"
     """What to do after a loss or gradient that is not finite, which is never applied: stop, or skip
     the step. Three such steps in a row stop the run."""
+    skip_above: Annotated[float, Field(gt=1.0)] | None = None
+    """Skip a step whose gradient norm is above this many times the median of the last 128 steps (32
+    must be known); skipped steps are counted, and one is named at the next log. Unset = off."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None

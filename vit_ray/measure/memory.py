@@ -127,10 +127,10 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     optimizer = trained * (shape.moment_bytes + masters) * share[1]
     if stage == 0:
         backward = trained * sent if size > 1 else 0.0
-    elif stage < 3:  # two buckets that gradients are summed in, beside the backward pass
+    elif stage < 3:  # buckets that gradients are summed in; of two, one is filled meanwhile
         held = 4 if stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
         copied = held + (sent if held != sent else 0)
-        backward = shape.reduce_bucket * (2 * held + copied)
+        backward = shape.reduce_bucket * (held * min(size, 2) + copied)
     else:  # and the gathered weights; a single worker computes with its shard directly
         gathered = min(everything, zero_settings.HELD + shape.largest_parameter) if size > 1 else 0
         backward = (2 * shape.reduce_bucket + gathered) * sent

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,9 +38,13 @@ from vit_ray.metric_names import (
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
     TRAIN_LR,
+    TRAIN_SKIPPED_STEPS,
 )
 from vit_ray.training.early_stopping import judge_evaluation
 from vit_ray.training.optim.schedule import lr_at
+
+NORMS_IN_MEDIAN: Final = 128
+"""Steps whose gradient norms `train.skip_above` compares with; a quarter must be known."""
 
 Batch = Mapping[str, Any]
 """`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""
@@ -50,7 +54,8 @@ class StepResult(NamedTuple):
     """The result of one optimizer step: numbers, or scalars on the device; equal on all ranks."""
 
     refused: float | Tensor
-    """1 if the weights are unchanged, else 0: the loss or the gradient was not finite."""
+    """1 if the weights are unchanged, else 0: the loss or the gradient was not finite, or the norm
+    was above its limit."""
     grad_norm: float | Tensor
     """Global norm before clipping."""
 
@@ -61,15 +66,15 @@ class Engine(Protocol):
     device: torch.device
 
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int) -> Tensor: ...
-    def step(self, learning_rate: float) -> StepResult:
-        """Apply the gradient, unless it is not finite."""
+    def step(self, learning_rate: float, norm_limit: float) -> StepResult:
+        """Apply the gradient, unless it is not finite or its norm is above the limit."""
 
     def take_forward_s(self) -> float:
         """Time of the forward passes since the last call, which the host has waited for."""
 
 
 class Ending(Enum):
-    """Why `run_training` returns."""
+    """Why `TrainingLoop.run` returns."""
 
     FINISHED = auto()
     EARLY = auto()
@@ -118,6 +123,9 @@ class LoopWorker(Protocol):
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
         """The step of this batch was refused: report it; raise or return, as the recipe says."""
 
+    def on_skipped_step(self, progress: Progress, skipped: "SkippedStep") -> None:
+        """Report the step with the largest norm of those skipped since the last log."""
+
 
 @dataclass(frozen=True)
 class RankContext:
@@ -133,6 +141,16 @@ class RankContext:
     """Steps at which it is evaluated in addition to those of the recipe."""
 
 
+class SkippedStep(NamedTuple):
+    """A step whose gradient norm was above `train.skip_above` x its running median."""
+
+    step: int
+    """0-based."""
+    grad_norm: float
+    norm_limit: float
+    batch: Batch
+
+
 class _Step(NamedTuple):
     """One optimizer step; the same on all ranks."""
 
@@ -144,108 +162,98 @@ class _Step(NamedTuple):
     is_stopping: bool
 
 
-def run_training(
-    engine: Engine,
-    batches: Iterator[Batch],
-    recipe: Recipe,
-    context: RankContext,
-    worker: LoopWorker,
-    progress: Progress,
-    compute: Compute,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Ending:
-    """Train from `progress.step` to `context.total_steps`.
+@dataclass
+class TrainingLoop:
+    """Trains from `progress.step` to `context.total_steps`.
 
     Every rank runs this with its share of the same global batches. `progress` is updated in place.
     """
-    run = _Training(engine, batches, recipe, context, worker, progress, compute, clock)
-    permanent = Cadence(recipe.checkpoint.keep_every_steps, at_steps=recipe.checkpoint.keep_steps)
-    is_save_time = False
-    while progress.step < context.total_steps or progress.evaluation_due:
-        if progress.step < context.total_steps:
-            step = run.step()
-            is_save_time = step.is_save_time
-            progress.evaluation_due = progress.step == context.total_steps
-            run.log_if_due(step)
-            if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
-                # Before an evaluation, in which the run may die, or for which there may be no time
-                # left. At a stop an evaluation is skipped, except the last one: there may be
-                # nothing to evaluate.
-                run.save()
-                if step.is_stopping and not progress.evaluation_due:
-                    return Ending.STOPPED
-        try:
-            is_best = run.evaluate_if_due()
-        except EvaluationCutError as cut:
-            run.save()
-            if cut.is_stopping:
-                return Ending.STOPPED
-            continue
-        is_last, progress.evaluation_due = progress.evaluation_due, False
-        if is_last or progress.ended or (is_best and recipe.keeps_best):
-            run.save(is_evaluated=True)
-        elif is_save_time or any(c.is_due_at(progress.step) for c in (run.saving, permanent)):
-            run.save()
-        if progress.ended:
-            return Ending.EARLY
-    return Ending.EARLY if progress.ended else Ending.FINISHED
 
+    engine: Engine
+    batches: Iterator[Batch]
+    recipe: Recipe
+    context: RankContext
+    worker: LoopWorker
+    progress: Progress
+    compute: Compute
+    clock: Callable[[], float] = time.perf_counter
 
-class _Training:
-    """What `run_training` repeats: steps, logs, evaluations and saves."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        batches: Iterator[Batch],
-        recipe: Recipe,
-        context: RankContext,
-        worker: LoopWorker,
-        progress: Progress,
-        compute: Compute,
-        clock: Callable[[], float],
-    ) -> None:
-        self._engine, self._batches, self._recipe, self._context = engine, batches, recipe, context
-        self._worker, self._progress, self._compute, self._clock = worker, progress, compute, clock
+    def __post_init__(self) -> None:
         self._times = StepTimes()
-        self._first_step = progress.step + 1
+        self._first_step = self.progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
-        self._saved_step, self._saved_s = progress.step, clock()
-        config = recipe.checkpoint
-        self.saving = Cadence(config.every_steps, config.every_minutes)
-        """When checkpoints are due; rank 0 measures minutes."""
-        if not progress.samples_digest:
-            progress.digest_from = progress.step
-        self._digest_before = int(progress.samples_digest or "0", 16)
+        self._saved_step, self._saved_s = self.progress.step, self.clock()
+        self._skipped: SkippedStep | None = None
+        config = self.recipe.checkpoint
+        # Rank 0 measures minutes.
+        self._saving = Cadence(config.every_steps, config.every_minutes)
+        self._permanent = Cadence(config.keep_every_steps, at_steps=config.keep_steps)
+        if not self.progress.samples_digest:
+            self.progress.digest_from = self.progress.step
+        self._digest_before = int(self.progress.samples_digest or "0", 16)
         self._digest = self._digest_of_all = 0
         """Digests of this attempt's samples: this rank's, and all ranks'."""
 
-    def step(self) -> _Step:
-        engine, context, progress = self._engine, self._context, self._progress
-        start_s = self._clock()
-        batch = next(self._batches, None)
+    def run(self) -> Ending:
+        progress, total_steps, is_save_time = self.progress, self.context.total_steps, False
+        while progress.step < total_steps or progress.evaluation_due:
+            if progress.step < total_steps:
+                step = self._step()
+                is_save_time = step.is_save_time
+                progress.evaluation_due = progress.step == total_steps
+                self._log_if_due(step)
+                if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
+                    # Before an evaluation, in which the run may die, or for which there may be no
+                    # time left. At a stop an evaluation is skipped, except the last one: there may
+                    # be nothing to evaluate.
+                    self._save()
+                    if step.is_stopping and not progress.evaluation_due:
+                        return Ending.STOPPED
+            try:
+                is_best = self._evaluate_if_due()
+            except EvaluationCutError as cut:
+                self._save()
+                if cut.is_stopping:
+                    return Ending.STOPPED
+                continue
+            is_last, progress.evaluation_due = progress.evaluation_due, False
+            if is_last or progress.ended or (is_best and self.recipe.keeps_best):
+                self._save(is_evaluated=True)
+            elif is_save_time or any(
+                cadence.is_due_at(progress.step) for cadence in (self._saving, self._permanent)
+            ):
+                self._save()
+            if progress.ended:
+                return Ending.EARLY
+        return Ending.EARLY if progress.ended else Ending.FINISHED
+
+    def _step(self) -> _Step:
+        engine, context, progress = self.engine, self.context, self.progress
+        start_s = self.clock()
+        batch = next(self.batches, None)
         if batch is None:
             raise RuntimeError(
                 f"the stream ended before step {progress.step}; it was planned to last to the end "
                 "of the run"
             )
-        share = self._recipe.train.global_batch_size // context.world_size
+        share = self.recipe.train.global_batch_size // context.world_size
         if len(batch["sample"]) != share:  # would shift every later sample of the order
             raise RuntimeError(
                 f"a batch of {len(batch['sample'])} images came from the stream for a rank's share "
                 f"of {share}; this is a defect of the stream, and no step was taken with it"
             )
-        wait_s = self._clock() - start_s
-        rate = lr_at(progress.step, self._recipe.optim, context.total_steps)
+        wait_s = self.clock() - start_s
+        rate = lr_at(progress.step, self.recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
         samples = np.asarray(batch["sample"], np.int64)
-        place = progress.step * self._recipe.train.global_batch_size + context.rank * share
+        place = progress.step * self.recipe.train.global_batch_size + context.rank * share
         self._digest = add_digests(self._digest, samples_digest(place, samples))
-        result = engine.step(rate)
+        norm_limit = self._norm_limit()
+        result = engine.step(rate, norm_limit)
         # Rank 0's clock decides for all: clocks of ranks differ.
-        since_save_s = self._clock() - self._saved_s
-        is_time = context.rank == 0 and self.saving.is_due_after(since_save_s)
-        flags = [is_time, *self._worker.wishes(progress.step)]
+        since_save_s = self.clock() - self._saved_s
+        is_time = context.rank == 0 and self._saving.is_due_after(since_save_s)
+        flags = [is_time, *self.worker.wishes(progress.step)]
         # The one host-device sync of a step: whether it was refused, and what the ranks agree on,
         # are known before the next one. The GPU idles for the first kernel launches of that step.
         # Stage 3 bounds its gathers and sums in flight by syncs of its own, and an offloaded
@@ -254,26 +262,43 @@ class _Training:
         sums = context.all_sum([loss, result.refused, result.grad_norm, *flags, *digest])
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
         self._digest_of_all = of_floats(sums[-len(digest) :])
-        step_s = self._clock() - start_s
+        step_s = self.clock() - start_s
         if not progress.worker_seconds:  # a checkpoint that has only seconds left
             progress.worker_seconds = progress.train_seconds * context.world_size
         progress.step += 1
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size
-        self._worker.note_step(progress.step)
+        self.worker.note_step(progress.step)
         self._times.record(step_s, wait_s, engine.take_forward_s())
-        if math.isfinite(mean_loss) and not refused:
+        if refused and norm_limit < grad_norm < math.inf:
+            progress.skipped_steps += 1
+            if self._skipped is None or grad_norm > self._skipped.grad_norm:
+                self._skipped = SkippedStep(progress.step - 1, grad_norm, norm_limit, batch)
+        elif math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:
             progress.nonfinite_steps += 1
-            self._worker.on_bad_step(progress, batch)
+            self.worker.on_bad_step(progress, batch)
+        if self.recipe.train.skip_above and math.isfinite(grad_norm):
+            progress.recent_norms = [*progress.recent_norms, grad_norm][-NORMS_IN_MEDIAN:]
         agreed = (count > 0 for count in sums[3 : 3 + len(flags)])
         return _Step(mean_loss, grad_norm, rate, *agreed)
 
-    def log_if_due(self, step: _Step) -> None:
+    def _norm_limit(self) -> float:
+        """The gradient norm above which the next step is skipped.
+
+        Norms of skipped steps count in the median: where norms stay higher, half a window of steps
+        is skipped, and not the rest of the run.
+        """
+        factor, norms = self.recipe.train.skip_above, self.progress.recent_norms
+        if factor is None or len(norms) < NORMS_IN_MEDIAN // 4:
+            return math.inf
+        return factor * statistics.median(norms)
+
+    def _log_if_due(self, step: _Step) -> None:
         """Log at the cadence, and at the first step (for early errors) and the last."""
-        progress, context, times = self._progress, self._context, self._times
-        is_due = Cadence(self._recipe.train.log_every_steps).is_due_at(progress.step)
+        progress, context, times = self.progress, self.context, self._times
+        is_due = Cadence(self.recipe.train.log_every_steps).is_due_at(progress.step)
         is_end = progress.step in (self._first_step, context.total_steps)
         if not (is_due or is_end):
             return
@@ -284,7 +309,7 @@ class _Training:
         summed = context.all_sum(everyone.ravel().tolist())
         seconds, waits, own_s, memory_gib = np.reshape(summed, everyone.shape).tolist()
         # Whole steps take equally long on all ranks, because all wait for the slowest in each.
-        images_per_s = self._recipe.train.global_batch_size / statistics.fmean(seconds)
+        images_per_s = self.recipe.train.global_batch_size / statistics.fmean(seconds)
         metrics = {
             TRAIN_LOSS: step.loss,
             TRAIN_LR: step.learning_rate,
@@ -297,20 +322,25 @@ class _Training:
             PERF_OWN_MS_MAX: max(own_s) * 1e3,
             PERF_SLOWEST_RANK: float(own_s.index(max(own_s))),
             PERF_MEMORY_GIB: max(memory_gib),
-            **self._compute.rates(images_per_s / context.world_size),
+            **self.compute.rates(images_per_s / context.world_size),
         }
+        if self.recipe.train.skip_above:
+            metrics[TRAIN_SKIPPED_STEPS] = float(progress.skipped_steps)
         progress.metrics |= metrics
-        self._worker.log(progress.step, metrics)
+        self.worker.log(progress.step, metrics)
         self._times = StepTimes()
+        if self._skipped is not None:
+            self.worker.on_skipped_step(progress, self._skipped)
+            self._skipped = None
 
-    def evaluate_if_due(self) -> bool:
+    def _evaluate_if_due(self) -> bool:
         """Evaluate at the cadence and the end; whether the validation loss is the best so far."""
-        progress, context = self._progress, self._context
-        is_due = Cadence(self._recipe.evaluate.every_steps).is_due_at(progress.step)
+        progress, context = self.progress, self.context
+        is_due = Cadence(self.recipe.evaluate.every_steps).is_due_at(progress.step)
         is_asked = is_due or progress.step in context.evaluate_at
         if not is_asked and progress.step < context.total_steps:
             return False
-        metrics = self._worker.evaluate(progress.step)
+        metrics = self.worker.evaluate(progress.step)
         if not metrics:
             return False
         # Averaged weights and held-out images may have been turned off on resume.
@@ -320,34 +350,34 @@ class _Training:
             if BEST in key or not (AVERAGED in key or key.startswith(DEV_GROUP))
         }
         progress.metrics = others | metrics
-        self._worker.log(progress.step, metrics)
+        self.worker.log(progress.step, metrics)
         # Early stopping and the best checkpoint are those of a run that was not followed.
         counts = is_due or progress.step == context.total_steps
         if not counts or progress.loss_key not in metrics:
             return False
-        recipe = self._recipe
+        recipe = self.recipe
         is_best, of_best = judge_evaluation(
             progress, metrics, keeps_best=recipe.keeps_best, patience=recipe.train.early_stopping
         )
         if of_best:
-            self._worker.log(progress.step, of_best)
+            self.worker.log(progress.step, of_best)
         return is_best
 
-    def save(self, *, is_evaluated: bool = False) -> None:
+    def _save(self, *, is_evaluated: bool = False) -> None:
         """Start writing a checkpoint, unless this step has one.
 
         Args:
             is_evaluated: record what an evaluation has changed since then with the checkpoint of
                 this step. All ranks wait until that is written; if it has failed, write it again.
         """
-        worker, progress = self._worker, self._progress
+        worker, progress = self.worker, self.progress
         has_one = progress.step == self._saved_step
         if has_one and (not is_evaluated or worker.add_evaluation(progress)):
             return
         digest = add_digests(self._digest_before, self._digest_of_all)
         progress.samples_digest = f"{digest:016x}"
         worker.save(progress)
-        self._saved_step, self._saved_s = progress.step, self._clock()
+        self._saved_step, self._saved_s = progress.step, self.clock()
 
 
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> Tensor:

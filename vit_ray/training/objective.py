@@ -151,7 +151,12 @@ def classification_loss(logits: Tensor, labels: Tensor, config: TrainConfig) -> 
             label_smoothing=config.label_smoothing,
         )
     targets = multi_hot(labels, logits.shape[1])
-    targets = targets / targets.sum(dim=1, keepdim=True).clamp(min=1.0)
-    return F.cross_entropy(
-        logits, targets, reduction="none", label_smoothing=config.label_smoothing
+    num_labels = targets.sum(dim=1)
+    losses = F.cross_entropy(
+        logits,
+        targets / num_labels.clamp(min=1.0)[:, None],
+        reduction="none",
+        label_smoothing=config.label_smoothing,
     )
+    # Label smoothing would give an image without labels an even target.
+    return torch.where(num_labels > 0, losses, 0.0)

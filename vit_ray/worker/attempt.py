@@ -28,8 +28,9 @@ from vit_ray.training.loop import (
     Ending,
     EvaluationCutError,
     RankContext,
+    SkippedStep,
+    TrainingLoop,
     as_tensor,
-    run_training,
 )
 from vit_ray.training.memory.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
@@ -143,9 +144,9 @@ class Attempt:
         if progress.step == 0 and self.context.rank == 0:
             batches = self._shown(batches)
         compute = work_per_image(self.job)
-        ending = run_training(
+        ending = TrainingLoop(
             self.engine, batches, self.job.recipe, self.context, self, progress, compute
-        )
+        ).run()
         self.watchdog.pause()  # the steps are over, and waiting has its own limits
         with clock.within(TimeClass.CHECKPOINT):
             self.saver.wait_until_written()
@@ -269,6 +270,9 @@ class Attempt:
             DivergedError: the recipe says to stop, or there were too many in a row.
         """
         self.nonfinite.handle(progress, batch)
+
+    def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
+        self.nonfinite.report_skipped(progress, skipped)
 
     def wishes(self, step: int) -> tuple[bool, bool]:
         """For a checkpoint at once, and to stop."""

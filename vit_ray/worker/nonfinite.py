@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite: reported, then the run stops or skips it.
+"""A step whose loss or gradient is not finite, or whose norm is an outlier: reported.
 
 The engine has refused such a step, so weights and optimizer are as before it.
 """
@@ -15,7 +15,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.training.engine.collectives import all_max, all_rows
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.training.loop import Batch, as_tensor
+from vit_ray.training.loop import Batch, SkippedStep, as_tensor
 from vit_ray.training.objective import normalize
 from vit_ray.worker.job import DivergedError
 from vit_ray.worker.run_link import RunLink
@@ -62,6 +62,16 @@ class NonfinitePolicy:
                 "train.nonfinite to skip"
             )
 
+    def report_skipped(self, progress: Progress, skipped: SkippedStep) -> None:
+        """Name a step that `train.skip_above` has skipped."""
+        text = (
+            f"the gradient norm of step {skipped.step} is {skipped.grad_norm:.3g}, above the limit "
+            f"of {skipped.norm_limit:.3g} (train.skip_above={self._train.skip_above:g} x the "
+            f"median); the step was not applied, {progress.skipped_steps} are skipped so far. "
+            f"{self._describe(skipped.batch)}"
+        )
+        self._link.note(EventKind.SKIPPED, text, progress.step)
+
 
 def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
     """Samples of the global batch, and sizes of activations and weights by layer."""
@@ -78,7 +88,9 @@ def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int)
     sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
     activations = dict(zip(names, sizes, strict=True))
     bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
-    where = f"first not finite in {bad}" if bad else "finite when the model is evaluated"
+    largest_layer = max(activations, key=lambda name: activations[name])
+    finite = f"finite when the model is evaluated, largest in {largest_layer}"
+    where = f"first not finite in {bad}" if bad else finite
     norms = sorted(engine.state.weight_norms().items(), key=lambda item: -item[1])
     by_layer, largest = (
         ", ".join(f"{name} {size:.3g}" for name, size in items)

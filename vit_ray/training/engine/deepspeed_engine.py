@@ -112,9 +112,10 @@ class DeepSpeedEngine:
         """
         return self.forward_times.take_s()
 
-    def step(self, learning_rate: float) -> StepResult:
-        """Apply the accumulated gradients, unless they are not finite."""
+    def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepResult:
+        """Apply the accumulated gradients, unless they are not finite or their norm is above."""
         set_rate(self._optimizer, learning_rate)
+        self._guard.norm_limit = norm_limit
         self._engine.step()
         if self.average is not None:
             applied_steps = self._engine.global_steps - self._guard.refused_steps

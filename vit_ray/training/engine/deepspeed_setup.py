@@ -7,12 +7,12 @@ import io
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.deepspeed_internals import (
     import_deepspeed,
-    keep_host_ahead,
     keep_norms_on_device,
     round_norms_alike,
     sum_no_gradients,
@@ -67,10 +67,8 @@ def initialize(
     watch_norm(engine.optimizer, guard.note_norm)
     if train.offload:  # the host reads gradients
         round_norms_alike(engine.optimizer, train.zero_stage, guard.norm.device)
-    else:
-        keep_host_ahead(engine.optimizer, train.zero_stage)
-        if train.zero_stage == 3:
-            keep_norms_on_device(engine.optimizer)
+    elif train.zero_stage == 3:
+        keep_norms_on_device(engine.optimizer)
     return engine
 
 
@@ -86,7 +84,9 @@ def deepspeed_config(
     zero: dict[str, Any] = {"stage": stage}
     if stage:
         zero |= {
-            "overlap_comm": torch.cuda.is_available(),
+            # With overlap DeepSpeed has the host wait after every pass, which one worker does not
+            # need.
+            "overlap_comm": torch.cuda.is_available() and dist.get_world_size() > 1,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": reduce_bucket,

@@ -1,6 +1,7 @@
 """The optimizers of the papers, by `optim.name`; weight decay acts on kernels only."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -131,14 +132,19 @@ class StepGuard:
         self._optimizer: Any = optimizer
         self.norm = torch.zeros((), device=device)
         self.refused = torch.zeros((), device=device)
-        """1 if the gradient was not finite, else 0."""
+        """1 if the gradient was not finite or too large, else 0."""
         self.refused_steps = torch.zeros((), device=device)
         """Number of refusals in all steps so far."""
+        self.norm_limit = math.inf
+        """Norm above which the next step is refused."""
 
     def note_norm(self, norm: Tensor) -> None:
         """Called before the optimizer steps: the norm before clipping, the same on all ranks."""
         self.norm = norm
-        self.refused = self._optimizer.found_inf = (~torch.isfinite(norm)).float()
+        is_refused = ~torch.isfinite(norm)
+        if self.norm_limit < math.inf:
+            is_refused |= norm > self.norm_limit
+        self.refused = self._optimizer.found_inf = is_refused.float()
         self.refused_steps += self.refused
 
 

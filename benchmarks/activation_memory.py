@@ -11,6 +11,7 @@ Without a GPU only the prediction is shown.
 """
 
 import argparse
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from benchmarks.result import header, reason
 from vit_ray.measure.activation_memory import drop_gradients, gpu_kernels, peak_bytes
 from vit_ray.models import build_model
-from vit_ray.training.memory.out_of_memory import largest_that_fits, unless_out_of_memory
+from vit_ray.training.memory.out_of_memory import unless_out_of_memory
 
 IMAGE_SIZE, NUM_CLASSES = 224, 1000
 DEVICE = torch.device("cuda")
@@ -54,18 +55,12 @@ def pass_of(name: str, batch: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
 
 def largest_measured(name: str, batch: int) -> tuple[int, float]:
     """The largest batch from this one down, by halves, that fits, and its memory in GiB."""
-    measured: dict[int, float | None] = {}
-
-    def fits(size: int) -> bool:
-        measured[size] = unless_out_of_memory(lambda: measured_gib(name, size), DEVICE)
-        return measured[size] is not None
-
-    sizes = [batch >> halves for halves in reversed(range(batch.bit_length()))]
-    found = largest_that_fits(sizes, batch, fits)
-    gib = measured[found] if found else None
-    if found is None or gib is None:
-        raise MemoryError("not even one image fits")
-    return found, gib
+    while batch:
+        gib = unless_out_of_memory(functools.partial(measured_gib, name, batch), DEVICE)
+        if gib is not None:
+            return batch, gib
+        batch //= 2
+    raise MemoryError("not even one image fits")
 
 
 def row(name: str, batch: int) -> str:

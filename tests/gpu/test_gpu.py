@@ -24,7 +24,7 @@ from vit_ray.models.dropout import keyed_dropout
 from vit_ray.storage import locate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch
-from vit_ray.training.memory.largest_batch import try_micro_batches
+from vit_ray.training.memory.micro_batch import tried_micro_batch
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.optim.optimizers import build_optimizer
 from vit_ray.worker.prefetch import device_batches
@@ -177,11 +177,10 @@ def test_the_largest_batch_is_found_where_memory_ends() -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(6 * 2**30 / total)
     try:
-        small = try_micro_batches(recipe, 1000, 1, GPU, 1024)
+        small = tried_micro_batch(recipe, 1000, 1, GPU)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    whole = try_micro_batches(recipe, 1000, 1, GPU, 64)
-    assert small is not None
+    whole = tried_micro_batch(recipe, 1000, 1, GPU)
     assert 16 <= small < 1024
     assert whole == 1024
     torch.cuda.empty_cache()

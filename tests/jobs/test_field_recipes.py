@@ -175,7 +175,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
         actor, None, lambda bad: None, classes=tuple(map(str, range(CLASSES))),
     )  # fmt: skip
     folder = locate(recipe.run_folder)
-    micro = choose_micro_batch(job, folder, world_size, int)
+    micro = choose_micro_batch(job, world_size, int)
     checkpoint = newest_checkpoint(folder)
     model, _ = initial_model(job, loads_weights=checkpoint is None)
     engine = build_engine(job, model, micro, world_size)

@@ -57,7 +57,7 @@ def hidden(error: Exception) -> Exception:
         ((BY_PEER, hidden(DIED)), "2"),
         ((BY_PEER, BY_PEER), None),  # nobody knows whose fault it is
         ((BAD_CARD, BAD_CARD), None),
-        ((BY_PEER, SmallerMicroBatchError("8 images")), None),
+        ((BY_PEER, SmallerMicroBatchError("8 images", 4)), None),
         ((BY_PEER, RuntimeError(MEMORY)), None),
     ],
 )

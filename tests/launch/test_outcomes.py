@@ -138,7 +138,7 @@ def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "error",
-    [UnrecoverableError("x", is_agreed=False), DivergedError("x"), SmallerMicroBatchError("x")],
+    [UnrecoverableError("x", is_agreed=False), DivergedError("x"), SmallerMicroBatchError("x", 4)],
 )
 def test_errors_of_workers_arrive_at_the_driver_as_they_are(error: Exception) -> None:
     arrived = pickle.loads(pickle.dumps(error))

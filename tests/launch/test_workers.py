@@ -93,7 +93,7 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path:
 @pytest.mark.parametrize(
     "error",
     [
-        failed(SmallerMicroBatchError("8 images"), RuntimeError("Connection reset")),
+        failed(SmallerMicroBatchError("8 images", 4), RuntimeError("Connection reset")),
         failed(ray.exceptions.RayActorError(preempted=True), BY_PEER),
         PreemptionError(PreemptionInfo(None, {})),
     ],
@@ -354,6 +354,20 @@ def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
     control: Any = job.control
     finder: Any = None
     return WorkerGroups(job, control, finder, finder, shape, ClusterShape(1, 4, 2, 0.0))
+
+
+def test_a_pass_that_did_not_fit_limits_the_next_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, error = groups_of(tmp_path), failed(SmallerMicroBatchError("8 images", 4))
+
+    def fit() -> None:
+        raise error
+
+    monkeypatch.setattr(groups, "_trainer", lambda place: SimpleNamespace(fit=fit))
+    monkeypatch.setattr(groups._job.record, "place_wait", lambda *times: None)
+    assert groups.run(Place(1, {})).error is error
+    assert groups._job.micro_batch_limit == 4
 
 
 def test_ray_train_tries_once_and_leaves_no_files(

@@ -1,30 +1,28 @@
-"""Images per pass: divisors of the share, under a limit that only falls."""
+"""Images per pass: divisors of the share, under a limit; its trial, and memory that ran out."""
 
-from pathlib import Path
+import resource
 from typing import Any
 
 import pytest
+import torch
 
 from tests.recipes import recipe_with
+from tests.training.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.storage import locate
+from vit_ray.training.memory import micro_batch
 from vit_ray.training.memory.micro_batch import (
-    LIMIT_FILE,
-    known_images,
-    limit_key,
-    lower_limit,
+    GIB,
+    RESERVED_FRACTION,
     micro_batch_size,
-    note_images,
-    trial_key,
+    pass_bytes,
+    tried_micro_batch,
 )
+from vit_ray.training.memory.out_of_memory import is_out_of_memory
 
 
 def batch_recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
     train = {"global_batch_size": 96, "micro_batch_size": micro}
     return recipe_with("a", train=train, workers={"num_workers": workers})
-
-
-KEY = limit_key(batch_recipe("auto"), 4, "GPU, 80 MiB")
 
 
 @pytest.mark.parametrize(
@@ -57,90 +55,115 @@ def test_a_number_is_the_most_for_an_elastic_group() -> None:
     ]
 
 
-def test_the_limit_falls_and_is_kept_in_the_runs_folder(tmp_path: Path) -> None:
-    folder = locate(str(tmp_path / "run"))
-    assert known_images(folder, "limits", KEY) is None
-    assert lower_limit(folder, KEY, 24) == 18
-    assert known_images(folder, "limits", KEY) == 18
-    with pytest.raises(ValueError, match="one image per pass does not fit"):
-        lower_limit(folder, KEY, 1)
+RECIPE = recipe_with(
+    "small",
+    model={
+        "name": "ViT",
+        "image_size": 64,
+        "patch_size": 4,
+        "depth": 2,
+        "width": 64,
+        "mlp_dim": 256,
+        "num_heads": 2,
+    },
+    train={"precision": "fp32"},
+)
 
 
 @pytest.mark.parametrize(
-    ("world", "tried"),
+    ("mixup", "share", "estimate", "most", "tried", "found"),
     [
-        (1, [96, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]),
-        (3, [32, 16, 8, 4, 2, 1]),
-        (8, [12, 6, 4, 3, 2, 1]),
+        (0.0, 24, 24, 30, [24], 24),  # a good estimate costs one trial
+        (0.0, 24, 24, 7, [24, 12, 6], 6),
+        (0.0, 24, 12, 30, [12], 12),
+        (0.0, 24, 24, 1, [24, 12, 6, 3], 1),
+        (0.0, 24, None, 0, [], 1),  # the first pass of the training reports it
+        (0.8, 30, 30, 14, [30, 10], 10),  # pairs: no 15
+        (0.8, 24, 24, 1, [24, 12, 6], 2),
     ],
 )
-def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
-    tmp_path: Path, world: int, tried: list[int]
+def test_the_estimate_is_tried_and_halved_until_it_fits(
+    mixup: float,
+    share: int,
+    estimate: int | None,
+    most: int,
+    tried: list[int],
+    found: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = locate(str(tmp_path / "run"))
-    images = [micro_batch_size(batch_recipe("auto", world), world)]
-    while images[-1] > 1:
-        limit = lower_limit(folder, KEY, images[-1])
-        assert (
-            micro_batch_size(
-                batch_recipe("auto", world), world, known_images(folder, "limits", KEY)
-            )
-            <= limit
-        )
-        images.append(micro_batch_size(batch_recipe("auto", world), world, limit))
-    assert images == tried
+    sizes: list[int] = []
+
+    def passed(recipe: Any, num_classes: int, size: int, device: torch.device) -> int:
+        sizes.append(size)
+        return size * GIB
+
+    # The half is more than the state of so small a model.
+    free_bytes = int((most + 0.5) * GIB / (1 - RESERVED_FRACTION))
+    monkeypatch.setattr(micro_batch, "pass_bytes", passed)
+    monkeypatch.setattr(micro_batch, "largest_micro_batch", lambda *_: estimate)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
+    recipe = RECIPE.with_changes(train={"mixup": mixup, "global_batch_size": 2 * share})
+    assert tried_micro_batch(recipe, 10, 2, torch.device("cpu")) == found
+    assert sizes == tried
+
+
+def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batch, "pass_bytes", lambda recipe, _, size, device: size * GIB)
+    monkeypatch.setattr(micro_batch, "largest_micro_batch", lambda *_: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9 * GIB, 9 * GIB))
+    found = []
+    for images in (64, 1 << 16):  # 3 x 12 KiB each: 2 MiB, and 2.25 GiB
+        recipe = RECIPE.with_changes(train={"global_batch_size": images})
+        found.append(tried_micro_batch(recipe, 10, 1, torch.device("cpu")))
+    assert found == [8, 4]
+
+
+def capped(rank: int) -> list[int | None]:
+    """In a process that may take 128 MiB more: a large pass, then a small one."""
+    cpu = torch.device("cpu")
+    pass_bytes(RECIPE, 10, 1, cpu)  # what is loaded and started once
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 27),) * 2)
+    return [pass_bytes(RECIPE, 10, size, cpu) for size in (1024, 2, 1024, 2)]
+
+
+def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_place() -> None:
+    assert run_ranks(1, capped) == [[None, 0, None, 0]]
+
+
+class RayTaskError(RuntimeError):
+    """As Ray raises a data task's error on a worker."""
+
+
+RayTaskError.__module__ = "ray.exceptions"
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("error", "is_it"),
     [
-        {"model": {"image_size": 384}},
-        {"train": {"precision": "fp32"}},
-        {"train": {"zero_stage": 3}},
-        {"train": {"activation_checkpointing": 1}},
-        {"train": {"offload": True}},
-        {"optim": {"name": "sgd"}},
-        {"optim": {"frozen": ["embedding"]}},
-        {"train": {"mixup": 0.8}},
-        {"train": {"cutmix": 1.0}},
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error: unhandled cuda error, NCCL version 2.27.3 Last error: Failed to CUDA "
+                "calloc async 608 bytes"
+            ),
+            True,
+        ),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered", 710), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+        (RayTaskError("a task of the stream ran out of memory"), False),
     ],
 )
-def test_a_limit_is_of_what_decides_memory(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = locate(str(tmp_path / "run"))
-    lower_limit(folder, KEY, 24)
-    other = limit_key(batch_recipe("auto").with_changes(**changes), 4, "GPU, 80 MiB")
-    assert known_images(folder, "limits", other) is None
-    lower_limit(folder, other, 8)
-    assert (known_images(folder, "limits", KEY), known_images(folder, "limits", other)) == (18, 6)
+def test_memory_that_ran_out_is_known_by_every_librarys_word(error: Exception, is_it: bool) -> None:
+    assert is_out_of_memory(error) is is_it
 
 
-def test_a_limit_is_of_a_world_size_and_a_device_and_of_no_learning_rate() -> None:
-    rate = batch_recipe("auto").with_changes(optim={"learning_rate": 0.1, "steps": 9})
-    assert limit_key(rate, 4, "GPU, 80 MiB") == KEY
-    assert limit_key(rate, 2, "GPU, 80 MiB") != KEY
-    assert limit_key(rate, 4, "GPU, 40 MiB") != KEY
-
-
-def test_a_trial_is_kept_beside_the_limits_and_is_none(tmp_path: Path) -> None:
-    folder = locate(str(tmp_path / "run"))
-    lower_limit(folder, "other", 8)
-    note_images(folder, "trials", trial_key(KEY, 24), 12)
-    lower_limit(folder, "another", 16)
-    assert known_images(folder, "trials", trial_key(KEY, 24)) == 12
-    assert (
-        known_images(folder, "trials", trial_key(KEY, 48)) is None
-    )  # the next larger divisor of 48 is 16, of 24 it is 24
-    assert [known_images(folder, "limits", key) for key in (KEY, "other", "another")] == [
-        None,
-        6,
-        12,
-    ]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"images": 4}', '{"limits": [4]}'])
-def test_a_file_that_says_nothing_usable_stops_no_start(tmp_path: Path, content: str) -> None:
-    folder = locate(str(tmp_path))
-    folder.child(LIMIT_FILE).write(content.encode())
-    assert known_images(folder, "limits", KEY) is None
-    assert lower_limit(folder, KEY, 24) == 18
-    assert known_images(folder, "limits", KEY) == 18
+def test_memory_that_really_ran_out_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 52, dtype=torch.uint8)  # more than an address can name
+    assert is_out_of_memory(caught.value)

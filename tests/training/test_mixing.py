@@ -11,9 +11,7 @@ from torch.nn import functional as F
 from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.storage import locate
-from vit_ray.training.memory.largest_batch import largest_micro_batch
-from vit_ray.training.memory.micro_batch import lower_limit, micro_batch_size
+from vit_ray.training.memory.micro_batch import largest_micro_batch, micro_batch_size
 from vit_ray.training.mixing import Mixing, draw_mixing, mix_images, partners, symmetric_beta
 from vit_ray.training.objective import make_loss, multi_hot, normalize
 
@@ -165,10 +163,3 @@ def test_an_odd_share_or_pass_is_refused() -> None:
         mixed_recipe(8, loss="masked_patch")
     with pytest.raises(ValueError, match=r"train\.mixup=-0\.1"):
         mixed_recipe(8, mixup=-0.1)
-
-
-def test_a_pair_that_does_not_fit_ends_the_search(tmp_path: Any) -> None:
-    folder = locate(str(tmp_path))
-    assert lower_limit(folder, "key", 3, least=2) == 2
-    with pytest.raises(ValueError, match="a pair of images per pass does not fit"):
-        lower_limit(folder, "key", 2, least=2)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +20,13 @@ from vit_ray import trust_modules
 from vit_ray.models import build_model
 from vit_ray.models.recompute import recompute
 from vit_ray.models.weights import save_weights
-from vit_ray.storage import locate
 from vit_ray.worker import setup
-from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.setup import (
     choose_micro_batch,
     initial_model,
-    lower_micro_batch,
     open_batches,
+    smaller_micro_batch,
     work_per_image,
 )
 
@@ -37,82 +35,64 @@ TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "pa
 
 def test_a_number_in_the_recipe_is_taken(tmp_path: Path) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": 2}, workers={"num_workers": 2})
-    assert choose_micro_batch(job, locate(job.run_folder), 2, int) == 2
+    assert choose_micro_batch(job, 2, int) == 2
 
 
-def test_a_limit_that_was_found_holds_and_is_lowered_further(tmp_path: Path) -> None:
+def test_what_did_not_fit_is_halved_in_the_next_attempt(tmp_path: Path, gpu: list[int]) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": "auto"})
-    folder = locate(job.run_folder)
-    assert choose_micro_batch(job, folder, 1, int) == 8  # all of a step's, on a CPU
-    error = lower_micro_batch(job, 1, 8)
-    assert isinstance(error, SmallerMicroBatchError)
-    assert str(error) == "8 images per pass do not fit; trying at most 6"
-    assert choose_micro_batch(job, folder, 1, int) == 4  # the largest divisor of 8 up to 6
+    found = [choose_micro_batch(job, 1, int)]
+    while found[-1] > 1:
+        job = replace(job, micro_batch_limit=smaller_micro_batch(job, found[-1]).limit)
+        found.append(choose_micro_batch(job, 1, int))
+    assert found == [4, 2, 1]
+    assert gpu == [1]  # a limit needs no trial
 
 
-def test_one_image_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(UnrecoverableError, match="one image per pass does not fit") as caught:
-        lower_micro_batch(make_job(tmp_path), 1, 1)
+@pytest.mark.parametrize(("mixup", "least"), [(0.0, "one image"), (0.8, "a pair of images")])
+def test_the_fewest_images_that_do_not_fit_end_the_run(
+    tmp_path: Path, mixup: float, least: str
+) -> None:
+    job = make_job(tmp_path, train={"mixup": mixup})
+    assert smaller_micro_batch(job, 3).limit == (2 if mixup else 1)
+    with pytest.raises(UnrecoverableError, match=f"{least} per pass does not fit") as caught:
+        smaller_micro_batch(job, 2 if mixup else 1)
     assert not caught.value.is_agreed
 
 
 @pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """World sizes that were tried for, on a GPU that is not there; each finds 4 images."""
     tried: list[int] = []
 
-    def find(recipe: Any, num_classes: int, world_size: int, device: Any, start: int) -> int:
+    def find(recipe: Any, num_classes: int, world_size: int, device: Any) -> int:
         tried.append(world_size)
         return 4
 
-    properties = SimpleNamespace(name="GPU", total_memory=2**30)
-    monkeypatch.setattr(setup, "try_micro_batches", find)
-    monkeypatch.setattr(setup, "largest_micro_batch", lambda *_: 2)
+    monkeypatch.setattr(setup, "tried_micro_batch", find)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     return tried
 
 
-def test_later_attempts_take_what_the_ranks_agreed_on_and_try_nothing(
-    tmp_path: Path, trials: list[int]
-) -> None:
-    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
-    folder = locate(job.run_folder)
-    found: list[int] = []
+def test_ranks_take_what_the_smallest_of_them_has_found(tmp_path: Path, gpu: list[int]) -> None:
+    job, found = make_job(tmp_path, train={"micro_batch_size": "auto"}), list[int]()
 
     def agree(images: int) -> int:
         found.append(images)
         return 2  # another rank has found fewer
 
-    assert choose_micro_batch(job, folder, 1, agree, rank=1) == 2  # rank 0 alone keeps it
-    assert choose_micro_batch(job, folder, 1, agree) == 2
-    assert [choose_micro_batch(job, folder, 1, int) for _ in range(2)] == [2, 2]
-    assert (trials, found) == ([1, 1], [4, 4])
-    assert choose_micro_batch(job, folder, 2, int) == 4  # under other workers it is found anew
-    assert trials == [1, 1, 2]
+    assert choose_micro_batch(job, 1, agree) == 2
+    assert (gpu, found) == ([1], [4])
 
 
-def test_a_trial_does_not_bound_what_a_recipe_asks_for(tmp_path: Path, trials: list[int]) -> None:
-    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
-    folder = locate(job.run_folder)
-    choose_micro_batch(job, folder, 1, int)
-    asking = make_job(tmp_path, train={"micro_batch_size": 8})
-    assert choose_micro_batch(asking, folder, 1, int) == 8
-
-
-def test_a_failure_counts_more_than_a_trial(tmp_path: Path, trials: list[int]) -> None:
-    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
-    folder = locate(job.run_folder)
-    assert choose_micro_batch(job, folder, 1, int) == 4
-    lower_micro_batch(job, 1, 4)
-    assert choose_micro_batch(job, folder, 1, int) == 2
-    assert trials == [1]
+def test_a_trial_does_not_limit_what_a_recipe_asks_for(tmp_path: Path, gpu: list[int]) -> None:
+    assert choose_micro_batch(make_job(tmp_path, train={"micro_batch_size": 8}), 1, int) == 8
+    assert gpu == []
 
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_mfu_and_hfu_are_of_the_work_that_torch_counts(
-    tmp_path: Path, trials: list[int], monkeypatch: pytest.MonkeyPatch, every: int
+    tmp_path: Path, gpu: list[int], monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     model = {**TINY, "depth": 2, "image_size": 16}

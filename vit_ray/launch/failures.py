@@ -92,13 +92,18 @@ def counts(error: Any) -> bool:
     A preempted node does not: it was taken away. Nor does a pass that did not fit into memory: a
     smaller micro-batch is the remedy, and there are only a few smaller sizes.
     """
-    if isinstance(error, PreemptionError):
+    if isinstance(error, PreemptionError) or micro_batch_limit(error) is not None:
         return False
     failures = _worker_failures(error).values()
-    if any(isinstance(failure, SmallerMicroBatchError) for failure in failures):
-        return False
     deaths = [death for failure in failures if (death := _died_of(failure)) is not None]
     return not any(death.preempted for death in deaths)
+
+
+def micro_batch_limit(error: Any) -> int | None:
+    """Most images per pass in the next attempt, if this one ran out of memory; else None."""
+    failures = _worker_failures(error).values()
+    limits = [one.limit for one in failures if isinstance(one, SmallerMicroBatchError)]
+    return min(limits, default=None)
 
 
 def _worker_failures(error: Any) -> Mapping[int, Exception]:

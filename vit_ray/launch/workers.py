@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import fsspec
@@ -38,7 +38,13 @@ from vit_ray.data.stream.ray_datasets import start_beside_server
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
-from vit_ray.launch.failures import FailingNodes, cause, counts, failing_node
+from vit_ray.launch.failures import (
+    FailingNodes,
+    cause,
+    counts,
+    failing_node,
+    micro_batch_limit,
+)
 from vit_ray.launch.placement import (
     STRATEGY,
     GroupShape,
@@ -259,6 +265,8 @@ class WorkerGroups:
             if fit.error or not fit.returns_within(0):
                 give_back(watch.groups)
         error = fit.error or watch.error
+        if (limit := micro_batch_limit(error)) is not None:
+            self._job = replace(self._job, micro_batch_limit=limit)
         if error is not None:
             return Ended(goes_on=True) if lost_place(error) else Ended(error)
         return Ended(goes_on=watch.is_resizing and not watch.has_ended_the_run())

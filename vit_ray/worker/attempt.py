@@ -38,7 +38,7 @@ from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver
-from vit_ray.worker.setup import lower_micro_batch, work_per_image
+from vit_ray.worker.setup import smaller_micro_batch, work_per_image
 from vit_ray.worker.watchdog import Watchdog
 
 
@@ -124,8 +124,7 @@ class Attempt:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            context = self.context
-            smaller = lower_micro_batch(self.job, context.world_size, context.micro_batch_size)
+            smaller = smaller_micro_batch(self.job, self.context.micro_batch_size)
             self.link.note_own(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
             raise smaller from error
 

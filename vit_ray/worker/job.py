@@ -54,6 +54,8 @@ class TrainJob:
     """MLflow run whose weights it began with, for its checkpoints."""
     evaluate_at: tuple[int, ...] = ()
     """Steps at which it is evaluated in addition to those of the recipe."""
+    micro_batch_limit: int | None = None
+    """Most images per pass, after more did not fit into memory in an earlier attempt."""
 
     def evaluation_batch(self, stream: str, world_size: int) -> int:
         """Images of a rank in one pass: no more than it has, since the rest would be padding."""
@@ -103,4 +105,11 @@ class DivergedError(UnrecoverableError):
 
 
 class SmallerMicroBatchError(RuntimeError):
-    """A pass did not fit into memory; the next attempt takes fewer images."""
+    """A pass did not fit into memory; the next attempt takes at most `limit` images."""
+
+    def __init__(self, text: str, limit: int) -> None:
+        super().__init__(text, limit)
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return str(self.args[0])

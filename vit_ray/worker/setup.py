@@ -11,19 +11,13 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.fitting import LoadReport
-from vit_ray.storage import Location, locate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch
-from vit_ray.training.memory.largest_batch import largest_micro_batch, try_micro_batches
 from vit_ray.training.memory.memory_estimate import step_macs
 from vit_ray.training.memory.micro_batch import (
-    CPU_MOST,
-    known_images,
-    limit_key,
-    lower_limit,
+    CPU_LIMIT,
     micro_batch_size,
-    note_images,
-    trial_key,
+    tried_micro_batch,
 )
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.parameter_groups import part_of
@@ -38,60 +32,40 @@ BATCHES_AHEAD: Final = 2
 """Batches that a worker has fetched beyond the one in use."""
 
 
-def choose_micro_batch(
-    job: TrainJob, run_folder: Location, world_size: int, agree: Callable[[int], int], rank: int = 0
-) -> int:
-    """Images per pass: as in the recipe, or at most what was found to fit, now or by an earlier
-    attempt.
-
-    Rank 0 lets later attempts take the same size without a trial.
+def choose_micro_batch(job: TrainJob, world_size: int, agree: Callable[[int], int]) -> int:
+    """Images per pass: as in the recipe, or at most what fits.
 
     Args:
-        agree: the fewest images over all ranks. Ranks with different GPUs, or that read the limit
-            at different times, must do the same number of passes.
+        agree: the fewest images over all ranks: ranks with different GPUs must do the same number
+            of passes.
     """
-    train = job.recipe.train
-    key = limit_key(job.recipe, world_size, device_name())
-    tried = trial_key(key, train.global_batch_size // world_size)
-    limit, known = known_images(run_folder, "limits", key), None
-    needs_trial = train.micro_batch_size == "auto" and limit is None
-    if needs_trial and torch.cuda.is_available():
-        limit = known = known_images(run_folder, "trials", tried)
-        if known is None:
+    limit = job.micro_batch_limit
+    if job.recipe.train.micro_batch_size == "auto" and limit is None:
+        limit = CPU_LIMIT
+        if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-            memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-            fixed = job.recipe, job.num_classes, world_size
-            start = largest_micro_batch(*fixed, memory_gib) or 1
-            # With None the first pass will report that one image is too much.
-            limit = try_micro_batches(*fixed, device, start) or 1
-    elif needs_trial:
-        limit = CPU_MOST
-    images = agree(micro_batch_size(job.recipe, world_size, limit))
-    if rank == 0 and needs_trial and torch.cuda.is_available() and known is None:
-        note_images(run_folder, "trials", tried, images)
-    return images
+            limit = tried_micro_batch(job.recipe, job.num_classes, world_size, device)
+    return agree(micro_batch_size(job.recipe, world_size, limit))
 
 
-def device_name() -> str:
-    """The kind of device that this worker computes on, with its memory."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    found = torch.cuda.get_device_properties(0)
-    return f"{found.name}, {found.total_memory >> 20} MiB"
-
-
-def lower_micro_batch(job: TrainJob, world_size: int, failed: int) -> SmallerMicroBatchError:
-    """Have the next attempt take fewer images per pass; returns the error that ends this one.
+def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
+    """The error that ends this attempt, after which the next one takes half the images.
 
     Raises:
-        UnrecoverableError: a single image did not fit.
+        UnrecoverableError: the fewest images did not fit.
     """
-    try:
-        key = limit_key(job.recipe, world_size, device_name())
-        limit = lower_limit(locate(job.run_folder), key, failed, job.recipe.train.least_pass)
-    except ValueError as error:
-        raise UnrecoverableError(str(error), is_agreed=False) from None
-    return SmallerMicroBatchError(f"{failed} images per pass do not fit; trying at most {limit}")
+    least = job.recipe.train.least_pass
+    if failed <= least:
+        few = "one image per pass does" if least == 1 else "a pair of images per pass does"
+        raise UnrecoverableError(
+            f"{few} not fit into device memory; use train.zero_stage=3, "
+            "train.activation_checkpointing=1 or train.offload=true, or a smaller model",
+            is_agreed=False,
+        )
+    limit = max(least, failed // 2)
+    return SmallerMicroBatchError(
+        f"{failed} images per pass do not fit; trying at most {limit}", limit
+    )
 
 
 def build_engine(

@@ -124,11 +124,7 @@ def set_up_attempt(
         if point.is_over:
             return None
         micro = choose_micro_batch(
-            job,
-            run_folder,
-            world_size,
-            lambda images: -int(all_max([-float(images)], device)[0]),
-            rank,
+            job, world_size, lambda images: -int(all_max([-float(images)], device)[0])
         )
         context = RankContext(
             job.total_steps,

@@ -1,28 +1,34 @@
-"""How many images a worker takes per pass: by the recipe, the memory estimate, and past failures.
+"""How many images a worker takes per pass: by the recipe, the memory estimate, and one trial.
 
-A pass that runs out of memory lowers the limit, which is kept in the run's folder together with the
-conditions it holds for; the worker group is then restarted from its checkpoint, with the same
-global batches and more accumulation. A trial's result is kept there too, so that later attempts
-take passes of the same size.
+The trial runs before the training starts, on each rank by itself, with only the model and no
+collective operation, so that a rank that runs out of memory does not make others wait. The memory
+of ZeRO's state and of the batches is added by the plan's arithmetic.
+
+A training pass that runs out of memory ends the worker group; the next one takes half the images,
+with the same global batches and more accumulation.
 """
 
-import json
-from typing import Final, Literal
+import bisect
+from typing import Final
+
+import torch
 
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
-from vit_ray.storage import Location
+from vit_ray.measure.activation_memory import drop_gradients
+from vit_ray.measure.memory import GIB, Activations, state_memory
+from vit_ray.training.memory.memory_estimate import (
+    estimate_memory,
+    forward_pass,
+    prepared_model,
+    state_shape,
+)
+from vit_ray.training.memory.out_of_memory import unless_out_of_memory
 
-LIMIT_FILE = "micro_batch_limit.json"
-_DECIDES_MEMORY: Final = (
-    ("optim", "name"),
-    ("optim", "frozen"),
-    *(("train", key) for key in (
-        "precision", "zero_stage", "offload", "activation_checkpointing", "compile", "averaging",
-        "loss", "masked_target", "mixup", "cutmix",
-    )),
-)  # fmt: skip
-CPU_MOST = 64  # images; larger passes are no faster on a CPU and only take memory
+CPU_LIMIT: Final = 64
+"""Images per pass on a CPU; larger passes are no faster there and only take memory."""
+# Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
+RESERVED_FRACTION: Final = 0.05
 
 
 def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) -> int:
@@ -64,69 +70,79 @@ def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
     return [size for size in range(least, share + 1, least) if share % size == 0]
 
 
-def limit_key(recipe: Recipe, world_size: int, device: str) -> str:
-    """What a limit depends on, as text; under other conditions the run's memory differs."""
-    sections = recipe.model_dump(mode="json")
-    facts = {f"{part}.{key}": sections[part][key] for part, key in _DECIDES_MEMORY}
-    facts |= {"model": sections["model"], "world_size": world_size, "device": device}
-    return json.dumps(facts, sort_keys=True)
-
-
-def trial_key(key: str, share: int) -> str:
-    """The same for a trial, whose size divides a worker's `share` of a step's images."""
-    return f"{share} images: {key}"
-
-
-Kind = Literal["limits", "trials"]
-"""Limits: the most that fits. Trials: what ranks agreed on after their trials, which does not limit
-what a recipe may ask for."""
-
-
-def known_images(run_folder: Location, kind: Kind, key: str) -> int | None:
-    """Images per pass that the run's earlier attempts found under `key`, or None."""
-    return _noted(run_folder)[kind].get(key)
-
-
-def note_images(run_folder: Location, kind: Kind, key: str, images: int) -> None:
-    """Have later attempts find `images` under `key`."""
-    noted = _noted(run_folder)
-    noted[kind][key] = images
-    run_folder.child(LIMIT_FILE).write(json.dumps(noted).encode())
-
-
-def lower_limit(run_folder: Location, key: str, failed: int, least: int = 1) -> int:
-    """Note that `failed` images did not fit; returns the new limit, 3/4 of them.
-
-    With this no divisor of the share that is at least 3/4 of what failed is skipped, and 96 images
-    come down to one in 11 tries (96, 48, 32, 24, 16, ...).
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, memory_gib: float, stage: int | None = None
+) -> int | None:
+    """The largest divisor of a worker's share of the global batch whose estimate fits.
 
     Args:
-        least: the fewest images per pass.
+        memory_gib: of the device; 5 % of it are kept free.
+        stage: ZeRO stage; None = the recipe's.
+
+    Returns:
+        Images per pass, or None if not even one fits.
 
     Raises:
-        ValueError: the fewest did not fit.
+        ValueError: images are mixed in pairs, and a worker's share is an odd number.
     """
-    if failed <= least:
-        few = "one image per pass does" if least == 1 else "a pair of images per pass does"
-        raise ValueError(
-            f"{few} not fit into device memory; use train.zero_stage=3, "
-            "train.activation_checkpointing=1 or train.offload=true, or a smaller model"
-        )
-    limit = max(least, failed * 3 // 4)
-    note_images(run_folder, "limits", key, limit)
-    return limit
+    shape = state_shape(recipe, num_classes, world_size, stage)
+    limit_gib = memory_gib * (1 - RESERVED_FRACTION)
+    if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
+        return None  # for any activations, which take seconds to measure
+    sizes = pass_sizes(recipe, world_size)
+    fitting = bisect.bisect_right(
+        sizes,
+        limit_gib,
+        key=lambda size: estimate_memory(recipe, num_classes, size, world_size, stage).total,
+    )
+    return sizes[fitting - 1] if fitting else None
 
 
-def _noted(run_folder: Location) -> dict[str, dict[str, int]]:
-    """Images by key; empty if the file is damaged, or lacks the conditions.
+def tried_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, device: torch.device
+) -> int:
+    """Images per pass: the estimate for this GPU, halved until a trial of it fits.
 
-    A lost limit costs one more pass that runs out of memory, or one more trial.
+    The fewest are not tried: if they do not fit, the first pass of the training reports it.
+
+    Raises:
+        ValueError: images are mixed in pairs, and a worker's share is an odd number.
     """
-    try:
-        found = json.loads(run_folder.child(LIMIT_FILE).read())
-        return {
-            kind: {str(key): max(1, int(images)) for key, images in found.get(kind, {}).items()}
-            for kind in ("limits", "trials")
-        }
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
-        return {"limits": {}, "trials": {}}
+    free_gib, total_gib = (count / GIB for count in torch.cuda.mem_get_info(device))
+    sizes = pass_sizes(recipe, world_size)
+    size = largest_micro_batch(recipe, num_classes, world_size, total_gib) or sizes[0]
+    shape = state_shape(recipe, num_classes, world_size)
+    while size > sizes[0]:
+        peak = pass_bytes(recipe, num_classes, size, device)
+        if peak is not None:
+            needed_gib = state_memory(shape, Activations(kept=peak, peak=peak)).total
+            if needed_gib <= free_gib * (1 - RESERVED_FRACTION):
+                break
+        size = max(half for half in sizes if half <= max(size // 2, sizes[0]))
+    return size
+
+
+def pass_bytes(
+    recipe: Recipe, num_classes: int, batch_size: int, device: torch.device
+) -> int | None:
+    """Most bytes that a forward and backward pass takes, without weights and gradients.
+
+    The pass is eager; that a compiled one takes no more is assumed, not measured. On a CPU, which
+    does not count, 0.
+
+    Returns:
+        None if it ran out of memory.
+    """
+
+    def measured() -> int:
+        model = prepared_model(recipe, num_classes, device)
+        drop_gradients(model.parameters())  # the plan counts them where they are kept
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if is_gpu else 0
+        forward = forward_pass(model, recipe, batch_size, device)
+        forward().backward()  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated(device) - before if is_gpu else 0
+
+    return unless_out_of_memory(measured, device)

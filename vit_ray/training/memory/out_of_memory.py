@@ -1,10 +1,10 @@
-"""Running out of memory: recognized from any library's message, and searched for by passes.
+"""Running out of memory: recognized from any library's message.
 
 It imports only torch, so that benchmarks run on a machine without anything else.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -46,19 +46,3 @@ def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return None
-
-
-def largest_that_fits(sizes: Sequence[int], start: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest of `sizes` that `fits`, tried one by one up or down from `start`.
-
-    Args:
-        sizes: ascending; if a size fits, smaller ones are assumed to fit.
-        start: the largest that is expected to fit.
-    """
-    first = max((i for i, size in enumerate(sizes) if size <= start), default=0)
-    if fits(sizes[first]):
-        best = first
-        while best + 1 < len(sizes) and fits(sizes[best + 1]):
-            best += 1
-        return sizes[best]
-    return next((size for size in reversed(sizes[:first]) if fits(size)), None)

@@ -219,16 +219,3 @@ def test_one_line_has_the_shares_that_are_not_nothing() -> None:
     marks = [DriverBegan(0.0), work("a", 30.0, (0, 90), training=3690.0, data_wait=1.0)]
     metrics = account(marks, now_s=3721.0).metrics()
     assert describe_goodput(metrics) == ("goodput 99.2% of 1:02:01: training 99.2%, starting 0.8%")
-
-
-@pytest.mark.parametrize(
-    ("data_wait", "told"),
-    [(0.0, ""), (9.0, ""), (250.0, "; with a perfect loader training is at least 25% faster")],
-)
-def test_the_wait_for_data_is_what_a_perfect_loader_saves(data_wait: float, told: str) -> None:
-    # Of 1,000 s without any wait a loader that nothing waits for would save nothing more.
-    done = work("a", 0.0, (0, 90), training=1000.0, data_wait=data_wait)
-    metrics = account([DriverBegan(0.0), done], now_s=done.until_s).metrics()
-    line = describe_goodput(metrics)
-    assert line.endswith(f"%{told}")
-    assert ("perfect" in line) is bool(told)

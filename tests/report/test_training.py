@@ -277,12 +277,3 @@ def test_the_time_of_several_trainings_is_one_sum(store):
     (table,) = time_section([*runs, untold]).tables
     assert table.rows[0] == ["training", 14_400.0, 0.72]
     assert with_content([time_section([untold])]) == []
-
-
-def test_the_page_says_what_a_perfect_loader_would_gain():
-    runs = [
-        made(metrics={"run/wall_s": 900.0, "run/training_s": 400.0, "run/data_wait_s": wait_s})
-        for wait_s in (200.0, 40.0)
-    ]
-    assert "With a perfect loader training is at least 30% faster." in time_section(runs).texts
-    assert "perfect" not in " ".join(time_section([made(metrics={"run/wall_s": 9.0})]).texts)

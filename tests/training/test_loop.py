@@ -481,11 +481,20 @@ def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() ->
     assert hooks.saved == [4, TOTAL]
 
 
+@pytest.mark.parametrize(("every", "logged"), [(50, [1, 4, 8, 10]), (6, [1, 4, 6, 10])])
+def test_a_run_that_is_shorter_than_the_cadence_is_logged_a_few_times(
+    every: int, logged: list[int]
+) -> None:
+    hooks = FakeHooks()
+    run(FakeEngine(), hooks, short_recipe(train={"log_every_steps": every}))
+    assert [step for step, metrics in hooks.logged if "train/loss" in metrics] == logged
+
+
 def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop, "NORMS_IN_MEDIAN", 8)  # of which a quarter must be known
-    chosen = short_recipe(train={"skip_above": 4.0, "log_every_steps": 6})
+    chosen = short_recipe(train={"skip_above": 4.0, "log_every_steps": 3})
     norms = {0: 90.0, 4: 4.5, 5: 3.5, 7: 50.0, 8: 60.0}
 
     def run_from(progress: Progress, hooks: FakeHooks) -> FakeEngine:
@@ -496,19 +505,13 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(
     whole, hooks, end = Progress(), FakeHooks(), FakeHooks()
     engine = run_from(whole, hooks)
     assert engine.weight == TOTAL - 3
-    assert hooks.skipped == [(6, 4, 4.5), (10, 8, 60.0)]
+    assert hooks.skipped == [(6, 4, 4.5), (9, 8, 60.0)]
     assert hooks.refused == []
     counts = [metrics.get("train/skipped_steps") for _, metrics in hooks.logged]
-    assert counts == [0.0, 1.0, 3.0]
-    median = [np.median([norms.get(step, 1.0) for step in range(n)]) for n in range(2, TOTAL)]
-    assert engine.norm_limits == pytest.approx(
-        [
-            math.inf,
-            math.inf,
-            *(4.0 * m for m in median[:7]),
-            4.0 * np.median([norms.get(n, 1.0) for n in range(1, 9)]),
-        ]
-    )
+    assert counts == [0.0, 0.0, 1.0, 3.0, 3.0]
+    before = [[norms.get(k, 1.0) for k in range(max(0, n - 8), n)] for n in range(TOTAL)]
+    limits = [math.inf if len(known) < 2 else 4.0 * np.median(known) for known in before]
+    assert engine.norm_limits == pytest.approx(limits)
     half = Progress()
     first = FakeEngine(norms=norms)
     run(first, FakeHooks(stop_at=6), chosen, half)

@@ -42,9 +42,9 @@ def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Pa
     run(worker)
     assert worker.kinds() == ["first step"]
     assert newest_step(worker) == TOTAL
-    assert [step for step, _ in worker.actor.logged] == [1, 1, TOTAL, TOTAL]
+    assert [step for step, _ in worker.actor.logged] == [1, 1, 4, 8, TOTAL, TOTAL]
     assert ["startup/first_step_s" in values for _, values in worker.actor.logged] == [
-        True, False, False, False,
+        True, False, False, False, False, False,
     ]  # fmt: skip
     assert worker.engine.is_closed
     assert worker.actor.failed is None
@@ -379,7 +379,7 @@ def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: 
     assert parts.LOGGED == []
     run(watched)
     of_steps = [logged for logged in watched.actor.logged if "train/loss" in logged[1]]
-    assert [step for step, _ in parts.LOGGED] == [step for step, _ in of_steps] == [1, TOTAL]
+    assert [step for step, _ in parts.LOGGED] == [step for step, _ in of_steps] == [1, 4, 8, TOTAL]
     assert parts.LOGGED[0][1]["train/loss"] == of_steps[0][1]["train/loss"] != -1.0
     assert [values.get("train/loss") for _, values in plain.actor.logged] == [
         values.get("train/loss") for _, values in watched.actor.logged

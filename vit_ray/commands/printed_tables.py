@@ -14,7 +14,6 @@ from vit_ray.config.secrets import redact
 from vit_ray.launch.run import RunResult
 from vit_ray.measure.goodput import describe_goodput
 from vit_ray.metric_names import (
-    DATA_WAIT_FRACTION,
     EVAL_AVERAGED_TOP1,
     EVAL_LAST_TOP1,
     EVAL_LOSS,
@@ -45,7 +44,6 @@ _SHOWN = (
     (EVAL_LOSS, "evaluation loss", "{:.4f}"),
     (TRAIN_LOSS, "last training loss", "{:.4f}"),
     (TRAIN_IMAGES_PER_S, "images/s", "{:.0f}"),
-    (DATA_WAIT_FRACTION, "share of time waiting for data", "{:.1%}"),
     (PERF_MFU, "MFU", "{:.1%}"),
     (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )

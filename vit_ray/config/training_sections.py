@@ -369,7 +369,8 @@ class TrainConfig(Section):
     """Skip a step whose gradient norm is above this many times the median of the last 128 steps (32
     must be known); skipped steps are counted, and one is named at the next log. Unset = off."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
-    """Steps between log lines and metrics."""
+    """Steps between log lines and metrics. The first step is logged too, and steps 4, 8, 16 and 32
+    before the first of these."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None
     """First and last step of a profiler trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None

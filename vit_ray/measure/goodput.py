@@ -24,7 +24,6 @@ from vit_ray.metric_names import (
 Item = TypeVar("Item")
 PAUSE_S: Final = 10.0
 """A step that takes so much longer than usual, and ten times as long, was paused."""
-LEAST_GAIN: Final = 0.01
 _FEWEST_STEPS, _MOST_STEPS = 10, 101
 """By whose median the usual time of a step is known."""
 
@@ -299,21 +298,6 @@ SHOWN: Final = {
 }  # fmt: skip
 
 
-def loader_gain(training_s: float, data_wait_s: float) -> str:
-    """What a loader that nothing waits for would gain at least; empty where that is below 1 %.
-
-    Args:
-        training_s, data_wait_s: as metrics of the run have them; together the time of its steps.
-            They are rank 0's, which also waits, in training, for data that others wait for.
-    """
-    gain = data_wait_s / training_s if training_s > 0 else 0.0
-    return (
-        f"with a perfect loader training is at least {gain:.0%} faster"
-        if gain >= LEAST_GAIN
-        else ""
-    )
-
-
 def describe_goodput(metrics: Mapping[str, float]) -> str:
     """One line of what `Account.metrics` holds; empty without it."""
     wall_s = metrics.get(RUN_WALL_S, 0.0)
@@ -325,8 +309,4 @@ def describe_goodput(metrics: Mapping[str, float]) -> str:
     shown = ", ".join(f"{name} {share:.1%}" for share, name in parts if share >= 5e-4)
     whole_s = round(wall_s)
     clock = f"{whole_s // 3600}:{whole_s // 60 % 60:02d}:{whole_s % 60:02d}"
-    text = f"goodput {metrics[RUN_GOODPUT]:.1%} of {clock}: {shown}"
-    waits = (metrics.get(f"{RUN_GROUP}{k}_s", 0.0) for k in (TimeClass.TRAINING, TimeClass.DATA))
-    if gain := loader_gain(*waits):
-        text += f"; {gain}"
-    return text
+    return f"goodput {metrics[RUN_GOODPUT]:.1%} of {clock}: {shown}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vit_ray.measure.goodput import SHOWN, TimeClass, loader_gain
+from vit_ray.measure.goodput import SHOWN, TimeClass
 from vit_ray.metric_names import RUN_GROUP, RUN_WALL_S
 from vit_ray.report.document import Section
 from vit_ray.report.runs import RecordedRun
@@ -14,17 +14,13 @@ def time_section(runs: Sequence[RecordedRun]) -> Section:
     known = [run for run in runs if run.recorded.get(RUN_WALL_S, 0.0) > 0]
     wall_s = sum(run.recorded[RUN_WALL_S] for run in known)
     rows: list[list[float | str | None]] = []
-    totals = dict.fromkeys(SHOWN, 0.0)
     for kind, name in SHOWN.items():
         spent = [run.recorded.get(f"{RUN_GROUP}{kind}_s", 0.0) for run in known]
-        totals[kind] = sum(spent)
-        if totals[kind]:
-            rows.append([name, totals[kind], totals[kind] / wall_s])
+        if total_s := sum(spent):
+            rows.append([name, total_s, total_s / wall_s])
     heads = [Column("spent on"), Column("time", duration), Column("% of the time", percent, True)]
     table = Table("Where the time went", heads, rows)
     texts = [f"{goodput_of(known).capitalize()} of {duration(wall_s)}."] if known else []
-    if gain := loader_gain(totals[TimeClass.TRAINING], totals[TimeClass.DATA]):
-        texts.append(f"{gain.capitalize()}.")
     return Section("Where the time went", texts, tables=[table])
 
 

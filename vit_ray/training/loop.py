@@ -46,6 +46,9 @@ from vit_ray.training.optim.schedule import lr_at
 NORMS_IN_MEDIAN: Final = 128
 """Steps whose gradient norms `train.skip_above` compares with; a quarter must be known."""
 
+EARLY_STEPS: Final = (4, 8, 16, 32)
+"""Steps that are logged although `train.log_every_steps` is larger."""
+
 Batch = Mapping[str, Any]
 """`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""
 
@@ -296,11 +299,15 @@ class TrainingLoop:
         return factor * statistics.median(norms)
 
     def _log_if_due(self, step: _Step) -> None:
-        """Log at the cadence, and at the first step (for early errors) and the last."""
+        """Log at the cadence, and at the first step (for early errors) and the last.
+
+        Also at some steps before the first of the cadence: a short run has figures.
+        """
         progress, context, times = self.progress, self.context, self._times
-        is_due = Cadence(self.recipe.train.log_every_steps).is_due_at(progress.step)
+        every = self.recipe.train.log_every_steps
+        is_early = progress.step in EARLY_STEPS and progress.step < every
         is_end = progress.step in (self._first_step, context.total_steps)
-        if not (is_due or is_end):
+        if not (is_early or is_end or Cadence(every).is_due_at(progress.step)):
             return
         mine = [times.total_s / len(times.steps), times.wait_fraction, times.own_median_s]
         mine.append(peak_memory_gib())

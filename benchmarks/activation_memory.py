@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from benchmarks.result import header, reason
 from vit_ray.measure.activation_memory import drop_gradients, gpu_kernels, peak_bytes
 from vit_ray.models import build_model
-from vit_ray.training.memory.out_of_memory import unless_out_of_memory
+from vit_ray.training.out_of_memory import unless_out_of_memory
 
 IMAGE_SIZE, NUM_CLASSES = 224, 1000
 DEVICE = torch.device("cuda")

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from benchmarks.model_step import blocks_of, our_model, step_flops
 from benchmarks.result import finish, header, machine
-from vit_ray.training.memory.out_of_memory import unless_out_of_memory
+from vit_ray.training.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
 GPU_BAR, CPU_BAR = 1.03, 1.05  # job over bare loop; on a CPU at steps of 0.5 s or more

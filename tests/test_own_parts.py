@@ -24,9 +24,9 @@ from vit_ray.models import build_model
 from vit_ray.models.flops import forward_macs
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.own_parts import is_own, own_part, trust_modules
-from vit_ray.training.memory.memory_estimate import step_macs
+from vit_ray.training.memory_estimate import step_macs
 from vit_ray.training.objective import classification_loss
-from vit_ray.training.optim.optimizers import build_optimizer, counts_steps, state_types
+from vit_ray.training.optimizers import build_optimizer, counts_steps, state_types
 
 SIZE = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
 SIDES = {"image_size": 8}

@@ -14,7 +14,7 @@ from tests.commands.test_plan import BILLION
 from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.training.memory.memory_estimate import estimate_memory
+from vit_ray.training.memory_estimate import estimate_memory
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "jobs" / "recipes"

@@ -24,9 +24,9 @@ from vit_ray.models.dropout import keyed_dropout
 from vit_ray.storage import locate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch
-from vit_ray.training.memory.micro_batch import tried_micro_batch
+from vit_ray.training.micro_batch import tried_micro_batch
 from vit_ray.training.objective import build_objective, make_loss
-from vit_ray.training.optim.optimizers import build_optimizer
+from vit_ray.training.optimizers import build_optimizer
 from vit_ray.worker.prefetch import device_batches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

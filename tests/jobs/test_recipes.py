@@ -12,7 +12,7 @@ from tests.jobs.headers import PAPER, RECIPES, TABLE_6, commands, header, stated
 from vit_ray.commands.plans.plan import told_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.models.catalog import model_names
-from vit_ray.training.optim.schedule import lr_at
+from vit_ray.training.schedule import lr_at
 
 FINETUNE = ROOT / "jobs" / "recipes" / "finetune"
 IDS = [str(path.relative_to(ROOT / "jobs" / "recipes")) for path in RECIPES]

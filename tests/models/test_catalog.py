@@ -9,7 +9,7 @@ from tests.models.small import FAMILIES, POSITION_VARIANTS, TINY_VIT, small_mode
 from vit_ray.models import build_model, model_names
 from vit_ray.models.catalog import RESNETS
 from vit_ray.models.recompute import chains
-from vit_ray.training.optim.optimizers import decayed_parameters
+from vit_ray.training.optimizers import decayed_parameters
 
 # (with a head of 1000 classes, without head); counted from google-research/vision_transformer.
 # The ResNets' and hybrids' counts are those of google-research/big_transfer's models and timm's

@@ -18,7 +18,7 @@ from vit_ray.models.flops import TrainingMacs, forward_macs, training_exaflops
 from vit_ray.models.masked import Target
 from vit_ray.models.recompute import recompute
 from vit_ray.models.vit import VisionTransformer
-from vit_ray.training.memory.memory_estimate import step_macs
+from vit_ray.training.memory_estimate import step_macs
 
 JFT_IMAGES = 303_000_000
 

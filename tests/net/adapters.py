@@ -5,7 +5,7 @@ from typing import Any
 from vit_ray.data.prepare.dev_split import dev_split
 
 try:
-    from vit_ray.training.optim.schedule import lr_at
+    from vit_ray.training.schedule import lr_at
 except ImportError:
     from vit_ray.train.optim.schedule import lr_at
 

@@ -21,7 +21,7 @@ from vit_ray.models import build_model
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.objective import classification_loss, normalize
-from vit_ray.training.optim.schedule import lr_at
+from vit_ray.training.schedule import lr_at
 
 FILE = Path(__file__).with_name("golden_losses.json")
 STEPS, BATCH, MICRO, WORKERS = 16, 32, 8, 2

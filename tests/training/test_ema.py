@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from vit_ray.training.ema import WeightAverage
 from vit_ray.training.engine.fragments import Fragment
-from vit_ray.training.optim.ema import WeightAverage
 
 
 def average_of(

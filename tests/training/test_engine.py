@@ -21,7 +21,7 @@ from tests.training.engine_runs import (
 )
 from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.training.optim.optimizers import build_optimizer
+from vit_ray.training.optimizers import build_optimizer
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 4)

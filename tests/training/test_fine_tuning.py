@@ -24,7 +24,7 @@ from vit_ray.launch import prepared_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.training.memory.memory_estimate import count_parameters, state_shape, step_macs
+from vit_ray.training.memory_estimate import count_parameters, state_shape, step_macs
 from vit_ray.training.parameter_groups import chosen_parts, part_of, parts_of
 
 FROZEN = ("embedding", "class_token", "blocks.0")

@@ -9,15 +9,15 @@ import torch
 from tests.recipes import recipe_with
 from tests.training.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.training.memory import micro_batch
-from vit_ray.training.memory.micro_batch import (
+from vit_ray.training import micro_batch
+from vit_ray.training.micro_batch import (
     GIB,
     RESERVED_FRACTION,
     micro_batch_size,
     pass_bytes,
     tried_micro_batch,
 )
-from vit_ray.training.memory.out_of_memory import is_out_of_memory
+from vit_ray.training.out_of_memory import is_out_of_memory
 
 
 def batch_recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:

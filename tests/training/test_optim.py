@@ -5,7 +5,7 @@ import torch
 
 from tests.training.engine_runs import small_model
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.training.optim.optimizers import build_optimizer, state_types
+from vit_ray.training.optimizers import build_optimizer, state_types
 
 
 def test_only_matrices_and_kernels_decay() -> None:

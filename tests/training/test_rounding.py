@@ -17,8 +17,8 @@ from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models import build_model
 from vit_ray.training.objective import normalize
-from vit_ray.training.optim.optimizers import build_optimizer, set_rate
-from vit_ray.training.optim.schedule import lr_at
+from vit_ray.training.optimizers import build_optimizer, set_rate
+from vit_ray.training.schedule import lr_at
 
 # The graphs and formulas of torch.compile's default, inductor, run as torch without machine code.
 BACKEND = "aot_eager_decomp_partition"

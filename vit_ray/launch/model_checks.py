@@ -73,7 +73,7 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
     import torch  # for these parts only: seconds
 
     from vit_ray.training.objective import classification_loss, per_image
-    from vit_ray.training.optim.optimizers import state_types
+    from vit_ray.training.optimizers import state_types
 
     state_types(recipe.optim)
     logits, labels = torch.zeros(2, num_classes), torch.zeros(2, 1, dtype=torch.int64)

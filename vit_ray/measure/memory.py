@@ -136,7 +136,7 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
         backward = (2 * shape.reduce_bucket + gathered) * sent
     # Copies of a worker's share of the gradients, in fp32 to apply.
     in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size
-    # Averages are sharded under every stage (`training/optim/ema.py`).
+    # Averages are sharded under every stage (`training/ema.py`).
     averages = 4 * trained / size if shape.has_average and not shape.offload else 0.0
     return MemoryEstimate(
         weights=everything * sent * share[3] / GIB,

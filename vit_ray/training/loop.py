@@ -41,7 +41,7 @@ from vit_ray.metric_names import (
     TRAIN_SKIPPED_STEPS,
 )
 from vit_ray.training.early_stopping import judge_evaluation
-from vit_ray.training.optim.schedule import lr_at
+from vit_ray.training.schedule import lr_at
 
 NORMS_IN_MEDIAN: Final = 128
 """Steps whose gradient norms `train.skip_above` compares with; a quarter must be known."""

@@ -32,7 +32,7 @@ from vit_ray.training.loop import (
     TrainingLoop,
     as_tensor,
 )
-from vit_ray.training.memory.out_of_memory import is_out_of_memory
+from vit_ray.training.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy

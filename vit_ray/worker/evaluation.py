@@ -31,8 +31,8 @@ from vit_ray.training.engine.collectives import all_rows, all_sum, all_sum_array
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.engine.predictor import Predictor
 from vit_ray.training.loop import Batch, EvaluationCutError, as_tensor
-from vit_ray.training.memory.out_of_memory import is_out_of_memory
 from vit_ray.training.objective import classification_loss, normalize, per_image
+from vit_ray.training.out_of_memory import is_out_of_memory
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink

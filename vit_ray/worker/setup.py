@@ -13,8 +13,8 @@ from vit_ray.measure.meters import Compute
 from vit_ray.models.fitting import LoadReport
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch
-from vit_ray.training.memory.memory_estimate import step_macs
-from vit_ray.training.memory.micro_batch import (
+from vit_ray.training.memory_estimate import step_macs
+from vit_ray.training.micro_batch import (
     CPU_LIMIT,
     micro_batch_size,
     tried_micro_batch,

@@ -26,7 +26,7 @@ from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1
 from vit_ray.models.weights.published import weights_file
 from vit_ray.own_parts import is_own
-from vit_ray.training.memory.memory_estimate import run_exaflops
+from vit_ray.training.memory_estimate import run_exaflops
 
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
 """The recipe's keys that decide the result, without folders and servers."""

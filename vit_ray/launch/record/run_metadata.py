@@ -163,7 +163,7 @@ def recipe_yaml(recipe: Recipe) -> str:
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
     """Compute and data of this many steps: `study/...`."""
     from vit_ray.models.flops import forward_macs  # with torch: seconds
-    from vit_ray.training.memory.memory_estimate import run_exaflops
+    from vit_ray.training.memory_estimate import run_exaflops
 
     model, batch = resolved.recipe.model, resolved.recipe.train.global_batch_size
     macs = forward_macs(

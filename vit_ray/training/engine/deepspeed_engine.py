@@ -25,7 +25,7 @@ from vit_ray.training.engine.elastic_state import TrainingState
 from vit_ray.training.engine.predictor import predicted
 from vit_ray.training.loop import StepResult
 from vit_ray.training.objective import LossFunction
-from vit_ray.training.optim.optimizers import StepGuard, build_optimizer, set_rate
+from vit_ray.training.optimizers import StepGuard, build_optimizer, set_rate
 
 
 class DeepSpeedEngine:

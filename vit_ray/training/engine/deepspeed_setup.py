@@ -20,7 +20,7 @@ from vit_ray.deepspeed_internals import (
 )
 from vit_ray.measure import zero_settings
 from vit_ray.training.engine.replicated import ReplicatedOptimizer
-from vit_ray.training.optim.optimizers import StepGuard
+from vit_ray.training.optimizers import StepGuard
 
 
 def initialize(

@@ -21,6 +21,7 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.training.ema import WeightAverage
 from vit_ray.training.engine.fragments import (
     create_state,
     exchange_weights,
@@ -30,8 +31,7 @@ from vit_ray.training.engine.fragments import (
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.training.optim.ema import WeightAverage
-from vit_ray.training.optim.optimizers import StepGuard, counts_steps, state_types
+from vit_ray.training.optimizers import StepGuard, counts_steps, state_types
 
 if TYPE_CHECKING:
     from vit_ray.checkpoints.checkpoint import Entry

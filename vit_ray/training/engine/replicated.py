@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vit_ray.training.optim.optimizers import StepGuard
+from vit_ray.training.optimizers import StepGuard
 
 Item = TypeVar("Item")
 

@@ -19,7 +19,7 @@ from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, stat
 from vit_ray.models.flops import TrainingMacs, count_exaflops, count_macs, forward_macs
 from vit_ray.models.recompute import recompute
 from vit_ray.training.objective import build_objective, make_loss
-from vit_ray.training.optim.optimizers import bytes_per_element
+from vit_ray.training.optimizers import bytes_per_element
 
 META: Final = torch.device("meta")
 

@@ -17,13 +17,13 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.activation_memory import drop_gradients
 from vit_ray.measure.memory import GIB, Activations, state_memory
-from vit_ray.training.memory.memory_estimate import (
+from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,
     prepared_model,
     state_shape,
 )
-from vit_ray.training.memory.out_of_memory import unless_out_of_memory
+from vit_ray.training.out_of_memory import unless_out_of_memory
 
 CPU_LIMIT: Final = 64
 """Images per pass on a CPU; larger passes are no faster there and only take memory."""

@@ -223,7 +223,7 @@ def test_steps_that_are_not_finite_are_skipped_and_in_the_end_stop_the_run(
     )
     wanted = (
         r"step \d+ is not finite; the step was not applied. Samples \d+, \d+, .*"
-        r"first not finite in .*Largest weight norms: .*3 such steps in a row"
+        r"first not finite in .*their size by layer: .*3 such steps in a row"
     )
     with pytest.raises(RunFailedError, match=wanted):
         train(recipe)

@@ -222,7 +222,7 @@ def test_a_run_goes_on_with_its_optimizer_offloaded_and_back(
 
 
 def averages_and_guard(rank: int) -> dict[str, Any]:
-    """In one process group: averaged weights, norms, and a poisoned step."""
+    """In one process group: averaged weights, layers, and a poisoned step."""
     found: dict[str, Any] = {}
     for stage in STAGES:
         train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.5)
@@ -230,7 +230,6 @@ def averages_and_guard(rank: int) -> dict[str, Any]:
         run_steps(engine, 0, 3, 4)
         found[f"poison-{stage}"] = _poisoned_step(engine)
         found[f"average-{stage}"] = _averaged_logits(engine)
-        found[f"norms-{stage}"] = engine.state.weight_norms()
         found[f"sizes-{stage}"] = _activation_sizes(engine)
         engine.close()
     return found
@@ -310,14 +309,6 @@ def test_averaged_weights_are_polyaks_and_leave_no_trace(
     torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(before, after)
     assert not torch.allclose(before, inside)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_weight_norms_are_those_of_the_whole_tensors(behaviour: dict[str, Any], stage: int) -> None:
-    norms = behaviour[f"norms-{stage}"]
-    assert set(norms) == {name for name, _ in small_model().named_parameters()}
-    # Adam divides by the root of tiny second moments, which magnifies rounding.
-    assert norms == pytest.approx(behaviour["norms-0"], rel=1e-4, abs=1e-7)
 
 
 @pytest.mark.parametrize("stage", STAGES)

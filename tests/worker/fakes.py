@@ -163,9 +163,6 @@ class FakeEngine:
     def activation_sizes(self, images: torch.Tensor) -> dict[str, float]:
         return {"embedding": 1.0, "blocks.0": float("inf")}
 
-    def weight_norms(self) -> dict[str, float]:
-        return {"head.weight": 2.0, "head.bias": 3.0}
-
     @contextmanager
     def averaged(self) -> Iterator[None]:
         self.is_averaged = True

@@ -22,8 +22,7 @@ def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer() -> 
     assert one == other
     assert one.startswith(f"Samples {', '.join(str(n) for n in range(16, 32))}. ")
     assert "first not finite in blocks.0" in one
-    assert "embedding 1, blocks.0 inf" in one
-    assert one.endswith("Largest weight norms: head.bias 3, head.weight 2")
+    assert one.endswith("embedding 1, blocks.0 inf")
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from vit_ray.worker.run_link import RunLink
 MOST_IN_A_ROW: Final = 3
 """Refused steps in a row at which a run stops with any setting: the weights no longer train."""
 MOST_SAMPLES: Final = 64
-MOST_NORMS: Final = 8
-"""Length of the lists in a report."""
+"""Samples named in a report."""
 
 
 class NonfinitePolicy:
@@ -74,7 +73,7 @@ class NonfinitePolicy:
 
 
 def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
-    """Samples of the global batch, and sizes of activations and weights by layer."""
+    """Samples of the global batch, and sizes of activations by layer."""
     numbers = np.asarray(batch["sample"], np.int64)
     samples = np.unique(all_rows(numbers, engine.device)).tolist()
     shown = ", ".join(map(str, samples[:MOST_SAMPLES]))
@@ -91,12 +90,5 @@ def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int)
     largest_layer = max(activations, key=lambda name: activations[name])
     finite = f"finite when the model is evaluated, largest in {largest_layer}"
     where = f"first not finite in {bad}" if bad else finite
-    norms = sorted(engine.state.weight_norms().items(), key=lambda item: -item[1])
-    by_layer, largest = (
-        ", ".join(f"{name} {size:.3g}" for name, size in items)
-        for items in (activations.items(), norms[:MOST_NORMS])
-    )
-    return (
-        f"Samples {shown}. Activations are {where}; their size by layer: {by_layer}. "
-        f"Largest weight norms: {largest}"
-    )
+    by_layer = ", ".join(f"{name} {size:.3g}" for name, size in activations.items())
+    return f"Samples {shown}. Activations are {where}; their size by layer: {by_layer}"

@@ -1,16 +1,14 @@
-"""The training state of one rank: its fragments, their averages, checkpoints, and norms.
+"""The training state of one rank: its fragments, their averages, and checkpoints.
 
 Everything works on fragments, and so under any ZeRO stage and on any number of workers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from vit_ray.checkpoints.checkpoint import (
@@ -115,17 +113,6 @@ class TrainingState:
                 entry["step"].fill_(position.applied_steps)
         self._engine.global_steps = position.step
         self._guard.refused_steps.fill_(position.step - position.applied_steps)
-
-    def weight_norms(self) -> dict[str, float]:
-        """Norm of every parameter's master weights; all ranks call it."""
-        squares = torch.zeros(len(self.shapes), dtype=torch.float64)
-        index = {name: i for i, name in enumerate(self.shapes)}
-        for fragment in (*self.owned, *self._frozen):
-            squares[index[fragment.name]] += float(fragment.weight.double().square().sum())
-        device = torch.device(self._engine.device)
-        squares = squares.to(device, torch.float32 if device.type != "cpu" else None)
-        dist.all_reduce(squares)
-        return {name: math.sqrt(float(squares[i])) for name, i in index.items()}
 
     def owned_entries(self) -> Iterator[Entry]:
         """What only this rank saves, as views of the state."""

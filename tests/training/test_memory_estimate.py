@@ -23,13 +23,13 @@ from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
 from vit_ray.training import memory_estimate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
     count_parameters,
     estimate_memory,
     measure_activations,
     state_shape,
 )
-from vit_ray.training.micro_batch import largest_micro_batch
 from vit_ray.training.objective import classification_loss, normalize
 
 SIZES = {"width": 128, "mlp_dim": 512, "num_heads": 4, "patch_size": 4}

@@ -9,14 +9,14 @@ import torch
 from tests.recipes import recipe_with
 from tests.training.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.training import micro_batch
-from vit_ray.training.micro_batch import (
+from vit_ray.training import largest_batch
+from vit_ray.training.largest_batch import (
     GIB,
     RESERVED_FRACTION,
-    micro_batch_size,
     pass_bytes,
     tried_micro_batch,
 )
+from vit_ray.training.micro_batch import micro_batch_size
 from vit_ray.training.out_of_memory import is_out_of_memory
 
 
@@ -99,8 +99,8 @@ def test_the_estimate_is_tried_and_halved_until_it_fits(
 
     # The half is more than the state of so small a model.
     free_bytes = int((most + 0.5) * GIB / (1 - RESERVED_FRACTION))
-    monkeypatch.setattr(micro_batch, "pass_bytes", passed)
-    monkeypatch.setattr(micro_batch, "largest_micro_batch", lambda *_: estimate)
+    monkeypatch.setattr(largest_batch, "pass_bytes", passed)
+    monkeypatch.setattr(largest_batch, "largest_micro_batch", lambda *_: estimate)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
     recipe = RECIPE.with_changes(train={"mixup": mixup, "global_batch_size": 2 * share})
     assert tried_micro_batch(recipe, 10, 2, torch.device("cpu")) == found
@@ -108,8 +108,8 @@ def test_the_estimate_is_tried_and_halved_until_it_fits(
 
 
 def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "pass_bytes", lambda recipe, _, size, device: size * GIB)
-    monkeypatch.setattr(micro_batch, "largest_micro_batch", lambda *_: 8)
+    monkeypatch.setattr(largest_batch, "pass_bytes", lambda recipe, _, size, device: size * GIB)
+    monkeypatch.setattr(largest_batch, "largest_micro_batch", lambda *_: 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9 * GIB, 9 * GIB))
     found = []
     for images in (64, 1 << 16):  # 3 x 12 KiB each: 2 MiB, and 2.25 GiB

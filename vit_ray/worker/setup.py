@@ -12,13 +12,10 @@ from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.fitting import LoadReport
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.largest_batch import tried_micro_batch
 from vit_ray.training.loop import Batch
 from vit_ray.training.memory_estimate import step_macs
-from vit_ray.training.micro_batch import (
-    CPU_LIMIT,
-    micro_batch_size,
-    tried_micro_batch,
-)
+from vit_ray.training.micro_batch import CPU_LIMIT, micro_batch_size
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.parameter_groups import part_of
 from vit_ray.worker.job import (

@@ -27,6 +27,7 @@ from vit_ray.measure.step_time import (
 )
 from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
+from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
     count_parameters,
     estimate_memory,
@@ -34,7 +35,6 @@ from vit_ray.training.memory_estimate import (
     state_shape,
     step_macs,
 )
-from vit_ray.training.micro_batch import largest_micro_batch
 
 STAGES = (0, 1, 2, 3)
 TASK_IMAGES: Final = 1024

@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, top_k_accuracy_score
+from scipy.special import softmax
+from sklearn.metrics import average_precision_score, log_loss, top_k_accuracy_score
 
 from tests.recipes import recipe_with
 from tests.training.engine_runs import build_engine
@@ -19,9 +22,15 @@ from vit_ray import trust_modules
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluation.few_shot import FewShot, few_shot_accuracy
 from vit_ray.evaluation.ground_truth import Answers
+from vit_ray.models import build_model
+from vit_ray.models.weights import save_weights
 from vit_ray.training.loop import EvaluationCutError
+from vit_ray.training.objective import normalize
 from vit_ray.worker import evaluation
+from vit_ray.worker.attempt import run_attempt
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.worker import set_up_evaluation
 
 NUM_IMAGES, BATCH = 19, 4
 
@@ -313,6 +322,54 @@ def test_a_training_without_its_record_goes_on(
     )
     assert found == expected
     assert "eval/top1" in found
+
+
+SIZES: dict[str, Any] = {
+    "image_size": 8, "depth": 1, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4,
+}  # fmt: skip
+
+
+def evaluate_alone(rank: int, folder: str) -> Any:
+    """What an evaluation's own run logs, from its set-up on, and the batch sizes it asks for."""
+    world_size = torch.distributed.get_world_size()
+    job = make_job(
+        Path(folder), "evaluate", data={"eval": "somewhere"}, model={"name": "ViT", **SIZES},
+        init_from=f"{folder}/weights.safetensors", train={"precision": "fp32"},
+    )  # fmt: skip
+    answers = Answers(tuple("abcde"), 5)
+    job = replace(job, num_classes=5, num_evaluated={"eval": NUM_IMAGES}, answers=answers)
+    sizes_asked: list[int] = []
+
+    def batches(name: str, size: int) -> Any:
+        sizes_asked.append(size)
+        return iter(share(rank, world_size))
+
+    run, streams = FakeRun(), SimpleNamespace(evaluation_batches=batches)
+    link = RunLink(run, run, rank, world_size)
+    run_attempt(
+        link,
+        partial(set_up_evaluation, job, link, streams, torch.device("cpu")),  # type: ignore[arg-type]
+    )
+    return run.logged, sizes_asked
+
+
+def test_an_evaluations_own_run_measures_the_weights_that_it_is_given(tmp_path: Path) -> None:
+    model: Any = build_model("ViT", 5, **SIZES)
+    torch.nn.init.normal_(model.head.weight, std=0.2)
+    save_weights(model, tmp_path / "weights.safetensors", "vit_ray")
+    (logged, asked), (nothing, _) = run_ranks(2, evaluate_alone, str(tmp_path))
+    assert asked == [10]  # of 19 images on two ranks
+    assert nothing == []
+    ((step, metrics),) = logged
+    images = np.concatenate([batch["image"] for batch in share(0, 1)])[:NUM_IMAGES]
+    with torch.no_grad():
+        logits = model.eval()(normalize(torch.from_numpy(images), torch.float32)).numpy()
+    labels = np.arange(NUM_IMAGES) % 5
+    assert step == 0
+    assert metrics["eval/top1"] == pytest.approx(np.mean(logits.argmax(1) == labels))
+    assert metrics["eval/loss"] == pytest.approx(
+        log_loss(labels, softmax(logits, axis=1)), rel=1e-5
+    )
 
 
 CLASSES = tuple("abcde")

@@ -118,8 +118,9 @@ def waits_of(*kinds: Any) -> dict[Any, list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(kind: Any) -> None:
     waits = waits_of(*(KINDS[:4] if kind in KINDS[:4] else KINDS[4:]))[kind]
-    # Steps are logged at 1, 3 and 6; what follows the last is not counted. In its first step
-    # stage 3 records the order of the layers.
+    # Without DeepSpeed's overlap, whose waits on GPUs are not in it. Steps are logged at 1, 3 and
+    # 6; what follows the last is not counted. In its first step stage 3 records the order of the
+    # layers.
     assert waits[1:] == [1, 2, 1, 1]
     assert kind[0] == 3 or waits[0] == 2
 

@@ -259,8 +259,8 @@ class TrainingLoop:
         flags = [is_time, *self.worker.wishes(progress.step)]
         # The one host-device sync of a step: whether it was refused, and what the ranks agree on,
         # are known before the next one. The GPU idles for the first kernel launches of that step.
-        # Stage 3 bounds its gathers and sums in flight by syncs of its own, and an offloaded
-        # optimizer waits for its gradients.
+        # DeepSpeed has syncs of its own: after each pass that sums gradients (stages 1 and 2 on
+        # several GPUs, stage 3 on any number), and for the gradients of an offloaded optimizer.
         digest = to_floats(self._digest)
         sums = context.all_sum([loss, result.refused, result.grad_norm, *flags, *digest])
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
@@ -276,7 +276,9 @@ class TrainingLoop:
         if refused and norm_limit < grad_norm < math.inf:
             progress.skipped_steps += 1
             if self._skipped is None or grad_norm > self._skipped.grad_norm:
-                self._skipped = SkippedStep(progress.step - 1, grad_norm, norm_limit, batch)
+                # On the host: the device has no memory for a second batch until the next log.
+                kept = {**batch, "image": as_tensor(batch["image"]).cpu()}
+                self._skipped = SkippedStep(progress.step - 1, grad_norm, norm_limit, kept)
         elif math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:

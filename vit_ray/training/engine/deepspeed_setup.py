@@ -85,7 +85,7 @@ def deepspeed_config(
     if stage:
         zero |= {
             # With overlap DeepSpeed has the host wait after every pass, which one worker does not
-            # need.
+            # need; stage 3 waits either way.
             "overlap_comm": torch.cuda.is_available() and dist.get_world_size() > 1,
             "contiguous_gradients": True,
             "reduce_scatter": True,

@@ -54,8 +54,6 @@ from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.prepare.convert.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
-from vit_ray.launch.record.control import RunStatus
-from vit_ray.launch.record.run_host import NAMESPACE
 from vit_ray.launch.run import train
 from vit_ray.tracking.metrics_log import MetricsLog
 
@@ -80,7 +78,7 @@ class Run:
             optim={"epochs": None, "steps": 4000},
             checkpoint={"every_steps": 40},
             evaluate={"every_steps": None},
-            train={"step_timeout_s": 10.0},
+            train={"step_timeout_s": 10.0, "log_every_steps": 1},
             workers={"cpus_per_worker": 0.75},
             tracking={"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False},
         )
@@ -98,19 +96,9 @@ class Run:
         return self
 
     def step(self) -> int:
-        """Steps done; 0 while there is no recorder."""
-        for actor in ray.util.list_named_actors(all_namespaces=True):
-            if actor["namespace"] != NAMESPACE:
-                continue
-            try:
-                host = ray.get_actor(actor["name"], namespace=NAMESPACE)
-                key = MetricsLog(self._log_path).opened()[0]["opening"]
-                status = ray.get(host.ask.remote(key, "control.status"), timeout=5)
-            except (IndexError, ValueError, ray.exceptions.RayError):
-                continue  # no log yet, or the driver before, which is ending
-            if isinstance(status, RunStatus):
-                return status.step
-        return 0
+        """The last step in the log; 0 while there is none."""
+        records = MetricsLog(self._log_path).records("metrics")
+        return max((record["step"] for record in records), default=0)
 
     def wait_for(self, step: int) -> None:
         deadline = time.monotonic() + 300

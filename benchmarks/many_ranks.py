@@ -204,22 +204,23 @@ def measure_heartbeats(ranks: int, seconds: float) -> tuple[str, bool]:
     import ray
 
     from vit_ray.config.training_sections import TrackingConfig
-    from vit_ray.launch.record.run_host import RunControl, RunRecord, start_run
     from vit_ray.tracking.metrics_log import RunOpening
+    from vit_ray.tracking.recorder import start_recorder
     from vit_ray.worker.run_link import RunLink
 
     with tempfile.TemporaryDirectory() as place:
         config = TrackingConfig(uri=f"sqlite:///{place}/mlflow.db", system_metrics=False)
-        run = start_run(RunOpening(config, "many", Path(place) / "many" / "metrics.jsonl"))
-        record, control = RunRecord(run), RunControl(run)
+        path = Path(place) / "many" / "metrics.jsonl"
+        record = start_recorder(config.uri, path, "many", "")
+        record.open(RunOpening(config, "many", path))
         record.metrics(0, {"train/loss": 1.0})
-        assert control.status().step == 0
+        assert record.status().step == 0
         stop, late = threading.Event(), list[float]()
-        links = [RunLink(record, control, rank) for rank in range(ranks)]
+        links = [RunLink(record, record, rank) for rank in range(ranks)]
         threads = [threading.Thread(target=beat, args=(link, stop, late)) for link in links]
         for thread in threads:
             thread.start()
-        host = psutil.Process(ray.get(run.host.__ray_call__.remote(lambda _: os.getpid())))
+        host = psutil.Process(ray.get(record.actor.__ray_call__.remote(lambda _: os.getpid())))
         time.sleep(3)
         before, calls, since_s = sum(host.cpu_times()[:2]), len(late), time.perf_counter()
         time.sleep(seconds)
@@ -228,7 +229,7 @@ def measure_heartbeats(ranks: int, seconds: float) -> tuple[str, bool]:
         stop.set()
         for thread in threads:
             thread.join(60)
-        size = len(pickle.dumps((run.opening.key, "control.heartbeat", 1023, 10**6)))
+        size = len(pickle.dumps((path, 1023, 10**6)))
         record.finish("FINISHED")
     cores, holds = used / took_s, used / took_s < MOST_CORES
     middle = sorted(late)[len(late) // 2]

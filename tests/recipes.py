@@ -49,6 +49,6 @@ def small_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Re
         workers={"num_workers": 2, "cpus_per_worker": 0.5},
         tracking={
             "uri": f"sqlite:///{folder / 'mlflow.db'}", "experiment": "tests",
-            "system_metrics": False,
+            "system_metrics": False, "log_model": False,  # by a process of its own: seconds
         },
     ).with_changes(**sections)  # fmt: skip

@@ -21,7 +21,10 @@ ENTRIES = [
     for door in DOORS.values()
     for entry in door.INTERNALS
 ]
-PUBLIC_MODULES = {"mlflow.entities", "mlflow.exceptions", "mlflow.tracking"}
+PUBLIC_MODULES = {
+    "mlflow", "mlflow.entities", "mlflow.exceptions", "mlflow.models", "mlflow.pyfunc",
+    "mlflow.tracking", "mlflow.types.schema",
+}  # fmt: skip
 # Attributes of the doors' entries that are names of other things, too.
 COMMON = {"engine", "key", "name", "numel", "start", "step", "store", "timestamp", "value"}
 

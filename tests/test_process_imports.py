@@ -34,7 +34,7 @@ KINDS = {
         RAY_DATA | {"ray.train", "torch", "deepspeed"},
     ),
     "the host of the recorders": (
-        "import vit_ray.launch.record.run_host, vit_ray.tracking.system_metrics; "
+        "import vit_ray.tracking.recorder, vit_ray.tracking.system_metrics; "
         "import vit_ray.tracking.tracker",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),

@@ -16,8 +16,7 @@ from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep_trials import trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.record.mlflow_model import model_files
-from vit_ray.launch.record.run_metadata import (
+from vit_ray.launch.run_metadata import (
     data_inputs,
     recipe_yaml,
     run_facts,
@@ -25,7 +24,7 @@ from vit_ray.launch.record.run_metadata import (
     training_cost,
 )
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.tracker import Tracker
+from vit_ray.tracking.tracker import Tracker, log_models
 
 ACCURACIES = {0.003: 0.913, 0.01: 0.953, 0.03: 0.967, 0.1: 0.96}
 """Top-1 on the dev split by learning rate."""
@@ -66,20 +65,28 @@ def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None
     tracker.log.metrics(STEPS, training_cost(_resolved(trial), STEPS))
     checkpoint = f"{trial.run_folder}/step-{STEPS:08d}"
     classes = [str(label) for label in range(10)]
-    files = model_files(used_sections(trial.recorded()), classes, checkpoint)
-    tracker.log.model(files, trial.name, STEPS, {"checkpoint": checkpoint}, None)
+    tracker.log.model(
+        trial.name,
+        STEPS,
+        reference={**used_sections(trial.recorded()), "classes": classes},
+        card="",
+        params={"checkpoint": checkpoint},
+        register_as=None,
+        metrics={"eval/top1": accuracy},
+    )
     assert tracker.finish("FINISHED")
+    assert log_models(trial.tracking.uri, list(tracker.models().values())) == [""]
 
 
 def _tracker(recipe: Recipe, kind: str, **opening: Any) -> Tracker:
-    return Tracker.start(
+    return Tracker.begin(
         RunOpening(
             recipe.tracking.model_copy(update={"system_metrics": False}),
             recipe.name,
             Path(recipe.run_folder) / "metrics.jsonl",
             None,
             trained_params(recipe),
-            run_facts(recipe, kind, _resolved(recipe), ClusterShape(1, 2, 0, 0.0)),
+            run_facts(recipe, kind, _resolved(recipe), ClusterShape(1, 2, 0, 0.0), "vit-ray sweep"),
             datasets=data_inputs(_resolved(recipe)),
             **opening,
         )

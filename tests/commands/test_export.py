@@ -38,8 +38,8 @@ from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation, crop_of
 from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.model_card import image_processor
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.record.model_card import image_processor
 from vit_ray.models.weights import load_weights, save_weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk")

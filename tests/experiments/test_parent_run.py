@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tests.launch.record.resolved import resolved_run
+from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.experiments.parent_run import earlier_run
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.record.run_metadata import run_facts
+from vit_ray.launch.run_metadata import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 
@@ -23,9 +23,9 @@ def sweep_in(folder: Path, output: str) -> Recipe:
 
 def record(recipe: Recipe, run_id: str | None = None) -> str:
     """As a sweep records itself."""
-    tags = run_facts(recipe, "sweep", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "sweep", resolved_run(), ClusterShape(1, 2, 0, 0.0), "vit-ray sweep")
     log = metrics_log_path(recipe.run_folder)
-    tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log, run_id, tags=tags))
+    tracker = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log, run_id, tags=tags))
     tracker.finish("KILLED")
     assert tracker.run_id is not None
     return tracker.run_id
@@ -62,13 +62,13 @@ def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
     recipe = sweep_in(tmp_path, "runs")
     log = metrics_log_path(recipe.run_folder)
     parent = RunOpening(recipe.tracking, recipe.name, log)
-    child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent=parent)
-    waiting = Tracker.start(child)
+    child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent_log=log)
+    waiting = Tracker.begin(child)
     assert waiting.run_id is None
     waiting.finish("KILLED", timeout_s=0.0)  # its driver dies
-    again = Tracker.start(replace(child, key="second"))
+    again = Tracker.begin(replace(child, key="second"))
     assert again.run_id is None
-    first = Tracker.start(parent)
+    first = Tracker.begin(parent)
     assert again.flush(60.0)
     client = MlflowClient(recipe.tracking.uri)
     assert client.get_run(str(again.run_id)).data.tags["mlflow.parentRunId"] == first.run_id
@@ -76,7 +76,7 @@ def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
     first.finish()
     # Again at each start: a run whose parent was not known is attached later.
     client.delete_tag(str(again.run_id), "mlflow.parentRunId")
-    third = Tracker.start(replace(child, key="third"))
+    third = Tracker.begin(replace(child, key="third"))
     third.finish()
     assert client.get_run(str(third.run_id)).data.tags["mlflow.parentRunId"] == first.run_id
     assert third.run_id == again.run_id

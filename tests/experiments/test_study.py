@@ -23,7 +23,7 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_cells
-from vit_ray.launch.record.run_metadata import training_cost
+from vit_ray.launch.run_metadata import training_cost
 
 ROOT = Path(__file__).parents[2]
 

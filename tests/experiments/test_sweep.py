@@ -12,7 +12,7 @@ import pytest
 from ray.tune.schedulers import ASHAScheduler
 
 from tests.experiments.trials_here import context_of, in_process, parent_of, result_of
-from tests.launch.record.resolved import resolved_run
+from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
@@ -32,8 +32,8 @@ from vit_ray.experiments.sweep_tables import Row, sweep_files
 from vit_ray.experiments.sweep_trials import final_recipe, rung_steps, trial_recipe
 from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.record.run_metadata import NOTE
 from vit_ray.launch.run import RunResult
+from vit_ray.launch.run_metadata import NOTE
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
 from vit_ray.report.tables import Table

@@ -51,7 +51,7 @@ def training(folder: Path, pause_s: float, config: dict[str, Any], context: Cont
     with open(folder / "starts", "a") as starts:
         starts.write(f"{config['rate']} {step}\n")
     while step < STEPS:
-        if context.stop.is_set() or context.parent.control.stop_reason():
+        if context.stop.is_set() or context.parent.record.stop_reason():
             saved.write_text(str(step))
             raise RunStoppedError("stopped")
         time.sleep(pause_s)

@@ -17,7 +17,6 @@ from vit_ray.experiments.trials import Context, Ended, Outcome, Work
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
-from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 
 CLUSTER = ClusterShape(1, 8.0, 0.0, 0.0)
 
@@ -28,6 +27,7 @@ class Calls:
     def __init__(self) -> None:
         self.made: list[tuple[Any, ...]] = []
         self.stop: str | None = None
+        self.run_name, self.command = "", "vit-ray sweep"
 
     def stop_reason(self) -> str | None:
         """Why the run was asked to stop."""
@@ -52,8 +52,8 @@ class Calls:
 def parent_of(recipe: Recipe | None = None) -> tuple[OpenParent, Calls]:
     """An open parent run without Ray or MLflow, and what is recorded there."""
     recipe, calls = recipe or recipe_with("parent"), Calls()
-    opening = RunOpening(recipe.tracking, recipe.name, metrics_log_path(recipe.run_folder))
-    run: Any = SimpleNamespace(record=calls, control=calls, opening=opening, is_complete=False)
+    calls.run_name = recipe.name
+    run: Any = SimpleNamespace(record=calls, is_complete=False)
     return OpenParent(recipe, run, None, CLUSTER), calls
 
 

@@ -65,8 +65,9 @@ def kinds_of(recipe: Recipe) -> list[EventKind]:
 
 def is_lost_until_noticed(recipe: Recipe, struck_s: float) -> bool:
     """Whether the run counts as lost, within 2 s, the time from a fault until it was noticed."""
-    timeline = MetricsLog(metrics_log_path(recipe.run_folder)).timeline()
-    noticed_s = next(one["time_ms"] / 1000 for one in timeline if one["kind"] == "event")
+    events = MetricsLog(metrics_log_path(recipe.run_folder)).records("event")
+    failed = EventKind.WORKER_FAILED
+    noticed_s = next(one["time_ms"] / 1000 for one in events if one["event"] == failed)
     return abs(seconds_of(recipe)["lost"] - (noticed_s - struck_s)) < 2
 
 

@@ -32,9 +32,9 @@ from tests.hosts import Network
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
-from vit_ray.launch.record.run_time import marks_of
 from vit_ray.measure.goodput import account
 from vit_ray.tracking.metrics_log import MetricsLog
+from vit_ray.tracking.run_state import TIMELINE, marks_of
 
 STEPS_PER_FAULT: Final = 60
 EVERY: Final = 10
@@ -78,7 +78,7 @@ class Soak(HostCluster):
     def spent(self) -> dict[str, float]:
         """Where the run's time went until what was known of it last, by the files of its record."""
         found = sorted((self.folder / "home").rglob(f"{self.recipe.name}/metrics.jsonl"))
-        marks = [mark for path in found for mark in marks_of(MetricsLog(path).timeline())]
+        marks = [mark for path in found for mark in marks_of(MetricsLog(path).records(*TIMELINE))]
         return dict(account(marks).seconds)
 
     def wait_for_checkpoint(self) -> bool:
@@ -150,7 +150,7 @@ def freeze_worker(soak: Soak) -> None:
 
 def kill_recorder(soak: Soak) -> None:
     """The process that records the run is gone."""
-    soak.signal("head", signal.SIGKILL, "ray::RunHost")
+    soak.signal("head", signal.SIGKILL, "ray::RunRecords")
 
 
 def kill_controller(soak: Soak) -> None:

@@ -105,9 +105,7 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     assert EventKind.RESUMED in kinds_of(recipe)
     seconds = seconds_of(recipe)
     starts = [
-        one["began_s"]
-        for one in MetricsLog(metrics_log_path(recipe.run_folder)).timeline()
-        if one["kind"] == "start"
+        one["began_s"] for one in MetricsLog(metrics_log_path(recipe.run_folder)).records("start")
     ]
     assert seconds["stopped"] == pytest.approx(starts[-1] - killed_s, abs=2)
     assert same_weights(weights_of(recipe), weights_of(undisturbed))

@@ -19,10 +19,10 @@ class OpenRun:
 
     def __init__(self) -> None:
         self.recorded: list[tuple[int, dict[str, float]]] = []
-        self.record = SimpleNamespace(metrics=lambda *call, again: self.recorded.append(call[:2]))
         status = SimpleNamespace(step=7, metrics={"cost/core_days": 0.5})
         worked = Work("a", 0.0, 86_400.0, {"training": 86_400.0}, world_size=2)
-        self.control = SimpleNamespace(
+        self.record = SimpleNamespace(
+            metrics=lambda *call, again: self.recorded.append(call[:2]),
             status=lambda: status,
             account=lambda: account([DriverBegan(0.0), worked]),
             request_stop=None,

@@ -18,10 +18,10 @@ from tests.launch.attempts import Attempts
 from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
-from vit_ray.launch.record.control import Event, RunStatus
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import Ended, RunDivergedError, RunFailedError
 from vit_ray.outcomes import EventKind, Failure, TrialState
+from vit_ray.tracking.run_state import Event, RunStatus
 from vit_ray.worker.attempt import run_attempt
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.watchdog import Watchdog
@@ -78,9 +78,10 @@ def test_what_a_worker_refuses_ends_the_run(
 def result_of(worker: Worker) -> Any:
     """What the driver makes of the worker's events."""
     events = [Event(kind, text, step, 0.0) for kind, text, step in worker.actor.events]
-    control = SimpleNamespace(status=lambda: RunStatus(events=events))
-    record = SimpleNamespace(run_id=lambda: None, hint=lambda: "")
-    return run._result(worker.job, SimpleNamespace(control=control, record=record))  # type: ignore[arg-type]
+    record = SimpleNamespace(
+        status=lambda: RunStatus(events=events), run_id=lambda: None, hint=lambda: ""
+    )
+    return run._result(worker.job, SimpleNamespace(record=record))  # type: ignore[arg-type]
 
 
 def test_a_training_that_was_stopped_has_not_failed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from vit_ray.launch import progress_display as progress
 from vit_ray.launch.progress_display import Pace, describe, time_left
-from vit_ray.launch.record.control import RunStatus, Stage
+from vit_ray.tracking.run_state import RunState, RunStatus
 
 METRICS = {
     "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,
@@ -53,13 +53,14 @@ def test_the_time_left_is_reckoned_from_the_steps_of_this_attempt(
 
 
 def test_a_sweep_tells_its_trial_and_the_best_so_far() -> None:
-    stage = Stage("trial", 3)
-    assert describe(RunStatus(stage=str(stage))) == "trial 1 of 3"
-    stage.end_one("learning rate 0.01", 0.9)
-    stage.end_one("learning rate 0.03", None)
-    assert str(stage) == "trial 3 of 3, best 90.00% (learning rate 0.01)"
-    stage.end_one("learning rate 0.1", 0.95)
-    assert str(stage) == "trial 3 of 3, best 95.00% (learning rate 0.1)"
+    state = RunState()
+    state.note({"kind": "stage", "what": "trial", "count": 3})
+    assert describe(state.status()) == "trial 1 of 3"
+    state.note({"kind": "child ended", "label": "learning rate 0.01", "score": 0.9})
+    state.note({"kind": "child ended", "label": "learning rate 0.03", "score": None})
+    assert state.status().stage == "trial 3 of 3, best 90.00% (learning rate 0.01)"
+    state.note({"kind": "child ended", "label": "learning rate 0.1", "score": 0.95})
+    assert state.status().stage == "trial 3 of 3, best 95.00% (learning rate 0.1)"
 
 
 @pytest.fixture

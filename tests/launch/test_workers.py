@@ -28,7 +28,6 @@ from vit_ray.launch import workers
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
 from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
-from vit_ray.launch.record.control import Event, RunStatus
 from vit_ray.launch.workers import (
     GROUPS_FILE,
     RETURN_S,
@@ -44,6 +43,7 @@ from vit_ray.launch.workers import (
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
+from vit_ray.tracking.run_state import Event, RunStatus
 from vit_ray.worker.job import SmallerMicroBatchError
 
 BY_PEER, BAD_CARD = RuntimeError("Connection closed by peer"), RuntimeError("bad card")

@@ -12,7 +12,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import TAGGED
-from vit_ray.launch.record.run_metadata import trained_params
+from vit_ray.launch.run_metadata import trained_params
 from vit_ray.report.runs import RecordedRun, with_origins, with_tasks
 
 BASE = {

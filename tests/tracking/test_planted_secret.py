@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.launch.record.hosts import recorded_here
+from tests.tracking.recorders import recorded_here
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.record.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.run_metadata import (
+    command_line,
+    data_inputs,
+    recipe_yaml,
+    run_facts,
+    trained_params,
+)
 from vit_ray.report.page import write_report
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.worker.saving import make_position
@@ -35,23 +41,24 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     streams = {"train": SimpleNamespace(manifest=manifest, num_images=9)}
     plan: Any = SimpleNamespace(manifest=manifest, num_images=9, total_steps=1, streams=streams)
-    tags = run_facts(recipe, "pretrain", plan, ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "pretrain", plan, ClusterShape(1, 2, 0, 0.0), command_line())
     config = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", system_metrics=False)
     log_path = folder / "run" / "metrics.jsonl"
     params = trained_params(recipe) | recipe.flat()
     opening = RunOpening(
         config, "run", log_path, None, params, tags, None, datasets=data_inputs(plan)
     )
-    record, control = recorded_here(opening)
+    record = recorded_here(opening)
     record.text("recipe.yaml", recipe_yaml(recipe))
     record.tag("note", f"it is at {ADDRESS}")
     record.event("restart", f"cannot reach {ADDRESS}", 1)
-    control.request_stop(f"cannot reach {ADDRESS}")
+    record.request_stop(f"cannot reach {ADDRESS}")
     record.metrics(1, {"train/loss": 1.0})
     assert record.finish("FINISHED") == ""
     return recipe
 
 
+@pytest.mark.usefixtures("answers_here")
 def test_nothing_that_a_run_writes_holds_a_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, caplog: Any
 ) -> None:

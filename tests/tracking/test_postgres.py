@@ -106,7 +106,7 @@ def _record_across_outages(tmp_path: Path, database: Postgres) -> None:
     try:
         server.start()
         config = TrackingConfig(uri=server.uri, experiment="trials")
-        tracker = Tracker.start(RunOpening(config, "restarted", log_path), wait_s=120)
+        tracker = Tracker.begin(RunOpening(config, "restarted", log_path), wait_s=120)
         assert tracker.run_id is not None
         pause = threading.Event()
         for step in range(POINTS):

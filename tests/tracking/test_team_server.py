@@ -168,7 +168,7 @@ def test_sixteen_runs_write_at_once_and_a_restarted_database_costs_no_point(
     _log_in(monkeypatch, "ana")
     config = TrackingConfig(uri=team.uri, experiment="at once")
     trackers = [
-        Tracker.start(
+        Tracker.begin(
             RunOpening(config, f"run {i}", tmp_path / f"{i}" / "metrics.jsonl"), wait_s=120
         )
         for i in range(RUNS)

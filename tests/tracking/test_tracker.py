@@ -23,7 +23,7 @@ import pytest
 import sqlalchemy
 from alembic.runtime.migration import HeadMaintainer
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import BAD_REQUEST, PERMISSION_DENIED
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from mlflow.store.db import utils as db_utils
 from mlflow.tracking import MlflowClient
 
@@ -33,7 +33,6 @@ from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.commands.replay import run_replay
 from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.mlflow_internals import engine_of
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking import mlflow_client
 from vit_ray.tracking import tracker as sender
@@ -46,7 +45,7 @@ from vit_ray.tracking.mlflow_client import (
     safe_uri,
     share_view,
 )
-from vit_ray.tracking.mlflow_run import ORIGIN, RunWriter
+from vit_ray.tracking.mlflow_run import RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +53,14 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
 
 
 def started(config, name, log_path, wait_s=10.0, **fields):
-    return Tracker.start(RunOpening(config, name, log_path, **fields), wait_s=wait_s)
+    return Tracker.begin(RunOpening(config, name, log_path, **fields), wait_s=wait_s)
+
+
+def stop(tracker):
+    """As where its process dies."""
+    tracker._ends = True
+    tracker._wake.set()
+    tracker.join(30)
 
 
 @pytest.fixture
@@ -171,34 +177,6 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     assert run.info.status == "FINISHED"
 
 
-def test_points_that_arrive_a_little_out_of_order_are_all_kept(config, log_path):
-    tracker = started(config, "threads", log_path)
-    tracker.log.metrics(2, {"train/loss": 2.0})
-    assert tracker.flush(20)
-    tracker.log.metrics(1, {"train/loss": 1.0})
-    assert tracker.finish()
-    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
-
-
-@pytest.mark.parametrize("has_log", [True, False])
-@pytest.mark.parametrize("resume_step", [2, None])
-def test_a_point_that_a_kill_lost_before_a_later_one_comes_with_the_repeated_steps(
-    config, log_path, tmp_path, has_log, resume_step
-):
-    first = started(config, "killed", log_path)
-    for step in (1, 2, 3, 5):  # 4 was on its way, in another thread
-        first.log.metrics(step, {"train/loss": float(step)})
-    assert first.flush(20)
-    first._points.end(5)
-    log = log_path if has_log else tmp_path / "elsewhere.jsonl"
-    second = started(config, "killed", log, run_id=first.run_id, resume_step=resume_step)
-    for step in (3, 4, 5, 6):
-        second.log.metrics(step, {"train/loss": float(step)})
-    assert second.finish()
-    expected = [(step, float(step)) for step in range(1, 7)]
-    assert _history(config.uri, first.run_id, "train/loss") == expected
-
-
 @pytest.mark.parametrize("has_log", [True, False])
 def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, tmp_path, has_log):
     first = started(config, "sweep", log_path, awaited_metric="eval/top1")
@@ -214,25 +192,12 @@ def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, t
     assert replay(log, config.uri).num_points == 0
 
 
-def test_a_log_that_an_earlier_version_sent_makes_no_second_run(config, log_path):
-    tracker = started(config, "sent", log_path)
-    tracker.log.metrics(1, {"train/loss": 1.0})
-    assert tracker.finish()
-    client = MlflowClient(config.uri)
-    tags = client.get_run(tracker.run_id).data.tags
-    client.set_tag(tracker.run_id, "vit_ray.spool", tags[ORIGIN])
-    client.delete_tag(tracker.run_id, ORIGIN)
-    replay(log_path, config.uri)
-    experiment = client.get_experiment_by_name(config.experiment)
-    assert len(client.search_runs([experiment.experiment_id])) == 1
-
-
 def test_a_note_of_how_far_mlflow_has_a_log_may_have_more_or_less(log_path):
     log = MetricsLog(log_path)
     log.event(EventKind.RESUMED, "a worker has died", 1)
     note = log_path.with_name(log_path.name + ".sent")
-    note.write_text('{"offset": 3, "files_offset": 2, "run_id": "r", "attempt_ms": 7}')
-    assert log.read_sent() == Sent(3, 2, "r")
+    note.write_text('{"offset": 3, "waiting": [1], "run_id": "r", "more": 7}')
+    assert log.read_sent() == Sent("r", 3, (1,))
     for damaged in ("[]", "{}", "3", '{"offset": "3"}', ""):
         note.write_text(damaged)
         assert log.read_sent() == Sent()
@@ -249,15 +214,15 @@ def test_workers_that_repeat_steps_within_one_attempt_add_nothing(config, log_pa
 
 def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config, log_path):
     first = started(config, "died", log_path)
-    for step in (1, 2, 4):
+    for step in (1, 2, 3):
         first.log.metrics(step, {"train/loss": float(step)})
     assert first.flush(20)
     later = round(time.time() * 1000)
     with open(log_path, "a") as file:  # as the process writes, whose thread does not come to send
-        for step, value in ((3, 3.0), (4, 99.0), (5, 5.0)):
+        for step, value in ((3, 99.0), (4, 4.0), (5, 5.0)):
             record = {"kind": "metrics", "step": step, "values": {"train/loss": value}}
             file.write(json.dumps({**record, "time_ms": later}) + "\n")
-    first._points.end(5)  # no more work for its thread: the process is gone
+    stop(first)  # no more work for its thread: the process is gone
     second = started(config, "died", log_path, resume_step=4)
     second.log.metrics(5, {"train/loss": 98.0})
     second.log.metrics(6, {"train/loss": 6.0})
@@ -310,7 +275,7 @@ def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_open
     time.sleep(1.0)  # so that it could create another
     may_create.set()
     assert second.finish()
-    first._points.join(30)
+    first.join(30)
     run = _only_run(config.uri)
     assert run.info.status == "FINISHED"
     assert _history(config.uri, run.info.run_id, "train/loss") == [(10, 2.0), (20, 1.0)]
@@ -360,23 +325,6 @@ def test_a_record_that_mlflow_refuses_costs_only_itself(config, log_path, caplog
     assert [r for r in caplog.messages if "1 refused record of" in r and "run: vit-ray replay" in r]
 
 
-def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path, monkeypatch):
-    send = RunWriter.send
-
-    def refusing(self, records):
-        if any(record.get("key") == "poison" for record in records):
-            raise OSError("500: the column is too short")
-        return send(self, records)
-
-    monkeypatch.setattr(RunWriter, "send", refusing)
-    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
-    tracker = started(config, "odd", log_path)
-    tracker.log.tag("poison", "x")
-    tracker.log.metrics(1, {"train/loss": 1.0})
-    assert not tracker.finish()
-    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
-
-
 def texts_of_history(uri, run_id):
     client = MlflowClient(uri)
     files = sorted(file.path for file in client.list_artifacts(run_id, "history"))
@@ -387,15 +335,14 @@ def texts_of_history(uri, run_id):
 def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config, log_path):
     """The first process dies; the next one goes on with the same opening, or with another."""
     opening = RunOpening(config, "run", log_path)
-    tracker = Tracker.start(opening)
+    tracker = Tracker.begin(opening)
     tracker.log.event(EventKind.RESUMED, "from step 8", 8)
     assert tracker.flush(30)
     assert texts_of_history(config.uri, tracker.run_id) == ["from step 8"]
     tracker.log.event(EventKind.HUNG, "no step", 9)  # not sent before the process dies
-    for sender_thread in (tracker._points, tracker._files):
-        sender_thread.end(30)
+    stop(tracker)
     MetricsLog(log_path).event(EventKind.WORKER_FAILED, "worker 1", 9)
-    again = Tracker.start(opening)
+    again = Tracker.begin(opening)
     again.log.event(EventKind.RESUMED, "from step 8 again", 8)
     assert again.flush(30)
     told = ["from step 8", "no step", "worker 1", "from step 8 again"]
@@ -446,81 +393,14 @@ def test_points_wait_while_the_database_is_damaged(config, log_path, monkeypatch
     for step in range(10, 20):
         tracker.log.metrics(step, {"train/loss": 2.0})
     deadline = time.monotonic() + 60
-    while tracker._failed_tries < 2 * sender.MAX_TRIES and time.monotonic() < deadline:
+    tries = tracker._num_tries
+    while tracker._num_tries < tries + 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     with open(database, "r+b") as file:
         file.write(whole[:4096])
     assert tracker.finish(timeout_s=60)
     steps = [step for step, _ in _history(config.uri, tracker.run_id, "train/loss")]
     assert steps == list(range(20))
-
-
-def test_no_point_is_left_out_at_the_moment_when_the_database_is_back(
-    config, log_path, monkeypatch
-):
-    send, failures = RunWriter.send, [None] * 3 * sender.MAX_TRIES
-    probes = iter([False] * (sender.MAX_TRIES + 2))
-
-    def failing(self, records):
-        if records[0]["kind"] == "metrics" and failures:
-            failures.pop()
-            raise MlflowException("QueuePool limit reached", error_code=BAD_REQUEST)
-        return send(self, records)
-
-    monkeypatch.setattr(RunWriter, "send", failing)
-    monkeypatch.setattr(RunWriter, "takes_writes", lambda _: next(probes, True))
-    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.02)
-    tracker = started(config, "pool", log_path)
-    tracker.log.metrics(1, {"train/loss": 1.0})
-    deadline = time.monotonic() + 60
-    while len(failures) > 2 * sender.MAX_TRIES - 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    failures.clear()  # the database is back, and a probe has passed before
-    assert tracker.finish()
-    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
-
-
-def test_a_point_that_the_database_never_takes_costs_only_itself(config, log_path, monkeypatch):
-    send = RunWriter.send
-
-    def refusing(self, records):
-        if any(record.get("step") == 2 for record in records):
-            raise MlflowException("out of range", error_code=BAD_REQUEST)
-        return send(self, records)
-
-    monkeypatch.setattr(RunWriter, "send", refusing)
-    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
-    tracker = started(config, "odd", log_path)
-    for step in range(5):
-        tracker.log.metrics(step, {"train/loss": 1.0})
-    assert not tracker.finish()
-    steps = [step for step, _ in _history(config.uri, tracker.run_id, "train/loss")]
-    assert steps == [0, 1, 3, 4]
-
-
-@pytest.mark.parametrize("cut", ["deleted", "emptied"])
-def test_a_log_that_is_deleted_while_it_is_written_loses_nothing_that_was_not_sent(
-    cut, config, log_path, caplog
-):
-    away = config.model_copy(update={"uri": NOWHERE}) if cut == "deleted" else config
-    tracker = started(away, "cut", log_path, wait_s=5 if cut == "emptied" else 0.1)
-    for step in range(100):
-        tracker.log.metrics(step, {"train/loss": 1.0})
-    if cut == "deleted":
-        log_path.unlink()
-    else:
-        assert tracker.flush(30)
-        os.truncate(log_path, 0)
-    for step in range(100, 200):
-        tracker.log.metrics(step, {"train/loss": 2.0})
-    assert tracker.finish(timeout_s=0.1 if cut == "deleted" else 30) == (cut == "emptied")
-    if cut == "deleted":
-        assert [text for text in caplog.messages if "was deleted while in use" in text]
-        replay(log_path, config.uri)
-    run = _only_run(config.uri)
-    steps = [step for step, _ in _history(config.uri, run.info.run_id, "train/loss")]
-    assert steps == list(range(200))
 
 
 def test_a_training_that_starts_over_is_a_run_of_its_own(config, log_path):
@@ -581,6 +461,7 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end_nor_ot
     (store / "tables").write_text("a file where the folder would be")
     table = log_path.with_name("table.csv")
     table.write_text("a,b\n1,2\n")
+    tracker.log.append("save")  # which MLflow does not get
     tracker.log.artifact(table, "tables")
     tracker.log.text("note.txt", "kept")
     for step in range(28):
@@ -592,6 +473,7 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end_nor_ot
     assert (store / "note.txt").read_text() == "kept"
     assert len([m for m in caplog.messages if "table.csv cannot be stored" in m]) == 1
     assert [m for m in caplog.messages if f"does not have {table} of run" in m]
+    assert len(tracker.log.read_sent().waiting) == 1
 
     (store / "tables").unlink()
     again = started(config, "blocked", log_path)
@@ -634,14 +516,8 @@ def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
     "line",
     [
         pytest.param("[" * 100_000, id="nested"),
-        '{"kind": "metrics", "step": "x", "values": {"a": 1}, "time_ms": 1}',
-        '{"kind": "metrics", "step": 1, "values": {"a": "x"}, "time_ms": 1}',
-        '{"kind": "metrics", "step": 1, "values": [], "time_ms": 1}',
-        '{"kind": "metrics", "step": 1, "values": {"a": 1}}',
-        '{"kind": "artifact", "path": 7, "folder": "", "time_ms": 1}',
-        '{"kind": "tag", "time_ms": 1}',
         '{"kind": ["tag"], "time_ms": 1}',
-        '{"kind": "start", "time_ms": 1}',
+        '{"kind": "metrics", "step": 1, "val',
     ],
 )
 def test_a_damaged_record_costs_only_itself(line, config, log_path):
@@ -815,17 +691,18 @@ def test_a_full_disk_is_named_and_mlflow_has_what_was_recorded(config, tmp_path,
 def test_what_a_full_disk_did_not_take_is_written_when_there_is_room_again(config, log_path):
     log = MetricsLog(log_path)
     log.open(RunOpening(config, "full", log_path))
+    before = log.size
     log_path.rename(log_path.with_name("aside"))
-    log._file.close()
-    log._file = None
     log_path.mkdir()  # as if nothing could be written
     log.metrics(1, {"train/loss": 1.0})
     assert log.error
     log_path.rmdir()
     log_path.with_name("aside").rename(log_path)
+    assert [record["step"] for record, _ in log.read(before)] == [1]
     log.metrics(2, {"train/loss": 2.0})
-    assert [record["kind"] for record in log.opened()] == ["start", "metrics", "metrics"]
     assert not log.error
+    assert [record["step"] for record, _ in log.read(before)] == [1, 2]
+    assert len(log_path.read_text().splitlines()) == 3
 
 
 def folder_run(config, folder, run_id=None, **fields):
@@ -874,7 +751,7 @@ def test_a_store_that_was_deleted_or_changed_gets_the_whole_curve(
     if change == "deleted":
         new = open_client(f"sqlite:///{tmp_path}/new.db")
         for client in (new, MlflowClient(config.uri)):  # another process has no connections
-            engine_of(client).dispose()
+            client._tracking_client.store.engine.dispose()
         (tmp_path / "new.db").replace(tmp_path / "mlflow.db")
     else:
         config = config.model_copy(update={"uri": f"sqlite:///{tmp_path}/other.db"})

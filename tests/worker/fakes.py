@@ -19,19 +19,20 @@ from vit_ray.config import Recipe
 from vit_ray.measure.goodput import Work
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
+from vit_ray.tracking.run_state import Orders
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, SkippedStep, StepResult
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.nonfinite import NonfinitePolicy
-from vit_ray.worker.run_link import ControlsRun, Orders, RecordsRun, RunLink
+from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver
 from vit_ray.worker.watchdog import Watchdog
 
 BATCH, MICRO, TOTAL = 8, 4, 10
 
 
-class FakeRun(RecordsRun, ControlsRun):
+class FakeRun:
     """Record and control of a run, in this process: what was sent, and what is answered."""
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class FakeRun(RecordsRun, ControlsRun):
         self.saves = 0
         self.at: dict[int, WorkerPlace] = {}
 
-    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
+    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
         self.beats.append((rank, step))
         return Orders(self.stop, self.saves)
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import ray
-
 from vit_ray.config import Recipe
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.trials import EndOnRequest
@@ -14,8 +12,8 @@ from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect, refuse_client
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.launch.open_record import OpenRun, open_record
 from vit_ray.launch.progress_display import shown_progress
-from vit_ray.launch.record.open_record import OpenRun, open_record
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.ray_internals import start_data_actors
@@ -99,13 +97,12 @@ def open_parent(
             kind,
             resolved,
             cluster,
+            under,
             run_id=run_id,
             tags=tags,
             varied=varied,
-            node_id=under.node_id if under else ray.get_runtime_context().get_node_id(),
-            parent=under.opening if under else None,
         ) as run,
-        shown_progress(run.control, recipe.name, total_steps, is_shown=under is None),
+        shown_progress(run.record, recipe.name, total_steps, is_shown=under is None),
         contextlib.nullcontext() if under else stopping_on_signals(_stop_of(run)),
     ):
         yield OpenParent(recipe, run, run.record.run_id(), cluster)
@@ -113,7 +110,7 @@ def open_parent(
 
 def _stop_of(run: OpenRun) -> Callable[[str], None]:
     def stop(reason: str) -> None:
-        run.control.request_stop(reason)
+        run.record.request_stop(reason)
         EndOnRequest.is_requested.set()
 
     return stop

@@ -38,7 +38,7 @@ from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
-from vit_ray.launch.record.open_record import add_to_ended
+from vit_ray.launch.open_record import add_to_ended
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.metric_names import (
     STUDY_CELLS,
@@ -170,7 +170,7 @@ def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
     """All cells, in the order of the grid."""
     study, recipe = study_of(parent.recipe), parent.recipe
     groups = {group[0][0].name: group for group in in_groups(study, planned)}
-    parent.run.control.begin_stage("cell", len(planned))
+    parent.run.record.begin_stage("cell", len(planned))
     firsts = [group[0][0].recipe for group in groups.values()]
     ended = run_trials(
         partial(_train_group, study, groups),
@@ -236,8 +236,8 @@ def _with_transfers(
     if errors:
         text = f"{cell.name}: {'; '.join(errors)}"
         context.parent.record.event(EventKind.CELL_FAILED, text, 0)
-    context.parent.control.child_step(cell.name, steps)
-    context.parent.control.child_ended(cell.label, metrics.get(deciding_metric(cell.recipe)))
+    context.parent.record.child_step(cell.name, steps)
+    context.parent.record.child_ended(cell.label, metrics.get(deciding_metric(cell.recipe)))
     result = CellResult(
         cell, metrics, outcome.run_id, outcome.was_finished, branched_from, "; ".join(errors)
     )

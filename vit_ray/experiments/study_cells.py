@@ -17,7 +17,7 @@ from vit_ray.config.resume_compatibility import TAGGED, unused_keys
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.launch.model_checks import check_model
-from vit_ray.launch.record.run_metadata import trained_params
+from vit_ray.launch.run_metadata import trained_params
 
 PAPER_EPOCHS: Final = 7.0
 """Epochs of most rows of the paper's Table 3, on JFT-300M."""

@@ -63,10 +63,10 @@ from vit_ray.experiments.trials import (
 from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained
+from vit_ray.launch.open_record import OpenRun
 from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.record.open_record import OpenRun
-from vit_ray.launch.record.run_metadata import NOTE, SOURCE_NAME, description
+from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
@@ -264,7 +264,7 @@ def recorded_sweep(plan: SweepPlan, parent: OpenParent, runs: "Runs") -> SweepRe
     table = sweep_table(recipe, swept.test_top1)
     record.text(PAPER_FILE, table.csv())
     record.results(0, sweep_metrics(swept))
-    command = parent.run.opening.tags.get(SOURCE_NAME, "")
+    command = parent.run.record.command
     record.tag(NOTE, description(recipe, plan.resolved, command, sentence))
     return replace(swept, parent_run_id=parent.run_id, hint=record.hint(), beside_paper=table)
 
@@ -282,14 +282,14 @@ def sweep(plan: SweepPlan, parent: OpenRun, runs: "Runs", folder: str = SWEEP_GR
     """
     is_own = folder == SWEEP_GROUP
     if is_own:
-        parent.control.begin_stage("trial", len(plan.points))
+        parent.record.begin_stage("trial", len(plan.points))
     rows = runs.trials()
     chosen = best_row(rows)
     for name, text in sweep_files(rows, chosen).items():
         parent.record.text(f"{folder}{name}", text)
     if is_own:
         parent.record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
-        parent.control.begin_stage("retraining", len(plan.seeds))
+        parent.record.begin_stage("retraining", len(plan.seeds))
     finals = runs.finals(chosen.point)
     if failed := [one for one in finals if not one.is_measured]:
         why = failed[0].error or "it has no accuracy"

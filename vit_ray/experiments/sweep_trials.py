@@ -102,7 +102,7 @@ class Trainings:
         return self._noted(context.train(recipe, kind, tags), recipe, context)
 
     def _noted(self, outcome: Outcome, recipe: Recipe, context: Context) -> Outcome:
-        label = recipe.name.removeprefix(f"{context.parent.opening.run_name}-")
+        label = recipe.name.removeprefix(f"{context.parent.record.run_name}-")
         note_end(context.parent, label, outcome)
         return outcome
 

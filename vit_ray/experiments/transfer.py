@@ -15,7 +15,7 @@ from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.experiments.study_cells import Cell, leaves, training_of
 from vit_ray.experiments.sweep import InTurn, open_sweep, plan_sweep, recorded_sweep
 from vit_ray.experiments.trials import Context
-from vit_ray.launch.record.run_metadata import SIZES
+from vit_ray.launch.run_metadata import SIZES
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import TRANSFER_GROUP
 

@@ -24,7 +24,7 @@ from ray import tune
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.connection import ClusterShape, mark_private
 from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.record.open_record import OpenRun
+from vit_ray.launch.open_record import OpenRun
 from vit_ray.launch.run import Following, train
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunDivergedError
@@ -108,7 +108,7 @@ class Context:
         Raises:
             RunStoppedError: it was stopped before its end.
         """
-        if self.stop.is_set() or self.parent.control.stop_reason():
+        if self.stop.is_set() or self.parent.record.stop_reason():
             raise RunStoppedError("stopped on request")
 
         def note(step: int, metrics: Mapping[str, float]) -> None:
@@ -164,8 +164,7 @@ class Trial(tune.Trainable):
         self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
         self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
         self._stop = threading.Event()
-        joined = OpenRun.joined(parent.opening, str(parent.node_id))
-        context = Context(joined, self._stop, self._report)
+        context = Context(parent, self._stop, self._report)
         self._thread = threading.Thread(target=self._train, args=(work, config, context))
         self._thread.start()
 
@@ -330,7 +329,7 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
 
 def note_end(parent: OpenRun, label: str, outcome: Outcome) -> None:
     """Count a training that has ended, for the display, and note one that diverged."""
-    parent.control.child_ended(label, outcome.top1 if outcome.is_measured else None)
+    parent.record.child_ended(label, outcome.top1 if outcome.is_measured else None)
     if outcome.state is TrialState.DIVERGED:
         parent.record.event(EventKind.TRIAL_DIVERGED, f"{label}: {outcome.error}", 0)
 

@@ -149,7 +149,7 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     shown = _resolved(next(iter(plans.values())))
     try:
         with open_parent(recipe, "vtab", shown, total, earlier, trainings=trainings) as parent:
-            parent.run.control.begin_stage("training", sum(map(_num_trainings, plans.values())))
+            parent.run.record.begin_stage("training", sum(map(_num_trainings, plans.values())))
             rows = _run_tasks(recipe, plans, parent)
             parent.run.record.results(0, vtab_metrics(rows))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS

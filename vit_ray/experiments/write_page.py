@@ -6,10 +6,10 @@ from typing import Final
 
 from vit_ray.addresses import absolute_uri
 from vit_ray.config import Recipe
-from vit_ray.launch.record.run_host import RunRecord
 from vit_ray.report.page import Written, parts_of, write_report
 from vit_ray.tracking.metrics_log import metrics_log_path
 from vit_ray.tracking.mlflow_client import redact_uri
+from vit_ray.tracking.recorder import Recorder
 
 FLUSH_S: Final = 20.0
 """Longest wait until MLflow has the metrics that the page shows."""
@@ -32,7 +32,7 @@ def write_page(recipe: Recipe, run_id: str | None) -> Written:
     )
 
 
-def page_of(recipe: Recipe, run_id: str | None, record: RunRecord) -> Path | None:
+def page_of(recipe: Recipe, run_id: str | None, record: Recorder) -> Path | None:
     """As `write_page` at the end of a long job, which must not fail because MLflow is away.
 
     The page and its figures are kept with the run of `record`.

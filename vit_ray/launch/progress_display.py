@@ -10,8 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vit_ray.config.secrets import redact
 from vit_ray.data.prepare.progress import ANSWER_S, clock, print_line, repeated
-from vit_ray.launch.record.control import RunStatus
-from vit_ray.launch.record.run_host import RunControl
 from vit_ray.metric_names import (
     DATA_WAIT_FRACTION,
     EVAL_AVERAGED_TOP1,
@@ -21,6 +19,8 @@ from vit_ray.metric_names import (
     TRAIN_LOSS,
     TRAIN_LR,
 )
+from vit_ray.tracking.recorder import Recorder
+from vit_ray.tracking.run_state import RunStatus
 
 Show = Callable[[RunStatus, str, bool], None]
 """Takes the state of the run, what `Pace` says about it, and whether it has ended."""
@@ -47,7 +47,7 @@ MOST_FIGURES = 5
 
 @contextlib.contextmanager
 def shown_progress(
-    control: RunControl, name: str, total: int, *, is_shown: bool = True
+    record: Recorder, name: str, total: int, *, is_shown: bool = True
 ) -> Iterator[None]:
     """Show the progress of the run while the block runs."""
     if not is_shown:
@@ -58,7 +58,7 @@ def shown_progress(
     def update(is_last: bool) -> None:
         """Print new events, and the state of the run."""
         nonlocal seen
-        status = control.status(ANSWER_S)
+        status = record.status(ANSWER_S)
         for event in status.events[seen:]:
             print_line(console, redact(f"{name}: {event.kind}: {event.text}"))
         seen = len(status.events)

@@ -18,24 +18,23 @@ from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
 from vit_ray.data.prepare.progress import ANSWER_S, repeated
 from vit_ray.data.shards import all_first_labels
-from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
+from vit_ray.launch.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.launch.progress_display import shown_progress
-from vit_ray.launch.record.mlflow_model import card_of, model_files
-from vit_ray.launch.record.open_record import OpenRun, end_record, open_record
-from vit_ray.launch.record.run_metadata import training_cost
+from vit_ray.launch.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import ARRIVAL_S, MEASURED
 from vit_ray.worker.job import TrainJob
 
 STOPPED_EARLY: Final = "vit_ray.stopped_early"
@@ -208,13 +207,12 @@ def run_prepared(
         kind,
         resolved,
         cluster,
+        parent,
         run_id=position.tracking_run_id if position else None,
         tags={**(tags or {}), **origin},
-        node_id=parent.node_id if parent else None,
         resume_step=position.step if position else None,
         began_s=prepared.began_s,
         training_id=prepared.training_id,
-        parent=parent.opening if parent else None,
         measured_on="dev" if is_on_dev_split else "eval",
         awaited_metric=DEV_TOP1 if kind == "sweep_trial" else None,
     ) as run:
@@ -222,9 +220,9 @@ def run_prepared(
             run.record.event(note, text, position.step if position else 0)
         steps, is_shown = resolved.total_steps, parent is None
         with (
-            shown_progress(run.control, recipe.name, steps, is_shown=is_shown),
+            shown_progress(run.record, recipe.name, steps, is_shown=is_shown),
             # A sweep or study forwards it to its child runs.
-            stopping_on_signals(run.control.request_stop)
+            stopping_on_signals(run.record.request_stop)
             if parent is None
             else contextlib.nullcontext(),
             followed(run, following) if following else contextlib.nullcontext(),
@@ -233,18 +231,18 @@ def run_prepared(
             if prepared.trains:
                 Thread(target=_import_ahead, daemon=True).start()
             try:
-                run_workers(job, run.control, resolved.streams, cluster, use_gpu=use_gpu)
+                run_workers(job, run.record, resolved.streams, cluster, use_gpu=use_gpu)
             except Exception:
                 if prepared.trains:  # what it has computed so far
                     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                        _record_cost(prepared, run, run.control.status().step, use_gpu=use_gpu)
+                        _record_cost(prepared, run, run.record.status().step, use_gpu=use_gpu)
                 raise
         result = replace(_result(job, run), num_eval_images=_num_eval_images(resolved))
         if prepared.trains:
             cost = _record_cost(prepared, run, result.steps, use_gpu=use_gpu)
             result = replace(result, metrics={**result.metrics, **cost})
         run.is_complete = result.is_complete
-        is_told = parent is not None and parent.control.stop_reason()  # it will be continued
+        is_told = parent is not None and parent.record.stop_reason()  # it will be continued
         if following and following.stop.is_set() and not (result.is_complete or is_told):
             run.record.tag(STOPPED_EARLY, f"step {result.steps} of {result.total_steps}")
         if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
@@ -263,10 +261,10 @@ def followed(run: OpenRun, by: Following) -> Iterator[None]:
 
     def look(is_last: bool) -> None:
         nonlocal known_step, is_asked
-        if by.stop.is_set() and not is_asked and not run.control.stop_reason():
-            run.control.request_stop(by.why)
+        if by.stop.is_set() and not is_asked and not run.record.stop_reason():
+            run.record.request_stop(by.why)
             is_asked = True
-        for step, metrics in run.control.status(ANSWER_S).evaluations:
+        for step, metrics in run.record.status(ANSWER_S).evaluations:
             if step > known_step and not is_last:
                 known_step = step
                 by.on_evaluation(step, metrics)
@@ -298,7 +296,7 @@ def _job(
         few_shot_classes=few_shot.manifest.num_classes if few_shot else 0,
         ray_ready_s=cluster.ready_s,
         record=run.record,
-        control=run.control,
+        control=run.record,
         lock_number=prepared.lock_number,
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
@@ -310,12 +308,12 @@ def _job(
 
 def _import_ahead() -> None:
     """Import what the cost and the card need at the end, while the workers start: a second."""
-    import vit_ray.launch.record.model_card
+    import vit_ray.launch.model_card
     import vit_ray.models.flops  # noqa: F401
 
 
 def _result(job: TrainJob, run: OpenRun) -> RunResult:
-    status, trains = run.control.status(), job.kind == "train"
+    status, trains = run.record.status(), job.kind == "train"
     checkpoint = newest_checkpoint(locate(job.run_folder)) if trains else None
     was_stopped = any(event.kind is EventKind.STOPPED for event in status.events)
     if was_stopped and not trains:
@@ -356,13 +354,13 @@ def _record_cost(
     prepared: PreparedRun, run: OpenRun, step: int, *, use_gpu: bool
 ) -> dict[str, float]:
     """Record the cost of a training up to a step, and how its time was spent; return both."""
-    cost, spent = training_cost(prepared.resolved, step), run.control.account()
+    cost, spent = training_cost(prepared.resolved, step), run.record.account()
     # A checkpoint includes the days of drivers whose log is elsewhere, but not of steps done twice.
-    known_days = run.control.status().metrics.get(COST_CORE_DAYS, 0.0)
+    known_days = run.record.status().metrics.get(COST_CORE_DAYS, 0.0)
     paid = spent.metrics(use_gpu=use_gpu)
     cost |= {**paid, COST_CORE_DAYS: max(known_days, spent.core_days)}
     # Before the end, which comes next; the cost of an earlier record is replaced.
-    run.record.metrics(step, cost, ANSWER_LIMIT_S, again=True)
+    run.record.metrics(step, cost, ARRIVAL_S, again=True)
     return cost
 
 
@@ -371,15 +369,17 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
     recipe, config = prepared.recipe, prepared.recipe.tracking
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
     if config.log_model and result.is_complete and has_head:
-        classes, use = prepared.resolved.manifest.classes, used_sections(recipe.recorded())
-        card = card_of(recipe, classes, result.checkpoint)
+        from vit_ray.launch.model_card import card_of  # imports torch, and the hub's library
+
+        classes = prepared.resolved.manifest.classes
         run.record.model(
-            model_files(use, classes, result.checkpoint, card),
             recipe.name,
             result.steps,
-            {"model": recipe.model.name, "checkpoint": result.checkpoint},
-            None if prepared.kind == "sweep_trial" else config.register_as,
-            result.metrics,
+            reference={**used_sections(recipe.recorded()), "classes": list(classes)},
+            card=card_of(recipe, classes, result.checkpoint),
+            params={"model": recipe.model.name, "checkpoint": result.checkpoint},
+            register_as=None if prepared.kind == "sweep_trial" else config.register_as,
+            metrics={k: v for k, v in result.metrics.items() if k.startswith(MEASURED)},
         )
 
 

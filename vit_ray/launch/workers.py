@@ -36,7 +36,6 @@ from vit_ray.config.secrets import redact
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import start_beside_server
 from vit_ray.data.stream.stream_server import StreamSource
-from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
 from vit_ray.launch.failures import (
     FailingNodes,
@@ -54,10 +53,11 @@ from vit_ray.launch.placement import (
     StoppedWaitingError,
     lacking_now,
 )
-from vit_ray.launch.record.run_host import RunControl
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import ARRIVAL_S
+from vit_ray.tracking.recorder import Recorder
 from vit_ray.worker.entry import work
 from vit_ray.worker.job import GroupStart, TrainJob
 
@@ -93,7 +93,7 @@ class RunDivergedError(RunFailedError):
 
 def run_workers(
     job: TrainJob,
-    control: RunControl,
+    control: Recorder,
     streams: dict[str, StreamSpec],
     cluster: ClusterShape,
     *,
@@ -155,7 +155,7 @@ class Run:
     def __init__(
         self,
         job: TrainJob,
-        control: RunControl,
+        control: Recorder,
         finder: PlaceFinder,
         failing: FailingNodes,
         attempt: Callable[[Place], Ended],
@@ -178,7 +178,7 @@ class Run:
             text = f"{stop}; no workers were running, " + (
                 "so no checkpoint was written" if newest == -1 else saved
             )
-            self._job.record.event(EventKind.STOPPED, text, 0, ANSWER_LIMIT_S)
+            self._job.record.event(EventKind.STOPPED, text, 0, ARRIVAL_S)
         except NoPlaceError as error:
             raise RunFailedError(str(error)) from error
 
@@ -238,7 +238,7 @@ class WorkerGroups:
     def __init__(
         self,
         job: TrainJob,
-        control: RunControl,
+        control: Recorder,
         streams: StreamSource,
         finder: PlaceFinder,
         shape: GroupShape,
@@ -255,7 +255,7 @@ class WorkerGroups:
         fit = _Fit(lambda: self._trainer(place).fit())
         try:
             # While the workers start: an error in opening the record ends the run.
-            if self._number == 1 and self._job.record.run_id(ANSWER_LIMIT_S) is None:
+            if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
                 _say_that_the_record_waits(self._job.recipe)
             self._job.record.place_wait(*place.waited)
             while not (fit.returns_within(LOOK_S) or watch.is_over()):
@@ -345,7 +345,7 @@ class GroupWatch:
     def __init__(
         self,
         job: TrainJob,
-        control: RunControl,
+        control: Recorder,
         finder: PlaceFinder,
         place: Place,
         use_gpu: bool,
@@ -423,7 +423,7 @@ def lost_place(error: BaseException) -> bool:
     return hasattr(getattr(error, "controller_failure", None), "num_workers")
 
 
-def has_ended(job: TrainJob, control: RunControl) -> bool:
+def has_ended(job: TrainJob, control: Recorder) -> bool:
     """Whether the workers have ended the run, by what they have recorded."""
     status = control.status()
     if control.failure() or any(event.kind is EventKind.STOPPED for event in status.events):

@@ -28,7 +28,7 @@ from vit_ray.metric_names import (
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
 )
-from vit_ray.mlflow_internals import VIEW, VIEW_TAG, engine_of, runs_page, view_state
+from vit_ray.mlflow_internals import VIEW, VIEW_TAG, runs_page, view_state
 from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException
 
 _TAGS = {
@@ -142,9 +142,8 @@ def _make_store(path: Path) -> None:
     beside = path.with_name(f"{path.name}.new")
     shutil.rmtree(beside, ignore_errors=True)  # of a process that died
     beside.mkdir()
-    client = MlflowClient(f"sqlite:///{quote(str(beside.absolute() / path.name))}")
-    client.search_experiments(max_results=1)  # the first query creates the schema
-    engine_of(client).dispose()
+    made = f"sqlite:///{quote(str(beside.absolute() / path.name))}"
+    MlflowClient(made).search_experiments(max_results=1)  # the first query creates the schema
     (beside / path.name).replace(path)
     beside.rmdir()
 

@@ -1,17 +1,18 @@
 """Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
 
-Every record goes to the log. One thread sends the points, tags and the end in order, and another
-one the files, so that a file that cannot be stored delays neither the points, nor the end, nor
-other files. Both keep trying while MLflow is away, and send what is missing when it is back, with
-the original times. Nothing here uses Ray.
+One thread sends the records in order. It keeps trying while MLflow is away, and sends what is
+missing when it is back, with the original times. A file that cannot be stored waits, so that it
+delays neither the points, nor the end, nor other files. Nothing here uses Ray.
 """
 
+import json
 import logging
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +21,9 @@ from vit_ray.tracking.metrics_log import (
     FILES,
     SENT_KINDS,
     MetricsLog,
-    ParentMissingError,
     Record,
     RunOpening,
+    Sent,
     Status,
     parent_run_of,
 )
@@ -34,109 +35,52 @@ BATCH_INTERVAL_S: Final = 1.0
 """Metrics are collected this long before they are sent."""
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 60.0
-MAX_TRIES = 4
-"""Failures of a record, while MLflow accepts others of its kind, after which it is left out."""
 FILE_TRIES_AT_END: Final = 3
 NEVER_REACHED_S: Final = 5.0
 """Longest wait at a run's end for an MLflow that has never answered."""
+MODELS_S: Final = 300.0
+"""Limit for logging the models of a command."""
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 """The request itself is wrong, so trying again does not help."""
 _FINAL: Final = (ForeignFileError, FileNotFoundError)
-_DATABASE: Final = "BAD_REQUEST"
-"""MLflow's code for nearly every error of its database: a wrong value, a full pool, a failover."""
 
 _finding: Final = threading.Lock()
 """Held while a run is found or created: a log never gets a second run."""
 
+Model = tuple[str, Record, Record]
+"""A model to log: its MLflow run, the run's start record, and the model's record."""
+
 logger = logging.getLogger(__name__)
 
 
-class Repeater(threading.Thread):
-    """A thread that repeats a step until it is ended, with growing pauses after failures."""
+class Tracker(threading.Thread):
+    """Records one run through `log`. No method raises; `flush`, `finish` and `close` wait."""
 
-    def __init__(self, name: str, step: Callable[[], bool]) -> None:
-        """`step`: returns False if some of it failed and must be tried again later."""
-        super().__init__(name=name, daemon=True)
-        self._step, self._num_tries, self.ends = step, 0, False
+    def __init__(self, log: MetricsLog, uri: str, run_id: str | None = None) -> None:
+        """
+        Args:
+            log: has a start record.
+            uri: of the store.
+            run_id: the MLflow run to continue, if the log has none.
+        """
+        super().__init__(name="mlflow", daemon=True)
+        self.log, self._uri, self._wanted = log, absolute_uri(uri), run_id
+        self.problem = ""
+        """Set at the end: what MLflow does not have, and why; empty if it has everything."""
+        self._writer: RunWriter | None = None
+        self._sent = Sent()
+        self._waiting: dict[int, Record] = {}
+        """Files that MLflow does not have, by the offset before them."""
+        self._warned: set[int] = set()
+        self._num_refused = 0
+        self._is_away = False
+        self._last_error = ""
+        self._ends, self._num_tries = False, 0
         self._wake = threading.Event()
         self._progress = threading.Condition()
 
-    def run(self) -> None:
-        pause_s = 0.0
-        while not self.ends:
-            pause_s = (
-                0.0 if self._step() else min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
-            )
-            with self._progress:
-                self._num_tries += 1
-                self._progress.notify_all()
-            self._wake.wait(pause_s or BATCH_INTERVAL_S)
-            self._wake.clear()
-
-    def end(self, join_s: float) -> None:
-        """Stop repeating, and wait up to `join_s` for the step in progress."""
-        self.ends = True
-        self._wake.set()
-        self.join(join_s)
-
-    def wait_until(
-        self, is_done: Callable[[], bool], deadline: float, max_tries: float = inf
-    ) -> bool:
-        """Whether it is done by the deadline of `time.monotonic`, or after this many steps."""
-        last_try = self._num_tries + max_tries
-        with self._progress:
-            while not is_done() and self._num_tries < last_try:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    break
-                self._wake.set()
-                self._progress.wait(min(left_s, 0.5))
-        return is_done()
-
-    def wait_for_try(self, wait_s: float) -> None:
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
-
-
-class Tracker:
-    """Records one run through `log`. No method raises; `flush`, `finish` and `close` wait."""
-
-    def __init__(self, log: MetricsLog, uri: str, first: Record, start: Record) -> None:
-        """
-        Args:
-            uri: as `absolute_uri` gives it.
-            first: the record that opened the log.
-            start: of the present opening.
-        """
-        self.log, self._uri = log, uri
-        self._first, self._start = first, start
-        self._wanted: str | None = None
-        """The MLflow run to continue, if known."""
-        self._writer: RunWriter | None = None
-        sent = log.read_sent()
-        self._points_at, self._files_at = (0, sent.offset), (0, sent.files_offset)
-        """Truncations of the log, and bytes of it up to which MLflow has everything but files, and
-        the files."""
-        self._read_to = sent.files_offset
-        self._is_away, self._failed_tries = False, 0
-        self._num_refused = 0
-        """Records that MLflow rejects although it accepts others; they are left out."""
-        self._doubtful: tuple[Record | None, int] = None, 0
-        """A record that the database refuses, and how often it did."""
-        self._num_from_memory = 0
-        """Records that are not on disk and were sent."""
-        self.problem = ""
-        """What MLflow does not have, and why; set by `close`."""
-        self._last_error = ""
-        self._waiting: dict[int, Record] = {}
-        """Files and events that MLflow does not have, by the offset before them."""
-        self._warned: set[int] = set()
-        """Offsets of those that have failed."""
-        self._points = Repeater("mlflow-points", self._send_points)
-        self._files = Repeater("mlflow-files", self._send_files)
-
     @classmethod
-    def start(
+    def begin(
         cls, opening: RunOpening, log: MetricsLog | None = None, wait_s: float = 10.0
     ) -> "Tracker":
         """Open the run and start sending; recording continues if the log has this opening.
@@ -146,13 +90,10 @@ class Tracker:
             wait_s: longest wait for the run to exist, so that `run_id` is known.
         """
         log = log or MetricsLog(opening.log_path)
-        start = log.open(opening)
-        first = log.first_start() or start  # on a full disk there is none
-        tracker = cls(log, absolute_uri(opening.config.uri), first, start)
-        tracker._wanted = log.read_sent().run_id or opening.run_id
-        tracker._points.start()
-        tracker._files.start()
-        tracker._points.wait_for_try(wait_s)
+        log.open(opening)
+        tracker = cls(log, opening.config.uri, opening.run_id)
+        tracker.start()
+        tracker.wait_for_try(wait_s)
         return tracker
 
     @property
@@ -167,40 +108,47 @@ class Tracker:
             return ""
         return page_hint(self._uri, writer.experiment_id, has_view=writer.has_view)
 
+    def wait_for_try(self, wait_s: float) -> None:
+        """Wait until MLflow has answered, or has failed to."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
+
     def flush(self, timeout_s: float) -> bool:
-        """Wait until MLflow has everything recorded so far; False if it does not in time.
+        """Wait until MLflow has everything recorded so far but models; False if not in time.
 
         A file that cannot be stored is waited for only during a few more attempts.
         """
-        size, deadline = self.log.size, time.monotonic() + timeout_s
-        num_in_memory = len(self.log.unwritten)
-        return self._points.wait_until(
-            lambda: (
-                self._points_at >= (self.log.num_cuts, size)
-                and self._num_from_memory >= min(num_in_memory, len(self.log.unwritten))
-            ),
-            deadline,
-        ) and self._files.wait_until(
-            lambda: self._files_at >= (self.log.num_cuts, size), deadline, FILE_TRIES_AT_END
-        )
+        size, until_s = self.log.size, time.monotonic() + timeout_s
+        with self._progress:
+            last_try: float = float("inf")
+            while self._sent.offset < size or self._missing_files():
+                if self._sent.offset >= size:
+                    last_try = min(last_try, self._num_tries + FILE_TRIES_AT_END)
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or self._num_tries >= last_try:
+                    return False
+                self._wake.set()
+                self._progress.wait(min(left_s, 0.5))
+        return True
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
-        self.log.end(status)
+        self.log.append("finish", status=status)
         return self.close(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Send what is recorded, then stop; logs how to send what MLflow did not accept.
 
         Returns:
-            Whether MLflow has everything.
+            Whether MLflow has everything but models.
         """
         is_making_file = sqlite_file(self._uri) is not None and not self._is_away
         if self.run_id is None and not is_making_file:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
-        for thread in (self._points, self._files):
-            thread.end(timeout_s if is_sent else 0.0)
-        missing = list(dict.fromkeys(map(file_name, self._waiting.values())))
+        self._ends = True
+        self._wake.set()
+        self.join(timeout_s if is_sent else 0.0)
+        missing = self._missing_files()
         if refused := self._num_refused:
             missing = [f"{refused} refused record{'s' if refused > 1 else ''}", *missing]
         is_sent &= not missing
@@ -217,147 +165,136 @@ class Tracker:
             logger.warning("%s; then run: vit-ray replay %s URI", self.problem, self.log.path)
         return is_sent and not self.log.error
 
-    def _send_points(self) -> bool:
-        """Find or create the run, and send all but files; after any error MLflow counts as away."""
+    def _missing_files(self) -> list[str]:
+        waiting = [file_name(one) for one in [*self._waiting.values()] if one["kind"] != "model"]
+        return list(dict.fromkeys(waiting))
+
+    def models(self) -> dict[int, Model]:
+        """The models that wait for the command's last line, by the offset of their record."""
+        if (writer := self._writer) is None:
+            return {}
+        waiting = {at: one for at, one in [*self._waiting.items()] if one["kind"] == "model"}
+        return {at: (writer.run_id, writer.opening, one) for at, one in waiting.items()}
+
+    def mark_logged(self, offset: int) -> None:
+        """A model is logged; call this after the end."""
+        del self._waiting[offset]
+        self._mark(self._sent.offset)
+
+    def run(self) -> None:
+        """Send until the end, with growing pauses after failures."""
+        pause_s = 0.0
+        while not self._ends:
+            is_done = self._send()
+            pause_s = 0.0 if is_done else min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+            with self._progress:
+                self._num_tries += 1
+                self._progress.notify_all()
+            self._wake.wait(pause_s or BATCH_INTERVAL_S)
+            self._wake.clear()
+
+    def _send(self) -> bool:
+        """Find or create the run, and send all; after any error MLflow counts as away."""
         try:
-            if self._writer is None:
-                if self._start.get("parent_log") and parent_run_of(self._start) is None:
-                    raise ParentMissingError("the run that it is part of is not there yet")
-                # A tracker that was ended before a slow MLflow answered may still be creating the
-                # run.
-                with _finding:
-                    self._writer = self._connected()
-            cuts, offset = self._points_at
-            if cuts != self.log.num_cuts:  # what MLflow has is not sent twice
-                cuts, offset = self.log.num_cuts, 0
-            while (found := next_batch(self.log, offset, files=False))[1] > offset:
-                if self._points.ends:  # the next opening's tracker sends it
+            writer = self._writer or self._connect()
+            while (found := next_batch(self.log, self._sent.offset))[1] > self._sent.offset:
+                if self._ends:  # the next opening's tracker sends it
                     break
-                send_each(self._writer, found[0], self._refuses)
-                self._failed_tries = 0
-                self._is_away = False  # before callers that wait for this offset look at the files
-                self._points_at = cuts, (offset := found[1])
-                self.log.mark_sent(offset=offset)
-            in_memory = list(self.log.unwritten)  # the disk is full
-            known = self._num_from_memory if self._num_from_memory <= len(in_memory) else 0
-            for record in in_memory[known:]:
-                if record["kind"] in SENT_KINDS and record["kind"] not in FILES:
-                    send_each(self._writer, [record], self._refuses)
-            self._num_from_memory = len(in_memory)
-            self._points_at, self._is_away = (cuts, offset), False
-            if not (self._num_refused or self._waiting):
-                self._last_error = ""
+                self._send_batch(writer, *found)
+            for offset, record in list(self._waiting.items()):
+                self._send_file(writer, offset, record)
         except Exception as error:
-            self._failed_tries += 1
             self._last_error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
             if not self._is_away:
                 self._is_away = True
-                name = self.run_id or self.log.path.stem
-                text = f"MLflow at {safe_uri(self._uri)} cannot be used: run {name} "
-                self._warn(f"{text}continues, its metrics wait in {self.log.path}", error)
+                text = (
+                    f"MLflow at {safe_uri(self._uri)} cannot be used: run "
+                    f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
+                    f"{self.log.path}"
+                )
+                self._warn(text, error)
             return False
-        return True
+        self._is_away = False
+        if not (missing := self._missing_files()) and not self._num_refused:
+            self._last_error = ""
+        return not missing
 
-    def _connected(self) -> RunWriter:
-        """The run, found or created; another one than before gets all of the log."""
-        before = self.log.read_sent().run_id
-        folder, wanted = self.log.path.parent, self._wanted
-        writer = RunWriter(self._uri, self._first, folder, wanted, self._start)
-        self._wanted = writer.run_id
-        if before not in (None, writer.run_id):
-            logger.warning(
-                "MLflow at %s does not have run %s, or has it for another folder: all of %s is "
-                "sent to run %s",
-                safe_uri(self._uri),
-                before,
-                self.log.path,
-                writer.run_id,
-            )
-            cuts = self.log.num_cuts
-            self._points_at, self._files_at = (cuts, 0), (cuts, 0)
-            self._read_to, self._waiting = 0, {}
-            self.log.mark_sent(offset=0, files_offset=0)
-        self.log.mark_sent(run_id=writer.run_id)
+    def _connect(self) -> RunWriter:
+        """The run, found or created; another one than before gets all of the log.
+
+        Raises:
+            RuntimeError: MLflow does not have the run of the sweep or study that it is part of.
+        """
+        *_, start = self.log.records("start")
+        if start["parent_log"] and parent_run_of(start) is None:
+            raise RuntimeError("the run that it is part of is not there yet")
+        # A tracker that ended before a slow MLflow answered may still be creating the run.
+        with _finding:
+            sent = self.log.read_sent()
+            writer = RunWriter(self._uri, self.log, sent.run_id or self._wanted)
+            if sent.run_id not in (None, writer.run_id):
+                logger.warning(
+                    "MLflow at %s does not have run %s, or has it for another folder: all of %s "
+                    "is sent to run %s",
+                    safe_uri(self._uri),
+                    sent.run_id,
+                    self.log.path,
+                    writer.run_id,
+                )
+                sent = Sent()
+            self._waiting = {at: self.log.read(at)[0][0] for at in sent.waiting}
+            self._sent = sent._replace(run_id=writer.run_id)
+            self.log.mark_sent(self._sent)
+        self._writer = writer
         return writer
 
-    def _refuses(self, error: Exception, records: list[Record]) -> bool:
-        """Whether MLflow rejects the record, or keeps failing on it while it accepts similar ones.
+    def _send_batch(self, writer: RunWriter, records: list[Record], end: int) -> None:
+        if records and records[0]["kind"] in FILES:
+            self._waiting[self._sent.offset] = records[0]
+        else:
+            send_each(writer, records, self._leaves_out)
+        self._is_away = False
+        self._mark(end)
 
-        Points, and the end, wait while MLflow or the connection fails: writing them may be slow
-        even if a tag is written at once. An error of its database may come from the database or
-        from a point: the last remaining point of a batch is left out after repeated failures, each
-        while MLflow accepted a point that it has.
-        """
+    def _mark(self, offset: int) -> None:
+        self._sent = self._sent._replace(offset=offset, waiting=tuple(self._waiting))
+        self.log.mark_sent(self._sent)
+
+    def _leaves_out(self, error: Exception, records: list[Record]) -> bool:
+        """Whether MLflow rejects these records; after any other error all wait."""
         assert self._writer is not None
         if isinstance(error, MlflowException) and self._writer.is_deleted():
             self._writer = None  # to be found or created again
             return False
-        if isinstance(error, MlflowException) and error.error_code == _DATABASE:
-            if len(records) > 1:
-                return True
-            if not self._writer.takes_writes():
-                return False
-            doubtful, count = self._doubtful
-            self._doubtful = records[0], count + 1 if records[0] == doubtful else 1
-            if self._doubtful[1] < MAX_TRIES:
-                return False
-        elif not _is_rejection(error):
-            is_outage = isinstance(error, (OSError, MlflowException))
-            if is_outage and records[0]["kind"] in ("metrics", "finish"):
-                return False
-            if self._failed_tries < MAX_TRIES or not self._writer.takes_writes():
-                return False
+        if getattr(error, "error_code", "") not in _REJECTIONS:
+            return False
         if len(records) == 1:
             self._num_refused += 1
             if self._num_refused == 1:
                 self._warn(f"MLflow refuses a record of run {self.run_id}", error)
         return True
 
-    def _send_files(self) -> bool:
-        """Send texts, artifacts and the history, each separately."""
-        if self._writer is None or self._is_away:
-            return True
-        cuts = self.log.num_cuts
-        if cuts != self._files_at[0]:
-            self._read_to, self._waiting = 0, {}
-        while (found := next_batch(self.log, self._read_to, files=True))[1] > self._read_to:
-            for record in found[0]:
-                self._waiting[self._read_to] = record
-            self._read_to = found[1]
-        for offset, record in list(self._waiting.items()):
-            if record["kind"] != "event":
-                self._send_file(self._writer, [offset], record)
-        if events := [o for o, record in self._waiting.items() if record["kind"] == "event"]:
-            self._send_file(self._writer, events, self._waiting[events[0]])
-        self._files_at = cuts, min(self._waiting, default=self._read_to)
-        self.log.mark_sent(files_offset=self._files_at[1])
-        return not self._waiting
-
-    def _send_file(self, writer: RunWriter, offsets: list[int], record: Record) -> None:
-        """Send a file, or the whole history for the events at these offsets."""
+    def _send_file(self, writer: RunWriter, offset: int, record: Record) -> None:
+        """Send a file; models wait for the command's last line."""
+        if record["kind"] == "model":
+            return
         try:
-            if record["kind"] == "event":
-                writer.log_history(self.log.events())
-            else:
-                writer.send([record])
+            writer.send([record])
         except Exception as error:
-            is_final = isinstance(error, _FINAL) or _is_rejection(error)
-            if is_final or self._warned.isdisjoint(offsets):
+            code = getattr(error, "error_code", "")
+            is_final = isinstance(error, _FINAL) or code in _REJECTIONS
+            if is_final or offset not in self._warned:
+                self._warned.add(offset)
                 name = file_name(record)
                 self._warn(f"run {self.run_id}: {name} cannot be stored with it", error)
             if not is_final:
-                self._warned.update(offsets)
                 return
-        for offset in offsets:
-            del self._waiting[offset]
+        del self._waiting[offset]
+        self._mark(self._sent.offset)
 
     def _warn(self, text: str, error: Exception) -> None:
         self._last_error = redact_uri(str(error), self._uri).partition("\n")[0]
         logger.warning("%s (%s)", text, self._last_error)
-
-
-def _is_rejection(error: Exception) -> bool:
-    return isinstance(error, MlflowException) and error.error_code in _REJECTIONS
 
 
 def send_each(
@@ -381,26 +318,20 @@ def send_each(
         return sum(send_each(writer, single, leaves_out) for single in singles)
 
 
-def next_batch(
-    log: MetricsLog, offset: int, *, files: bool | None = None
-) -> tuple[list[Record], int]:
-    """Metrics up to the size of one request, or one record of another kind, and the offset after
-    them.
-
-    Args:
-        files: only files, or only the rest; other records are skipped. None: all.
+def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
+    """Metrics up to the size of one request, or the one record of another kind that begins here,
+    and the offset after them; what MLflow does not get is passed over.
     """
     batch: list[Record] = []
-    num_points = 0
+    start, num_points = offset, 0
     for record, end in log.read(offset):
-        if record["kind"] in SENT_KINDS and files in (None, record["kind"] in FILES):
-            num_points += len(record.get("values", ()))
-            is_metrics = record["kind"] == "metrics"
-            if batch and (not is_metrics or num_points > MAX_METRICS):
+        if record["kind"] == "metrics":
+            num_points += len(record["values"])
+            if batch and num_points > MAX_METRICS:
                 break
             batch.append(record)
-            if not is_metrics:
-                return batch, end
+        elif record["kind"] in SENT_KINDS:
+            return (batch, offset) if offset > start else ([record], end)
         offset = end
     return batch, offset
 
@@ -410,6 +341,28 @@ def file_name(record: Record) -> str:
     if record["kind"] == "event":
         return "the history"
     return str(record["path"] if record["kind"] == "artifact" else record["name"])
+
+
+def log_models(uri: str, models: Sequence[Model]) -> list[str]:
+    """Log models in a process of their own: MLflow's part for models imports pandas and SciPy.
+
+    Returns:
+        Why each of them is not logged; empty if it is.
+    """
+    if not models:
+        return []
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "vit_ray.tracking.mlflow_model"],
+            input=json.dumps([uri, list(models)]),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=MODELS_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return [repr(error)] * len(models)
+    return [redact_uri(one, uri) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
 @dataclass
@@ -432,19 +385,16 @@ def replay(log_path: Path, uri: str) -> Replayed:
         RuntimeError: MLflow cannot be used at this address.
     """
     log = MetricsLog(log_path)
-    first = log.first_start()
-    if first is None:
+    if not list(log.records("start")):
         raise ValueError(
             f"log {str(log_path)!r}: no such file, or it does not begin with a run's start; give a "
             "run's metrics.jsonl"
         )
     try:
-        run_id, start = log.read_sent().run_id, log.starts()[-1]
-        writer = RunWriter(absolute_uri(uri), first, log_path.parent, run_id, start)
-        writer.opening = first
+        writer = RunWriter(absolute_uri(uri), log, log.read_sent().run_id)
     except Exception as error:
         raise unusable(uri, error) from None
-    done, offset = Replayed(), 0
+    done, offset, models = Replayed(), 0, list[Model]()
 
     def leave_out(error: Exception, records: list[Record]) -> bool:
         if len(records) == 1:
@@ -452,14 +402,15 @@ def replay(log_path: Path, uri: str) -> Replayed:
             done.refused.append(redact_uri(f"{what}: {error}".partition("\n")[0], uri))
         return True
 
-    events: list[Record] = []
     while (found := next_batch(log, offset))[1] > offset:
-        events += [record for record in found[0] if record["kind"] == "event"]
-        done.num_points += send_each(writer, found[0], leave_out)
-        offset = found[1]
-    if events:
-        try:
-            writer.log_history(events)
-        except Exception as error:
-            leave_out(error, events[:1])
+        records, offset = found
+        if records and records[0]["kind"] == "model":
+            models.append((writer.run_id, writer.opening, records[0]))
+        elif records and records[0]["kind"] != "event":
+            done.num_points += send_each(writer, records, leave_out)
+    if events := list(log.records("event")):
+        send_each(writer, events[-1:], leave_out)
+    for problem, (_, _, record) in zip(log_models(uri, models), models, strict=True):
+        if problem:
+            done.refused.append(f"{file_name(record)}: {problem}")
     return done

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vit_ray.config import Recipe
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.worker.run_link import ControlsRun, RecordsRun
+from vit_ray.tracking.recorder import Recorder
 
 if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
     from vit_ray.models.fitting import NewHead
@@ -35,9 +35,9 @@ class TrainJob:
     few_shot_classes: int
     ray_ready_s: float
     """Unix time at which Ray was up, for the time to the first step."""
-    record: RecordsRun
+    record: Recorder
     """Workers use it, and `control`, through `run_link.RunLink`."""
-    control: ControlsRun
+    control: Recorder
     lock_number: int | None
     """Number of the driver's lock of the run's folder; None if nothing is written there."""
     num_evaluated: Mapping[str, int] = field(default_factory=dict)

@@ -5,14 +5,15 @@ worker too, so failures of such calls are not errors of the training.
 """
 
 import contextlib
-import math
 from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import ray
 
-from vit_ray.measure.goodput import Work, WorkClock
-from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.measure.goodput import WorkClock
+from vit_ray.outcomes import EventKind
+from vit_ray.tracking.recorder import Recorder
+from vit_ray.tracking.run_state import beats_between
 
 HANG_REPORT_S: Final = 10.0
 RUN_ID_S: Final = 20.0
@@ -20,84 +21,6 @@ DELIVERY_S: Final = 120.0
 """Limit for what must arrive: a worker that gets no answer ends, and its group restarts."""
 SHOW_S: Final = 10.0
 """Limit for a file that training does not depend on."""
-_BEATS_AT_A_TIME: Final = 128
-"""In a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
-
-
-def beats_between(world_size: int) -> int:
-    """A rank above 0 sends a heartbeat once in this many beats (one a second) of its watchdog.
-
-    Some rank of a large group still learns of a request within a second, and the ranks agree on it.
-    """
-    return math.ceil(world_size / _BEATS_AT_A_TIME)
-
-
-class Orders(NamedTuple):
-    """The answer to a heartbeat."""
-
-    stop: str | None
-    """Why to checkpoint and end; None = continue."""
-    saves: int
-    """Checkpoints that were requested since the run was opened."""
-
-
-class RecordsRun(Protocol):
-    """The record of a run, as workers use it.
-
-    If `wait_s` is above 0, wait that long until it has arrived; RayError or RuntimeError if it has
-    not.
-    """
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Metrics of a step, which are the same on all ranks."""
-
-    def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
-        """An entry of the run's history."""
-
-    def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
-        """A file to keep with the run, in a folder of its artifacts."""
-
-    def run_id(self, wait_s: float) -> str | None:
-        """MLflow's id of the run; None while MLflow is away."""
-
-    def work(self, work: Work, wait_s: float = 0.0) -> None:
-        """What an attempt has completed so far; replaces what it had before."""
-
-    def place_wait(self, begin_s: float, end_s: float) -> None:
-        """The worker group has waited for its place; Unix times."""
-
-
-class ControlsRun(Protocol):
-    """The control of a run, as its workers and their policies use it.
-
-    Calls wait for an answer; RayError or RuntimeError if there is none.
-    """
-
-    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
-        """A worker is at `step`; None: no news, as after the end.
-
-        Args:
-            introduction: host, node, detail and group, as in `WorkerPlace`, when an attempt
-                begins.
-        """
-
-    def places(self) -> dict[int, WorkerPlace]:
-        """Places of the workers that have introduced themselves since the last failure, by rank."""
-
-    def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
-        """Which workers the others wait for; empty if that was reported before, None: not known."""
-
-    def stop_reason(self) -> str | None:
-        """Why the run was asked to stop, asked now."""
-
-    def request_save(self) -> None:
-        """Ask the workers for a checkpoint at once."""
-
-    def fail(self, failure: Failure) -> None:
-        """End the workers because a restart would not help."""
-
-    def failure(self) -> Failure | None:
-        """The argument of `fail`, if it was called."""
 
 
 class RunLink:
@@ -105,8 +28,8 @@ class RunLink:
 
     def __init__(
         self,
-        record: RecordsRun,
-        control: ControlsRun,
+        record: Recorder,
+        control: Recorder,
         rank: int,
         world_size: int = 1,
         *introduction: str,
@@ -136,13 +59,11 @@ class RunLink:
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             orders = self.control.heartbeat(self.rank, step, *self._introduction)
-            if orders is not None:
-                self._introduction = ()
-                self.stop_reason = orders.stop or self.stop_reason
-                self._saves_requested = orders.saves
-                if self._saves_seen is None:
-                    self._saves_seen = orders.saves
-
+            self._introduction = ()
+            self.stop_reason = orders.stop or self.stop_reason
+            self._saves_requested = orders.saves
+            if self._saves_seen is None:
+                self._saves_seen = orders.saves
         if self.rank == 0:
             self.send_work()
 

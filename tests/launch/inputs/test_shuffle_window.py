@@ -15,7 +15,7 @@ from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.launch import prepared_run
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.prepared_run import prepared_training
-from vit_ray.launch.record.run_metadata import data_inputs
+from vit_ray.launch.run_metadata import data_inputs
 from vit_ray.storage import locate
 
 NUM_GROUPS = 100

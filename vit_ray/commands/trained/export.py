@@ -15,7 +15,7 @@ from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import Augmentation
-from vit_ray.launch.record.model_card import image_processor, model_card
+from vit_ray.launch.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names
 from vit_ray.models.fitting import LoadReport
 from vit_ray.models.weights.published import (

@@ -14,7 +14,7 @@ from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
 from vit_ray.data.prepare.sources.folders import is_image_name
 from vit_ray.evaluation.figures import inspect_model
-from vit_ray.launch.record.run_metadata import trained_params
+from vit_ray.launch.run_metadata import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
@@ -55,7 +55,7 @@ def inspect(recipe: Recipe) -> int:
         tags={"vit_ray.kind": "inspection"},
     )
     results = inspect_model(model, images, folder)
-    tracker = Tracker.start(opening)
+    tracker = Tracker.begin(opening)
     for name, result in results.items():
         print(f"{name}: {result}" if isinstance(result, Path) else f"{name}: none; {result}")
         if isinstance(result, Path):

@@ -1,23 +1,44 @@
-"""Control of a run: why to stop, requested checkpoints, its failure, and its status.
+"""The state of one run as its recorder knows it, built from the records of its log alone."""
 
-The state of one run, in the process that records it (`run_host.py`). It is built only from the
-lines of the run's log, so a process that died and was restarted has the same state.
-"""
-
+import dataclasses
+import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from vit_ray.measure.goodput import DriverBegan, DriverEnded, Failed, Mark, WaitedForPlace, Work
 from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import Record
-from vit_ray.worker.run_link import Orders, beats_between
 
 SILENT_BEATS: Final = 5
 """Missed heartbeats after which a worker is called silent."""
 ONE_HANG_S: Final = 120.0
 """Reports within this time belong to the same hang."""
+TIMELINE: Final = ("start", "place wait", "work", "event", "finish")
+"""Kinds of records from which a run's time is computed."""
 _MOST_NAMED: Final = 4
+_BEATS_AT_A_TIME: Final = 128
+"""In a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
+_OF_WORK: Final = tuple(one.name for one in dataclasses.fields(Work))
+
+
+def beats_between(world_size: int) -> int:
+    """A rank above 0 sends a heartbeat once in this many beats (one a second) of its watchdog.
+
+    Some rank of a large group still learns of a request within a second, and the ranks agree on it.
+    """
+    return math.ceil(world_size / _BEATS_AT_A_TIME)
+
+
+class Orders(NamedTuple):
+    """The answer to a heartbeat."""
+
+    stop: str | None
+    """Why to checkpoint and end; None = continue."""
+    saves: int
+    """Checkpoints that were requested since the run was opened."""
 
 
 @dataclass
@@ -28,27 +49,6 @@ class Event:
     text: str
     step: int
     time_s: float
-
-
-@dataclass
-class Stage:
-    """Child runs of one kind, such as trials of a sweep, as the display counts them."""
-
-    what: str
-    count: int
-    ended: int = 0
-    best: tuple[float, str] | None = None
-    """The best score of those that ended, and the run that has it."""
-
-    def end_one(self, label: str, score: float | None) -> None:
-        """A child run has ended; without a score if it failed."""
-        self.ended += 1
-        if score is not None and (self.best is None or score > self.best[0]):
-            self.best = (score, label)
-
-    def __str__(self) -> str:
-        text = f"{self.what} {min(self.ended + 1, self.count)} of {self.count}"
-        return text if self.best is None else f"{text}, best {self.best[0]:.2%} ({self.best[1]})"
 
 
 @dataclass
@@ -63,6 +63,14 @@ class RunStatus:
     """The current child run; empty for a run without any."""
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Step and metrics of each evaluation on a data set, in order."""
+    stop: str | None = None
+    """Why the run, or its sweep or study, was asked to stop."""
+    failure: Failure | None = None
+    """Why it cannot be trained any further, so that a restart would not help."""
+    run_id: str | None = None
+    """MLflow's id of the run; None while MLflow is away."""
+    hint: str = ""
+    """The command or link that opens MLflow's page; empty while MLflow has no run."""
 
 
 class _Heard(NamedTuple):
@@ -74,53 +82,56 @@ class _Heard(NamedTuple):
     """Host, node, detail and group, as in `WorkerPlace`; empty if unknown."""
 
 
-class ControlState:
-    """State of one run; safe for several threads."""
+class RunState:
+    """State of one run since its last start record."""
 
     def __init__(self) -> None:
         self.name = ""
-        """Of the run, under its parent."""
-        self.parent: ControlState | None = None
+        """Of the run; empty before its start record."""
+        self.parent: RunState | None = None
         """Of the sweep or study that the run is part of."""
-        self._now = RunStatus()
-        self._stop: str | None = None
-        self._failure: Failure | None = None
-        self._saves = 0
-        self._stage: Stage | None = None
-        self._child_steps: dict[str, int] = {}
         self.has_finished = False
-        """Its end is in the log."""
+        self._now = RunStatus()
+        self._saves = 0
+        self._stage = ("", 0)
+        self._ended: list[tuple[float, str]] = []
+        """Score and label of the child runs of this stage that have ended."""
+        self._child_steps: dict[str, int] = {}
         self._heard: dict[int, _Heard] = {}
         self._hang_s = 0.0
         self._hung_at: set[str] = set()
 
     def note(self, record: Record) -> None:
+        """Take a record of the log."""
+        now = self._now
         match record["kind"]:
+            case "start":
+                self.name = record["run_name"]
             case "metrics":
-                known, values = self._now.metrics, record["values"]
-                known.update(
-                    {k: v for k, v in values.items() if k != STARTUP_FIRST_STEP_S or k not in known}
-                )
-                self._now.step = max(self._now.step, record["step"])
+                step, values = record["step"], record["values"]
+                kept = {STARTUP_FIRST_STEP_S} & now.metrics.keys()
+                now.metrics |= {key: values[key] for key in values.keys() - kept}
+                now.step = max(now.step, step)
                 if EVAL_TOP1 in values:
-                    self._now.evaluations.append((record["step"], values))
+                    now.evaluations.append((step, values))
             case "event":
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
-                self._now.events.append(Event(kind, record["text"], record["step"], time_s))
+                now.events.append(Event(kind, record["text"], record["step"], time_s))
                 if kind in (EventKind.WORKER_FAILED, EventKind.RESIZING):
                     self._heard = {}  # other workers follow, perhaps on other nodes
             case "stop":
-                self._stop = record["reason"]
+                now.stop = record["reason"]
             case "fail":
-                self._failure = Failure(record["reason"], bool(record["has_diverged"]))
+                now.failure = Failure(record["reason"], record["has_diverged"])
             case "save":
                 self._saves += 1
             case "stage":
-                self._stage = Stage(record["what"], record["count"])
+                self._stage, self._ended = (record["what"], record["count"]), []
             case "child step":
-                self.child_step(record["name"], record["step"])
-            case "child ended" if self._stage is not None:
-                self._stage.end_one(record["label"], record["score"])
+                self._child_step(record["name"], record["step"])
+            case "child ended":
+                score = record["score"]
+                self._ended.append((-math.inf if score is None else score, record["label"]))
             case "finish":
                 self.has_finished = True
 
@@ -134,7 +145,7 @@ class ControlState:
         if rank == 0:
             self._now.step = max(self._now.step, step)
             if self.parent is not None:
-                self.parent.child_step(self.name, step)
+                self.parent._child_step(self.name, step)
         return Orders(self.stop_reason(), self._saves)
 
     def hanging(self, rank: int, world_size: int, where: str) -> str:
@@ -181,19 +192,43 @@ class ControlState:
 
     def stop_reason(self) -> str | None:
         """Why this run, or its sweep or study, was asked to stop."""
-        return self._stop or (self.parent.stop_reason() if self.parent else None)
-
-    def failure(self) -> Failure | None:
-        """Why the run cannot be trained any further, so that a restart would not help."""
-        return self._failure
+        return self._now.stop or (self.parent.stop_reason() if self.parent else None)
 
     def status(self) -> RunStatus:
         """A copy, for the display, and at the end for the result."""
-        now, stage = self._now, "" if self._stage is None else str(self._stage)
-        copied = dict(now.metrics), list(now.events), stage, list(now.evaluations)
-        return RunStatus(now.step, *copied)
+        now = self._now
+        return dataclasses.replace(
+            now,
+            metrics=dict(now.metrics),
+            events=list(now.events),
+            stage=self._stage_text(),
+            evaluations=list(now.evaluations),
+            stop=self.stop_reason(),
+        )
 
-    def child_step(self, name: str, step: int) -> None:
+    def _stage_text(self) -> str:
+        what, count = self._stage
+        score, label = max(self._ended, default=(-math.inf, ""))
+        place = f"{what} {min(len(self._ended) + 1, count)} of {count}" if what else ""
+        return place if score == -math.inf else f"{place}, best {score:.2%} ({label})"
+
+    def _child_step(self, name: str, step: int) -> None:
         """A child run (a trial of a sweep) is at `step`; the display shows the children's sum."""
         self._child_steps[name] = step
         self._now.step = sum(self._child_steps.values())
+
+
+def marks_of(records: Iterable[Record]) -> Iterator[Mark]:
+    """The marks in time that these records of a log are."""
+    for record in records:
+        match record["kind"]:
+            case "start":
+                yield DriverBegan(record["began_s"] or record["time_ms"] / 1000)
+            case "place wait":
+                yield WaitedForPlace(record["begin_s"], record["end_s"])
+            case "work":
+                yield Work(**{key: record[key] for key in _OF_WORK})
+            case "event" if record["event"] == EventKind.WORKER_FAILED:
+                yield Failed(record["time_ms"] / 1000)
+            case "finish":
+                yield DriverEnded(record["time_ms"] / 1000)

@@ -6,6 +6,8 @@ Nothing is guessed: what a run did not record, or what can no longer be opened, 
 
 import contextlib
 import json
+import logging
+import math
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -15,7 +17,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL import Image
 
-from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.checkpoint import Position, open_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.secrets import redact
@@ -26,6 +28,7 @@ from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1
 from vit_ray.models.weights.published import weights_file
 from vit_ray.own_parts import is_own
+from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import run_exaflops
 
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
@@ -47,6 +50,12 @@ _USE_OURS: Final = """from vit_ray import {names}
 
 {trust}model = build_model({arguments})
 load_weights(model, "{file}")"""
+_USE_LOGGED: Final = """import mlflow
+
+model = mlflow.pyfunc.load_model("models:/...")  # the id or name on the model's page
+table = model.predict(["image.jpg"], params={"output": "classes"})"""
+
+logger = logging.getLogger(__name__)
 
 
 def model_card(
@@ -122,6 +131,22 @@ def model_card(
         recipe_text = redact(yaml.safe_dump(_public(recorded), sort_keys=False))
         text.append(f"## Recipe\n\n```yaml\n{recipe_text}```")
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
+
+
+def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
+    """The card of a training's result, in Markdown; empty if its checkpoint cannot be read."""
+    # Named like the weights of an export without a folder.
+    config = ExportConfig(path=recipe.name, layout="vit_ray")
+    try:
+        found = open_checkpoint(locate(checkpoint))
+        if found is None:
+            return ""
+        count = sum(math.prod(shape) for shape in found.position.shapes.values())
+        sizes = (count, len(classes))
+        return str(model_card(recipe, config, sizes, classes, found.position, _USE_LOGGED))
+    except (OSError, ValueError) as error:  # the training has ended well in any case
+        logger.warning("the logged model has no card: %s", error)
+        return ""
 
 
 def _place(address: str) -> str:

@@ -1,21 +1,24 @@
 """How the record of a run ends, whatever ends the run; it is a fake one."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
 from mlflow import MlflowClient
 
-from tests.launch.record.resolved import resolved_run
+from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.record import open_record as module
-from vit_ray.launch.record.open_record import OpenRun, end_record, open_record
+from vit_ray.launch.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
+from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.tracker import Tracker
 
 
@@ -24,11 +27,15 @@ class Record:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.openings: list[tuple[RunOpening, str | None]] = []
+        self.openings: list[RunOpening] = []
         self.error: Exception | None = None
         """Of the end."""
         self.problem = ""
         """What MLflow does not have."""
+        self.log_path, self.run_name, self.command = Path("log"), "run", "vit-ray pretrain"
+
+    def open(self, opening: RunOpening) -> None:
+        self.openings.append(opening)
 
     def text(self, *args: Any, **_: Any) -> None:
         self.calls.append(("text", *args))
@@ -52,11 +59,8 @@ class Record:
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     made = Record()
 
-    def start(opening: RunOpening, node_id: str | None) -> None:
-        made.openings.append((opening, node_id))
-
-    monkeypatch.setattr(module, "start_run", start)
-    monkeypatch.setattr(module, "RunRecord", lambda _: made)
+    monkeypatch.setattr(module, "start_recorder", lambda *_: made)
+    monkeypatch.setattr(module, "log_models_at_exit", lambda of: made.calls.append(("models",)))
     return made
 
 
@@ -71,6 +75,7 @@ def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record: 
     with opened():
         pass
     assert record.ended() == ["FINISHED", "KILLED"]
+    assert record.calls[-1] == ("models",)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +111,30 @@ def test_the_result_stands_where_the_record_has_died(record: Record, error: Exce
 
 
 def test_what_a_run_is_told_joins_what_every_run_has(record: Record) -> None:
-    with opened(run_id="abc", tags={"a": "b"}, node_id="n1", resume_step=3):
+    with opened(run_id="abc", tags={"a": "b"}, resume_step=3):
         pass
-    ((opening, node_id),) = record.openings
-    assert (opening.run_id, opening.resume_step, node_id) == ("abc", 3, "n1")
+    (opening,) = record.openings
+    assert (opening.run_id, opening.resume_step) == ("abc", 3)
     assert opening.tags["a"] == "b"
     assert opening.tags["vit_ray.data_fingerprint"] == "f" * 64
     assert opening.params["model.depth"] == "4"
     assert record.calls[0][:2] == ("text", "recipe.yaml")
+
+
+def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[RunOpening] = []
+    monkeypatch.setattr(Recorder, "open", lambda _, opening: found.append(opening))
+    sweep = Recorder(MagicMock(), Path("sweep.jsonl"), "sweep", "vit-ray sweep digits_sweep")
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=192.0.2.2"])
+    monkeypatch.setattr(Recorder, "finish", lambda *_: "")
+    with opened(parent=OpenRun(sweep)) as run:
+        assert run.record.actor is sweep.actor
+    (opening,) = found
+    assert opening.parent_log == Path("sweep.jsonl")
+    assert opening.tags["mlflow.source.name"] == "vit-ray sweep digits_sweep"
+    assert "    vit-ray sweep digits_sweep\n" in opening.tags["mlflow.note.content"]
 
 
 def test_what_children_vary_is_no_parameter_of_their_parent(record: Record) -> None:
@@ -121,11 +142,11 @@ def test_what_children_vary_is_no_parameter_of_their_parent(record: Record) -> N
         pass
     with opened(varied=["optim.learning_rate", "data.augment", "data.train"]):
         pass
-    everything, rest = (set(opening.params) for opening, _ in record.openings)
+    everything, rest = (set(opening.params) for opening in record.openings)
     left_out = {key for key in everything if key.startswith("data.augment.")}
     assert everything - rest == {"optim.learning_rate", *left_out}
     assert left_out
-    with_place, without = (set(opening.tags) for opening, _ in record.openings)
+    with_place, without = (set(opening.tags) for opening in record.openings)
     assert with_place - without == {"data.train"}
 
 
@@ -142,7 +163,7 @@ def trained(tmp_path: Path) -> Recipe:
 def driven(recipe: Recipe, status: Status | None) -> str:
     """The MLflow run of a driver that ended it so, or not at all."""
     log = metrics_log_path(recipe.run_folder)
-    tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log))
+    tracker = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log))
     tracker.log.metrics(9, {"train/loss": 1.5})
     if status is None:
         tracker.close()
@@ -199,7 +220,7 @@ def test_the_run_is_named_while_mlflow_is_away(trained: Recipe) -> None:
 
 def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe) -> None:
     away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
-    tracker = Tracker.start(
+    tracker = Tracker.begin(
         RunOpening(away.tracking, away.name, metrics_log_path(away.run_folder)), wait_s=0.0
     )
     tracker.finish("FINISHED", timeout_s=0.0)
@@ -226,5 +247,5 @@ def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brin
     record.error = RuntimeError("the recorder has died") if fault == "died" else None
     with opened() as run:
         run.is_complete = True
-    assert (f"run: vit-ray replay {run.opening.log_path} URI" in caplog.text) is bool(fault)
+    assert (f"run: vit-ray replay {run.record.log_path} URI" in caplog.text) is bool(fault)
     assert ({"away": "no answer", "died": "has died", None: ""}[fault]) in caplog.text

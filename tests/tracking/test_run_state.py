@@ -2,21 +2,21 @@
 
 import pytest
 
-from vit_ray.launch.record import control
-from vit_ray.launch.record.control import ONE_HANG_S, ControlState
+from vit_ray.tracking import run_state
+from vit_ray.tracking.run_state import ONE_HANG_S, RunState
 
 
 @pytest.fixture
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(control.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_state.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(
     now_s: list[float],
 ) -> None:
-    state = ControlState()
+    state = RunState()
     for rank in range(512):
         state.heartbeat(rank, 0, f"host-{rank // 8}")
     state.heartbeat(300, 12)
@@ -35,7 +35,7 @@ def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_num
 def test_a_worker_of_a_large_group_is_silent_after_five_of_its_heartbeats(
     now_s: list[float],
 ) -> None:
-    state = ControlState()
+    state = RunState()
     for rank in range(1024):
         state.heartbeat(rank, 5)
     now_s[0] += 39  # each sends one in 8 s
@@ -49,7 +49,7 @@ def test_a_worker_of_a_large_group_is_silent_after_five_of_its_heartbeats(
 def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(
     now_s: list[float],
 ) -> None:
-    state = ControlState()
+    state = RunState()
     for rank, step in ((0, 9), (1, 8), (2, 9)):
         state.heartbeat(rank, step)
     assert state.hanging(0, 4, "all_reduce") == (
@@ -65,7 +65,7 @@ def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(
 
 
 def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s: list[float]) -> None:
-    state = ControlState()
+    state = RunState()
     for rank in range(8):
         state.heartbeat(rank, 5)
     now_s[0] += 300
@@ -75,7 +75,7 @@ def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s: list[f
 
 
 def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s: list[float]) -> None:
-    state = ControlState()
+    state = RunState()
     for _ in range(2):
         state.heartbeat(0, 5, "host-1")
         now_s[0] += 20
@@ -84,5 +84,5 @@ def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s: list[
 
 
 def test_many_that_are_silent_are_counted() -> None:
-    told = ControlState().hanging(0, 64, "all_reduce")
+    told = RunState().hanging(0, 64, "all_reduce")
     assert "worker 3 has never been heard from; 60 more of them; 0 of 64 workers" in told

@@ -1,12 +1,10 @@
-"""The record of a run from its opening to its end, which may be set by a later driver."""
-
-from __future__ import annotations
+"""How a command opens and ends the record of a run."""
 
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -15,8 +13,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
-from vit_ray.launch.record.run_host import HostedRun, RunControl, RunRecord, host_on, start_run
-from vit_ray.launch.record.run_metadata import (
+from vit_ray.launch.run_metadata import (
+    command_line,
     data_inputs,
     machine_facts,
     recipe_yaml,
@@ -32,6 +30,7 @@ from vit_ray.tracking.metrics_log import (
     lock_log,
     metrics_log_path,
 )
+from vit_ray.tracking.recorder import Recorder, log_models_at_exit, start_recorder
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +39,21 @@ logger = logging.getLogger(__name__)
 class OpenRun:
     """A run that is recorded and controlled."""
 
-    opening: RunOpening
-    record: RunRecord
-    control: RunControl
-    node_id: str | None = None
-    """Node that writes to MLflow; None for the node that opened it."""
+    record: Recorder
     is_complete: bool = False
     """Set when the work is complete; a block that ends without it was stopped."""
 
     @classmethod
-    def start(cls, opening: RunOpening, node_id: str | None = None) -> OpenRun:
-        """Open a run as `start_run`."""
-        run = start_run(opening, node_id)
-        return cls(opening, RunRecord(run), RunControl(run), node_id)
-
-    @classmethod
-    def joined(cls, opening: RunOpening, node_id: str) -> OpenRun:
-        """A run that this driver has opened, in the process of one of its trials."""
-        run = HostedRun(host_on(node_id), opening)
-        return cls(opening, RunRecord(run), RunControl(run), node_id)
+    def begin(cls, opening: RunOpening, parent: "OpenRun | None") -> "OpenRun":
+        """Open a run; a child run in the recorder of its parent."""
+        path, name = opening.log_path, opening.run_name
+        if parent is None:
+            record = start_recorder(opening.config.uri, path, name, command_line())
+        else:
+            record = replace(parent.record, log_path=path, run_name=name)
+            opening = replace(opening, parent_log=parent.record.log_path)
+        record.open(opening)
+        return cls(record)
 
     def finish(self, status: Status) -> None:
         """End the record; if that fails the result is still valid, and a message says so."""
@@ -69,14 +64,14 @@ class OpenRun:
         if problem:
             logger.warning(
                 "run %s: %s; then run: vit-ray replay %s URI",
-                self.opening.run_name,
+                self.record.run_name,
                 problem,
-                self.opening.log_path,
+                self.record.log_path,
             )
 
 
 def _opening(recipe: Recipe, run_id: str | None, **fields: Any) -> RunOpening:
-    log_path = metrics_log_path(recipe.run_folder)
+    log_path = metrics_log_path(recipe.run_folder).absolute()
     return RunOpening(recipe.tracking, recipe.name, log_path, run_id, **fields)
 
 
@@ -86,11 +81,11 @@ def open_record(
     kind: str,
     resolved: ResolvedRun,
     cluster: ClusterShape,
+    parent: OpenRun | None = None,
     *,
     run_id: str | None = None,
     tags: Mapping[str, str] | None = None,
     varied: Collection[str] = (),
-    node_id: str | None = None,
     **opening: Any,
 ) -> Iterator[OpenRun]:
     """Record inside this block.
@@ -99,10 +94,10 @@ def open_record(
 
     Args:
         resolved: described in the run's metadata.
+        parent: the sweep or study that it is part of.
         run_id: the MLflow run to continue; None for a new one.
         tags: in addition to those that every run has.
         varied: keys, or sections, that only its child runs have as parameters or tags.
-        node_id: the node that writes to MLflow; None for this node.
         opening: other fields of `RunOpening`.
     """
 
@@ -113,19 +108,18 @@ def open_record(
             if not any(f"{key}.".startswith(f"{one}.") for one in varied)
         }
 
-    run = OpenRun.start(
+    command = parent.record.command if parent else command_line()
+    facts = own(run_facts(recipe, kind, resolved, cluster, command))
+    run = OpenRun.begin(
         _opening(
             recipe,
             run_id,
             params=own(trained_params(recipe)),
-            tags={
-                **own(run_facts(recipe, kind, resolved, cluster, opening.get("parent"))),
-                **(tags or {}),
-            },
+            tags={**facts, **(tags or {})},
             datasets=data_inputs(resolved),
             **opening,
         ),
-        node_id,
+        parent,
     )
     run.record.text("recipe.yaml", recipe_yaml(recipe), wait_s=0.0)
     run.record.text("machine.json", machine_facts(cluster), wait_s=0.0)
@@ -142,6 +136,8 @@ def open_record(
         raise
     finally:
         run.finish(status)
+        if parent is None:
+            log_models_at_exit(run.record)
 
 
 def add_to_ended(
@@ -152,10 +148,7 @@ def add_to_ended(
     parent: OpenRun,
 ) -> None:
     """Add later measurements, and tags, to the record of a run that has finished."""
-    opening = _opening(
-        recipe, run_id, params=trained_params(recipe), tags=tags, parent=parent.opening
-    )
-    run = OpenRun.start(opening, parent.node_id)
+    run = OpenRun.begin(_opening(recipe, run_id, params=trained_params(recipe), tags=tags), parent)
     run.record.results(0, metrics)
     run.finish("FINISHED")
 
@@ -190,7 +183,7 @@ def end_record(
         logger.warning("%s", error)
         return run_id
     with lock:
-        tracker = Tracker.start(opening)
+        tracker = Tracker.begin(opening)
         tracker.log.metrics(step, metrics)
         tracker.finish("FINISHED", timeout_s=10.0)
         return tracker.run_id or run_id

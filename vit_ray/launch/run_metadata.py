@@ -31,7 +31,6 @@ from vit_ray.metric_names import (
     STUDY_IMAGES_SEEN,
     STUDY_TRAIN_IMAGES,
 )
-from vit_ray.tracking.metrics_log import RunOpening
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 SOURCE_NAME: Final = "mlflow.source.name"
@@ -64,14 +63,13 @@ def run_facts(
     kind: str,
     resolved: ResolvedRun,
     cluster: ClusterShape,
-    parent: RunOpening | None = None,
+    command: str,
 ) -> dict[str, str]:
     """Tags that record what ran, by whom, on which code, data and cluster.
 
     Args:
-        parent: the sweep or study; its command started this run in a process of Ray's.
+        command: the line that was typed.
     """
-    command = (parent.tags.get(SOURCE_NAME) if parent else None) or command_line()
     flat = recipe.flat()
     try:
         # In a container, and on a shared account, the MLflow log-in says more.

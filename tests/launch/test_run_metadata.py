@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 from joblib import cpu_count
 
-from tests.launch.record.resolved import resolved_run
+from tests.launch.resolved import resolved_run
 from vit_ray.config import load_recipe
 from vit_ray.config.recorded_recipe import recorded_before, stored_tag, tags_of
 from vit_ray.config.resume_compatibility import incompatible_changes
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep_trials import final_recipe, trial_recipe
+from vit_ray.launch import run_metadata
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.record import run_metadata
-from vit_ray.launch.record.run_metadata import (
+from vit_ray.launch.run_metadata import (
+    command_line,
     data_inputs,
     git_commit,
     group_of,
@@ -30,8 +31,8 @@ from vit_ray.launch.record.run_metadata import (
     trained_params,
     training_cost,
 )
-from vit_ray.tracking.metrics_log import RunOpening
 
+CLUSTER = ClusterShape(1, 2, 0, 0.0)
 TRIALS = ["init_from=x", "data.train=a/train", "data.eval=a/test"]
 
 
@@ -59,7 +60,7 @@ def test_parameters_are_what_is_set_and_what_trains():
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     recipe = load_recipe(name)
-    tags = run_facts(recipe, "study_cell", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "study_cell", resolved_run(), CLUSTER, "typed")
     before = recorded_before(trained_params(recipe), tags)
     assert incompatible_changes(before, recipe.flat()) == []
     other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
@@ -96,7 +97,7 @@ def test_tags_say_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
     words = ["/x/vit-ray", "sweep", "digits_sweep", "tracking.uri=http://u:hunter2@h"]
     monkeypatch.setattr(sys, "argv", words)
     recipe = load_recipe("digits_sweep", TRIALS)
-    tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "sweep_trial", resolved_run(), CLUSTER, command_line())
     assert tags["vit_ray.kind"] == "sweep_trial"
     shown = {key for key in tags if not stored_tag(key).startswith("mlflow.")}  # what pages show
     assert shown == {
@@ -106,7 +107,7 @@ def test_tags_say_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
     assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
     assert tags["mlflow.user"] == getpass.getuser()
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ana")  # who shares an account or a container
-    again = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    again = run_facts(recipe, "sweep_trial", resolved_run(), CLUSTER, "typed")
     assert again["mlflow.user"] == "ana"
     assert tags["mlflow.source.name"] == "vit-ray sweep digits_sweep tracking.uri=http://h"
     assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]
@@ -116,7 +117,7 @@ def test_tags_say_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
 def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
     about = {"description": "Baseline of *May*", "tags": {"team": "vision", "data.eval": "x"}}
     recipe = load_recipe("digits_sweep", TRIALS).with_changes(tracking=about)
-    tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "sweep_trial", resolved_run(), CLUSTER, "typed")
     assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
     assert (tags["team"], tags["data.eval"]) == ("vision", "a/test")
     with pytest.raises(ValueError, match=r"tracking\.tags.*'vit_ray\.kind' is reserved"):
@@ -154,19 +155,6 @@ def test_a_git_that_does_not_answer_leaves_the_commit_unknown(monkeypatch: pytes
     monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
     monkeypatch.setattr(subprocess, "run", hang)
     assert git_commit() == "unknown"
-
-
-def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    cluster, recipe = ClusterShape(1, 2, 0, 0.0), load_recipe("digits_sweep", TRIALS)
-    monkeypatch.setattr(sys, "argv", ["/x/vit-ray", "sweep", "digits_sweep"])
-    tags = run_facts(recipe, "sweep", resolved_run(), cluster)
-    parent = RunOpening(recipe.tracking, "sweep", tmp_path / "metrics.jsonl", tags=tags)
-    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=192.0.2.2"])
-    of_trial = run_facts(recipe, "sweep_trial", resolved_run(), cluster, parent)
-    assert of_trial["mlflow.source.name"] == "vit-ray sweep digits_sweep"
-    assert "    vit-ray sweep digits_sweep\n" in of_trial["mlflow.note.content"]
 
 
 def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

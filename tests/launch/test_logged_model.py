@@ -1,0 +1,295 @@
+"""A training's result as MLflow loads it: against the model itself, and MLflow's own format."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+from PIL import Image
+
+from tests.models.small import TINY_VIT, small_model
+from tests.newcomer.follow import blocks
+from tests.trained_runs import tiny_recipe, write_run
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recorded_recipe import used_sections
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.crops import crop_of
+from vit_ray.launch import model_card
+from vit_ray.launch.model_card import card_of
+from vit_ray.launch.run import RunResult, _log_model
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.tracker import Tracker, log_models, replay
+
+ROOT = Path(__file__).parents[2]
+METRICS = {"eval/top1": 0.75, "few_shot/5_shot_top1": 0.5}
+DATA = {
+    "name": "test", "digest": "5" * 32, "source": "data/test", "context": "evaluation",
+    "profile": {"num_images": 300},
+}  # fmt: skip
+CLASSES = ["cat", "dog", "emu", "fox", "gnu"]
+(TWO_LINES,) = (
+    block.text
+    for block in blocks(ROOT / "docs" / "fine_tuning.md")
+    if "pyfunc.load_model" in block.text
+)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Any, torch.nn.Module, str]:
+    """A recipe, its model, and the address of the model's checkpoint; a store with a schema."""
+    model = small_model("ViT").eval()
+    trained = {"name": "small", "model": {"name": "ViT", "image_size": 32, **TINY_VIT}}
+    run = write_run(tmp_path / "runs" / "small", model, facts={"recipe": trained})
+    (checkpoint,) = Path(run).glob("step-*")
+    recipe = tiny_recipe(
+        tmp_path, data={"eval_augment": {"kind": "center_crop"}}, train={"precision": "fp32"}
+    )
+    return recipe, model, str(checkpoint)
+
+
+def pictures(side: int = 48) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (70, side, side + 8, 3), dtype=np.uint8)
+
+
+def logits_of(recipe: Any, model: torch.nn.Module, images: np.ndarray) -> np.ndarray:
+    """As an evaluation has them: files without loss, cut by the data room."""
+    crops = []
+    for image in images:
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "png")
+        augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
+        crops.append(crop_of(file.getvalue(), augmentation, (0, 0, 0)))
+    pixels = torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        return model(pixels).numpy()
+
+
+def record(recipe: Any, checkpoint: str, register_as: str | None = None) -> str:
+    """Id of a run that has logged the model, as a training does it."""
+    opening = RunOpening(
+        recipe.tracking, recipe.name, Path(recipe.run_folder) / "metrics.jsonl", datasets=[DATA]
+    )
+    tracker = Tracker.begin(opening)
+    tracker.log.metrics(7, METRICS)
+    tracker.log.model(
+        recipe.name,
+        7,
+        reference=reference_of(recipe),
+        card="# the card",
+        params={"checkpoint": checkpoint},
+        register_as=register_as,
+        metrics={**METRICS, "eval/loss": math.inf},
+    )
+    assert tracker.finish("FINISHED")
+    assert log_models(recipe.tracking.uri, list(tracker.models().values())) == [""]
+    assert tracker.run_id is not None
+    return tracker.run_id
+
+
+def reference_of(recipe: Any) -> dict[str, Any]:
+    return {**used_sections(recipe.recorded()), "classes": CLASSES}
+
+
+def loaded(recipe: Any, checkpoint: str, folder: Path) -> Any:
+    """The model as MLflow makes it, without its enforcement of signatures."""
+    from vit_ray.launch.logged_model import LoggedModel
+
+    (folder / "reference.json").write_text(json.dumps(reference_of(recipe)))
+    model = LoggedModel()
+    artifacts = {"reference.json": str(folder / "reference.json")}
+    model.load_context(
+        SimpleNamespace(artifacts=artifacts, model_config={"checkpoint": checkpoint})
+    )
+    return model
+
+
+@pytest.mark.slow
+def test_a_fresh_process_gets_the_models_logits_from_uint8_images(
+    trained: Any, tmp_path: Path
+) -> None:
+    recipe, model, checkpoint = trained
+    run_id = record(recipe, checkpoint, register_as="tiny")
+    run = MlflowClient(recipe.tracking.uri).get_run(run_id)
+    (output,) = run.outputs.model_outputs
+    np.save(tmp_path / "images.npy", pictures())
+    expected = logits_of(recipe, model, pictures())
+    script = "import sys\nimport numpy as np\nimages = np.load('images.npy')\n"
+    for uri, file in ((f"models:/{output.model_id}", "logged"), ("models:/tiny/1", "registered")):
+        script += TWO_LINES.replace("models:/NAME/1", uri) + f"np.save('{file}', logits)\n"
+    script += "table = model.predict([images[0]], params={'output': 'classes'})\n"
+    script += "assert list(table.columns) == ['class', 'probability', 'label']\n"
+    script += "assert model.unwrap_python_model().model.logits(images[:2]).shape == (2, 5)\n"
+    script += "assert 'ray' not in sys.modules"  # whoever uses a model starts nothing
+    subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        check=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    for file in ("logged.npy", "registered.npy"):
+        found = np.load(tmp_path / file)
+        assert (found.dtype, found.shape) == (np.float32, (70, 5))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_model_has_its_card_and_metrics_with_their_data_set_and_no_copy_of_the_weights(
+    trained: Any, tmp_path: Path
+) -> None:
+    recipe, _, checkpoint = trained
+    run_id = record(recipe, checkpoint)
+    client = MlflowClient(recipe.tracking.uri)
+    (output,) = client.get_run(run_id).outputs.model_outputs
+    model = client.get_logged_model(output.model_id)
+    found = {one.key: (one.value, one.step, one.dataset_name) for one in model.metrics}
+    assert found == {
+        "eval/top1": (0.75, 7, "test"),
+        "few_shot/5_shot_top1": (0.5, 7, "test"),
+    }
+    for key in METRICS:
+        assert len(client.get_metric_history(run_id, key)) == 1
+    assert model.tags["mlflow.note.content"] == "# the card"
+    kept = [path for path in (tmp_path / "mlruns").rglob("*") if path.is_file()]
+    assert {"MLmodel", "README.md", "requirements.txt"} <= {path.name for path in kept}
+    assert sum(path.stat().st_size for path in kept) < 20_000
+
+
+def test_a_model_that_is_sent_again_is_logged_and_registered_once(
+    trained: Any, tmp_path: Path
+) -> None:
+    """Also where an earlier attempt was cut off before the model's files were there."""
+    recipe, _, checkpoint = trained
+    run_id = record(recipe, checkpoint, register_as="tiny")
+    client = MlflowClient(recipe.tracking.uri)
+    done = replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
+    assert done.refused == []
+    run = client.get_run(run_id)
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    (version,) = client.search_model_versions("name = 'tiny'")
+    assert (version.run_id, version.model_id) == (run_id, model.model_id)
+    client.finalize_logged_model(model.model_id, "FAILED")
+    replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
+    (again,) = client.search_logged_models([run.info.experiment_id])
+    assert (again.status, again.model_id == model.model_id) == ("READY", False)
+
+
+def test_a_model_that_cannot_be_logged_says_why() -> None:
+    start, model = {"datasets": []}, {"step": 1, "name": "x"}
+    (problem,) = log_models("http://user:hunter2@127.0.0.1:9", [("0" * 32, start, model)])
+    assert "127.0.0.1" in problem
+    assert "hunter2" not in problem
+
+
+def test_the_card_is_made_of_what_the_checkpoint_has(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _, checkpoint = trained
+    card = card_of(recipe, CLASSES, checkpoint)
+    assert "5 classes, images of 32 x 32 pixels" in card
+    assert "| steps | 7 of 2 images |" in card
+    assert 'params={"output": "classes"}' in card
+    assert card_of(recipe, CLASSES, str(tmp_path / "nothing")) == ""
+    # A storage that fails at this moment must not fail the training.
+    unreachable = Mock(side_effect=OSError("S3 does not answer"))
+    monkeypatch.setattr(model_card, "open_checkpoint", unreachable)
+    assert card_of(recipe, CLASSES, checkpoint) == ""
+
+
+def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(
+    trained: Any, tmp_path: Path
+) -> None:
+    recipe, model, checkpoint = trained
+    moved = Path(checkpoint).parents[2] / "elsewhere"
+    Path(checkpoint).rename(moved)
+    with pytest.raises(ValueError, match=rf"refers to the checkpoint {checkpoint}, which cannot"):
+        loaded(recipe, checkpoint, tmp_path)
+    images = pictures()[:2]
+    found = loaded(recipe, str(moved), tmp_path).predict(None, images)
+    np.testing.assert_allclose(found, logits_of(recipe, model, images), atol=1e-5)
+
+
+def test_it_takes_images_in_every_form_and_names_classes(trained: Any, tmp_path: Path) -> None:
+    recipe, model, checkpoint = trained
+    found = loaded(recipe, checkpoint, tmp_path)
+    (pixels,) = images = pictures()[:1]
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    expected = logits_of(recipe, model, images)
+    forms = {
+        "paths": [str(tmp_path / "image.png")],
+        "Pillow": [Image.fromarray(pixels)],
+        "one image": pixels,
+        "floats": images / np.float64(255),
+        "what JSON has": images.tolist(),
+    }
+    for form, given in forms.items():
+        np.testing.assert_allclose(found.predict(None, given), expected, atol=1e-6, err_msg=form)
+    table = found.predict(None, images, params={"output": "classes"})
+    assert table["class"].tolist() == [CLASSES[expected.argmax()]]
+    share = torch.from_numpy(expected).softmax(1).max()
+    assert table["probability"].tolist() == [pytest.approx(float(share), rel=1e-6)]
+    with pytest.raises(ValueError, match=r"output='names'; give one of logits, classes"):
+        found.predict(None, images, params={"output": "names"})
+    with pytest.raises(ValueError, match=r"from -1 to 1; give floats in \[0, 1\]"):
+        found.predict(None, np.linspace(-1, 1, 48).reshape(1, 4, 4, 3))
+
+
+def prepared(kind: str, **sections: Any) -> Any:
+    tree = {"name": "run", "output": "/runs", "tracking": {"register_as": "tiny"}, **sections}
+    manifest = SimpleNamespace(classes=CLASSES)
+    return SimpleNamespace(
+        recipe=recipe_from_dict(tree, "test"),
+        kind=kind,
+        trains=kind != "evaluate",
+        resolved=SimpleNamespace(manifest=manifest),
+    )
+
+
+def logged(run: Any, steps: int = 7) -> list[Any]:
+    """What the recorder is asked for a run of seven steps that has come so far."""
+    asked: list[Any] = []
+    result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")
+    record = SimpleNamespace(model=lambda *words, **named: asked.append((*words, named)))
+    _log_model(result, run, SimpleNamespace(record=record))
+    return asked
+
+
+def test_what_is_trained_to_its_end_is_logged_and_registered() -> None:
+    ((name, step, model),) = logged(prepared("pretrain"))
+    assert (name, step, model["register_as"]) == ("run", 7, "tiny")
+    assert model["params"]["checkpoint"] == "/runs/run/step-00000007"
+    assert model["reference"]["classes"] == CLASSES
+
+
+def test_trials_are_logged_and_never_registered() -> None:
+    ((_, _, model),) = logged(prepared("sweep_trial"))
+    assert model["register_as"] is None
+
+
+@pytest.mark.parametrize(
+    ("run", "steps"),
+    [
+        (prepared("pretrain"), 6),
+        (prepared("evaluate"), 7),
+        (prepared("pretrain", tracking={"log_model": False}), 7),
+        (prepared("pretrain", train={"loss": "masked_patch"}), 7),
+    ],
+    ids=["stopped", "evaluation", "not wanted", "no head"],
+)
+def test_nothing_else_is_logged(run: Any, steps: int) -> None:
+    assert logged(run, steps) == []
+
+
+@pytest.mark.parametrize("name", ["a/b", "a:1", ""])
+def test_a_name_that_the_registry_would_refuse_is_refused_with_the_recipe(name: str) -> None:
+    with pytest.raises(ValueError, match=r"tracking\.register_as"):
+        prepared("pretrain", tracking={"register_as": name})

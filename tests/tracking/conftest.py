@@ -1,0 +1,19 @@
+"""Calls of an actor that is in this process."""
+
+from typing import Any
+
+import pytest
+
+from tests.tracking.recorders import Answer
+from vit_ray.tracking import recorder
+
+
+@pytest.fixture
+def answers_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of `Here` have been answered when they are made; others go to Ray."""
+    get = recorder.ray.get
+
+    def answered(call: Any, timeout: float) -> Any:
+        return call.found if isinstance(call, Answer) else get(call, timeout=timeout)
+
+    monkeypatch.setattr(recorder.ray, "get", answered)

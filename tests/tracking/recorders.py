@@ -1,0 +1,54 @@
+"""The actor of a command in this process, without Ray, and recorders of runs in it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.recorder import Recorder, RunRecords
+
+
+class Here:
+    """As Ray's handle of an actor that is in this process; arguments travel pickled."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri, self.actor = uri, RunRecords(uri)
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> Any:
+            return Answer(getattr(self.actor, name)(*pickle.loads(pickle.dumps(args))))
+
+        return Remote(remote)
+
+    def die(self) -> None:
+        """As when Ray starts the process again: nothing that was in memory is left."""
+        for run in self.actor._runs.values():
+            tracker = run.tracker()
+            tracker._ends = True
+            tracker._wake.set()
+            tracker.join(30)
+            run._held.close()
+        self.actor = RunRecords(self.uri)
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, remote: Any) -> None:
+        self.remote = remote
+
+
+class Answer:
+    """What a call returns."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+
+def recorded_here(opening: RunOpening, here: Here | None = None) -> Recorder:
+    """A recorder of a run whose actor is in this process, opened."""
+    actor = here or Here(opening.config.uri)
+    run = Recorder(actor, opening.log_path, opening.run_name)
+    run.open(opening)
+    return run

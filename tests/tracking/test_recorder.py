@@ -1,0 +1,423 @@
+"""The actor that records runs: what it records, and what its death costs."""
+
+import gzip
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import ray
+from mlflow import MlflowClient
+
+from tests.tracking.recorders import Here, recorded_here
+from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.measure.goodput import TimeClass, Work
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.tracking import metrics_log, recorder
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.recorder import Recorder, start_recorder
+from vit_ray.tracking.run_state import Orders
+from vit_ray.tracking.tracker import Tracker
+from vit_ray.worker.run_link import RunLink
+
+pytestmark = pytest.mark.usefixtures("answers_here")
+
+
+def opening_of(folder: Path, parent: Recorder | None = None, name: str = "run") -> RunOpening:
+    config = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", system_metrics=False)
+    parent_log = parent.log_path if parent else None
+    return RunOpening(config, name, folder / name / "metrics.jsonl", parent_log=parent_log)
+
+
+def started(opening: RunOpening, parent: Recorder | None = None) -> Recorder:
+    """A recorder in a process of Ray's."""
+    path, name = opening.log_path, opening.run_name
+    if parent is None:
+        run = start_recorder(opening.config.uri, path, name, "")
+    else:
+        run = replace(parent, log_path=path, run_name=name)
+    run.open(opening)
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    return Here(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def points_of(store: MlflowClient, run_id: str | None, key: str) -> list[tuple[int, float]]:
+    points = store.get_metric_history(str(run_id), key)
+    return sorted((point.step, point.value) for point in points)
+
+
+def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_log, "RELEASE_S", 0.2)
+    first = recorded_here(opening_of(tmp_path))
+    with pytest.raises(RuntimeError, match=r"run 'run': the recorder of its last driver"):
+        recorded_here(opening_of(tmp_path))
+    first.finish("FINISHED")
+    second = recorded_here(opening_of(tmp_path))
+    assert second.status().step == 0
+    second.finish("FINISHED")
+
+
+def test_the_start_is_on_disk_when_the_run_is_open(here: Here, tmp_path: Path) -> None:
+    """Whoever has the log has all that is needed to send it."""
+    opening = replace(opening_of(tmp_path), params={"seed": "3"})
+    run = recorded_here(opening, here)
+    assert '"kind": "start"' in opening.log_path.read_text()
+    assert '"seed": "3"' in opening.log_path.read_text()
+    run.finish("FINISHED")
+
+
+def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(
+    here: Here, tmp_path: Path
+) -> None:
+    opening = opening_of(tmp_path)
+    run = recorded_here(opening, here)
+    run.request_save()
+    here.die()
+    run.open(opening)
+    assert run.heartbeat(0, 1) == Orders(None, 1)
+    assert len(list(metrics_log.MetricsLog(run.log_path).records("start"))) == 1
+    run.finish("FINISHED")
+
+
+def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    first = recorded_here(opening_of(tmp_path), here)
+    first.metrics(1, {"train/loss": 1.0})
+    run_id = first.run_id()
+    # Of a trial that was started again.
+    second = recorded_here(replace(opening_of(tmp_path), run_id=run_id), here)
+    assert second.run_id() == run_id
+    second.metrics(3, {"train/loss": 1.0})
+    assert not second.finish("FINISHED")
+    assert store.get_run(str(run_id)).info.status == "FINISHED"
+    assert points_of(store, run_id, "train/loss") == [(1, 1.0), (3, 1.0)]
+
+
+def test_a_file_from_a_worker_is_kept_with_the_run(
+    ray_cluster: object, store: MlflowClient, tmp_path: Path
+) -> None:
+    record = started(opening_of(tmp_path))
+    link = RunLink(record, record, 0)
+    link.keep_file("trace.json.gz", gzip.compress(b"a trace"))
+    assert record.flush(60)
+    run_id = record.run_id()
+    assert not record.finish("FINISHED")
+    path = store.download_artifacts(str(run_id), "profile/trace.json.gz", str(tmp_path))
+    assert gzip.decompress(Path(path).read_bytes()) == b"a trace"
+
+
+def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
+    ray_cluster: object, tmp_path: Path, store: MlflowClient
+) -> None:
+    parent = started(opening_of(tmp_path, name="parent"))
+    record = started(opening_of(tmp_path, parent), parent)
+    record.metrics(1, {"train/loss": 1.0, "eval/top1": 0.5})
+    record.event(EventKind.RESUMED, "a worker has died", 1)
+    record.request_save()
+    record.fail(Failure("the disk is full"))
+    assert record.flush(60)
+    run_id = record.run_id()
+    assert run_id is not None
+    for step in range(2, 41):
+        record.metrics(step, {"train/loss": float(step)}, 60.0 if step == 40 else 0.0)
+        if step == 20:
+            kill(record)
+    status = record.status()
+    assert (status.step, status.metrics["eval/top1"]) == (40, 0.5)
+    assert [event.text for event in status.events] == ["a worker has died"]
+    assert record.heartbeat(1, 40) == Orders(None, 1)
+    assert record.failure() == Failure("the disk is full")
+    parent.request_stop("SIGTERM")
+    deadline = time.monotonic() + 60
+    while record.heartbeat(0, 1) != Orders("SIGTERM", 1) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert record.stop_reason() == "SIGTERM"
+    assert record.run_id() == run_id
+    assert not record.finish("FINISHED")
+    assert points_of(store, run_id, "train/loss") == [(step, float(step)) for step in range(1, 41)]
+    assert store.get_run(run_id).info.status == "FINISHED"
+    assert not parent.finish("KILLED")
+
+
+def kill(record: Recorder) -> None:
+    """End the actor's process: `ray.kill` returns before the process has ended."""
+    pid = ray.get(record.actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_records_come_in_the_order_of_the_calls(
+    ray_cluster: object, store: MlflowClient, tmp_path: Path
+) -> None:
+    """The actor has many threads."""
+    record = started(opening_of(tmp_path))
+    for step in range(200):
+        record.metrics(step, {"train/loss": float(step)})
+    record.event(EventKind.WEIGHTS, "text", 200, wait_s=60)
+    assert [event.kind for event in record.status().events] == ["weights"]
+    log = metrics_log.MetricsLog(record.log_path)
+    assert [one["step"] for one in log.records("metrics")] == list(range(200))
+    record.finish("FINISHED")
+
+
+def test_what_is_recorded_right_after_the_actors_death_is_neither_lost_nor_doubled(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+    record.metrics(1, {"train/loss": 1.0, "startup/first_step_s": 7.0})
+    run_id = record.run_id()
+    here.die()
+    record.metrics(2, {"train/loss": 2.0})
+    record.event(EventKind.RESUMED, "a worker has died", 2)
+    record.request_stop("SIGTERM")
+    here.die()
+    assert record.heartbeat(1, 2) == Orders("SIGTERM", 0)
+    record.metrics(3, {"train/loss": 3.0, "startup/first_step_s": 9.0})
+    assert record.status().metrics == {"train/loss": 3.0, "startup/first_step_s": 7.0}
+    assert [event.kind for event in record.status().events] == ["resumed"]
+    assert not record.finish("KILLED")
+    assert points_of(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert points_of(store, run_id, "startup/first_step_s") == [(1, 7.0)]
+    assert store.get_run(str(run_id)).data.tags["mlflow.vit_ray.events.resumed"] == "1"
+
+
+def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+    assert record.flush(60)
+    run_id = str(record.run_id())
+    here.die()
+    metrics_log.MetricsLog(record.log_path).append("finish", status="FINISHED")
+    assert store.get_run(run_id).info.status == "RUNNING"
+    assert not record.finish("FINISHED")
+    assert store.get_run(run_id).info.status == "FINISHED"
+
+
+def test_why_a_run_failed_and_how_it_ended_outlive_the_actor(here: Here, tmp_path: Path) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+    record.fail(Failure("reason", has_diverged=True))
+    record.event(EventKind.STOPPED, "text", 3)
+    here.die()
+    assert record.failure() == Failure("reason", has_diverged=True)
+    assert [event.kind for event in record.status().events] == [EventKind.STOPPED]
+    record.finish("FAILED")
+
+
+def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_path: Path) -> None:
+    parent = recorded_here(opening_of(tmp_path, name="parent"), here)
+    nested = recorded_here(opening_of(tmp_path, parent, "nested"), here)
+    early = recorded_here(opening_of(tmp_path, nested, "early"), here)
+    assert early.heartbeat(0, 1) == Orders(None, 0)
+    assert nested.status().step == 1
+    parent.request_stop("SIGTERM")
+    here.die()
+    late = recorded_here(opening_of(tmp_path, nested, "late"), here)
+    assert early.heartbeat(0, 1) == Orders("SIGTERM", 0)
+    assert late.heartbeat(0, 1) == Orders("SIGTERM", 0)
+    assert parent.stop_reason() == "SIGTERM"
+    for run in (early, late, nested, parent):
+        run.finish("KILLED")
+
+
+def test_the_stage_of_a_study_outlives_its_actor(here: Here, tmp_path: Path) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+    record.begin_stage("cell", 3)
+    record.child_step("a", 5)
+    here.die()
+    record.child_step("b", 7)
+    record.child_ended("a", 0.5)
+    status = record.status()
+    assert (status.step, status.stage) == (12, "cell 2 of 3, best 50.00% (a)")
+    record.finish("FINISHED")
+
+
+def test_nothing_is_written_for_a_run_that_was_never_opened(here: Here, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with pytest.raises(RuntimeError, match="nothing can be recorded in"):
+        Recorder(here, path, "run").tag("a", "b")
+    assert not path.exists()
+
+
+def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_actor_dies(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    opening = replace(opening_of(tmp_path), run_id="0" * 32)
+    record = recorded_here(opening, here)
+    record.metrics(1, {"train/loss": 1.0})
+    run_id = record.run_id()
+    assert run_id not in (None, opening.run_id)
+    here.die()
+    assert record.status().step == 1
+    assert record.run_id() == run_id
+    assert not record.finish("FINISHED")
+    assert [p.name for p in opening.log_path.parent.glob("*.jsonl")] == ["metrics.jsonl"]
+
+
+def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = Mock()
+    monkeypatch.setattr("vit_ray.tracking.system_metrics.NodeSamples", samples)
+    opening = opening_of(tmp_path)
+    opening = replace(opening, config=opening.config.model_copy(update={"system_metrics": True}))
+    record = recorded_here(opening, here)
+    run_id = record.run_id()
+    assert [call.args[1]() for call in samples.call_args_list] == [run_id]
+    here.die()
+    metrics_log.MetricsLog(record.log_path).append("finish", status="FINISHED")
+    assert not record.finish("FINISHED")
+    assert samples.call_count == 1
+
+
+def test_where_the_time_went_outlives_the_actor_and_its_drivers(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    start_s = now_s - 1000
+    clock = SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic)
+    monkeypatch.setattr(recorder, "time", clock)
+    opening = replace(opening_of(tmp_path), began_s=start_s)
+    record = recorded_here(opening, here)
+
+    def work(attempt: str, begin_s: float, steps: tuple[int, int], training_s: float) -> None:
+        until_s, (first, last) = begin_s + training_s, steps
+        spent = {TimeClass.TRAINING: training_s}
+        record.work(Work(attempt, begin_s, until_s, spent, 2, first, last, last - first))
+
+    def spent() -> dict[str, float]:
+        account = record.account().seconds
+        return {key: round(value) for key, value in account.items() if round(value)}
+
+    record.place_wait(start_s + 10, start_s + 15)
+    work("a", start_s + 20, (0, 20), 20.0)
+    assert spent() == {"starting": 15, "place_wait": 5, "training": 20, "ending": 960}
+    here.die()
+    work("a", start_s + 20, (0, 100), 100.0)
+    size = opening.log_path.stat().st_size
+    work("a", start_s + 20, (0, 101), 101.0)
+    assert opening.log_path.stat().st_size == size  # it comes once a second
+    work("b", start_s + 131, (81, 121), 40.0)
+    assert spent()["training"] == 121
+    assert record.account().core_days == pytest.approx(2 * 141 / 86_400)
+    here.die()  # with the driver: nothing is the end of it
+    again = replace(opening_of(tmp_path), began_s=start_s + 500)
+    record = recorded_here(again, here)
+    work("c", start_s + 520, (121, 131), 10.0)
+    assert spent() == {
+        "starting": 15 + 10 + 20, "place_wait": 5, "training": 131, "repeated": 20,
+        "stopped": 329, "ending": 470,
+    }  # fmt: skip
+    record.finish("FINISHED")
+
+
+def test_the_goodput_so_far_is_recorded_from_time_to_time(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "ACCOUNT_EVERY_S", 0.0)
+    record = recorded_here(replace(opening_of(tmp_path), began_s=time.time() - 100), here)
+    begin_s = time.time() - 50
+    record.work(Work("a", begin_s, begin_s + 25, {"training": 25.0}))
+    assert record.status().metrics["run/goodput"] == pytest.approx(0.25, abs=0.01)
+    record.finish("FINISHED")
+
+
+def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
+    opening = replace(
+        opening_of(tmp_path),
+        tags={"mlflow.note.content": "text"},
+        datasets=[{**data, "profile": {"num_images": 7}}],
+        measured_on="dev",
+        awaited_metric="dev/top1",
+    )
+    record = recorded_here(opening, here)
+    record.metrics(1, {"a/loss": 1.0})
+    record.metrics(2, {"eval/top1": 0.75, "evaluated": 1.0})
+    assert record.status().metrics["eval/top1"] == 0.75
+    run_id = str(record.run_id())
+    record.finish("FINISHED")
+    run = store.get_run(run_id)
+    assert next(iter(run.data.metrics.items())) == ("dev/top1", 0.75)
+    assert set(run.data.metrics) == {"dev/top1", "a/loss", "evaluated"}
+    (given,) = run.inputs.dataset_inputs
+    assert (given.dataset.name, given.dataset.profile) == ("train", '{"num_images": 7}')
+
+
+def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    for step in (1, 5):
+        record = recorded_here(opening_of(tmp_path), here)
+        record.metrics(step, {"startup/first_step_s": float(step)})
+        record.metrics(step + 1, {"startup/first_step_s": 100.0})
+        run_id = record.run_id()
+        assert not record.finish("FINISHED")
+    assert points_of(store, run_id, "startup/first_step_s") == [(1, 1.0), (5, 5.0)]
+
+
+def test_what_is_recorded_after_the_end_changes_nothing(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    opening = opening_of(tmp_path)
+    record = recorded_here(opening, here)
+    run_id = str(record.run_id())
+    assert not record.finish("FINISHED")
+    size = opening.log_path.stat().st_size
+    record.metrics(9, {"train/loss": 1.0})
+    assert record.heartbeat(1, 9, "host", "node", "GPU 0", "g") == Orders(None, 0)
+    assert record.places() == {1: WorkerPlace("host", "node", "GPU 0", 9, "g")}
+    assert opening.log_path.stat().st_size == size
+    assert store.get_run(run_id).info.status == "FINISHED"
+    assert not record.finish("FINISHED")
+    Tracker.begin(opening_of(tmp_path)).close()
+
+
+def test_models_are_logged_after_the_end_and_marked_as_sent(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+    described = {"card": "", "register_as": None, "metrics": {}}
+    record.model("net", 7, reference={"classes": []}, params={"checkpoint": "x"}, **described)
+    run_id = str(record.run_id())
+    assert not record.finish("FINISHED")
+    log = metrics_log.MetricsLog(record.log_path)
+    assert len(log.read_sent().waiting) == 1
+    assert here.actor.log_models() == []
+    assert log.read_sent().waiting == ()
+    assert len(store.get_run(run_id).outputs.model_outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ray.exceptions.GetTimeoutError(), "has not answered in 30 s"),
+        (ray.exceptions.RayActorError(), "the process of the run's record has died"),
+    ],
+)
+def test_an_actor_that_gives_no_answer_is_named(
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder.ray, "get", Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match=text):
+        Recorder(Mock(), Path("metrics.jsonl"), "run").heartbeat(0, 1)

@@ -1,0 +1,119 @@
+"""Logs trained models with MLflow: run as a process of its own, which imports pandas and SciPy.
+
+Standard input is `[uri, [[run id, start record, model record], ...]]` as JSON; the last line of
+output is a list of reasons why a model is not logged, empty if it is.
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import mlflow
+import numpy as np
+from mlflow.models import Model, ModelSignature
+from mlflow.types.schema import ParamSchema, ParamSpec, Schema, TensorSpec
+
+from vit_ray.tracking.metrics_log import Record
+from vit_ray.tracking.mlflow_client import open_client
+from vit_ray.tracking.mlflow_run import MAX_TAG_CHARS, measured_key
+
+STEP_TAG: Final = "vit_ray.step"
+"""Tag that finds a run's model at a step."""
+_CONTEXTS: Final = {"dev": "held-out evaluation", "few_shot": "few-shot evaluation"}
+"""Group of metrics -> use of the data set that they are measured on; of others, evaluation."""
+_CODE: Final = """import mlflow
+from vit_ray.launch.logged_model import LoggedModel
+
+mlflow.models.set_model(LoggedModel())
+"""
+
+
+def log_model(uri: str, run_id: str, start: Record, record: Record) -> None:
+    """Log a model of a run, and register it if its record says so, unless that was done before."""
+    client, step = open_client(uri), record["step"]
+    mlflow.set_tracking_uri(uri)
+    experiment = client.get_run(run_id).info.experiment_id
+    query = f"source_run_id = '{run_id}' AND tags.`{STEP_TAG}` = '{step}'"
+    mlflow.set_experiment(experiment_id=experiment)
+    model_id = None
+    for found in client.search_logged_models([experiment], query):
+        if found.status == "READY":
+            model_id = found.model_id
+        else:  # it was cut off before its files were there
+            client.delete_logged_model(found.model_id)
+    if model_id is None:
+        model_id = _logged(run_id, record)
+        _add_metrics(client, run_id, model_id, start, record)
+    if name := record["register_as"]:
+        query = f"name = '{name}' AND run_id = '{run_id}'"
+        if not client.search_model_versions(query):
+            mlflow.register_model(f"models:/{model_id}", name, await_registration_for=0)
+
+
+def _logged(run_id: str, record: Record) -> str:
+    signature = ModelSignature(  # inputs are images in many forms, which the model checks itself
+        outputs=Schema(
+            [TensorSpec(np.dtype("float32"), (-1, len(record["reference"]["classes"])))]
+        ),
+        params=ParamSchema([ParamSpec("output", "string", "logits")]),
+    )
+    with TemporaryDirectory() as folder:
+        files = {"README.md": record["card"], "reference.json": json.dumps(record["reference"])}
+        for name, text in {**files, "model.py": _CODE}.items():
+            Path(folder, name).write_text(text)
+        info = Model.log(
+            artifact_path=None,
+            name=record["name"],
+            flavor=mlflow.pyfunc,
+            run_id=run_id,
+            step=record["step"] + 1,  # without points: it sends those of its step again
+            python_model=str(Path(folder, "model.py")),
+            artifacts={name: str(Path(folder, name)) for name in files},
+            model_config={"checkpoint": record["params"]["checkpoint"]},
+            pip_requirements=[f"mlflow=={version('mlflow')}", "vit-ray"],
+            signature=signature,
+            params=record["params"],
+            tags={
+                STEP_TAG: record["step"],
+                "mlflow.note.content": record["card"][:MAX_TAG_CHARS],
+            },
+        )
+    return str(info.model_id)
+
+
+def _add_metrics(client: Any, run_id: str, model_id: str, start: Record, record: Record) -> None:
+    """Give a model its run's measurements, with the data sets that they were measured on."""
+    data = {one["context"]: one for one in start["datasets"]}
+    for key, value in record["metrics"].items():
+        key = measured_key(start, key)
+        history = client.get_metric_history(run_id, key)
+        point = next((one for one in reversed(history) if one.value == value), None)
+        if point is None:
+            continue
+        context = _CONTEXTS.get(key.partition("/")[0], "evaluation")
+        of = data.get(context) or data.get("evaluation") or {"name": None, "digest": None}
+        client.log_metric(
+            run_id,
+            key,
+            value,
+            point.timestamp,
+            point.step,
+            model_id=model_id,
+            dataset_name=of["name"],
+            dataset_digest=of["digest"],
+        )
+
+
+if __name__ == "__main__":
+    given_uri, models = json.load(sys.stdin)
+    problems = []
+    for model in models:
+        try:
+            log_model(given_uri, *model)
+            problems.append("")
+        except Exception as error:
+            problems.append(str(error).partition("\n")[0] or repr(error))
+    print(json.dumps(problems))

@@ -1,0 +1,432 @@
+"""The actor that records and controls all runs of a command, and how any process reaches it.
+
+Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
+one process. A run is named by its log, which holds all that the actor knows of it: if Ray restarts
+the process, it reads the log again at the next call. Records are written in the order of the calls.
+"""
+
+import atexit
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vit_ray.addresses import absolute_uri
+from vit_ray.measure.goodput import Account, Work, account
+from vit_ray.outcomes import Failure, WorkerPlace
+from vit_ray.tracking.metrics_log import (
+    ARRIVAL_S,
+    MetricsLog,
+    Record,
+    Records,
+    RunOpening,
+    Status,
+    lock_log,
+)
+from vit_ray.tracking.run_state import TIMELINE, Orders, RunState, RunStatus, marks_of
+
+if TYPE_CHECKING:
+    from vit_ray.tracking.tracker import Tracker
+
+CONCURRENT_CALLS: Final = 64
+ANSWER_S: Final = 300.0
+"""Longer than the slowest call, to an MLflow server that is away, whose own limit is shorter."""
+HEARTBEAT_S: Final = 30.0
+IMPORT_S: Final = 120.0
+FIRST_ANSWER_S: Final = 10.0
+"""Longest wait for MLflow to give a run its id."""
+MODELS_S: Final = 300.0
+"""Longest wait for a command's models after its last line."""
+ACCOUNT_EVERY_S: Final = 600.0
+"""Seconds between records of a working run's goodput."""
+WORK_GROWTH: Final = 1.02
+"""What an attempt has completed comes each second, and is written when it has grown so much."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Run:
+    """A run in the actor: its log, its state, and what sends it to MLflow."""
+
+    def __init__(self, path: Path, uri: str) -> None:
+        self.state, self._uri = RunState(), uri
+        self.log = MetricsLog(path, lambda record: self.state.note(record))
+        self.key = ""
+        """Of its opening."""
+        self.problem = ""
+        """Set at its end: what MLflow does not have, and why."""
+        self._tracker: Future[Tracker] = Future()
+        self._is_closed = False
+        self.parent_log = ""
+        self._held = ExitStack()
+        """The lock of the log and the samplers, until the end."""
+        self._work: Work | None = None
+        self._written_s, self._accounted_s = 0.0, time.monotonic()
+
+    def open(self, opening: RunOpening) -> None:
+        """Write the start record.
+
+        Raises:
+            RuntimeError: the process of an earlier driver still writes its log.
+        """
+        self._held.enter_context(lock_log(opening.log_path, opening.run_name))
+        self.log.open(opening)
+        if not self.state.name:  # the process was restarted in this call
+            self._read()
+        self._start(opening.run_id)
+
+    def resume(self) -> None:
+        """Continue with what the log holds, in a process that was restarted.
+
+        Raises:
+            RuntimeError: there is no such log, or as `open`.
+        """
+        self._read()
+        if not self.state.name:
+            raise RuntimeError(
+                f"nothing can be recorded in {self.log.path}, which does not exist or was never "
+                "opened"
+            )
+        self._held.enter_context(lock_log(self.log.path, self.state.name))
+        self._start(None)
+
+    def _read(self) -> None:
+        for record in self.log.records():
+            if record["kind"] == "start":  # the state is that since the last one
+                self.state = RunState()
+            self.state.note(record)
+
+    def _start(self, run_id: str | None) -> None:
+        *_, start = self.log.records("start")
+        self.key, self.parent_log = start["opening"], start["parent_log"]
+        # In a thread: importing MLflow takes seconds.
+        self._tracker = ThreadPoolExecutor(1).submit(self._send, start, run_id)
+
+    def tracker(self) -> "Tracker":
+        """What sends it; waits for MLflow's import."""
+        return self._tracker.result(IMPORT_S)
+
+    def _send(self, start: Record, run_id: str | None) -> "Tracker":
+        # Imported here: the driver and the workers also import this module and need no MLflow.
+        from vit_ray.tracking.system_metrics import NodeSamples
+        from vit_ray.tracking.tracker import Tracker
+
+        tracker = Tracker(self.log, self._uri, run_id)
+        tracker.start()
+        # The children of a sweep or study share nodes; the parent samples these itself.
+        if start["system_metrics"] and not start["parent_log"] and not self.state.has_finished:
+            samples = NodeSamples(self._uri, lambda: tracker.run_id)
+            samples.start()
+            self._held.callback(samples.stop)
+        return tracker
+
+    def record(self, kind: str, values: dict[str, Any]) -> None:
+        """Write a record; nothing after the run's end."""
+        if self.state.has_finished:
+            return
+        if kind == "content":
+            path = self.log.path.parent / values["name"]
+            path.write_bytes(values["content"])
+            self.log.artifact(path, values["folder"])
+        elif kind == "work":
+            self._keep_work(Work(**values))
+        else:
+            if kind in ("event", "finish"):
+                self._write_work()
+            self.log.append(kind, **values)
+
+    def _keep_work(self, work: Work) -> None:
+        """Keep what an attempt has completed; from time to time record the goodput so far."""
+        if self._work is not None and self._work.attempt != work.attempt:
+            self._write_work()
+            self._written_s = 0.0
+        self._work, spent_s = work, work.until_s - work.begin_s
+        if spent_s >= WORK_GROWTH * self._written_s:
+            self._write_work()
+            self._written_s = spent_s
+        if time.monotonic() - self._accounted_s > ACCOUNT_EVERY_S:
+            self._accounted_s = time.monotonic()
+            self.log.metrics(self.state.status().step, self.account().metrics())
+
+    def _write_work(self) -> None:
+        if self._work is not None:
+            self.log.append("work", **vars(self._work))
+
+    def account(self) -> Account:
+        """How the run's time was spent so far, over all openings in the log."""
+        marks = list(marks_of(self.log.records(*TIMELINE)))
+        return account([*marks, *([self._work] if self._work else [])], time.time())
+
+    def close(self) -> str:
+        """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
+        if not self._is_closed:
+            self._is_closed = True
+            with self._held:
+                tracker = self.tracker()
+                tracker.close()
+                self.problem = tracker.problem
+        return self.problem
+
+
+class RunRecords:
+    """Runs as an actor with concurrent methods; `open` and `record` are done one after another."""
+
+    def __init__(self, uri: str) -> None:
+        """`uri`: of MLflow; an argument, so that no log holds its password."""
+        self._uri = uri
+        self._runs: dict[Path, _Run] = {}
+        self._lock = threading.RLock()
+
+    @ray.method(concurrency_group="in_order")
+    def open(self, opening: RunOpening) -> None:
+        """Open a run; returns when the start record is on disk.
+
+        Raises:
+            RuntimeError: as `_Run.open`.
+        """
+        path = opening.log_path
+        if (earlier := self._runs.get(path)) is not None:
+            if earlier.key == opening.key:
+                return
+            earlier.record("finish", {"status": "KILLED"})  # unless it has ended, its opener died
+            earlier.close()
+        run = _Run(path, self._uri)
+        run.open(opening)
+        self._attach(run)
+        self._runs[path] = run
+
+    @ray.method(concurrency_group="in_order")
+    def record(self, path: Path, kind: str, values: dict[str, Any]) -> None:
+        """Write a record.
+
+        Raises:
+            RuntimeError: the run was never opened; nothing was written.
+        """
+        self._run(path).record(kind, values)
+
+    def heartbeat(self, path: Path, rank: int, step: int, *introduction: str) -> Orders:
+        return self._run(path).state.heartbeat(rank, step, *introduction)
+
+    def hanging(self, path: Path, rank: int, world_size: int, where: str) -> str:
+        return self._run(path).state.hanging(rank, world_size, where)
+
+    def places(self, path: Path) -> dict[int, WorkerPlace]:
+        return self._run(path).state.places()
+
+    def status(self, path: Path, wait_s: float) -> RunStatus:
+        """The run's state; waits up to `wait_s` until MLflow has given it an id, or has failed."""
+        run = self._run(path)
+        status = run.state.status()
+        if wait_s:
+            tracker = run.tracker()
+            tracker.wait_for_try(wait_s)
+            status.run_id, status.hint = tracker.run_id, tracker.hint
+        return status
+
+    def account(self, path: Path) -> Account:
+        return self._run(path).account()
+
+    def flush(self, path: Path, timeout_s: float) -> bool:
+        return self._run(path).tracker().flush(timeout_s)
+
+    def finish(self, path: Path) -> str:
+        """As `_Run.close`."""
+        return self._run(path).close()
+
+    def log_models(self) -> list[str]:
+        """Log the models of all runs; says which MLflow does not have, and why."""
+        from vit_ray.tracking.tracker import log_models
+
+        trackers = [run.tracker() for run in list(self._runs.values())]
+        waiting = [(one, *item) for one in trackers for item in one.models().items()]
+        found = log_models(self._uri, [model for _, _, model in waiting])
+        problems = []
+        for (tracker, offset, _), problem in zip(waiting, found, strict=True):
+            if problem:
+                command = f"vit-ray replay {tracker.log.path} URI"
+                problems.append(f"a model is not logged ({problem}); run: {command}")
+            else:
+                tracker.mark_logged(offset)
+        return problems
+
+    def _run(self, path: Path) -> _Run:
+        with self._lock:
+            if path not in self._runs:
+                run = _Run(path, self._uri)
+                run.resume()
+                self._runs[path] = run
+                self._attach(run)
+            return self._runs[path]
+
+    def _attach(self, run: _Run) -> None:
+        if run.parent_log:
+            run.state.parent = self._run(Path(run.parent_log)).state
+
+
+@dataclass(frozen=True)
+class Recorder(Records):
+    """The record and control of a run, from any process.
+
+    Calls that wait raise RuntimeError if the actor has not answered in time, or has died.
+    """
+
+    actor: Any
+    """Handle of the command's `RunRecords`."""
+    log_path: Path
+    run_name: str
+    command: str = ""
+    """The line that was typed; its child runs record it, too."""
+
+    def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
+        call = self.actor.record.remote(self.log_path, kind, values)
+        if wait_s:
+            _answer(call, wait_s)
+
+    def open(self, opening: RunOpening) -> None:
+        """Open the run; returns when its start record is on disk."""
+        _answer(self.actor.open.remote(opening), ANSWER_S)
+
+    def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
+        """Keep a file with the run, from a worker that may be on another node."""
+        self.append("content", wait_s, name=name, content=content, folder=folder)
+
+    def work(self, work: Work, wait_s: float = 0.0) -> None:
+        """What an attempt has completed so far; replaces what it had before."""
+        self.append("work", wait_s, **vars(work))
+
+    def place_wait(self, begin_s: float, end_s: float) -> None:
+        """The worker group has waited for its place; Unix times."""
+        self.append("place wait", begin_s=begin_s, end_s=end_s)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers, also of child runs, to checkpoint and end."""
+        self.append("stop", reason=reason)
+
+    def request_save(self) -> None:
+        """Ask the workers for a checkpoint at once."""
+        self.append("save")
+
+    def fail(self, failure: Failure) -> None:
+        """End the workers because a restart would not help; returns once that is noted."""
+        self.append("fail", ARRIVAL_S, **vars(failure))
+
+    def begin_stage(self, what: str, count: int) -> None:
+        """`count` child runs of a kind come next."""
+        self.append("stage", what=what, count=count)
+
+    def child_step(self, name: str, step: int) -> None:
+        self.append("child step", name=name, step=step)
+
+    def child_ended(self, label: str, score: float | None) -> None:
+        """A child run has ended; without a score if it failed."""
+        self.append("child ended", label=label, score=score)
+
+    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
+        """A worker is at `step`.
+
+        Args:
+            introduction: host, node, detail and group, as in `WorkerPlace`, when an attempt
+                begins.
+        """
+        call = self.actor.heartbeat.remote(self.log_path, rank, step, *introduction)
+        return _answer(call, HEARTBEAT_S)
+
+    def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str:
+        """Which workers the others wait for; empty if that was reported before."""
+        return _answer(self.actor.hanging.remote(self.log_path, rank, world_size, where), wait_s)
+
+    def status(self, limit_s: float = ANSWER_S, mlflow_s: float = 0.0) -> RunStatus:
+        """The run's state; waits up to `mlflow_s` for MLflow's first answer."""
+        return _answer(self.actor.status.remote(self.log_path, mlflow_s), limit_s)
+
+    def places(self) -> dict[int, WorkerPlace]:
+        """Places of the workers that have introduced themselves since the last failure, by rank."""
+        return _answer(self.actor.places.remote(self.log_path), HEARTBEAT_S)
+
+    def stop_reason(self) -> str | None:
+        """Why the run, or its sweep or study, was asked to stop."""
+        return self.status().stop
+
+    def failure(self) -> Failure | None:
+        """Why the run cannot be trained any further, if a restart would not help."""
+        return self.status().failure
+
+    def run_id(self, limit_s: float = ANSWER_S) -> str | None:
+        """MLflow's id of the run; None while MLflow is away."""
+        return self.status(limit_s, min(limit_s, FIRST_ANSWER_S)).run_id
+
+    def hint(self) -> str:
+        """The command or link that opens MLflow's page; empty while MLflow has no run."""
+        return self.status(mlflow_s=FIRST_ANSWER_S).hint
+
+    def account(self) -> Account:
+        """How the run's time was spent so far."""
+        return _answer(self.actor.account.remote(self.log_path), ANSWER_S)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until MLflow has everything recorded so far; False if it does not in time."""
+        return _answer(self.actor.flush.remote(self.log_path, timeout_s), ANSWER_S)
+
+    def finish(self, status: Status) -> str:
+        """End the run; says what MLflow does not have, and why."""
+        self.append("finish", ARRIVAL_S, status=status)
+        return _answer(self.actor.finish.remote(self.log_path), ANSWER_S)
+
+
+def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Recorder:
+    """A recorder of a command's first run, in a process on this node, where its log is."""
+    node = ray.get_runtime_context().get_node_id()
+    actor = (
+        ray.remote(concurrency_groups={"in_order": 1})(RunRecords)  # type: ignore[call-overload]
+        .options(
+            num_cpus=0,
+            max_concurrency=CONCURRENT_CALLS,
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(absolute_uri(uri))
+    )
+    return Recorder(actor, log_path, run_name, command)
+
+
+def log_models_at_exit(recorder: Recorder) -> None:
+    """Log the models of a command, for whose last line they do not wait; the process waits."""
+    call = recorder.actor.log_models.remote()
+
+    def wait() -> None:
+        if not ray.is_initialized():
+            return
+        try:
+            problems = ray.get(call, timeout=MODELS_S)
+        except ray.exceptions.RayError as error:
+            problems = [f"the models of {recorder.run_name} are not logged: {error}"]
+        for problem in problems:
+            logger.warning("%s", problem)
+
+    atexit.register(wait)
+
+
+def _answer(call: Any, limit_s: float) -> Any:
+    """What a call of the actor returns.
+
+    Raises:
+        RuntimeError: it has not answered in time, or its process has died.
+        RayError: the call has failed.
+    """
+    try:
+        return ray.get(call, timeout=limit_s)
+    except ray.exceptions.GetTimeoutError:
+        raise RuntimeError(
+            f"the run's record has not answered in {limit_s:g} s: its process, on the driver's "
+            "node, hangs or gets no CPU time; check that machine, then run the same command again"
+        ) from None
+    except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+        raise RuntimeError(f"the process of the run's record has died: {error}") from error

@@ -261,7 +261,7 @@ def test_the_page_says_where_the_model_card_is(store):
     model = client.create_logged_model("1", name="flowers", source_run_id=run_id)
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 30)])
     assert "Model card" not in " ".join(sections(store, run_id)["How to run it again"].texts)
-    card = Path(model.artifact_location) / "README.md"
+    card = Path(model.artifact_location) / "artifacts" / "README.md"
     card.parent.mkdir(parents=True)
     card.write_text("# flowers")
     assert sections(store, run_id)["How to run it again"].texts[-1] == f"Model card: {card}"

@@ -13,7 +13,7 @@ def answers_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of `Here` have been answered when they are made; others go to Ray."""
     get = recorder.ray.get
 
-    def answered(call: Any, timeout: float) -> Any:
+    def answered(call: Any, timeout: float | None = None) -> Any:
         return call.found if isinstance(call, Answer) else get(call, timeout=timeout)
 
     monkeypatch.setattr(recorder.ray, "get", answered)

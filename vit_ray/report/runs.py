@@ -46,7 +46,7 @@ from vit_ray.mlflow_internals import (
 )
 from vit_ray.model_aliases import model_family
 from vit_ray.report.copied_store import files_elsewhere
-from vit_ray.report.figures.histories import Curve, Histories, is_finite
+from vit_ray.report.figures.histories import Curve, curves, is_finite
 from vit_ray.report.statistics.groups import (
     COMMIT,
     EXAFLOPS,
@@ -368,7 +368,6 @@ class Archive:
         client = MlflowClient(uri)
         self.is_server = uri.startswith(("http://", "https://"))
         self._client, self._uri = client, uri
-        self._curves = Histories(client, is_server=self.is_server)
         self.address = redact(uri).partition("?")[0].rstrip("/")
         self.parent: RecordedRun | None = None
         found: Experiment | None = None
@@ -426,7 +425,7 @@ class Archive:
         most = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_A_CHART // max(count, 1)))
         found: dict[str, Curve] = {}
         for name, members in by_name.items():
-            found |= self._curves.curves([run.run_id for run in members], name, most)
+            found |= curves(self._client, [run.run_id for run in members], name, most)
         return found
 
     def file(self, run: RecordedRun, path: str) -> bytes | None:
@@ -463,7 +462,7 @@ class Archive:
             place = urlsplit(str(self._client.get_logged_model(model_id).artifact_location))
         except MlflowException:
             return ""
-        card = Path(unquote(place.path)) / "README.md"
+        card = Path(unquote(place.path)) / "artifacts" / "README.md"
         return str(card) if place.scheme in ("", "file") and card.is_file() else ""
 
     def link(self, run: RecordedRun) -> str:

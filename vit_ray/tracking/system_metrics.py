@@ -12,7 +12,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.addresses import absolute_uri
-from vit_ray.mlflow_internals import is_sampling
 from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
 from vit_ray.tracking.mlflow_client import open_client, redact_uri
 
@@ -26,8 +25,8 @@ logger = logging.getLogger(__name__)
 class SystemMetrics:
     """Samples this node into a run until stopped; one for each node, on other nodes as an actor.
 
-    MLflow's monitor ends at the first request that fails, so it is restarted. A sample that MLflow
-    does not accept is dropped: the next one comes soon.
+    MLflow's monitor would end at the first request that fails, so this calls its parts. A sample
+    that MLflow does not accept is dropped: the next one comes soon.
     """
 
     def __init__(self, run_id: str, uri: str, node_id: str, interval_s: float = INTERVAL_S) -> None:
@@ -50,25 +49,24 @@ class SystemMetrics:
         self._thread.join(5.0)
 
     def _work(self) -> None:
-        while not self._ends.is_set():
+        monitor: Any = None
+        while not self._ends.wait(self._interval_s):
             try:
-                open_client(self._uri)  # limits how long a request of this process takes
-                monitor: Any = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
-                    self._run_id,
-                    sampling_interval=self._interval_s,
-                    samples_before_logging=1,
-                    resume_logging=True,  # steps continue from the last one
-                    node_id=self._node_id,
-                    tracking_uri=self._uri,
-                )
-                monitor.start()
-                while is_sampling(monitor) and not self._ends.wait(self._interval_s):
-                    pass
-                monitor.finish()
+                monitor = monitor or self._monitor()
+                monitor.collect_metrics()
+                monitor.publish_metrics(monitor.aggregate_metrics())
             except Exception as error:
                 reason = redact_uri(str(error), self._uri)
-                logger.debug("samples of run %s are lost: %s", self._run_id, reason)
-            self._ends.wait(self._interval_s)
+                logger.debug("a sample of run %s is lost: %s", self._run_id, reason)
+
+    def _monitor(self) -> Any:
+        open_client(self._uri)  # limits how long a request of this process takes
+        return SystemMetricsMonitor(  # type: ignore[no-untyped-call]
+            self._run_id,
+            resume_logging=True,  # steps continue from the last one
+            node_id=self._node_id,
+            tracking_uri=self._uri,
+        )
 
 
 class NodeSamples(threading.Thread):

@@ -155,6 +155,60 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
     assert not parent.finish("KILLED")
 
 
+def send_losses(record: Recorder, key: str, num_steps: int) -> None:
+    """As a worker: each step is sent without a wait for its answer."""
+    for step in range(num_steps):
+        record.metrics(step, {key: float(step)}, 60.0 if step == num_steps - 1 else 0.0)
+        time.sleep(0.002)
+
+
+def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_load(
+    ray_cluster: object, tmp_path: Path, store: MlflowClient
+) -> None:
+    """Ray repeats the calls that were not answered, in any order."""
+    record, num_steps, keys = started(opening_of(tmp_path)), 600, ["train/loss", "train/accuracy"]
+    send = ray.remote(send_losses).options(num_cpus=0)
+    calls = [send.remote(record, key, num_steps) for key in keys]
+    while ray.wait(calls, num_returns=2, timeout=0.5)[1]:
+        kill(record)
+    ray.get(calls)
+    run_id = record.run_id()
+    assert not record.finish("FINISHED")
+    log = metrics_log.MetricsLog(record.log_path)
+    for key in keys:
+        sent = [one["step"] for one in log.records("metrics") if key in one["values"]]
+        assert sent == list(range(num_steps))
+        assert points_of(store, run_id, key) == [(step, float(step)) for step in range(num_steps)]
+
+
+def test_early_records_wait_in_the_log_and_known_ones_are_dropped(
+    here: Here, tmp_path: Path
+) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+
+    def send(number: int, sender: str = "worker") -> None:
+        here.actor.record(
+            record.log_path, "metrics", {"step": number, "values": {"a/b": 1.0}}, sender, number
+        )
+
+    def steps() -> list[int]:
+        log = metrics_log.MetricsLog(record.log_path)
+        return [one["step"] for one in log.records("metrics")]
+
+    for number in (0, 2, 3, 2, 0):
+        send(number)
+    here.die()
+    assert steps() == [0]
+    for number in (3, 0, 1, 1, 2):
+        send(number)
+    assert steps() == [0, 1, 2, 3]
+    send(5)
+    send(7, "a worker that has died")
+    here.die()
+    assert not record.finish("FINISHED")
+    assert steps() == [0, 1, 2, 3, 7, 5]
+
+
 def kill(record: Recorder) -> None:
     """End the actor's process: `ray.kill` returns before the process has ended."""
     pid = ray.get(record.actor.__ray_call__.remote(lambda _: os.getpid()))

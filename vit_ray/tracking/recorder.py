@@ -9,6 +9,7 @@ import atexit
 import logging
 import threading
 import time
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ ACCOUNT_EVERY_S: Final = 600.0
 WORK_GROWTH: Final = 1.02
 """What an attempt has completed comes each second, and is written when it has grown so much."""
 
+_NUMBERING: Final = threading.Lock()
+_SENDERS: Final[dict[Path, tuple[str, int]]] = {}
+"""What this process is called in a log since its opening, and the number of its next record."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +62,11 @@ class _Run:
 
     def __init__(self, path: Path, uri: str) -> None:
         self.state, self._uri = RunState(), uri
-        self.log = MetricsLog(path, lambda record: self.state.note(record))
+        self.log = MetricsLog(path, self._note)
+        self._due: dict[str, int] = {}
+        """Number of the next record of each sender."""
+        self._early: dict[tuple[str, int], tuple[str, Record]] = {}
+        """Kind and values of records that came before an earlier one, by sender and number."""
         self.key = ""
         """Of its opening."""
         self.problem = ""
@@ -77,9 +86,9 @@ class _Run:
             RuntimeError: the process of an earlier driver still writes its log.
         """
         self._held.enter_context(lock_log(opening.log_path, opening.run_name))
+        self._read()
+        self._write_early()  # their senders have ended
         self.log.open(opening)
-        if not self.state.name:  # the process was restarted in this call
-            self._read()
         self._start(opening.run_id)
 
     def resume(self) -> None:
@@ -99,9 +108,18 @@ class _Run:
 
     def _read(self) -> None:
         for record in self.log.records():
-            if record["kind"] == "start":  # the state is that since the last one
-                self.state = RunState()
-            self.state.note(record)
+            self._note(record)
+
+    def _note(self, record: Record) -> None:
+        """Take a record of the log."""
+        if record["kind"] == "start":  # the state is that since the last one
+            self.state, self._due, self._early = RunState(), {}, {}
+        self.state.note(record)
+        if record["kind"] == "early":
+            self._early[record["sender"], record["number"]] = (record["of"], record["values"])
+        elif "sender" in record:
+            self._due[record["sender"]] = record["number"] + 1
+            self._early.pop((record["sender"], record["number"]), None)
 
     def _start(self, run_id: str | None) -> None:
         *_, start = self.log.records("start")
@@ -127,26 +145,47 @@ class _Run:
             self._held.callback(samples.stop)
         return tracker
 
-    def record(self, kind: str, values: dict[str, Any]) -> None:
-        """Write a record; nothing after the run's end."""
+    def record(self, kind: str, values: Record, sender: str, number: int) -> None:
+        """Write a record; nothing after the run's end.
+
+        A sender numbers its records. After the death of the actor's process Ray repeats the calls
+        without an answer in any order: a known record is dropped, and an early one waits in the log
+        for those before it.
+        """
         if self.state.has_finished:
             return
-        if kind == "content":
-            path = self.log.path.parent / values["name"]
-            path.write_bytes(values["content"])
-            self.log.artifact(path, values["folder"])
-        elif kind == "work":
-            self._keep_work(Work(**values))
-        else:
-            if kind in ("event", "finish"):
-                self._write_work()
-            self.log.append(kind, **values)
+        due = self._due.get(sender, 0)
+        if number == due:
+            self._write(kind, values, sender=sender, number=number)
+            while early := self._early.get((sender, self._due[sender])):
+                self._write(*early, sender=sender, number=self._due[sender])
+        elif number > due and (sender, number) not in self._early:
+            self.log.append("early", sender=sender, number=number, of=kind, values=values)
 
-    def _keep_work(self, work: Work) -> None:
+    def _write(self, kind: str, values: Record, **sent: Any) -> None:
+        if kind in ("event", "finish"):
+            self._write_work()
+        if kind == "finish":
+            self._write_early()
+        self.log.append(kind, **values, **sent)
+
+    def _write_early(self) -> None:
+        """Write what waits for records that do not come: their sender has died."""
+        for (sender, number), early in sorted(self._early.items()):
+            self.log.append(early[0], **early[1], sender=sender, number=number)
+
+    def end(self, status: Status) -> None:
+        """Note the end, unless the run has ended."""
+        if not self.state.has_finished:
+            self._write("finish", {"status": status})
+
+    def keep_work(self, work: Work) -> None:
         """Keep what an attempt has completed; from time to time record the goodput so far."""
         if self._work is not None and self._work.attempt != work.attempt:
             self._write_work()
             self._written_s = 0.0
+        elif self._work is not None and self._work.until_s > work.until_s:
+            return  # a call that Ray has repeated
         self._work, spent_s = work, work.until_s - work.begin_s
         if spent_s >= WORK_GROWTH * self._written_s:
             self._write_work()
@@ -195,7 +234,7 @@ class RunRecords:
         if (earlier := self._runs.get(path)) is not None:
             if earlier.key == opening.key:
                 return
-            earlier.record("finish", {"status": "KILLED"})  # unless it has ended, its opener died
+            earlier.end("KILLED")  # its opener died
             earlier.close()
         run = _Run(path, self._uri)
         run.open(opening)
@@ -203,13 +242,25 @@ class RunRecords:
         self._runs[path] = run
 
     @ray.method(concurrency_group="in_order")
-    def record(self, path: Path, kind: str, values: dict[str, Any]) -> None:
+    def record(self, path: Path, kind: str, values: Record, sender: str, number: int) -> None:
         """Write a record.
 
         Raises:
             RuntimeError: the run was never opened; nothing was written.
         """
-        self._run(path).record(kind, values)
+        self._run(path).record(kind, values, sender, number)
+
+    @ray.method(concurrency_group="in_order")
+    def work(self, path: Path, work: Work) -> None:
+        if not (run := self._run(path)).state.has_finished:
+            run.keep_work(work)
+
+    @ray.method(concurrency_group="in_order")
+    def content(self, path: Path, name: str, content: bytes, folder: str) -> None:
+        file = path.parent / name
+        file.write_bytes(content)
+        if not (run := self._run(path)).state.has_finished:
+            run.log.artifact(file, folder)
 
     def heartbeat(self, path: Path, rank: int, step: int, *introduction: str) -> Orders:
         return self._run(path).state.heartbeat(rank, step, *introduction)
@@ -285,21 +336,27 @@ class Recorder(Records):
     """The line that was typed; its child runs record it, too."""
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
-        call = self.actor.record.remote(self.log_path, kind, values)
+        with _NUMBERING:
+            sender, number = _SENDERS.get(self.log_path) or (uuid.uuid4().hex[:12], 0)
+            call = self.actor.record.remote(self.log_path, kind, values, sender, number)
+            _SENDERS[self.log_path] = sender, number + 1
         if wait_s:
             _answer(call, wait_s)
 
     def open(self, opening: RunOpening) -> None:
         """Open the run; returns when its start record is on disk."""
+        _SENDERS.pop(self.log_path, None)
         _answer(self.actor.open.remote(opening), ANSWER_S)
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         """Keep a file with the run, from a worker that may be on another node."""
-        self.append("content", wait_s, name=name, content=content, folder=folder)
+        _answer(self.actor.content.remote(self.log_path, name, content, folder), wait_s)
 
     def work(self, work: Work, wait_s: float = 0.0) -> None:
         """What an attempt has completed so far; replaces what it had before."""
-        self.append("work", wait_s, **vars(work))
+        call = self.actor.work.remote(self.log_path, work)
+        if wait_s:
+            _answer(call, wait_s)
 
     def place_wait(self, begin_s: float, end_s: float) -> None:
         """The worker group has waited for its place; Unix times."""

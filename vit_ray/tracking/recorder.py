@@ -47,8 +47,8 @@ MODELS_S: Final = 300.0
 """Longest wait for a command's models after its last line."""
 ACCOUNT_EVERY_S: Final = 600.0
 """Seconds between records of a working run's goodput."""
-WORK_GROWTH: Final = 1.02
-"""What an attempt has completed comes each second, and is written when it has grown so much."""
+EARLY_S: Final = 0.2
+"""Between two looks whether the records before one have arrived."""
 
 _NUMBERING: Final = threading.Lock()
 _SENDERS: Final[dict[Path, tuple[str, int]]] = {}
@@ -76,8 +76,7 @@ class _Run:
         self.parent_log = ""
         self._held = ExitStack()
         """The lock of the log and the samplers, until the end."""
-        self._work: Work | None = None
-        self._written_s, self._accounted_s = 0.0, time.monotonic()
+        self._accounted_s = time.monotonic()
 
     def open(self, opening: RunOpening) -> None:
         """Write the start record.
@@ -145,15 +144,18 @@ class _Run:
             self._held.callback(samples.stop)
         return tracker
 
-    def record(self, kind: str, values: Record, sender: str, number: int) -> None:
+    def record(self, kind: str, values: Record, sender: str, number: int) -> bool:
         """Write a record; nothing after the run's end.
 
         A sender numbers its records. After the death of the actor's process Ray repeats the calls
         without an answer in any order: a known record is dropped, and an early one waits in the log
         for those before it.
+
+        Returns:
+            Whether nothing before it is missing.
         """
         if self.state.has_finished:
-            return
+            return True
         due = self._due.get(sender, 0)
         if number == due:
             self._write(kind, values, sender=sender, number=number)
@@ -161,10 +163,12 @@ class _Run:
                 self._write(*early, sender=sender, number=self._due[sender])
         elif number > due and (sender, number) not in self._early:
             self.log.append("early", sender=sender, number=number, of=kind, values=values)
+        if kind == "work" and time.monotonic() - self._accounted_s > ACCOUNT_EVERY_S:
+            self._accounted_s = time.monotonic()
+            self.log.metrics(self.state.status().step, self.account().metrics())
+        return self._due.get(sender, 0) > number
 
     def _write(self, kind: str, values: Record, **sent: Any) -> None:
-        if kind in ("event", "finish"):
-            self._write_work()
         if kind == "finish":
             self._write_early()
         self.log.append(kind, **values, **sent)
@@ -179,29 +183,9 @@ class _Run:
         if not self.state.has_finished:
             self._write("finish", {"status": status})
 
-    def keep_work(self, work: Work) -> None:
-        """Keep what an attempt has completed; from time to time record the goodput so far."""
-        if self._work is not None and self._work.attempt != work.attempt:
-            self._write_work()
-            self._written_s = 0.0
-        elif self._work is not None and self._work.until_s > work.until_s:
-            return  # a call that Ray has repeated
-        self._work, spent_s = work, work.until_s - work.begin_s
-        if spent_s >= WORK_GROWTH * self._written_s:
-            self._write_work()
-            self._written_s = spent_s
-        if time.monotonic() - self._accounted_s > ACCOUNT_EVERY_S:
-            self._accounted_s = time.monotonic()
-            self.log.metrics(self.state.status().step, self.account().metrics())
-
-    def _write_work(self) -> None:
-        if self._work is not None:
-            self.log.append("work", **vars(self._work))
-
     def account(self) -> Account:
         """How the run's time was spent so far, over all openings in the log."""
-        marks = list(marks_of(self.log.records(*TIMELINE)))
-        return account([*marks, *([self._work] if self._work else [])], time.time())
+        return account([*marks_of(self.log.records(*TIMELINE))], time.time())
 
     def close(self) -> str:
         """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
@@ -242,18 +226,13 @@ class RunRecords:
         self._runs[path] = run
 
     @ray.method(concurrency_group="in_order")
-    def record(self, path: Path, kind: str, values: Record, sender: str, number: int) -> None:
-        """Write a record.
+    def record(self, path: Path, kind: str, values: Record, sender: str, number: int) -> bool:
+        """As `_Run.record`.
 
         Raises:
             RuntimeError: the run was never opened; nothing was written.
         """
-        self._run(path).record(kind, values, sender, number)
-
-    @ray.method(concurrency_group="in_order")
-    def work(self, path: Path, work: Work) -> None:
-        if not (run := self._run(path)).state.has_finished:
-            run.keep_work(work)
+        return self._run(path).record(kind, values, sender, number)
 
     @ray.method(concurrency_group="in_order")
     def content(self, path: Path, name: str, content: bytes, folder: str) -> None:
@@ -338,10 +317,13 @@ class Recorder(Records):
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
         with _NUMBERING:
             sender, number = _SENDERS.get(self.log_path) or (uuid.uuid4().hex[:12], 0)
-            call = self.actor.record.remote(self.log_path, kind, values, sender, number)
+            given = (self.log_path, kind, values, sender, number)
+            call = self.actor.record.remote(*given)
             _SENDERS[self.log_path] = sender, number + 1
-        if wait_s:
-            _answer(call, wait_s)
+        until_s = time.monotonic() + wait_s
+        while wait_s and not _answer(call, max(0.0, until_s - time.monotonic())):
+            time.sleep(EARLY_S)  # Ray repeats those before it
+            call = self.actor.record.remote(*given)
 
     def open(self, opening: RunOpening) -> None:
         """Open the run; returns when its start record is on disk."""
@@ -354,9 +336,7 @@ class Recorder(Records):
 
     def work(self, work: Work, wait_s: float = 0.0) -> None:
         """What an attempt has completed so far; replaces what it had before."""
-        call = self.actor.work.remote(self.log_path, work)
-        if wait_s:
-            _answer(call, wait_s)
+        self.append("work", wait_s, **vars(work))
 
     def place_wait(self, begin_s: float, end_s: float) -> None:
         """The worker group has waited for its place; Unix times."""

@@ -176,7 +176,7 @@ def test_a_model_that_is_sent_again_is_logged_and_registered_once(
     run = client.get_run(run_id)
     (model,) = client.search_logged_models([run.info.experiment_id])
     (version,) = client.search_model_versions("name = 'tiny'")
-    assert (version.run_id, version.model_id) == (run_id, model.model_id)
+    assert (version.run_id, version.source) == (run_id, f"models:/{model.model_id}")
     client.finalize_logged_model(model.model_id, "FAILED")
     replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
     (again,) = client.search_logged_models([run.info.experiment_id])

@@ -34,10 +34,8 @@ FAILURE: Final = "vit_ray.failure"
 """Tag with the reason why a run has failed."""
 MEASURED: Final = (EVAL_GROUP, DEV_GROUP, FEW_SHOT_GROUP)
 """Prefixes of an evaluation's metrics."""
-FILES: Final = ("text", "artifact", "event", "model")
+FILES: Final = ("text", "artifact", "event")
 """Kinds of records that become files of the run; its events share one file."""
-SENT_KINDS: Final = frozenset({"start", "metrics", "tag", "finish", *FILES})
-"""Kinds that MLflow gets; others are for a recorder that reads the log again."""
 RELEASE_S = 20.0
 """How long the process of a killed driver may take to release its logs."""
 ARRIVAL_S: Final = 300.0
@@ -127,9 +125,9 @@ class Sent(NamedTuple):
     run_id: str | None = None
     """The run that has it."""
     offset: int = 0
-    """Bytes that MLflow has, but for the records that wait."""
-    waiting: tuple[int, ...] = ()
-    """Offsets of files before that, which MLflow does not have."""
+    """Bytes of which it has the points and tags."""
+    files: int = 0
+    """Bytes of which it has the files."""
 
 
 class MetricsLog(Records):
@@ -250,15 +248,17 @@ class MetricsLog(Records):
     def end_is_sent(self, status: Status) -> bool:
         """Whether the last opening has ended with this status, and MLflow has all of the log."""
         sent, last = self.read_sent(), list(self.records("start", "finish"))[-1:]
-        is_sent = sent.offset >= self.size and not sent.waiting
+        is_sent = min(sent.offset, sent.files) >= self.size
         return is_sent and [one.get("status") for one in last] == [status]
 
     def read_sent(self) -> Sent:
         """How far MLflow has the file, as noted by `mark_sent`; for a missing file, nothing."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             noted = json.loads(self._sent_path.read_text())
-            sent = Sent(noted["run_id"], int(noted["offset"]), tuple(map(int, noted["waiting"])))
-            return sent if sent.offset <= self.size else Sent(sent.run_id)  # another file
+            sent = Sent(noted["run_id"], int(noted["offset"]), int(noted["files"]))
+            return (
+                sent if max(sent.offset, sent.files) <= self.size else Sent(sent.run_id)
+            )  # another file
         return Sent()
 
     def mark_sent(self, sent: Sent) -> None:

@@ -274,17 +274,14 @@ class RunRecords:
         """Log the models of all runs; says which MLflow does not have, and why."""
         from vit_ray.tracking.tracker import log_models
 
-        trackers = [run.tracker() for run in list(self._runs.values())]
-        waiting = [(one, *item) for one in trackers for item in one.models().items()]
-        found = log_models(self._uri, [model for _, _, model in waiting])
-        problems = []
-        for (tracker, offset, _), problem in zip(waiting, found, strict=True):
-            if problem:
-                command = f"vit-ray replay {tracker.log.path} URI"
-                problems.append(f"a model is not logged ({problem}); run: {command}")
-            else:
-                tracker.mark_logged(offset)
-        return problems
+        runs = list(self._runs.values())
+        models = [(run.log.path, model) for run in runs for model in run.tracker().models()]
+        found = log_models(self._uri, [model for _, model in models])
+        return [
+            f"a model is not logged ({problem}); run: vit-ray replay {path} URI"
+            for (path, _), problem in zip(models, found, strict=True)
+            if problem
+        ]
 
     def _run(self, path: Path) -> _Run:
         with self._lock:

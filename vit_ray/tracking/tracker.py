@@ -1,8 +1,8 @@
 """Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
 
 One thread sends the records in order. It keeps trying while MLflow is away, and sends what is
-missing when it is back, with the original times. A file that cannot be stored waits, so that it
-delays neither the points, nor the end, nor other files. Nothing here uses Ray.
+missing when it is back, with the original times. Files are sent apart, so that one that cannot be
+stored delays neither the points nor the end. Nothing here uses Ray.
 """
 
 import json
@@ -11,15 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.tracking.metrics_log import (
     FILES,
-    SENT_KINDS,
     MetricsLog,
     Record,
     RunOpening,
@@ -54,27 +52,35 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(threading.Thread):
-    """Records one run through `log`. No method raises; `flush`, `finish` and `close` wait."""
+    """Records one run through `log`. No method of a started one raises; `flush`, `finish` and
+    `close` wait.
+    """
 
-    def __init__(self, log: MetricsLog, uri: str, run_id: str | None = None) -> None:
+    def __init__(
+        self, log: MetricsLog, uri: str, run_id: str | None = None, *, is_replay: bool = False
+    ) -> None:
         """
         Args:
             log: has a start record.
             uri: of the store.
             run_id: the MLflow run to continue, if the log has none.
+            is_replay: send all of the log; how far it is sent is noted in memory alone.
         """
         super().__init__(name="mlflow", daemon=True)
         self.log, self._uri, self._wanted = log, absolute_uri(uri), run_id
+        self._is_replay = is_replay
         self.problem = ""
         """Set at the end: what MLflow does not have, and why; empty if it has everything."""
+        self.refused: list[str] = []
+        """What MLflow has refused, each with the reason."""
+        self.num_points = 0
+        """New points that were sent."""
         self._writer: RunWriter | None = None
         self._sent = Sent()
-        self._waiting: dict[int, Record] = {}
-        """Files that MLflow does not have, by the offset before them."""
-        self._warned: set[int] = set()
-        self._num_refused = 0
         self._is_away = False
         self._last_error = ""
+        self._blocked: Record | None = None
+        """A file that could not be stored."""
         self._ends, self._num_tries = False, 0
         self._wake = threading.Event()
         self._progress = threading.Condition()
@@ -116,12 +122,12 @@ class Tracker(threading.Thread):
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far but models; False if not in time.
 
-        A file that cannot be stored is waited for only during a few more attempts.
+        Files that cannot be stored are waited for only during a few more attempts.
         """
         size, until_s = self.log.size, time.monotonic() + timeout_s
         with self._progress:
             last_try: float = float("inf")
-            while self._sent.offset < size or self._missing_files():
+            while min(self._sent.offset, self._sent.files) < size:
                 if self._sent.offset >= size:
                     last_try = min(last_try, self._num_tries + FILE_TRIES_AT_END)
                 left_s = until_s - time.monotonic()
@@ -148,11 +154,10 @@ class Tracker(threading.Thread):
         self._ends = True
         self._wake.set()
         self.join(timeout_s if is_sent else 0.0)
-        missing = self._missing_files()
-        if refused := self._num_refused:
-            missing = [f"{refused} refused record{'s' if refused > 1 else ''}", *missing]
-        is_sent &= not missing
-        if not is_sent:
+        missing = self.missing_files()
+        if num := len(self.refused):
+            missing = [f"{num} refused record{'s' * (num > 1)}", *missing]
+        if missing or not is_sent:
             what = ", ".join(missing) if missing else "all"
             why = self._last_error or f"it did not take it in {timeout_s:g} s"
             self.problem = (
@@ -163,29 +168,27 @@ class Tracker(threading.Thread):
             self.problem = f"{self.problem}; {text}" if self.problem else text
         if self.problem:
             logger.warning("%s; then run: vit-ray replay %s URI", self.problem, self.log.path)
-        return is_sent and not self.log.error
+        return not self.problem
 
-    def _missing_files(self) -> list[str]:
-        waiting = [file_name(one) for one in [*self._waiting.values()] if one["kind"] != "model"]
-        return list(dict.fromkeys(waiting))
+    def missing_files(self) -> list[str]:
+        """Names of files that MLflow does not have."""
+        offset, found = self._sent.files, list[str]()
+        while records := self.log.read(offset):
+            offset = records[-1][1]
+            found += [file_name(one) for one, _ in records if one["kind"] in FILES]
+        return list(dict.fromkeys(found))
 
-    def models(self) -> dict[int, Model]:
-        """The models that wait for the command's last line, by the offset of their record."""
+    def models(self) -> list[Model]:
+        """The run's models, which are logged after the command's last line."""
         if (writer := self._writer) is None:
-            return {}
-        waiting = {at: one for at, one in [*self._waiting.items()] if one["kind"] == "model"}
-        return {at: (writer.run_id, writer.opening, one) for at, one in waiting.items()}
-
-    def mark_logged(self, offset: int) -> None:
-        """A model is logged; call this after the end."""
-        del self._waiting[offset]
-        self._mark(self._sent.offset)
+            return []
+        return [(writer.run_id, writer.opening, one) for one in self.log.records("model")]
 
     def run(self) -> None:
         """Send until the end, with growing pauses after failures."""
         pause_s = 0.0
         while not self._ends:
-            is_done = self._send()
+            is_done = self._try()
             pause_s = 0.0 if is_done else min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
             with self._progress:
                 self._num_tries += 1
@@ -193,31 +196,36 @@ class Tracker(threading.Thread):
             self._wake.wait(pause_s or BATCH_INTERVAL_S)
             self._wake.clear()
 
-    def _send(self) -> bool:
-        """Find or create the run, and send all; after any error MLflow counts as away."""
+    def _try(self) -> bool:
+        """Send all; after any error MLflow counts as away."""
         try:
-            writer = self._writer or self._connect()
-            while (found := next_batch(self.log, self._sent.offset))[1] > self._sent.offset:
-                if self._ends:  # the next opening's tracker sends it
-                    break
-                self._send_batch(writer, *found)
-            for offset, record in list(self._waiting.items()):
-                self._send_file(writer, offset, record)
+            self.send()
         except Exception as error:
-            self._last_error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
-            if not self._is_away:
-                self._is_away = True
-                text = (
-                    f"MLflow at {safe_uri(self._uri)} cannot be used: run "
-                    f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
-                    f"{self.log.path}"
-                )
-                self._warn(text, error)
+            text = (
+                f"MLflow at {safe_uri(self._uri)} cannot be used: run "
+                f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
+                f"{self.log.path}"
+            )
+            self._note(text, error, is_new=not self._is_away)
+            self._is_away = True
             return False
         self._is_away = False
-        if not (missing := self._missing_files()) and not self._num_refused:
-            self._last_error = ""
-        return not missing
+        return self._sent.files >= self._sent.offset
+
+    def send(self) -> None:
+        """Find or create the run, and send all; files until one that cannot be stored.
+
+        Raises:
+            Exception: any error of MLflow's, after which all that is left waits.
+        """
+        writer = self._writer or self._connect()
+        while (found := next_batch(self.log, self._sent.offset))[1] > self._sent.offset:
+            if self._ends:  # the next opening's tracker sends it
+                return
+            self._send_each(writer, found[0])
+            self._is_away = False
+            self._mark(offset=found[1])
+        self._send_files(writer)
 
     def _connect(self) -> RunWriter:
         """The run, found or created; another one than before gets all of the log.
@@ -232,7 +240,9 @@ class Tracker(threading.Thread):
         with _finding:
             sent = self.log.read_sent()
             writer = RunWriter(self._uri, self.log, sent.run_id or self._wanted)
-            if sent.run_id not in (None, writer.run_id):
+            if self._is_replay:
+                sent = Sent()
+            elif sent.run_id not in (None, writer.run_id):
                 logger.warning(
                     "MLflow at %s does not have run %s, or has it for another folder: all of %s "
                     "is sent to run %s",
@@ -242,85 +252,65 @@ class Tracker(threading.Thread):
                     writer.run_id,
                 )
                 sent = Sent()
-            self._waiting = {at: self.log.read(at)[0][0] for at in sent.waiting}
-            self._sent = sent._replace(run_id=writer.run_id)
-            self.log.mark_sent(self._sent)
+            self._sent = sent
+            self._mark(run_id=writer.run_id)
         self._writer = writer
         return writer
 
-    def _send_batch(self, writer: RunWriter, records: list[Record], end: int) -> None:
-        if records and records[0]["kind"] in FILES:
-            self._waiting[self._sent.offset] = records[0]
-        else:
-            send_each(writer, records, self._leaves_out)
-        self._is_away = False
-        self._mark(end)
+    def _mark(self, **changes: Any) -> None:
+        self._sent = self._sent._replace(**changes)
+        if not self._is_replay:
+            self.log.mark_sent(self._sent)
 
-    def _mark(self, offset: int) -> None:
-        self._sent = self._sent._replace(offset=offset, waiting=tuple(self._waiting))
-        self.log.mark_sent(self._sent)
+    def _send_each(self, writer: RunWriter, records: list[Record]) -> None:
+        """Send a batch; if MLflow refuses it, each record by itself: a bad one loses only itself.
 
-    def _leaves_out(self, error: Exception, records: list[Record]) -> bool:
-        """Whether MLflow rejects these records; after any other error all wait."""
-        assert self._writer is not None
-        if isinstance(error, MlflowException) and self._writer.is_deleted():
-            self._writer = None  # to be found or created again
-            return False
-        if getattr(error, "error_code", "") not in _REJECTIONS:
-            return False
-        if len(records) == 1:
-            self._num_refused += 1
-            if self._num_refused == 1:
-                self._warn(f"MLflow refuses a record of run {self.run_id}", error)
-        return True
-
-    def _send_file(self, writer: RunWriter, offset: int, record: Record) -> None:
-        """Send a file; models wait for the command's last line."""
-        if record["kind"] == "model":
-            return
+        Raises:
+            Exception: any other error of MLflow's.
+        """
         try:
-            writer.send([record])
+            self.num_points += writer.send(records) if records else 0
         except Exception as error:
-            code = getattr(error, "error_code", "")
-            is_final = isinstance(error, _FINAL) or code in _REJECTIONS
-            if is_final or offset not in self._warned:
-                self._warned.add(offset)
-                name = file_name(record)
-                self._warn(f"run {self.run_id}: {name} cannot be stored with it", error)
-            if not is_final:
-                return
-        del self._waiting[offset]
-        self._mark(self._sent.offset)
+            if isinstance(error, MlflowException) and writer.is_deleted():
+                self._writer = None  # to be found or created again
+                raise
+            is_refused = getattr(error, "error_code", "") in _REJECTIONS
+            if not (is_refused or isinstance(error, _FINAL)):
+                raise
+            for record in records if len(records) > 1 else ():
+                self._send_each(writer, [record])
+            if len(records) == 1:
+                what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
+                self._note(f"run {self.run_id}: MLflow refuses {what}", error, not self.refused)
+                self.refused.append(f"{what}: {self._last_error}")
 
-    def _warn(self, text: str, error: Exception) -> None:
-        self._last_error = redact_uri(str(error), self._uri).partition("\n")[0]
-        logger.warning("%s (%s)", text, self._last_error)
+    def _send_files(self, writer: RunWriter) -> None:
+        """Send files until one that cannot be stored; it waits, and those after it."""
+        while (records := self.log.read(self._sent.files)) and not self._ends:
+            events = [one for one, _ in records if one["kind"] == "event"]
+            for record, end in records:
+                # The history is written as a whole.
+                if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
+                    try:
+                        self._send_each(writer, [record])
+                    except Exception as error:
+                        if self._writer is None:
+                            raise
+                        text = f"run {self.run_id}: {file_name(record)} cannot be stored with it"
+                        self._note(text, error, is_new=record != self._blocked)
+                        self._blocked = record
+                        return
+                self._mark(files=end)
 
-
-def send_each(
-    writer: RunWriter, records: list[Record], leaves_out: Callable[[Exception, list[Record]], bool]
-) -> int:
-    """Send a batch; if it fails, each record separately, so that a bad record loses only itself.
-
-    Args:
-        leaves_out: called with an error and what was sent; returns whether to continue without it,
-            or else the error is raised.
-
-    Returns:
-        Returns the number of new metric points.
-    """
-    try:
-        return writer.send(records) if records else 0
-    except Exception as error:
-        if not leaves_out(error, records):
-            raise
-        singles = [[record] for record in records] if len(records) > 1 else []
-        return sum(send_each(writer, single, leaves_out) for single in singles)
+    def _note(self, text: str, error: Exception, is_new: bool) -> None:
+        self._last_error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
+        if is_new:
+            logger.warning("%s (%s)", text, self._last_error)
 
 
 def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
     """Metrics up to the size of one request, or the one record of another kind that begins here,
-    and the offset after them; what MLflow does not get is passed over.
+    and the offset after them; what is no point or tag is passed over.
     """
     batch: list[Record] = []
     start, num_points = offset, 0
@@ -330,7 +320,7 @@ def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
             if batch and num_points > MAX_METRICS:
                 break
             batch.append(record)
-        elif record["kind"] in SENT_KINDS:
+        elif record["kind"] in ("start", "tag", "finish"):
             return (batch, offset) if offset > start else ([record], end)
         offset = end
     return batch, offset
@@ -365,14 +355,13 @@ def log_models(uri: str, models: Sequence[Model]) -> list[str]:
     return [redact_uri(one, uri) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
-@dataclass
-class Replayed:
+class Replayed(NamedTuple):
     """The result of a replay."""
 
-    num_points: int = 0
-    refused: list[str] = field(default_factory=list)
-    """Records that MLflow rejected, or that name files outside the run's folder, each with the
-    reason."""
+    num_points: int
+    """New ones."""
+    refused: list[str]
+    """What was not sent, each with the reason."""
 
 
 def replay(log_path: Path, uri: str) -> Replayed:
@@ -390,27 +379,12 @@ def replay(log_path: Path, uri: str) -> Replayed:
             f"log {str(log_path)!r}: no such file, or it does not begin with a run's start; give a "
             "run's metrics.jsonl"
         )
+    tracker = Tracker(log, uri, is_replay=True)
     try:
-        writer = RunWriter(absolute_uri(uri), log, log.read_sent().run_id)
+        tracker.send()
     except Exception as error:
         raise unusable(uri, error) from None
-    done, offset, models = Replayed(), 0, list[Model]()
-
-    def leave_out(error: Exception, records: list[Record]) -> bool:
-        if len(records) == 1:
-            what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
-            done.refused.append(redact_uri(f"{what}: {error}".partition("\n")[0], uri))
-        return True
-
-    while (found := next_batch(log, offset))[1] > offset:
-        records, offset = found
-        if records and records[0]["kind"] == "model":
-            models.append((writer.run_id, writer.opening, records[0]))
-        elif records and records[0]["kind"] != "event":
-            done.num_points += send_each(writer, records, leave_out)
-    if events := list(log.records("event")):
-        send_each(writer, events[-1:], leave_out)
-    for problem, (_, _, record) in zip(log_models(uri, models), models, strict=True):
-        if problem:
-            done.refused.append(f"{file_name(record)}: {problem}")
-    return done
+    models = tracker.models()
+    found = zip(models, log_models(absolute_uri(uri), models), strict=True)
+    lost = [f"{file_name(record)}: {problem}" for (_, _, record), problem in found if problem]
+    return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *lost])

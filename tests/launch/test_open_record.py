@@ -233,7 +233,7 @@ def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
 ) -> None:
     monkeypatch.setattr("vit_ray.tracking.metrics_log.RELEASE_S", 0.0)
     run_id = driven(trained, None)
-    with lock_log(metrics_log_path(trained.run_folder), trained.name):
+    with lock_log(metrics_log_path(trained.run_folder)):
         assert end_record(trained, run_id, 10, COST) == run_id
     assert "end that driver's job" in caplog.text.replace("\n", " ")
     assert mlflow_run(trained, run_id).info.status == "RUNNING"

@@ -64,7 +64,7 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
 ) -> None:
     monkeypatch.setattr(metrics_log, "RELEASE_S", 0.2)
     first = recorded_here(opening_of(tmp_path))
-    with pytest.raises(RuntimeError, match=r"run 'run': the recorder of its last driver"):
+    with pytest.raises(RuntimeError, match="the recorder of the run's last driver"):
         recorded_here(opening_of(tmp_path))
     first.finish("FINISHED")
     second = recorded_here(opening_of(tmp_path))
@@ -187,8 +187,13 @@ def test_early_records_wait_in_the_log_and_known_ones_are_dropped(
     record = recorded_here(opening_of(tmp_path), here)
 
     def send(number: int, sender: str = "worker") -> None:
-        here.actor.record(
-            record.log_path, "metrics", {"step": number, "values": {"a/b": 1.0}}, sender, number
+        here.actor.write(
+            record.log_path,
+            "record",
+            "metrics",
+            {"step": number, "values": {"a/b": 1.0}},
+            sender,
+            number,
         )
 
     def steps() -> list[int]:

@@ -178,7 +178,7 @@ def end_record(
     if run_id is not None and is_finished(recipe.tracking, run_id):
         return run_id
     try:
-        lock = lock_log(opening.log_path, recipe.name)
+        lock = lock_log(opening.log_path)
     except RuntimeError as error:
         logger.warning("%s", error)
         return run_id

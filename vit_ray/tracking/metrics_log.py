@@ -289,7 +289,7 @@ def metrics_log_path(run_folder: str) -> Path:
     return home / folder.path / "metrics.jsonl"
 
 
-def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:
+def lock_log(log_path: Path) -> contextlib.ExitStack:
     """Lock the run's log for this process, until this is closed or the process ends.
 
     Raises:
@@ -301,7 +301,7 @@ def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:
         held.enter_context(FileLock(path, RELEASE_S, thread_local=False))
     except Timeout:
         raise RuntimeError(
-            f"run {run_name!r}: the recorder of its last driver on this machine has not ended in "
+            f"the recorder of the run's last driver on this machine has not ended in "
             f"{RELEASE_S:g} s and still writes {log_path}; end that driver's job (ray job stop), "
             "then start again"
         ) from None

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,54 +60,39 @@ logger = logging.getLogger(__name__)
 class _Run:
     """A run in the actor: its log, its state, and what sends it to MLflow."""
 
-    def __init__(self, path: Path, uri: str) -> None:
+    def __init__(self, path: Path, uri: str, opening: RunOpening | None) -> None:
+        """Open the run, or continue with what its log holds, in a process that was restarted.
+
+        Raises:
+            RuntimeError: the process of an earlier driver still writes its log; or there is
+                neither an opening nor such a log.
+        """
         self.state, self._uri = RunState(), uri
-        self.log = MetricsLog(path, self._note)
         self._due: dict[str, int] = {}
         """Number of the next record of each sender."""
         self._early: dict[tuple[str, int], tuple[str, Record]] = {}
         """Kind and values of records that came before an earlier one, by sender and number."""
-        self.key = ""
-        """Of its opening."""
-        self.problem = ""
+        self.problem: str | None = None
         """Set at its end: what MLflow does not have, and why."""
-        self._tracker: Future[Tracker] = Future()
-        self._is_closed = False
-        self.parent_log = ""
-        self._held = ExitStack()
-        """The lock of the log and the samplers, until the end."""
         self._accounted_s = time.monotonic()
-
-    def open(self, opening: RunOpening) -> None:
-        """Write the start record.
-
-        Raises:
-            RuntimeError: the process of an earlier driver still writes its log.
-        """
-        self._held.enter_context(lock_log(opening.log_path, opening.run_name))
-        self._read()
-        self._write_early()  # their senders have ended
-        self.log.open(opening)
-        self._start(opening.run_id)
-
-    def resume(self) -> None:
-        """Continue with what the log holds, in a process that was restarted.
-
-        Raises:
-            RuntimeError: there is no such log, or as `open`.
-        """
-        self._read()
-        if not self.state.name:
-            raise RuntimeError(
-                f"nothing can be recorded in {self.log.path}, which does not exist or was never "
-                "opened"
-            )
-        self._held.enter_context(lock_log(self.log.path, self.state.name))
-        self._start(None)
-
-    def _read(self) -> None:
+        self.log = MetricsLog(path, self._note)
+        self._held = lock_log(path)
+        """The lock of the log and the samplers, until the end."""
         for record in self.log.records():
             self._note(record)
+        if opening:
+            self._write_early()  # their senders have ended
+            self.log.open(opening)
+        elif not self.state.name:
+            raise RuntimeError(
+                f"nothing can be recorded in {path}, which does not exist or was never opened"
+            )
+        *_, start = self.log.records("start")
+        self.key: str = start["opening"]
+        self.parent_log: str | None = start["parent_log"]
+        # In a thread: importing MLflow takes seconds.
+        run_id = opening.run_id if opening else None
+        self._tracker = ThreadPoolExecutor(1).submit(self._send, start, run_id)
 
     def _note(self, record: Record) -> None:
         """Take a record of the log."""
@@ -119,12 +104,6 @@ class _Run:
         elif "sender" in record:
             self._due[record["sender"]] = record["number"] + 1
             self._early.pop((record["sender"], record["number"]), None)
-
-    def _start(self, run_id: str | None) -> None:
-        *_, start = self.log.records("start")
-        self.key, self.parent_log = start["opening"], start["parent_log"]
-        # In a thread: importing MLflow takes seconds.
-        self._tracker = ThreadPoolExecutor(1).submit(self._send, start, run_id)
 
     def tracker(self) -> "Tracker":
         """What sends it; waits for MLflow's import."""
@@ -187,10 +166,28 @@ class _Run:
         """How the run's time was spent so far, over all openings in the log."""
         return account([*marks_of(self.log.records(*TIMELINE))], time.time())
 
+    def content(self, name: str, content: bytes, folder: str) -> None:
+        """Keep a file with the run."""
+        path = self.log.path.parent / name
+        path.write_bytes(content)
+        if not self.state.has_finished:
+            self.log.artifact(path, folder)
+
+    def status(self, wait_s: float) -> RunStatus:
+        """The run's state; waits up to `wait_s` until MLflow has given it an id, or has failed."""
+        status = self.state.status()
+        if wait_s:
+            tracker = self.tracker()
+            tracker.wait_for_try(wait_s)
+            status.run_id, status.hint = tracker.run_id, tracker.hint
+        return status
+
+    def flush(self, timeout_s: float) -> bool:
+        return self.tracker().flush(timeout_s)
+
     def close(self) -> str:
         """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
-        if not self._is_closed:
-            self._is_closed = True
+        if self.problem is None:
             with self._held:
                 tracker = self.tracker()
                 tracker.close()
@@ -199,7 +196,7 @@ class _Run:
 
 
 class RunRecords:
-    """Runs as an actor with concurrent methods; `open` and `record` are done one after another."""
+    """Runs as an actor with concurrent methods; `open` and `write` are done one after another."""
 
     def __init__(self, uri: str) -> None:
         """`uri`: of MLflow; an argument, so that no log holds its password."""
@@ -212,63 +209,28 @@ class RunRecords:
         """Open a run; returns when the start record is on disk.
 
         Raises:
-            RuntimeError: as `_Run.open`.
+            RuntimeError: as `_Run`.
         """
-        path = opening.log_path
-        if (earlier := self._runs.get(path)) is not None:
-            if earlier.key == opening.key:
-                return
-            earlier.end("KILLED")  # its opener died
+        earlier = self._runs.get(opening.log_path)
+        if earlier is not None and earlier.key == opening.key:
+            return
+        if earlier is not None:  # its opener died, unless it has ended
+            earlier.end("KILLED")
             earlier.close()
-        run = _Run(path, self._uri)
-        run.open(opening)
-        self._attach(run)
-        self._runs[path] = run
+        self._run(opening.log_path, opening)
 
     @ray.method(concurrency_group="in_order")
-    def record(self, path: Path, kind: str, values: Record, sender: str, number: int) -> bool:
-        """As `_Run.record`.
+    def write(self, path: Path, method: str, *given: Any) -> Any:
+        """As `ask`, one call after another."""
+        return self.ask(path, method, *given)
+
+    def ask(self, path: Path, method: str, *given: Any) -> Any:
+        """Call a method of a `_Run`, or of its state.
 
         Raises:
             RuntimeError: the run was never opened; nothing was written.
         """
-        return self._run(path).record(kind, values, sender, number)
-
-    @ray.method(concurrency_group="in_order")
-    def content(self, path: Path, name: str, content: bytes, folder: str) -> None:
-        file = path.parent / name
-        file.write_bytes(content)
-        if not (run := self._run(path)).state.has_finished:
-            run.log.artifact(file, folder)
-
-    def heartbeat(self, path: Path, rank: int, step: int, *introduction: str) -> Orders:
-        return self._run(path).state.heartbeat(rank, step, *introduction)
-
-    def hanging(self, path: Path, rank: int, world_size: int, where: str) -> str:
-        return self._run(path).state.hanging(rank, world_size, where)
-
-    def places(self, path: Path) -> dict[int, WorkerPlace]:
-        return self._run(path).state.places()
-
-    def status(self, path: Path, wait_s: float) -> RunStatus:
-        """The run's state; waits up to `wait_s` until MLflow has given it an id, or has failed."""
-        run = self._run(path)
-        status = run.state.status()
-        if wait_s:
-            tracker = run.tracker()
-            tracker.wait_for_try(wait_s)
-            status.run_id, status.hint = tracker.run_id, tracker.hint
-        return status
-
-    def account(self, path: Path) -> Account:
-        return self._run(path).account()
-
-    def flush(self, path: Path, timeout_s: float) -> bool:
-        return self._run(path).tracker().flush(timeout_s)
-
-    def finish(self, path: Path) -> str:
-        """As `_Run.close`."""
-        return self._run(path).close()
+        return attrgetter(method)(self._run(path))(*given)
 
     def log_models(self) -> list[str]:
         """Log the models of all runs; says which MLflow does not have, and why."""
@@ -283,18 +245,13 @@ class RunRecords:
             if problem
         ]
 
-    def _run(self, path: Path) -> _Run:
+    def _run(self, path: Path, opening: RunOpening | None = None) -> _Run:
         with self._lock:
-            if path not in self._runs:
-                run = _Run(path, self._uri)
-                run.resume()
-                self._runs[path] = run
-                self._attach(run)
+            if opening or path not in self._runs:
+                run = self._runs[path] = _Run(path, self._uri, opening)
+                if run.parent_log:
+                    run.state.parent = self._run(Path(run.parent_log)).state
             return self._runs[path]
-
-    def _attach(self, run: _Run) -> None:
-        if run.parent_log:
-            run.state.parent = self._run(Path(run.parent_log)).state
 
 
 @dataclass(frozen=True)
@@ -314,13 +271,16 @@ class Recorder(Records):
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
         with _NUMBERING:
             sender, number = _SENDERS.get(self.log_path) or (uuid.uuid4().hex[:12], 0)
-            given = (self.log_path, kind, values, sender, number)
-            call = self.actor.record.remote(*given)
+            given = (self.log_path, "record", kind, values, sender, number)
+            call = self.actor.write.remote(*given)
             _SENDERS[self.log_path] = sender, number + 1
         until_s = time.monotonic() + wait_s
         while wait_s and not _answer(call, max(0.0, until_s - time.monotonic())):
             time.sleep(EARLY_S)  # Ray repeats those before it
-            call = self.actor.record.remote(*given)
+            call = self.actor.write.remote(*given)
+
+    def _asked(self, limit_s: float, method: str, *given: Any) -> Any:
+        return _answer(self.actor.ask.remote(self.log_path, method, *given), limit_s)
 
     def open(self, opening: RunOpening) -> None:
         """Open the run; returns when its start record is on disk."""
@@ -329,7 +289,8 @@ class Recorder(Records):
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         """Keep a file with the run, from a worker that may be on another node."""
-        _answer(self.actor.content.remote(self.log_path, name, content, folder), wait_s)
+        call = self.actor.write.remote(self.log_path, "content", name, content, folder)
+        _answer(call, wait_s)
 
     def work(self, work: Work, wait_s: float = 0.0) -> None:
         """What an attempt has completed so far; replaces what it had before."""
@@ -369,20 +330,19 @@ class Recorder(Records):
             introduction: host, node, detail and group, as in `WorkerPlace`, when an attempt
                 begins.
         """
-        call = self.actor.heartbeat.remote(self.log_path, rank, step, *introduction)
-        return _answer(call, HEARTBEAT_S)
+        return self._asked(HEARTBEAT_S, "state.heartbeat", rank, step, *introduction)
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str:
         """Which workers the others wait for; empty if that was reported before."""
-        return _answer(self.actor.hanging.remote(self.log_path, rank, world_size, where), wait_s)
+        return self._asked(wait_s, "state.hanging", rank, world_size, where)
 
     def status(self, limit_s: float = ANSWER_S, mlflow_s: float = 0.0) -> RunStatus:
         """The run's state; waits up to `mlflow_s` for MLflow's first answer."""
-        return _answer(self.actor.status.remote(self.log_path, mlflow_s), limit_s)
+        return self._asked(limit_s, "status", mlflow_s)
 
     def places(self) -> dict[int, WorkerPlace]:
         """Places of the workers that have introduced themselves since the last failure, by rank."""
-        return _answer(self.actor.places.remote(self.log_path), HEARTBEAT_S)
+        return self._asked(HEARTBEAT_S, "state.places")
 
     def stop_reason(self) -> str | None:
         """Why the run, or its sweep or study, was asked to stop."""
@@ -402,16 +362,16 @@ class Recorder(Records):
 
     def account(self) -> Account:
         """How the run's time was spent so far."""
-        return _answer(self.actor.account.remote(self.log_path), ANSWER_S)
+        return self._asked(ANSWER_S, "account")
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False if it does not in time."""
-        return _answer(self.actor.flush.remote(self.log_path, timeout_s), ANSWER_S)
+        return self._asked(ANSWER_S, "flush", timeout_s)
 
     def finish(self, status: Status) -> str:
         """End the run; says what MLflow does not have, and why."""
         self.append("finish", ARRIVAL_S, status=status)
-        return _answer(self.actor.finish.remote(self.log_path), ANSWER_S)
+        return self._asked(ANSWER_S, "close")
 
 
 def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Recorder:

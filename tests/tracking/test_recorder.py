@@ -335,7 +335,7 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = Mock()
-    monkeypatch.setattr("vit_ray.tracking.system_metrics.NodeSamples", samples)
+    monkeypatch.setattr("vit_ray.tracking.system_metrics.NodeSampler", samples)
     opening = opening_of(tmp_path)
     opening = replace(opening, config=opening.config.model_copy(update={"system_metrics": True}))
     record = recorded_here(opening, here)

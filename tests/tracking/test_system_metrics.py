@@ -7,7 +7,7 @@ import psutil
 
 from vit_ray.tracking import system_metrics
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
-from vit_ray.tracking.system_metrics import SystemMetrics
+from vit_ray.tracking.system_metrics import NodeSampler
 
 MEMORY = "system/node-0/system_memory_usage_megabytes"
 
@@ -37,7 +37,8 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, 
         publish(self, metrics)
 
     monkeypatch.setattr(system_metrics.SystemMetricsMonitor, "publish_metrics", failing)
-    metrics = SystemMetrics(run_id, uri, "node-0", interval_s=0.02)
+    metrics = NodeSampler(uri, lambda: run_id, interval_s=0.02)
+    metrics.start()
     history = _wait_for(lambda: client.get_metric_history(run_id, MEMORY), 3)
     metrics.stop()
     assert len(failures) == 2
@@ -48,10 +49,11 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, 
 
 
 def test_nobody_waits_for_a_server_that_is_away():
-    metrics = SystemMetrics("0" * 32, "http://127.0.0.1:9", "node-0", interval_s=0.01)
+    sampler = NodeSampler("http://127.0.0.1:9", lambda: "0" * 32, "node-0", interval_s=0.01)
+    sampler.start()
     time.sleep(0.1)
-    metrics.stop()
-    assert not metrics._thread.is_alive()
+    sampler.stop()
+    assert not sampler.is_alive()
 
 
 def test_a_node_that_joins_later_is_sampled(monkeypatch):
@@ -61,24 +63,20 @@ def test_a_node_that_joins_later_is_sampled(monkeypatch):
     monkeypatch.setattr(
         system_metrics.ray, "nodes", lambda: [{"NodeID": one, "Alive": True} for one in alive]
     )
-    monkeypatch.setattr(system_metrics, "POLL_S", 0.01)
-    monkeypatch.setattr(system_metrics, "SystemMetrics", Sampler)
     actors = Mock()
-    actors.options.return_value.remote.side_effect = lambda *of: started.append(of[-1])
+
+    def start(uri, run_id, name):
+        started.append((run_id(), name))
+        return Mock()
+
+    actors.options.return_value.remote.side_effect = start
     monkeypatch.setattr(system_metrics.ray, "remote", lambda _: actors)
     monkeypatch.setattr(system_metrics.ray, "kill", lambda _: None)
-    samples = system_metrics.NodeSamples("http://mlflow", lambda: "run")
-    samples.start()
-    _wait_for_count(lambda: samples._samplers, 1)
+    sampler = NodeSampler("http://127.0.0.1:9", lambda: "run", interval_s=0.01)
+    sampler.start()
+    time.sleep(0.1)
+    assert started == []
     alive += ["b" * 56, "c" * 56]
     _wait_for_count(lambda: started, 2)
-    samples.stop()
-    assert started == ["node-1", "node-2"]
-
-
-class Sampler:
-    def __init__(self, *of):
-        pass
-
-    def stop(self):
-        pass
+    sampler.stop()
+    assert started == [("run", "node-1"), ("run", "node-2")]

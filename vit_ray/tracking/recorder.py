@@ -111,16 +111,16 @@ class _Run:
 
     def _send(self, start: Record, run_id: str | None) -> "Tracker":
         # Imported here: the driver and the workers also import this module and need no MLflow.
-        from vit_ray.tracking.system_metrics import NodeSamples
+        from vit_ray.tracking.system_metrics import NodeSampler
         from vit_ray.tracking.tracker import Tracker
 
         tracker = Tracker(self.log, self._uri, run_id)
         tracker.start()
         # The children of a sweep or study share nodes; the parent samples these itself.
         if start["system_metrics"] and not start["parent_log"] and not self.state.has_finished:
-            samples = NodeSamples(self._uri, lambda: tracker.run_id)
-            samples.start()
-            self._held.callback(samples.stop)
+            sampler = NodeSampler(self._uri, lambda: tracker.run_id)
+            sampler.start()
+            self._held.callback(sampler.stop)
         return tracker
 
     def record(self, kind: str, values: Record, sender: str, number: int) -> bool:

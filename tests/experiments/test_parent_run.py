@@ -9,7 +9,6 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.experiments.parent_run import earlier_run
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
@@ -21,11 +20,12 @@ def sweep_in(folder: Path, output: str) -> Recipe:
     return load_recipe("digits_sweep", [*words, "name=one", "init_from=x"])
 
 
-def record(recipe: Recipe, run_id: str | None = None) -> str:
+def record(recipe: Recipe, kind: str = "sweep", *, continues: bool = True) -> str:
     """As a sweep records itself."""
-    tags = run_facts(recipe, "sweep", resolved_run(), ClusterShape(1, 2, 0, 0.0), "vit-ray sweep")
+    tags = run_facts(recipe, kind, resolved_run(), ClusterShape(1, 2, 0, 0.0), "vit-ray sweep")
     log = metrics_log_path(recipe.run_folder)
-    tracker = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log, run_id, tags=tags))
+    opening = RunOpening(recipe.tracking, recipe.name, log, tags=tags, continues=continues)
+    tracker = Tracker.begin(opening)
     tracker.finish("KILLED")
     assert tracker.run_id is not None
     return tracker.run_id
@@ -36,23 +36,25 @@ def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(
     tmp_path: Path, has_logs: bool
 ) -> None:
     recipes = [sweep_in(tmp_path, "first"), sweep_in(tmp_path, "second")]
-    runs = [record(one) for one in recipes]
+    runs = [record(one, continues=False) for one in recipes]
     assert runs[0] != runs[1]
     if not has_logs:  # they are on another machine
         for one in recipes:
             shutil.rmtree(one.run_folder)
-    assert [earlier_run(one, "sweep") for one in recipes] == runs
-    assert earlier_run(sweep_in(tmp_path, "third"), "sweep") is None
-    assert earlier_run(recipes[0], "study") is None
+    assert [record(one) for one in recipes] == runs
+    assert record(sweep_in(tmp_path, "third")) not in runs
+    shutil.rmtree(recipes[0].run_folder)
+    assert record(recipes[0], "study") not in runs
 
 
 def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path: Path) -> None:
     run_id = record(sweep_in(tmp_path, "first"))
     (tmp_path / "first").rename(tmp_path / "second")
-    record(sweep_in(tmp_path, "first"))
+    record(sweep_in(tmp_path, "first"), continues=False)
     moved = sweep_in(tmp_path, "second")
-    assert earlier_run(moved, "sweep") == run_id
-    assert record(moved, earlier_run(moved, "sweep")) == run_id
+    assert record(moved) == run_id
+    MlflowClient(moved.tracking.uri).delete_run(run_id)
+    assert record(moved) != run_id
 
 
 def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(

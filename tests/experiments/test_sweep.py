@@ -285,15 +285,14 @@ def test_a_sweep_that_has_begun_continues_under_its_own_run(
     class OpenedError(Exception):
         pass
 
-    def opened(*words: Any, varied: list[str], **_: Any) -> None:
+    def opened(*_: Any, varied: list[str], continues: bool, **__: Any) -> None:
         assert varied == [RATE]  # or its run would show a rate that no trial had
-        raise OpenedError(words[4])
+        raise OpenedError(continues)
 
     plan = plan_of(tmp_path)
     if has_begun:
         (tmp_path / plan.trials[0].name / "step-00000001").mkdir(parents=True)
     monkeypatch.setattr(sweep, "plan_sweep", lambda _: plan)
-    monkeypatch.setattr(sweep, "earlier_run", lambda one, kind, _: f"{one.run_folder} {kind}")
     monkeypatch.setattr(sweep, "open_parent", opened)
-    with pytest.raises(OpenedError, match=f"^{tmp_path}/s sweep$" if has_begun else "^None$"):
+    with pytest.raises(OpenedError, match=f"^{has_begun}$"):
         sweep.run_sweep(plan.recipe)

@@ -103,7 +103,7 @@ class Record:
     parent: OpenParent
     calls: Calls
     train: Any
-    earlier: str | None = None
+    continues: bool | None = None
 
 
 def half(recipe: Recipe, **_: Any) -> RunResult:
@@ -120,8 +120,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     in_process(monkeypatch, lambda recipe, **keys: kept.train(recipe, **keys))
 
     @contextmanager
-    def opened(*arguments: Any, **_: Any) -> Any:
-        kept.earlier = arguments[4]
+    def opened(*_: Any, continues: bool, **__: Any) -> Any:
+        kept.continues = continues
         yield kept.parent
 
     monkeypatch.setattr(vtab, "open_parent", opened)
@@ -159,15 +159,14 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
 
 
 def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
-    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, record: Record
 ) -> None:
-    monkeypatch.setattr(vtab, "earlier_run", lambda one, kind: f"{one.run_folder} {kind}")
     recipe = small_vtab(tmp_path, ("pets", "eurosat"))
     run_vtab(recipe)
-    assert record.earlier is None
+    assert record.continues is False
     (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
     run_vtab(recipe)
-    assert record.earlier == f"{tmp_path}/runs/v vtab"
+    assert record.continues is True
 
 
 @pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])

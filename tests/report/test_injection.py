@@ -37,7 +37,7 @@ def _page(folder, text):
     for k, stage in enumerate(("sweep_trial", "finetune", text)):
         run_id = client.create_run(experiment, run_name=f"{text} {k}").info.run_id
         tags = ("study_label", "git_commit", "data_fingerprint", "cluster", "ray_version")
-        for tag in (*tags, "changed_params", "resumed_at_steps"):
+        for tag in (*tags, "changed_params"):
             client.set_tag(run_id, f"vit_ray.{tag}", text)
         client.set_tag(run_id, "vit_ray.kind", stage)
         client.set_tag(run_id, "vit_ray.sweep_stage", stage)

@@ -150,7 +150,6 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
         tmp_path / "elsewhere.jsonl",
         run_id=first.run_id,
         params={"seed": "0", "workers": "4", "new": "1"},
-        resume_step=20,
     )
     for step in (30, 40):
         second.log.metrics(step, {"train/loss": 100.5 - step})
@@ -168,7 +167,6 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     run = MlflowClient(config.uri).get_run(first.run_id)
     assert run.data.params == {"seed": "0", "workers": "2", "new": "1"}
     assert tags_of(run.data.tags)["vit_ray.changed_params"] == '{"workers": "4"}'
-    assert tags_of(run.data.tags)["vit_ray.resumed_at_steps"] == "20"
     back = {"seed": "0", "workers": "2", "new": "1"}
     third = started(config, "long", tmp_path / "3", run_id=first.run_id, params=back)
     assert third.finish()
@@ -179,12 +177,12 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
 
 @pytest.mark.parametrize("has_log", [True, False])
 def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, tmp_path, has_log):
-    first = started(config, "sweep", log_path, awaited_metric="eval/top1")
+    first = started(config, "sweep", log_path)
     first.log.results(0, {"eval/top1": 0.5, "failed": 1.0})
     assert first.finish()
     time.sleep(0.002)  # MLflow's times are milliseconds
     log = log_path if has_log else tmp_path / "elsewhere.jsonl"
-    second = started(config, "sweep", log, run_id=first.run_id, awaited_metric="eval/top1")
+    second = started(config, "sweep", log, run_id=first.run_id)
     second.log.results(0, {"eval/top1": 0.4, "failed": 0.0})
     assert second.finish()
     run = MlflowClient(config.uri).get_run(first.run_id)
@@ -223,7 +221,7 @@ def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config,
             record = {"kind": "metrics", "step": step, "values": {"train/loss": value}}
             file.write(json.dumps({**record, "time_ms": later}) + "\n")
     stop(first)  # no more work for its thread: the process is gone
-    second = started(config, "died", log_path, resume_step=4)
+    second = started(config, "died", log_path)
     second.log.metrics(5, {"train/loss": 98.0})
     second.log.metrics(6, {"train/loss": 6.0})
     assert second.finish()
@@ -249,7 +247,7 @@ def test_a_killed_process_leaves_half_a_line_and_loses_nothing_else(config, log_
     first.finish(timeout_s=0.1)
     with open(log_path, "a") as file:
         file.write('{"kind": "metrics", "step": 2, "val')
-    second = started(config, "killed", log_path, resume_step=1)
+    second = started(config, "killed", log_path)
     second.log.metrics(2, {"train/loss": 2.0})
     assert second.finish()
     assert _history(config.uri, second.run_id, "train/loss") == [(1, 3.0), (2, 2.0)]
@@ -415,7 +413,7 @@ def test_a_training_that_starts_over_is_a_run_of_its_own(config, log_path):
     assert train("one", range(12)) == first  # it had not come to a checkpoint
     second = train("two", range(10))
     assert second != first
-    assert train(None, range(10, 14), run_id=second, resume_step=10) == second
+    assert train(None, range(10, 14), run_id=second) == second
     assert len(_history(config.uri, first, "train/loss")) == 12
     assert len(_history(config.uri, second, "train/loss")) == 14
     tags = MlflowClient(config.uri).get_run(second).data.tags
@@ -713,13 +711,13 @@ def test_a_copied_folder_has_a_run_of_its_own_and_its_original_keeps_its_curve(c
     first.log.metrics(1, {"train/loss": 1.0})
     assert first.finish()
     shutil.copytree(original, copy)
-    copied = folder_run(config, copy, first.run_id, resume_step=1)
+    copied = folder_run(config, copy, first.run_id)
     copied.log.metrics(2, {"train/loss": 20.0})
     assert copied.finish()
     # Its checkpoint may still name the original's run.
-    again = folder_run(config, copy, first.run_id, resume_step=1)
+    again = folder_run(config, copy, first.run_id)
     assert again.finish()
-    extended = folder_run(config, original, first.run_id, resume_step=1)
+    extended = folder_run(config, original, first.run_id)
     extended.log.metrics(2, {"train/loss": 2.0})
     assert extended.finish()
     assert again.run_id == copied.run_id != first.run_id == extended.run_id
@@ -752,7 +750,7 @@ def test_a_store_that_was_deleted_or_changed_gets_the_whole_curve(
         (tmp_path / "new.db").replace(tmp_path / "mlflow.db")
     else:
         config = config.model_copy(update={"uri": f"sqlite:///{tmp_path}/other.db"})
-    second = started(config, "run", log_path, run_id=first.run_id, resume_step=1)
+    second = started(config, "run", log_path, run_id=first.run_id)
     second.log.metrics(2, {"train/loss": 2.0})
     assert second.finish()
     assert _history(config.uri, second.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]

@@ -10,8 +10,7 @@ from vit_ray.config.secrets import redact
 from vit_ray.experiments.write_page import write_page
 from vit_ray.report.copied_store import are_own_files, local_folder
 from vit_ray.report.page import Written, parts_of
-from vit_ray.tracking.mlflow_client import asking, redact_uri
-from vit_ray.tracking.past_runs import runs_of_name
+from vit_ray.tracking.mlflow_client import asking, found_runs, redact_uri
 
 
 def report(
@@ -43,7 +42,7 @@ def report(
         if not whole_experiment:
             folder = recipe.with_absolute_paths().run_folder
             experiment = recipe.tracking.experiment
-            named = runs_of_name(client, experiment, recipe.name)
+            named = found_runs(client, experiment, f"attributes.run_name = '{recipe.name}'")
             here = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
             roots = [run for run in named if PARENT_TAG not in run.data.tags]
             # The folder may have another path here, or have moved since.

@@ -12,6 +12,8 @@ from vit_ray.config.resume_compatibility import TAGGED, is_trained
 CHANGED_PARAMS: Final = "vit_ray.changed_params"
 """Tag with the parameters, as JSON, that have changed since the run was created."""
 PARENT_TAG: Final = "mlflow.parentRunId"
+KIND: Final = "vit_ray.kind"
+"""Tag with what the run is, such as `sweep` or `finetune`."""
 RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag with the folder of the run's checkpoints: two outputs may have runs of one name."""
 INIT_RUN: Final = "vit_ray.init_run"
@@ -19,7 +21,7 @@ INIT_RUN: Final = "vit_ray.init_run"
 GROUP: Final = "vit_ray.group"
 """Tag that is equal for runs that differ by the seed alone."""
 SHOWN_TAGS: Final = (
-    "init_from", "vit_ray.kind", "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
+    "init_from", KIND, "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
     "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
     "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
     "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,

@@ -18,8 +18,6 @@ from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
-from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
-from vit_ray.tracking.past_runs import newest_run
 
 
 @dataclass(frozen=True)
@@ -33,33 +31,14 @@ class OpenParent:
     cluster: ClusterShape
 
 
-def earlier_run(recipe: Recipe, kind: str, under: OpenRun | None = None) -> str | None:
-    """The MLflow run of a parent's earlier start; None if it is new, or while MLflow is away.
-
-    From the log in its folder, even if the folder was moved; without the log, which may be on
-    another machine, by the folder's name.
-
-    Args:
-        under: the study that it is part of.
-    """
-    return newest_run(
-        recipe.tracking,
-        recipe.name,
-        kind,
-        under.record.run_id() if under else recipe.tracking.parent_run_id,
-        folder=recipe.run_folder,
-        noted_id=MetricsLog(metrics_log_path(recipe.run_folder)).read_sent().run_id,
-    )
-
-
 @contextmanager
 def open_parent(
     recipe: Recipe,
     kind: str,
     resolved: ResolvedRun,
     total_steps: int,
-    run_id: str | None = None,
     *,
+    continues: bool = False,
     trainings: Sequence[Recipe] = (),
     under: OpenRun | None = None,
     tags: dict[str, str] | None = None,
@@ -70,7 +49,7 @@ def open_parent(
     Args:
         resolved: describes the run: the recipe's own training, or the first of a grid.
         total_steps: of all its children.
-        run_id: the MLflow run to continue; None for a new one.
+        continues: some of its children have begun at an earlier start, whose run it continues.
         trainings: all that may run under it; unset = like the recipe's own.
         under: the study that this run is part of, which has checked its files; it shows this run's
             progress, and forwards signals.
@@ -98,7 +77,7 @@ def open_parent(
             resolved,
             cluster,
             under,
-            run_id=run_id,
+            continues=continues,
             tags=tags,
             varied=varied,
         ) as run,

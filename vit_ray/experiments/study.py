@@ -20,7 +20,7 @@ from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
+from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
@@ -89,7 +89,7 @@ def run_study(recipe: Recipe) -> StudyResult | None:
             "study",
             resolved_runs[0],
             sum(steps) + steps_of_tasks,
-            earlier_run(recipe, "study") if has_begun else None,
+            continues=has_begun,
             trainings=[cell.recipe for cell in cells] + fine_tunings,
             # So that a report knows which cells have not started.
             tags={"vit_ray.num_cells": str(len(cells))},

@@ -27,7 +27,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.data.prepare.dev_split import dev_split
-from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
+from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.search_space import (
     Point,
     errors_of_point,
@@ -247,7 +247,7 @@ def open_sweep(
         "sweep",
         plan.resolved,
         plan.total_steps,
-        earlier_run(plan.recipe, "sweep", under) if plan.has_begun else None,
+        continues=plan.has_begun,
         trainings=plan.trials,
         under=under,
         tags=tags,

@@ -18,7 +18,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
+from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepPlan, Tuning, plan_sweep, sweep
 from vit_ray.experiments.trials import (
@@ -139,8 +139,6 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             f"{first.train} and {first.eval}"
         )
     total = sum(plan.total_steps for plan in plans.values())
-    # Its own parent run continues, with the finished tasks under it.
-    earlier = earlier_run(recipe, "vtab") if has_begun else None
     trainings = [
         one
         for name, plan in plans.items()
@@ -148,7 +146,10 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     ]
     shown = _resolved(next(iter(plans.values())))
     try:
-        with open_parent(recipe, "vtab", shown, total, earlier, trainings=trainings) as parent:
+        # Its own parent run continues, with the finished tasks under it.
+        with open_parent(
+            recipe, "vtab", shown, total, continues=has_begun, trainings=trainings
+        ) as parent:
             parent.run.record.begin_stage("training", sum(map(_num_trainings, plans.values())))
             rows = _run_tasks(recipe, plans, parent)
             parent.run.record.results(0, vtab_metrics(rows))

@@ -171,12 +171,17 @@ def end_record(
     if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
         return run_id
     # Imported here because it is rare: they import MLflow, which takes seconds.
-    from vit_ray.tracking.past_runs import is_finished
+    from vit_ray.tracking.mlflow_client import asking
     from vit_ray.tracking.tracker import Tracker
 
-    # The log may be on another machine, so a run that has ended is not opened again.
-    if run_id is not None and is_finished(recipe.tracking, run_id):
-        return run_id
+    try:
+        # The log may be on another machine, so a run that has ended is not opened again.
+        if run_id is not None:
+            with asking(recipe.tracking.uri) as client:
+                if client.get_run(run_id).info.status == "FINISHED":
+                    return run_id
+    except (RuntimeError, TimeoutError, ValueError) as error:
+        logger.warning("%s", error)
     try:
         lock = lock_log(opening.log_path)
     except RuntimeError as error:

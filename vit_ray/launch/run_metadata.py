@@ -20,7 +20,7 @@ import yaml
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
-from vit_ray.config.recorded_recipe import GROUP, RUN_FOLDER
+from vit_ray.config.recorded_recipe import GROUP, KIND, RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -79,7 +79,7 @@ def run_facts(
     return {
         **recipe.tracking.tags,
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
-        "vit_ray.kind": kind,
+        KIND: kind,
         GROUP: group_of(recipe, resolved),
         "vit_ray.git_commit": git_commit(),
         "vit_ray.data_fingerprint": resolved.manifest.fingerprint,

@@ -58,16 +58,15 @@ class RunOpening:
     """Recipe; a key that a continued run has keeps its old value, and the new one is shown in the
     tag `vit_ray.changed_params`."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    resume_step: int | None = None
-    """Step of the checkpoint that training resumes from."""
+    continues: bool = False
+    """Without a known run, continue the newest one of this name, kind and folder: the log of a
+    sweep may be on another machine."""
     parent_log: Path | None = None
     """Log of the sweep or study that the run is part of."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Inputs: name, digest, source, context and profile of each."""
     measured_on: str = "eval"
     """Group for what workers call `eval/...`: `dev` if it is a split for selection."""
-    awaited_metric: str | None = None
-    """Listed first among the run's metrics: MLflow's compare view draws the first one."""
     began_s: float | None = None
     """Unix time at which the driver started to work on it."""
     training_id: str | None = None
@@ -160,7 +159,7 @@ class MetricsLog(Records):
             tags |= {STARTED_OVER: run_id} if run_id else {}
         elif opening.run_id and run_id and opening.run_id not in known:
             self._set_aside(run_id)
-        same = ["run_name", "run_id", "resume_step", "datasets", "awaited_metric", "measured_on"]
+        same = ["run_name", "run_id", "continues", "datasets", "measured_on"]
         self.append(
             "start",
             **{name: getattr(opening, name) for name in same},

@@ -29,7 +29,7 @@ from vit_ray.metric_names import (
     TRAIN_LOSS,
 )
 from vit_ray.mlflow_internals import VIEW, VIEW_TAG, runs_page, view_state
-from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException
+from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException, Run
 
 _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
@@ -195,6 +195,17 @@ def asking(uri: str) -> Iterator[MlflowClient]:
         yield client
     except MlflowException as error:
         raise unusable(uri, error) from None
+
+
+def found_runs(client: MlflowClient, experiment: str, query: str) -> list[Run]:
+    """Runs of an experiment, the newest first; none if there is no such experiment.
+
+    Raises:
+        MlflowException: MLflow does not answer.
+    """
+    place = client.get_experiment_by_name(experiment)
+    order = ["attributes.start_time DESC"]
+    return list(client.search_runs([place.experiment_id], query, order_by=order)) if place else []
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from vit_ray.config.recorded_recipe import (
     CHANGED_PARAMS,
+    KIND,
     PARENT_TAG,
     RUN_FOLDER,
     stored_tag,
@@ -40,7 +41,7 @@ from vit_ray.tracking.mlflow_api import (
     Run,
     RunTag,
 )
-from vit_ray.tracking.mlflow_client import experiment_id, open_client, share_view
+from vit_ray.tracking.mlflow_client import experiment_id, found_runs, open_client, share_view
 
 MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS: Final = 100
@@ -77,7 +78,8 @@ class RunWriter:
         starts = list(log.records("start"))
         self.opening = starts[0]
         """The start record of what is sent next: which group `eval/` is, and since when."""
-        self._run_folder = str(starts[-1]["tags"].get(RUN_FOLDER, ""))
+        self._newest = starts[-1]
+        self._run_folder = str(self._newest["tags"].get(RUN_FOLDER, ""))
         self._last: dict[str, _Last] | None = None
         self.client = open_client(uri)
         run = self._find(run_id) or self._create(uri, run_id)
@@ -103,15 +105,18 @@ class RunWriter:
         run = self._active(run_id) if run_id else None
         if run is not None and not self._is_originals(run):
             return run
-        experiment = self.client.get_experiment_by_name(self.opening["experiment"])
-        if experiment is None:
-            return None
+        found, newest, experiment = list[Run](), self._newest, self.opening["experiment"]
         for origin in filter(None, (run_id, self.opening["opening"])):
-            query = f"tags.`{ORIGIN}` = '{origin}'"
-            for run in self.client.search_runs([experiment.experiment_id], query):
-                if not self._is_originals(run):
-                    return run
-        return None
+            found += found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
+        if newest["continues"]:
+            query = f"attributes.run_name = '{newest['run_name']}'"
+            named = found_runs(self.client, experiment, query)
+            found += [run for run in named if self._is_of_its_folder(run)]
+        return next((run for run in found if not self._is_originals(run)), None)
+
+    def _is_of_its_folder(self, run: Run) -> bool:
+        its = self._newest["tags"]
+        return all(run.data.tags.get(key) == its.get(key) for key in (RUN_FOLDER, KIND))
 
     def _active(self, run_id: str) -> Run | None:
         try:
@@ -182,18 +187,10 @@ class RunWriter:
             tags[CHANGED_PARAMS] = json.dumps(changed)
         if record["datasets"]:
             self.client.log_inputs(self.run_id, list(map(_dataset, record["datasets"])))
-        awaited = record["awaited_metric"]
-        if awaited and awaited not in run.data.metrics:
-            self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
         if parent := parent_run_of(record):
             tags[PARENT_TAG] = parent
         if self._run_folder:  # the folder may have been moved, or be a copy
             tags[RUN_FOLDER] = self._run_folder
-        if record["resume_step"] is not None:
-            steps = before.get("vit_ray.resumed_at_steps", "").split()
-            tags["vit_ray.resumed_at_steps"] = " ".join(
-                dict.fromkeys([*steps, str(record["resume_step"])])
-            )
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self._tag(tags)
@@ -219,7 +216,7 @@ class RunWriter:
                 if not math.isfinite(value):
                     key += NONFINITE
                     value = last[key].value + 1.0 if key in last else 1.0
-                if (known := last.get(key)) is not None and not math.isnan(known.value):
+                if (known := last.get(key)) is not None:
                     is_newer = record.get("again") and time_ms > known.time_ms
                     if key == STARTUP_FIRST_STEP_S:  # of the first attempt
                         is_newer = known.time_ms < self.opening["time_ms"]

@@ -9,6 +9,7 @@ from vit_ray.commands.printed_tables import print_link
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
+from vit_ray.config.recorded_recipe import KIND
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
 from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
@@ -52,7 +53,7 @@ def inspect(recipe: Recipe) -> int:
         f"{recipe.name}-inspection",
         folder / ".mlflow.jsonl",
         params=trained_params(recipe),
-        tags={"vit_ray.kind": "inspection"},
+        tags={KIND: "inspection"},
     )
     results = inspect_model(model, images, folder)
     tracker = Tracker.begin(opening)

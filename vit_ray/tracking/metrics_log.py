@@ -216,17 +216,6 @@ class MetricsLog(Records):
 
     def read(self, offset: int, max_bytes: int = 2**20) -> list[tuple[Record, int]]:
         """Complete records from a byte offset on, each with the offset after it."""
-        return [(_parsed(line), end) for line, end in self._lines(offset, max_bytes)]
-
-    def records(self, *kinds: str) -> Iterator[Record]:
-        """The records of all openings; only of these kinds, if given."""
-        begins = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
-        offset = 0
-        while lines := self._lines(offset):
-            yield from (_parsed(line) for line, _ in lines if line.startswith(begins or b""))
-            offset = lines[-1][1]
-
-    def _lines(self, offset: int, max_bytes: int = 2**20) -> list[tuple[bytes, int]]:
         with self._lock:
             text, on_disk = b"", 0
             with contextlib.suppress(OSError), open(self.path, "rb") as file:
@@ -237,12 +226,19 @@ class MetricsLog(Records):
                     text += file.readline()
             if offset + len(text) >= on_disk:
                 text += self._unwritten[max(0, offset - on_disk) :]
-        lines = []
+        found = []
         for line in io.BytesIO(text):  # `splitlines` would also end one at a carriage return
             if line.endswith(b"\n"):
                 offset += len(line)
-                lines.append((line, offset))
-        return lines
+                found.append((_parsed(line), offset))
+        return found
+
+    def records(self, *kinds: str) -> Iterator[Record]:
+        """The records of all openings; only of these kinds, if given."""
+        offset = 0
+        while found := self.read(offset):
+            yield from (record for record, _ in found if not kinds or record["kind"] in kinds)
+            offset = found[-1][1]
 
     def end_is_sent(self, status: Status) -> bool:
         """Whether the last opening has ended with this status, and MLflow has all of the log."""

@@ -57,7 +57,7 @@ def write_sweep(folder: Path) -> Recipe:
 
 def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None:
     trial = trial.with_changes(tracking={"parent_run_id": parent_id})
-    tracker = _tracker(trial, "sweep_trial", measured_on="dev")
+    tracker = _tracker(trial, "sweep_trial", measured_on="dev", awaited_metric="dev/top1")
     for step in range(10, STEPS + 1, 10):
         loss = 2.3 / (1 + step / 20) + (1 - accuracy)
         tracker.log.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})

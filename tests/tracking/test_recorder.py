@@ -397,7 +397,7 @@ def test_the_goodput_so_far_is_recorded_from_time_to_time(
     record.finish("FINISHED")
 
 
-def test_a_trial_has_its_dev_accuracy_under_its_own_name(
+def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
     store: MlflowClient, here: Here, tmp_path: Path
 ) -> None:
     data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
@@ -406,6 +406,7 @@ def test_a_trial_has_its_dev_accuracy_under_its_own_name(
         tags={"mlflow.note.content": "text"},
         datasets=[{**data, "profile": {"num_images": 7}}],
         measured_on="dev",
+        awaited_metric="dev/top1",
     )
     record = recorded_here(opening, here)
     record.metrics(1, {"a/loss": 1.0})
@@ -414,7 +415,7 @@ def test_a_trial_has_its_dev_accuracy_under_its_own_name(
     run_id = str(record.run_id())
     record.finish("FINISHED")
     run = store.get_run(run_id)
-    assert run.data.metrics["dev/top1"] == 0.75
+    assert next(iter(run.data.metrics.items())) == ("dev/top1", 0.75)
     assert set(run.data.metrics) == {"dev/top1", "a/loss", "evaluated"}
     (given,) = run.inputs.dataset_inputs
     assert (given.dataset.name, given.dataset.profile) == ("train", '{"num_images": 7}')

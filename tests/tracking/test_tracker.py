@@ -177,12 +177,12 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
 
 @pytest.mark.parametrize("has_log", [True, False])
 def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, tmp_path, has_log):
-    first = started(config, "sweep", log_path)
+    first = started(config, "sweep", log_path, awaited_metric="eval/top1")
     first.log.results(0, {"eval/top1": 0.5, "failed": 1.0})
     assert first.finish()
     time.sleep(0.002)  # MLflow's times are milliseconds
     log = log_path if has_log else tmp_path / "elsewhere.jsonl"
-    second = started(config, "sweep", log, run_id=first.run_id)
+    second = started(config, "sweep", log, run_id=first.run_id, awaited_metric="eval/top1")
     second.log.results(0, {"eval/top1": 0.4, "failed": 0.0})
     assert second.finish()
     run = MlflowClient(config.uri).get_run(first.run_id)

@@ -31,7 +31,7 @@ from vit_ray.launch.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import COST_CORE_DAYS
+from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S, MEASURED
@@ -213,6 +213,7 @@ def run_prepared(
         began_s=prepared.began_s,
         training_id=prepared.training_id,
         measured_on="dev" if is_on_dev_split else "eval",
+        awaited_metric=DEV_TOP1 if kind == "sweep_trial" else None,
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)

@@ -67,6 +67,8 @@ class RunOpening:
     """Inputs: name, digest, source, context and profile of each."""
     measured_on: str = "eval"
     """Group for what workers call `eval/...`: `dev` if it is a split for selection."""
+    awaited_metric: str | None = None
+    """Listed first among the run's metrics: MLflow's compare view draws the first one."""
     began_s: float | None = None
     """Unix time at which the driver started to work on it."""
     training_id: str | None = None
@@ -159,7 +161,7 @@ class MetricsLog(Records):
             tags |= {STARTED_OVER: run_id} if run_id else {}
         elif opening.run_id and run_id and opening.run_id not in known:
             self._set_aside(run_id)
-        same = ["run_name", "run_id", "continues", "datasets", "measured_on"]
+        same = ["run_name", "run_id", "continues", "datasets", "awaited_metric", "measured_on"]
         self.append(
             "start",
             **{name: getattr(opening, name) for name in same},

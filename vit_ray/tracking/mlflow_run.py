@@ -187,6 +187,9 @@ class RunWriter:
             tags[CHANGED_PARAMS] = json.dumps(changed)
         if record["datasets"]:
             self.client.log_inputs(self.run_id, list(map(_dataset, record["datasets"])))
+        awaited = record["awaited_metric"]
+        if awaited and awaited not in run.data.metrics:
+            self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
         if parent := parent_run_of(record):
             tags[PARENT_TAG] = parent
         if self._run_folder:  # the folder may have been moved, or be a copy
@@ -216,7 +219,7 @@ class RunWriter:
                 if not math.isfinite(value):
                     key += NONFINITE
                     value = last[key].value + 1.0 if key in last else 1.0
-                if (known := last.get(key)) is not None:
+                if (known := last.get(key)) is not None and not math.isnan(known.value):
                     is_newer = record.get("again") and time_ms > known.time_ms
                     if key == STARTUP_FIRST_STEP_S:  # of the first attempt
                         is_newer = known.time_ms < self.opening["time_ms"]

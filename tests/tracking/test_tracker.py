@@ -591,6 +591,28 @@ def test_replay_into_another_store_is_complete_and_a_second_one_adds_nothing(
         assert _history(other, run.info.run_id, key) == expected
 
 
+def test_a_sweep_that_is_replayed_before_its_trials_has_them_below_it(config, tmp_path):
+    """MLflow was away all the time."""
+    away, logs = (
+        config.model_copy(update={"uri": NOWHERE}),
+        [tmp_path / "sweep", tmp_path / "trial"],
+    )
+    for log, parent_log in zip(logs, (None, logs[0]), strict=True):
+        tracker = started(away, log.name, log, wait_s=0.1, parent_log=parent_log)
+        tracker.finish(timeout_s=0.1)
+    assert replay(logs[1], config.uri).refused == []
+    assert "mlflow.parentRunId" not in _only_run(config.uri).data.tags
+    for log in logs:
+        assert replay(log, config.uri).refused == []
+    run_ids = [MetricsLog(log).read_sent().run_id for log in logs]
+    assert (
+        MlflowClient(config.uri).get_run(run_ids[1]).data.tags["mlflow.parentRunId"] == run_ids[0]
+    )
+    # What another store has is noted nowhere.
+    replay(logs[0], f"sqlite:///{tmp_path}/other.db")
+    assert MetricsLog(logs[0]).read_sent().run_id == run_ids[0]
+
+
 def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
     tracker = started(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
     tracker.log.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})

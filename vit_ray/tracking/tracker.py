@@ -64,11 +64,12 @@ class Tracker(threading.Thread):
             log: has a start record.
             uri: of the store.
             run_id: the MLflow run to continue, if the log has none.
-            is_replay: send all of the log; how far it is sent is noted in memory alone.
+            is_replay: send all of the log, also to another store than that of its run, and
+                without the run that it is part of.
         """
         super().__init__(name="mlflow", daemon=True)
         self.log, self._uri, self._wanted = log, absolute_uri(uri), run_id
-        self._is_replay = is_replay
+        self._is_replay, self._marks = is_replay, True
         self.problem = ""
         """Set at the end: what MLflow does not have, and why; empty if it has everything."""
         self.refused: list[str] = []
@@ -234,14 +235,14 @@ class Tracker(threading.Thread):
             RuntimeError: MLflow does not have the run of the sweep or study that it is part of.
         """
         *_, start = self.log.records("start")
-        if start["parent_log"] and parent_run_of(start) is None:
+        if start["parent_log"] and parent_run_of(start) is None and not self._is_replay:
             raise RuntimeError("the run that it is part of is not there yet")
         # A tracker that ended before a slow MLflow answered may still be creating the run.
         with _finding:
             sent = self.log.read_sent()
             writer = RunWriter(self._uri, self.log, sent.run_id or self._wanted)
-            if self._is_replay:
-                sent = Sent()
+            if self._is_replay:  # what another store has is noted nowhere
+                self._marks, sent = sent.run_id in (None, writer.run_id), Sent()
             elif sent.run_id not in (None, writer.run_id):
                 logger.warning(
                     "MLflow at %s does not have run %s, or has it for another folder: all of %s "
@@ -259,7 +260,7 @@ class Tracker(threading.Thread):
 
     def _mark(self, **changes: Any) -> None:
         self._sent = self._sent._replace(**changes)
-        if not self._is_replay:
+        if self._marks:
             self.log.mark_sent(self._sent)
 
     def _send_each(self, writer: RunWriter, records: list[Record]) -> None:

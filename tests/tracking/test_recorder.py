@@ -210,8 +210,13 @@ def test_early_records_wait_in_the_log_and_known_ones_are_dropped(
     send(5)
     send(7, "a worker that has died")
     here.die()
-    assert not record.finish("FINISHED")
+    here.actor.write(record.log_path, "record", "finish", {"status": "FINISHED"}, "driver", 1)
+    assert not record.heartbeat(0, 1).stop
+    here.actor.write(record.log_path, "record", "tag", {"key": "a", "value": "b"}, "driver", 0)
     assert steps() == [0, 1, 2, 3, 7, 5]
+    kinds = [one["kind"] for one in metrics_log.MetricsLog(record.log_path).records()]
+    assert kinds[-4:] == ["tag", "metrics", "metrics", "finish"]
+    assert not record.finish("FINISHED")
 
 
 def kill(record: Recorder) -> None:

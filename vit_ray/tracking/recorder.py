@@ -138,7 +138,7 @@ class _Run:
         due = self._due.get(sender, 0)
         if number == due:
             self._write(kind, values, sender=sender, number=number)
-            while early := self._early.get((sender, self._due[sender])):
+            while early := self._early.pop((sender, self._due[sender]), None):
                 self._write(*early, sender=sender, number=self._due[sender])
         elif number > due and (sender, number) not in self._early:
             self.log.append("early", sender=sender, number=number, of=kind, values=values)

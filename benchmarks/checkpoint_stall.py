@@ -161,12 +161,12 @@ class Saves:
         self._apart = {key: values.clone() for key, values in self._state.items()}
         self._kept = DefaultStager(StagingOptions(False, False, False, False))
         self._group = dist.new_group()  # of the thread that writes
-        link: Any = RunLink(silence, silence, rank, WORKERS)
+        link: Any = RunLink(silence, rank, WORKERS)
         self._step = 0
         self._thread = threading.Thread()
         folder = str(args.folder / "run")
         job = TrainJob(
-            recipe, "train", CLASSES, 1000, 1000, "", folder, "auto", 0, 0.0, silence, silence,
+            recipe, "train", CLASSES, 1000, 1000, "", folder, "auto", 0, 0.0, silence,
             None, lambda bad: None,
         )  # fmt: skip
         writer = CheckpointWriter(locate(folder), recipe.checkpoint, self._refuse)

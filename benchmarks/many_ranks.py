@@ -216,7 +216,7 @@ def measure_heartbeats(ranks: int, seconds: float) -> tuple[str, bool]:
         record.metrics(0, {"train/loss": 1.0})
         assert record.status().step == 0
         stop, late = threading.Event(), list[float]()
-        links = [RunLink(record, record, rank) for rank in range(ranks)]
+        links = [RunLink(record, rank) for rank in range(ranks)]
         threads = [threading.Thread(target=beat, args=(link, stop, late)) for link in links]
         for thread in threads:
             thread.start()

@@ -172,7 +172,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     actor, world_size = FakeRun(), torch.distributed.get_world_size()
     job = TrainJob(
         recipe, "train", CLASSES, IMAGES, steps, "print", recipe.run_folder, "auto", 0, 0.0, actor,
-        actor, None, lambda bad: None, classes=tuple(map(str, range(CLASSES))),
+        None, lambda bad: None, classes=tuple(map(str, range(CLASSES))),
     )  # fmt: skip
     folder = locate(recipe.run_folder)
     micro = choose_micro_batch(job, world_size, int)
@@ -183,7 +183,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     if checkpoint is not None:
         engine.restore(checkpoint)
         progress = checkpoint.position.progress
-    link = RunLink(actor, actor, rank)
+    link = RunLink(actor, rank)
     watchdog = Watchdog(progress.step, 600.0, link.beat, link.note_hang)
     writer = CheckpointWriter(folder, recipe.checkpoint, link.note_own, None)
     saver = CheckpointSaver(job, engine.state, writer, link, watchdog, write_now)

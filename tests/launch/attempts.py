@@ -24,7 +24,7 @@ class Attempts:
         self.run = FakeRun()
         self.run.failed = failure
         job = make_job(folder, workers=workers)
-        self.job = replace(job, record=self.run, control=self.run, run_folder=str(folder))
+        self.job = replace(job, record=self.run, run_folder=str(folder))
         self._ends: Iterator[End] = iter(ends)
         self.num_attempts = 0
 
@@ -35,9 +35,8 @@ class Attempts:
     def train(self, failing: FailingNodes | None = None) -> None:
         """The driver's decisions until the run ends; all ends must be met."""
         failing = failing or FailingNodes(None)
-        control: Any = self.run
         finder: Any = self
-        Run(self.job, control, finder, failing, self._attempt).train()
+        Run(self.job, finder, failing, self._attempt).train()
         assert next(self._ends, None) is None
 
     def _attempt(self, place: Place) -> Ended:

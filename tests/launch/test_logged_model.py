@@ -92,7 +92,7 @@ def record(recipe: Any, checkpoint: str, register_as: str | None = None) -> str:
         metrics={**METRICS, "eval/loss": math.inf},
     )
     assert tracker.finish("FINISHED")
-    assert log_models(recipe.tracking.uri, list(tracker.models().values())) == [""]
+    assert log_models(recipe.tracking.uri, tracker.models()) == [""]
     assert tracker.run_id is not None
     return tracker.run_id
 

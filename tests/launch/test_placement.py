@@ -71,7 +71,7 @@ def finder(
     cluster: Cluster, run: FakeRun, failing: FailingNodes | None = None, **workers: Any
 ) -> PlaceFinder:
     job = make_job(Path("/x"), workers=workers, data={"cpus_per_task": 0.5})
-    job = replace(job, record=run, control=run)
+    job = replace(job, record=run)
     shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
     return PlaceFinder(job, shape, failing or FailingNodes(None), lambda: cluster.now_s)
 

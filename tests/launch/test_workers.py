@@ -202,10 +202,9 @@ class Watched:
         self.run.status = lambda: self.status  # type: ignore[attr-defined]
         self.has_room, self.lacking = False, ""
         monkeypatch.setattr(workers, "lacking_now", lambda *_, **__: self.lacking)
-        self.job = replace(make_job(folder, kind), record=self.run, control=self.run)
+        self.job = replace(make_job(folder, kind), record=self.run)
         finder: Any = SimpleNamespace(has_larger=lambda _: self.has_room)
-        control: Any = self.run
-        self.watch = GroupWatch(self.job, control, finder, PLACE, False, clock=lambda: self.now_s)
+        self.watch = GroupWatch(self.job, finder, PLACE, False, clock=lambda: self.now_s)
 
     def start(self, count: int = 2) -> None:
         self.run.at = {r: WorkerPlace("10.0.0.1", "a", "", 0, f"0{r}") for r in range(count)}
@@ -351,9 +350,8 @@ def test_a_record_that_does_not_answer_ends_no_group(
 def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
     job = make_job(folder, **sections)
     shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
-    control: Any = job.control
     finder: Any = None
-    return WorkerGroups(job, control, finder, finder, shape, ClusterShape(1, 4, 2, 0.0))
+    return WorkerGroups(job, finder, finder, shape, ClusterShape(1, 4, 2, 0.0))
 
 
 def test_a_pass_that_did_not_fit_limits_the_next_group(

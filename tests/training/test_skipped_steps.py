@@ -39,7 +39,7 @@ def train_on(
     def describe(one: Batch) -> str:
         return describe_batch(engine, one, MICRO)
 
-    policy = NonfinitePolicy(train, RunLink(actor, actor, rank), describe)
+    policy = NonfinitePolicy(train, RunLink(actor, rank), describe)
 
     class Hooks(FakeHooks):
         def on_bad_step(self, progress: Progress, batch: Batch) -> None:

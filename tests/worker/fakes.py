@@ -246,7 +246,7 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
         recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, FakeRun(),
-        FakeRun(), None, lambda bad: None, classes=CLASSES,
+        None, lambda bad: None, classes=CLASSES,
     )  # fmt: skip
 
 
@@ -277,7 +277,7 @@ class Worker:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        self.link = RunLink(self.actor, self.actor, self.rank)
+        self.link = RunLink(self.actor, self.rank)
         folder = locate(self.job.run_folder)
         train = self.job.recipe.train
         self.watchdog = Watchdog(0, train.step_timeout_s, self.link.beat, self.link.note_hang)

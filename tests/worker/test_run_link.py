@@ -18,7 +18,7 @@ def actor() -> FakeRun:
 
 
 def link_of(actor: FakeRun, rank: int = 0) -> RunLink:
-    return RunLink(actor, actor, rank)
+    return RunLink(actor, rank)
 
 
 def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
@@ -32,7 +32,7 @@ def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
 
 
 def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor: FakeRun) -> None:
-    links = [RunLink(actor, actor, rank, 1024, "host", "node", "") for rank in range(1024)]
+    links = [RunLink(actor, rank, 1024, "host", "node", "") for rank in range(1024)]
     for link in links:
         link.beat(0)
     assert len(actor.beats) == 1024  # each introduces itself at once
@@ -133,7 +133,7 @@ def test_a_worker_says_on_which_host_it_is_until_that_has_arrived() -> None:
             return Orders(None, 0)
 
     run = Control()
-    link = RunLink(run, run, 1, 2, "host-1")
+    link = RunLink(run, 1, 2, "host-1")
     for step in range(4):
         link.beat(step)
     assert sent == [("host-1",), ("host-1",), (), ()]

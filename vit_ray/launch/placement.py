@@ -143,7 +143,7 @@ class PlaceFinder:
                 for smaller in fitting[1:]:
                     if self._is_free(smaller, labels):
                         return Place(smaller, labels)
-                if reason := self._job.control.stop_reason():
+                if reason := self._job.record.stop_reason():
                     raise StoppedWaitingError(reason)
         return None
 

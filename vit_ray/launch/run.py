@@ -230,7 +230,7 @@ def run_prepared(
             if prepared.trains:
                 Thread(target=_import_ahead, daemon=True).start()
             try:
-                run_workers(job, run.record, resolved.streams, cluster, use_gpu=use_gpu)
+                run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
             except Exception:
                 if prepared.trains:  # what it has computed so far
                     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
@@ -295,7 +295,6 @@ def _job(
         few_shot_classes=few_shot.manifest.num_classes if few_shot else 0,
         ray_ready_s=cluster.ready_s,
         record=run.record,
-        control=run.record,
         lock_number=prepared.lock_number,
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,

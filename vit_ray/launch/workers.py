@@ -57,7 +57,6 @@ from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
-from vit_ray.tracking.recorder import Recorder
 from vit_ray.worker.entry import work
 from vit_ray.worker.job import GroupStart, TrainJob
 
@@ -93,7 +92,6 @@ class RunDivergedError(RunFailedError):
 
 def run_workers(
     job: TrainJob,
-    control: Recorder,
     streams: dict[str, StreamSpec],
     cluster: ClusterShape,
     *,
@@ -131,9 +129,9 @@ def run_workers(
         "cpus_per_rank": shape.resources["CPU"],
     }
     source = StreamSource(ray.put(streams), server)
-    groups = WorkerGroups(job, control, source, finder, shape, cluster)
+    groups = WorkerGroups(job, source, finder, shape, cluster)
     try:
-        Run(job, control, finder, failing, groups.run).train()
+        Run(job, finder, failing, groups.run).train()
     finally:
         if trains:
             with contextlib.suppress(OSError):  # the next driver finds nothing to give back
@@ -155,13 +153,12 @@ class Run:
     def __init__(
         self,
         job: TrainJob,
-        control: Recorder,
         finder: PlaceFinder,
         failing: FailingNodes,
         attempt: Callable[[Place], Ended],
     ) -> None:
         """`attempt`: runs a worker group to its end."""
-        self._job, self._control = job, control
+        self._job = job
         self._finder, self._failing, self._attempt = finder, failing, attempt
         self._num_failures, self._failed_at = 0, -1
 
@@ -171,7 +168,7 @@ class Run:
             while not self._has_ended(self._attempt(self._finder.found())):
                 self._check_stop()
         except StoppedWaitingError as stop:
-            if failure := self._control.failure():
+            if failure := self._job.record.failure():
                 raise _error_of(failure) from stop
             newest = newest_step(self._job.run_folder)
             saved = f"the newest checkpoint is of step {newest}"
@@ -190,7 +187,7 @@ class Run:
         """
         reason = None
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the record is away
-            reason = self._control.stop_reason()
+            reason = self._job.record.stop_reason()
         if reason:
             raise StoppedWaitingError(reason)
 
@@ -201,13 +198,13 @@ class Run:
             RunFailedError: with an error.
         """
         # A worker's own error says more than the time-outs of those that waited for it.
-        if failure := self._control.failure():
+        if failure := self._job.record.failure():
             raise _error_of(failure) from ended.error
         if ended.error is None:
             return not ended.goes_on
         places = {}
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            places = self._control.places()
+            places = self._job.record.places()
         text = cause(ended.error, places)
         self._job.record.event(EventKind.WORKER_FAILED, text, 0)
         if counts(ended.error):
@@ -238,20 +235,19 @@ class WorkerGroups:
     def __init__(
         self,
         job: TrainJob,
-        control: Recorder,
         streams: StreamSource,
         finder: PlaceFinder,
         shape: GroupShape,
         cluster: ClusterShape,
     ) -> None:
-        self._job, self._control, self._streams = job, control, streams
+        self._job, self._streams = job, streams
         self._finder, self._shape, self._cluster = finder, shape, cluster
         self._name, self._number = f"{job.recipe.name}-{uuid.uuid4().hex[:8]}", 0
 
     def run(self, place: Place) -> Ended:
         """Train with a new group until it ends."""
         self._number += 1
-        watch = GroupWatch(self._job, self._control, self._finder, place, self._shape.use_gpu)
+        watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
         fit = _Fit(lambda: self._trainer(place).fit())
         try:
             # While the workers start: an error in opening the record ends the run.
@@ -345,13 +341,12 @@ class GroupWatch:
     def __init__(
         self,
         job: TrainJob,
-        control: Recorder,
         finder: PlaceFinder,
         place: Place,
         use_gpu: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job, self._control, self._finder, self._place = job, control, finder, place
+        self._job, self._finder, self._place = job, finder, place
         self._use_gpu, self._clock = use_gpu, clock
         self.error: Exception | None = None
         self.groups: set[str] = set()
@@ -375,13 +370,13 @@ class GroupWatch:
     def has_ended_the_run(self) -> bool:
         """Whether its workers have recorded the run's end; False if nobody answers."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
-            return has_ended(self._job, self._control)
+            return has_ended(self._job)
         return False
 
     def _has_not_started(self) -> bool:
         if len(self._places) >= self._place.size:
             return False
-        self._places |= self._control.places()  # a recorder that has restarted knows fewer
+        self._places |= self._job.record.places()  # a recorder that has restarted knows fewer
         known, self.groups = self.groups, {at.group for at in self._places.values()} - {""}
         if self.groups != known and self._job.kind == "train":
             file = locate(self._job.run_folder).child(GROUPS_FILE)
@@ -412,7 +407,7 @@ class GroupWatch:
         trains = self._job.kind == "train"
         if trains and not self.is_resizing and self._finder.has_larger(self._place):
             self.is_resizing = True
-            self._control.request_save()
+            self._job.record.request_save()
 
 
 def lost_place(error: BaseException) -> bool:
@@ -423,10 +418,10 @@ def lost_place(error: BaseException) -> bool:
     return hasattr(getattr(error, "controller_failure", None), "num_workers")
 
 
-def has_ended(job: TrainJob, control: Recorder) -> bool:
+def has_ended(job: TrainJob) -> bool:
     """Whether the workers have ended the run, by what they have recorded."""
-    status = control.status()
-    if control.failure() or any(event.kind is EventKind.STOPPED for event in status.events):
+    status = job.record.status()
+    if job.record.failure() or any(event.kind is EventKind.STOPPED for event in status.events):
         return True
     if job.kind != "train":
         return bool(status.metrics)

@@ -6,10 +6,12 @@ the process, it reads the log again at the next call. Records are written in the
 """
 
 import atexit
+import itertools
 import logging
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
@@ -50,9 +52,9 @@ ACCOUNT_EVERY_S: Final = 600.0
 EARLY_S: Final = 0.2
 """Between two looks whether the records before one have arrived."""
 
-_NUMBERING: Final = threading.Lock()
-_SENDERS: Final[dict[Path, tuple[str, int]]] = {}
-"""What this process is called in a log since its opening, and the number of its next record."""
+_SENDERS: Final[dict[Path, tuple[str, Iterator[int]]]] = {}
+"""What this process is called in a log since its opening, and the numbers of its records. Without
+a lock: a signal's handler records, too."""
 
 logger = logging.getLogger(__name__)
 
@@ -269,11 +271,10 @@ class Recorder(Records):
     """The line that was typed; its child runs record it, too."""
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
-        with _NUMBERING:
-            sender, number = _SENDERS.get(self.log_path) or (uuid.uuid4().hex[:12], 0)
-            given = (self.log_path, "record", kind, values, sender, number)
-            call = self.actor.write.remote(*given)
-            _SENDERS[self.log_path] = sender, number + 1
+        new = (uuid.uuid4().hex[:12], itertools.count())
+        sender, numbers = _SENDERS.setdefault(self.log_path, new)
+        given = (self.log_path, "record", kind, values, sender, next(numbers))
+        call = self.actor.write.remote(*given)
         until_s = time.monotonic() + wait_s
         while wait_s and not _answer(call, max(0.0, until_s - time.monotonic())):
             time.sleep(EARLY_S)  # Ray repeats those before it

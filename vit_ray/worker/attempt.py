@@ -54,7 +54,7 @@ def run_attempt(link: RunLink, set_up: Callable[[], Attempt | EvaluationAttempt 
             with contextlib.closing(attempt):
                 attempt.run()
     except UnrecoverableError as error:
-        link.control.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
+        link.record.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
         if not error.is_agreed:
             raise  # the other workers may wait for this one: let Ray end them
 
@@ -156,7 +156,7 @@ class Attempt:
             saved = f"checkpoint at step {step}"
             if not self.saver.is_whole(step):
                 saved = f"the checkpoint of step {step} could not be written"
-            if self.link.is_resizing and not (progress.ended or self.link.control.stop_reason()):
+            if self.link.is_resizing and not (progress.ended or self.link.record.stop_reason()):
                 text = f"the group changes its size; {saved}"
                 self.link.note_last(EventKind.RESIZING, text, step)
                 return

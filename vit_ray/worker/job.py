@@ -36,8 +36,7 @@ class TrainJob:
     ray_ready_s: float
     """Unix time at which Ray was up, for the time to the first step."""
     record: Recorder
-    """Workers use it, and `control`, through `run_link.RunLink`."""
-    control: Recorder
+    """Workers use it through `run_link.RunLink`."""
     lock_number: int | None
     """Number of the driver's lock of the run's folder; None if nothing is written there."""
     num_evaluated: Mapping[str, int] = field(default_factory=dict)

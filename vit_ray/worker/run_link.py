@@ -1,4 +1,4 @@
-"""A worker's link to the run's record and to its control, which live with the driver.
+"""A worker's link to the run's record, which lives with the driver.
 
 Metrics and events are sent without waiting for an answer. If the driver has ended, Ray ends this
 worker too, so failures of such calls are not errors of the training.
@@ -31,13 +31,12 @@ class RunLink:
     def __init__(
         self,
         record: Recorder,
-        control: Recorder,
         rank: int,
         world_size: int = 1,
         *introduction: str,
     ) -> None:
         """`introduction`: host, node, detail and group, as in `WorkerPlace`."""
-        self._record, self.control, self.rank = record, control, rank
+        self.record, self.rank = record, rank
         self._world_size, self._num_beats = world_size, rank
         self.clock = WorkClock(world_size)
         """The clock of this attempt."""
@@ -61,7 +60,7 @@ class RunLink:
         if not (is_due or self._introduction):
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            orders = self.control.heartbeat(self.rank, step, *self._introduction)
+            orders = self.record.heartbeat(self.rank, step, *self._introduction)
             self._introduction = ()
             self.stop_reason = orders.stop or self.stop_reason
             self._saves_requested = orders.saves
@@ -77,7 +76,7 @@ class RunLink:
         if wait_s or spent_s > WORK_GROWTH * self._sent_s:
             self._sent_s = spent_s
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                self._record.work(work, wait_s)
+                self.record.work(work, wait_s)
 
     @property
     def is_resizing(self) -> bool:
@@ -99,12 +98,12 @@ class RunLink:
 
     def note_own(self, kind: EventKind, text: str, step: int) -> None:
         """Send an event of only this rank."""
-        self._record.event(kind, text, step)
+        self.record.event(kind, text, step)
 
     def note_last(self, kind: EventKind, text: str, step: int) -> None:
         """As `note`, and wait until it has arrived: this process ends right after."""
         if self.rank == 0:
-            self._record.event(kind, text, step, DELIVERY_S)
+            self.record.event(kind, text, step, DELIVERY_S)
 
     def note_hang(self, reason: str, where: str, threads: str, step: int) -> None:
         """Report that this rank hangs; waits for some seconds at most.
@@ -117,19 +116,19 @@ class RunLink:
         """
         waited_for: str | None = None
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            waited_for = self.control.hanging(self.rank, self._world_size, where, HANG_REPORT_S)
+            waited_for = self.record.hanging(self.rank, self._world_size, where, HANG_REPORT_S)
         if waited_for == "":
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             cause = f" {waited_for}." if waited_for else ""
             text = f"worker {self.rank}: {reason}.{cause} Threads of worker {self.rank}:\n{threads}"
-            self._record.event(EventKind.HUNG, text, step, HANG_REPORT_S)
+            self.record.event(EventKind.HUNG, text, step, HANG_REPORT_S)
 
     def keep_file(
         self, name: str, content: bytes, folder: str = "profile", limit_s: float = DELIVERY_S
     ) -> None:
         """Keep a file with the run, in a folder of its artifacts; returns once it has arrived."""
-        self._record.content(name, content, folder, limit_s)
+        self.record.content(name, content, folder, limit_s)
 
     def show_files(self, files: Mapping[str, bytes], folder: str) -> None:
         """As `keep_file`, for files that training does not depend on: failures are ignored."""
@@ -145,5 +144,5 @@ class RunLink:
         if self.rank == 0 and self._tracking_run_id is None:  # only rank 0's position is kept
             # Training continues without its tracking.
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                self._tracking_run_id = self._record.run_id(RUN_ID_S)
+                self._tracking_run_id = self.record.run_id(RUN_ID_S)
         return self._tracking_run_id

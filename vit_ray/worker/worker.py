@@ -58,7 +58,7 @@ def work(start: GroupStart) -> None:
     streams = start.streams.for_rank(start.name, rank, world_size, host_ranks)
     warm_up_process()
     device = training_device(start.use_gpu)
-    link = RunLink(job.record, job.control, rank, world_size, *own_place())
+    link = RunLink(job.record, rank, world_size, *own_place())
     set_up = set_up_attempt if job.kind == "train" else set_up_evaluation
     run_attempt(link, partial(set_up, job, link, streams, device))
     if rank == 0:

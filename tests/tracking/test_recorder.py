@@ -459,12 +459,17 @@ def test_what_is_recorded_after_the_end_changes_nothing(
 def test_models_are_logged_once_after_the_end(
     store: MlflowClient, here: Here, tmp_path: Path
 ) -> None:
-    record = recorded_here(opening_of(tmp_path), here)
+    """Also those of trials that ended before the actor died."""
+    sweep = recorded_here(opening_of(tmp_path, name="sweep"), here)
+    record = recorded_here(opening_of(tmp_path, sweep), here)
     described = {"card": "", "register_as": None, "metrics": {}}
     record.model("net", 7, reference={"classes": []}, params={"checkpoint": "x"}, **described)
+    assert record.flush(60)
     run_id = str(record.run_id())
     assert not record.finish("FINISHED")
     assert store.get_run(run_id).outputs.model_outputs == []
+    here.die()
+    assert not sweep.finish("FINISHED")
     for _ in range(2):
         assert here.actor.log_models() == []
     assert len(store.get_run(run_id).outputs.model_outputs) == 1

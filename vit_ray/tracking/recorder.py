@@ -238,8 +238,12 @@ class RunRecords:
         """Log the models of all runs; says which MLflow does not have, and why."""
         from vit_ray.tracking.tracker import log_models
 
-        runs = list(self._runs.values())
-        models = [(run.log.path, model) for run in runs for model in run.tracker().models()]
+        paths, models = list(self._runs), list[tuple[Path, Any]]()
+        for path in paths:  # with child runs that ended before the process was restarted
+            run = self._run(path)
+            run.close()
+            models += [(path, model) for model in run.tracker().models()]
+            paths += [child for child in run.state.children if child not in paths]
         found = log_models(self._uri, [model for _, model in models])
         return [
             f"a model is not logged ({problem}); run: vit-ray replay {path} URI"
@@ -252,7 +256,10 @@ class RunRecords:
             if opening or path not in self._runs:
                 run = self._runs[path] = _Run(path, self._uri, opening)
                 if run.parent_log:
-                    run.state.parent = self._run(Path(run.parent_log)).state
+                    parent = self._run(Path(run.parent_log))
+                    run.state.parent = parent.state
+                    if path not in parent.state.children:
+                        parent.log.append("child", path=str(path))
             return self._runs[path]
 
 

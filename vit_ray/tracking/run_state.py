@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from vit_ray.measure.goodput import DriverBegan, DriverEnded, Failed, Mark, WaitedForPlace, Work
@@ -90,6 +91,8 @@ class RunState:
         """Of the run; empty before its start record."""
         self.parent: RunState | None = None
         """Of the sweep or study that the run is part of."""
+        self.children: list[Path] = []
+        """Logs of its child runs."""
         self.has_finished = False
         self._now = RunStatus()
         self._saves = 0
@@ -127,6 +130,8 @@ class RunState:
                 self._saves += 1
             case "stage":
                 self._stage, self._ended = (record["what"], record["count"]), []
+            case "child":
+                self.children.append(Path(record["path"]))
             case "child step":
                 self._child_step(record["name"], record["step"])
             case "child ended":

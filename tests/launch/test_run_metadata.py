@@ -119,7 +119,8 @@ def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
     recipe = load_recipe("digits_sweep", TRIALS).with_changes(tracking=about)
     tags = run_facts(recipe, "sweep_trial", resolved_run(), CLUSTER, "typed")
     assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
-    assert (tags["team"], tags["data.eval"]) == ("vision", "a/test")
+    assert tags["data.eval"] == "a/test"
+    assert "team" not in tags  # it is sent apart: MLflow may refuse it
     with pytest.raises(ValueError, match=r"tracking\.tags.*'vit_ray\.kind' is reserved"):
         recipe.with_changes(tracking={"tags": {"vit_ray.kind": "mine"}})
 

@@ -14,6 +14,10 @@ def answers_here(monkeypatch: pytest.MonkeyPatch) -> None:
     get = recorder.ray.get
 
     def answered(call: Any, timeout: float | None = None) -> Any:
-        return call.found if isinstance(call, Answer) else get(call, timeout=timeout)
+        if not isinstance(call, Answer):
+            return get(call, timeout=timeout)
+        if call.error is not None:
+            raise call.error
+        return call.found
 
     monkeypatch.setattr(recorder.ray, "get", answered)

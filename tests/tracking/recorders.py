@@ -17,7 +17,11 @@ class Here:
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Any:
-            return Answer(getattr(self.actor, name)(*pickle.loads(pickle.dumps(args))))
+            given = pickle.loads(pickle.dumps(args))
+            try:
+                return Answer(getattr(self.actor, name)(*given))
+            except Exception as error:
+                return Answer(None, error)
 
         return Remote(remote)
 
@@ -42,8 +46,8 @@ class Remote:
 class Answer:
     """What a call returns."""
 
-    def __init__(self, found: Any) -> None:
-        self.found = found
+    def __init__(self, found: Any, error: Exception | None = None) -> None:
+        self.found, self.error = found, error
 
 
 def recorded_here(opening: RunOpening, here: Here | None = None) -> Recorder:

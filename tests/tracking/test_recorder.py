@@ -1,7 +1,9 @@
 """The actor that records runs: what it records, and what its death costs."""
 
 import gzip
+import itertools
 import os
+import pickle
 import signal
 import time
 from dataclasses import replace
@@ -218,6 +220,73 @@ def test_early_records_wait_in_the_log_and_known_ones_are_dropped(
     kinds = [one["kind"] for one in metrics_log.MetricsLog(record.log_path).records()]
     assert kinds[-4:] == ["tag", "metrics", "metrics", "finish"]
     assert not record.finish("FINISHED")
+
+
+def test_a_record_that_cannot_be_written_costs_only_itself(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+    record.append("metrics", step=1, values={"train/loss": {1}})  # no JSON
+    with pytest.raises(pickle.PicklingError):
+        record.append("tag", key="a", value=Mock())  # cannot be sent
+    record.metrics(2, {"train/loss": 2.0})
+    here.die()
+    record.metrics(3, {"train/loss": 3.0})
+    run_id = record.run_id()
+    assert not record.finish("FINISHED")
+    assert points_of(store, run_id, "train/loss") == [(2, 2.0), (3, 3.0)]
+    assert store.get_run(str(run_id)).info.status == "FINISHED"
+
+
+def test_an_end_whose_sender_lacks_a_record_ends_the_run(
+    store: MlflowClient, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "ARRIVAL_S", 0.0)
+    record = recorded_here(opening_of(tmp_path), here)
+    assert record.flush(60)
+    next(recorder._SENDERS.setdefault(record.log_path, ("driver", itertools.count()))[1])
+    record.metrics(1, {"train/loss": 1.0})
+    run_id = record.run_id()
+    assert not record.finish("FINISHED")
+    assert points_of(store, run_id, "train/loss") == [(1, 1.0)]
+    assert store.get_run(str(run_id)).info.status == "FINISHED"
+
+
+def test_a_signal_within_a_call_may_record(here: Here, tmp_path: Path) -> None:
+    """Its handler runs between two steps of the interrupted thread."""
+    record, interrupted = recorded_here(opening_of(tmp_path), here), []
+
+    class Interrupted:
+        def remote(self, *given: object) -> object:
+            if not interrupted:
+                interrupted.append(given)
+                record.request_stop("SIGINT")
+            return here.write.remote(*given)
+
+    slow = replace(record, actor=SimpleNamespace(write=Interrupted(), ask=here.ask))
+    slow.metrics(1, {"train/loss": 1.0})
+    log = metrics_log.MetricsLog(record.log_path)
+    assert [one["kind"] for one in log.records("metrics", "stop")] == ["metrics", "stop"]
+    record.finish("KILLED")
+
+
+def test_a_restarted_actor_continues_the_run_of_the_checkpoint(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow was away, so that the log names no run yet."""
+    first = recorded_here(opening_of(tmp_path, name="first"), here)
+    assert first.flush(60)
+    run_id = first.run_id()
+    first.finish("KILLED")
+    opening = replace(opening_of(tmp_path, name="second"), run_id=run_id)
+    with monkeypatch.context() as away:
+        away.setattr("vit_ray.tracking.tracker.RunWriter", Mock(side_effect=OSError("away")))
+        record = recorded_here(opening, here)
+        assert record.run_id() is None
+        here.die()
+    assert record.flush(60)
+    assert record.run_id() == run_id
+    record.finish("FINISHED")
 
 
 def kill(record: Recorder) -> None:

@@ -240,17 +240,22 @@ def test_a_finished_run_that_goes_on_is_running_again(config, log_path):
     second.finish()
 
 
-def test_a_killed_process_leaves_half_a_line_and_loses_nothing_else(config, log_path):
+@pytest.mark.parametrize("half", ['"metrics", "step": 2, "val', '"start", "run', '"event", "te'])
+def test_a_killed_process_leaves_half_a_line_and_loses_nothing_else(half, config, log_path):
     away = config.model_copy(update={"uri": NOWHERE})
     first = started(away, "killed", log_path)
     first.log.metrics(1, {"train/loss": 3.0})
     first.finish(timeout_s=0.1)
     with open(log_path, "a") as file:
-        file.write('{"kind": "metrics", "step": 2, "val')
+        file.write('{"kind": ' + half)
     second = started(config, "killed", log_path)
     second.log.metrics(2, {"train/loss": 2.0})
+    second.log.event(EventKind.RESUMED, "from step 2", 2)
     assert second.finish()
     assert _history(config.uri, second.run_id, "train/loss") == [(1, 3.0), (2, 2.0)]
+    third = started(config, "killed", log_path)
+    assert third.finish()
+    assert texts_of_history(config.uri, third.run_id) == ["from step 2"]
 
 
 def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_openings(

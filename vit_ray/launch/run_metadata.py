@@ -77,7 +77,6 @@ def run_facts(
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
     return {
-        **recipe.tracking.tags,
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         KIND: kind,
         GROUP: group_of(recipe, resolved),

@@ -185,7 +185,7 @@ class MetricsLog(Records):
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
         """Write one record without secrets; a full disk keeps it in memory, with one warning."""
-        record = redacted({"kind": kind, **values, "time_ms": round(time.time() * 1000)})
+        record = redacted({"kind": kind, "time_ms": round(time.time() * 1000), **values})
         with self._lock:
             self._unwritten += json.dumps(record).encode() + b"\n"
             try:

@@ -165,7 +165,7 @@ class RunWriter:
             case "event":
                 self._send_history()
             case "finish":
-                self.client.set_terminated(self.run_id, record["status"])
+                self.client.set_terminated(self.run_id, record["status"], record["time_ms"])
         return 0
 
     def _send_start(self, record: Record) -> None:

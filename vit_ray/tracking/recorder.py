@@ -6,6 +6,7 @@ the process, it reads the log again at the next call. Records are written in the
 """
 
 import atexit
+import contextlib
 import itertools
 import logging
 import threading
@@ -93,30 +94,30 @@ class _Run:
         self.key: str = start["opening"]
         self.parent_log: str | None = start["parent_log"]
         # In a thread: importing MLflow takes seconds.
-        run_id = opening.run_id if opening else None
-        self._tracker = ThreadPoolExecutor(1).submit(self._send, start, run_id)
+        self._tracker = ThreadPoolExecutor(1).submit(self._send, start)
 
     def _note(self, record: Record) -> None:
         """Take a record of the log."""
         if record["kind"] == "start":  # the state is that since the last one
             self.state, self._due, self._early = RunState(), {}, {}
-        self.state.note(record)
         if record["kind"] == "early":
-            self._early[record["sender"], record["number"]] = (record["of"], record["values"])
+            values = {**record["values"], "time_ms": record["time_ms"]}
+            self._early[record["sender"], record["number"]] = (record["of"], values)
         elif "sender" in record:
             self._due[record["sender"]] = record["number"] + 1
             self._early.pop((record["sender"], record["number"]), None)
+        self.state.note(record)
 
     def tracker(self) -> "Tracker":
         """What sends it; waits for MLflow's import."""
         return self._tracker.result(IMPORT_S)
 
-    def _send(self, start: Record, run_id: str | None) -> "Tracker":
+    def _send(self, start: Record) -> "Tracker":
         # Imported here: the driver and the workers also import this module and need no MLflow.
         from vit_ray.tracking.system_metrics import NodeSampler
         from vit_ray.tracking.tracker import Tracker
 
-        tracker = Tracker(self.log, self._uri, run_id)
+        tracker = Tracker(self.log, self._uri)
         tracker.start()
         # The children of a sweep or study share nodes; the parent samples these itself.
         if start["system_metrics"] and not start["parent_log"] and not self.state.has_finished:
@@ -152,12 +153,17 @@ class _Run:
     def _write(self, kind: str, values: Record, **sent: Any) -> None:
         if kind == "finish":
             self._write_early()
-        self.log.append(kind, **values, **sent)
+        try:
+            self.log.append(kind, **values, **sent)
+        except Exception:  # or what its sender records next would be early
+            self.log.append("unwritable", **sent)
+            raise
 
     def _write_early(self) -> None:
-        """Write what waits for records that do not come: their sender has died."""
-        for (sender, number), early in sorted(self._early.items()):
-            self.log.append(early[0], **early[1], sender=sender, number=number)
+        """Write what waits for records that do not come, an end last: their sender has died."""
+        early = sorted(self._early.items(), key=lambda item: (item[1][0] == "finish", item[0]))
+        for (sender, number), (kind, values) in early:
+            self.log.append(kind, **values, sender=sender, number=number)
 
     def end(self, status: Status) -> None:
         """Note the end, unless the run has ended."""
@@ -179,9 +185,10 @@ class _Run:
         """The run's state; waits up to `wait_s` until MLflow has given it an id, or has failed."""
         status = self.state.status()
         if wait_s:
-            tracker = self.tracker()
-            tracker.wait_for_try(wait_s)
-            status.run_id, status.hint = tracker.run_id, tracker.hint
+            with contextlib.suppress(TimeoutError):  # it is imported yet
+                tracker = self._tracker.result(wait_s)
+                tracker.wait_for_try(wait_s)
+                status.run_id, status.hint = tracker.run_id, tracker.hint
         return status
 
     def flush(self, timeout_s: float) -> bool:
@@ -190,6 +197,7 @@ class _Run:
     def close(self) -> str:
         """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
         if self.problem is None:
+            self._write_early()
             with self._held:
                 tracker = self.tracker()
                 tracker.close()
@@ -281,7 +289,11 @@ class Recorder(Records):
         new = (uuid.uuid4().hex[:12], itertools.count())
         sender, numbers = _SENDERS.setdefault(self.log_path, new)
         given = (self.log_path, "record", kind, values, sender, next(numbers))
-        call = self.actor.write.remote(*given)
+        try:
+            call = self.actor.write.remote(*given)
+        except Exception:  # or what this process records next would be early
+            self.actor.write.remote(*given[:2], "unwritable", {}, *given[-2:])
+            raise
         until_s = time.monotonic() + wait_s
         while wait_s and not _answer(call, max(0.0, until_s - time.monotonic())):
             time.sleep(EARLY_S)  # Ray repeats those before it
@@ -378,7 +390,8 @@ class Recorder(Records):
 
     def finish(self, status: Status) -> str:
         """End the run; says what MLflow does not have, and why."""
-        self.append("finish", ARRIVAL_S, status=status)
+        with contextlib.suppress(RuntimeError):  # an early end is written by `close`
+            self.append("finish", ARRIVAL_S, status=status)
         return self._asked(ANSWER_S, "close")
 
 
@@ -401,7 +414,7 @@ def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Rec
 
 def log_models_at_exit(recorder: Recorder) -> None:
     """Log the models of a command, for whose last line they do not wait; the process waits."""
-    call = recorder.actor.log_models.remote()
+    call, name = recorder.actor.log_models.remote(), recorder.run_name
 
     def wait() -> None:
         if not ray.is_initialized():
@@ -409,7 +422,7 @@ def log_models_at_exit(recorder: Recorder) -> None:
         try:
             problems = ray.get(call, timeout=MODELS_S)
         except ray.exceptions.RayError as error:
-            problems = [f"the models of {recorder.run_name} are not logged: {error}"]
+            problems = [f"the models of {name} are not logged: {error}"]
         for problem in problems:
             logger.warning("%s", problem)
 

@@ -191,7 +191,7 @@ class RunState:
         """Places of the workers that have introduced themselves since the last failure, by rank."""
         return {
             rank: WorkerPlace(host, node, detail, of.step, group)
-            for rank, of in self._heard.items()
+            for rank, of in list(self._heard.items())
             for host, node, detail, group in ([of.introduction] if of.introduction else [])
         }
 

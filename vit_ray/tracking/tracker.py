@@ -56,19 +56,16 @@ class Tracker(threading.Thread):
     `close` wait.
     """
 
-    def __init__(
-        self, log: MetricsLog, uri: str, run_id: str | None = None, *, is_replay: bool = False
-    ) -> None:
+    def __init__(self, log: MetricsLog, uri: str, *, is_replay: bool = False) -> None:
         """
         Args:
             log: has a start record.
             uri: of the store.
-            run_id: the MLflow run to continue, if the log has none.
             is_replay: send all of the log, also to another store than that of its run, and
                 without the run that it is part of.
         """
         super().__init__(name="mlflow", daemon=True)
-        self.log, self._uri, self._wanted = log, absolute_uri(uri), run_id
+        self.log, self._uri = log, absolute_uri(uri)
         self._is_replay, self._marks = is_replay, True
         self.problem = ""
         """Set at the end: what MLflow does not have, and why; empty if it has everything."""
@@ -98,7 +95,7 @@ class Tracker(threading.Thread):
         """
         log = log or MetricsLog(opening.log_path)
         log.open(opening)
-        tracker = cls(log, opening.config.uri, opening.run_id)
+        tracker = cls(log, opening.config.uri)
         tracker.start()
         tracker.wait_for_try(wait_s)
         return tracker
@@ -240,7 +237,7 @@ class Tracker(threading.Thread):
         # A tracker that ended before a slow MLflow answered may still be creating the run.
         with _finding:
             sent = self.log.read_sent()
-            writer = RunWriter(self._uri, self.log, sent.run_id or self._wanted)
+            writer = RunWriter(self._uri, self.log, sent.run_id or start["run_id"])
             if self._is_replay:  # what another store has is noted nowhere
                 self._marks, sent = sent.run_id in (None, writer.run_id), Sent()
             elif sent.run_id not in (None, writer.run_id):

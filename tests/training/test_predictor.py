@@ -63,7 +63,7 @@ def set_up(rank: int, folder: str) -> tuple[int, int]:
     train = {"averaging": 0.9, "precision": "bf16", "zero_stage": 1}
     job = make_job(Path(folder), "evaluate", data={"eval": "somewhere"}, train=train, **sections)
     before, run, streams = held_bytes(), FakeRun(), Any
-    attempt = set_up_evaluation(job, RunLink(run, run, 0), streams, CPU)  # type: ignore[arg-type]
+    attempt = set_up_evaluation(job, RunLink(run, 0), streams, CPU)  # type: ignore[arg-type]
     held = held_bytes() - before
     attempt.close()
     weights = sum(p.numel() * 2 for p in attempt.evaluator._engine._model.parameters())

@@ -345,7 +345,7 @@ def evaluate_alone(rank: int, folder: str) -> Any:
         return iter(share(rank, world_size))
 
     run, streams = FakeRun(), SimpleNamespace(evaluation_batches=batches)
-    link = RunLink(run, run, rank, world_size)
+    link = RunLink(run, rank, world_size)
     run_attempt(
         link,
         partial(set_up_evaluation, job, link, streams, torch.device("cpu")),  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ class RunLink:
 
     def asked_stop_reason(self) -> str:
         """Asked now: another worker's heartbeat may have had the answer first."""
-        return self.control.stop_reason() or "another worker was asked to stop"
+        return self.record.stop_reason() or "another worker was asked to stop"
 
     def note(self, kind: EventKind, text: str, step: int) -> None:
         """Send an event that all ranks know of, from rank 0."""

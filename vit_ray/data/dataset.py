@@ -6,6 +6,7 @@ digest of them all. A start reads this one file and no footers. A fraction, a sp
 de-duplicated set is a part of a data set: a manifest made of a manifest, over the same files.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -416,8 +417,11 @@ def _root_of(header: dict[str, Any], path: str) -> str:
     """The folder of the shards: where it lay beside the manifest, if both were copied or moved."""
     if header["root_from_here"]:
         near = os.path.normpath(os.path.join(path, header["root_from_here"]))
-        if os.path.isdir(near):
-            return near
+        # Another set may have the name of the one that a part was made of.
+        with contextlib.suppress(OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+            found = pq.read_metadata(os.path.join(near, MANIFEST_FILE)).metadata[_METADATA_KEY]
+            if json.loads(found)["files"] == header["files"]:
+                return near
     return header["root"] or path
 
 

@@ -156,11 +156,14 @@ class Order:
         return rows[np.argsort(keys, kind="stable")]
 
     def draw(self, epoch: int) -> Int64Array:
-        """Row groups of an epoch in their order, and where each begins: (2, row groups)."""
-        groups = np.arange(len(self.rows), dtype=np.int64)
+        """Row groups of an epoch in their order, and where each begins: (2, row groups with rows).
+
+        Of a part of a large data set most have none.
+        """
+        groups = np.flatnonzero(self.rows)
         if self.is_shuffled:
             keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
-            groups = np.argsort(keys, kind="stable").astype(np.int64)
+            groups = groups[np.argsort(keys, kind="stable")]
         sizes = self.rows[groups]
         return np.stack([groups, np.cumsum(sizes, dtype=np.int64) - sizes])
 

@@ -190,8 +190,8 @@ class EncodedRows:
         return None if self.index is None else IndexColumn(self.index, self.sizes, lengths)
 
 
-def open_shard(location: Location, entry: ShardFile) -> pq.ParquetFile:
-    """A file of a data set, of which a row group is read in one piece.
+def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaData]:
+    """A file of a data set, and its footer.
 
     Raises:
         ValueError: it is shorter, longer or other than the manifest says.
@@ -202,13 +202,13 @@ def open_shard(location: Location, entry: ShardFile) -> pq.ParquetFile:
             f"shard {location.path!r} has {source.size()} bytes and the manifest says "
             f"{entry.bytes}: it was changed or cut short after conversion; run `vit-ray verify`"
         )
-    file = pq.ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
+    file = pq.ParquetFile(source)
     if not is_shard_schema(file.schema_arrow):
         raise ValueError(
             f"shard {location.path!r} has a foreign schema ({file.schema_arrow.names}); expected "
             f"the columns {SHARD_SCHEMA.names} as `vit-ray convert` writes them"
         )
-    return file
+    return source, file.metadata
 
 
 class _ImagesInPlace:
@@ -367,7 +367,11 @@ class RowGroupReader:
 
     def _table(self, group: int, names: list[str], *, is_checked: bool = True) -> pa.Table:
         """Columns of a row group, whose pages are compared with their checksums."""
-        file = self._file(int(self._manifest.file_index[group]))
+        source, metadata = self._file(int(self._manifest.file_index[group]))
+        # A new one for each read: it keeps what it has read in one piece until the next.
+        file = pq.ParquetFile(
+            source, metadata=metadata, pre_buffer=True, page_checksum_verification=True
+        )
         names = [*names, *([_INDEX] if "crc32" in names and has_index(file.schema_arrow) else [])]
         if not is_checked:
             index = int(self._manifest.file_index[group])

@@ -1,8 +1,10 @@
 import itertools
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from tests.data.converting import convert
@@ -58,6 +60,14 @@ def test_a_part_that_was_copied_with_its_set_reads_the_copy(
     expected = keys_of(part)
     shutil.copytree(tmp_path / "one" / "run" / "part", tmp_path / "alone")
     assert keys_of(open_dataset(str(tmp_path / "alone"))) == expected
+    shutil.copytree(tmp_path / "one", tmp_path / "beside_another")
+    manifest = tmp_path / "beside_another" / "set" / "manifest.parquet"
+    header = json.loads(pq.read_metadata(manifest).metadata[b"vit_ray"])
+    header["files"].append(header["files"][0])
+    table = pq.read_table(manifest).replace_schema_metadata({"vit_ray": json.dumps(header)})
+    pq.write_table(table, manifest)
+    beside_another = open_dataset(str(tmp_path / "beside_another" / "run" / "part"))
+    assert beside_another.root == str(tmp_path / "one" / "set")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     shutil.rmtree(tmp_path / "one")
     copy = open_dataset(str(tmp_path / "two" / "run" / "part"))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import cv2
+import numpy as np
 import ray
 import ray.data
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
@@ -129,10 +130,11 @@ def segments_of(
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
     order = Plan(spec.manifest, spec.seed, job.is_training, job.window).order
+    is_large = np.count_nonzero(order.rows) >= LEAST_SHARED
     drawn: dict[int, ray.ObjectRef[Any]] = {}
     tasks_left = iter(whole)
     while some := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
-        epochs = epochs_of(job, some) if len(order.rows) >= LEAST_SHARED else range(0)
+        epochs = epochs_of(job, some) if is_large else range(0)
         drawn = {n: drawn[n] if n in drawn else ray.put(order.draw(n)) for n in epochs}
         # The context decides where a set's tasks run, unless their labels do. A block that is made
         # on its ranks' host crosses no network; with a single server, Ray Data spreads the tasks.

@@ -32,7 +32,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from vit_ray.metric_names import DEV_TOP1
-from vit_ray.mlflow_internals import VIEW, VIEW_PARAMETER
+from vit_ray.mlflow_internals import VIEW_PARAMETER
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -143,11 +143,21 @@ class Pages:
     def runs(self) -> list[str]:
         """The run list in the view that links open; names of the trials that stand in it."""
         experiment = self._sweep.parent.info.experiment_id
-        self._open(f"experiments/{experiment}/runs?{TRAINING}&{VIEW_PARAMETER}={VIEW}")
+        self._open(f"experiments/{experiment}/runs?{TRAINING}&{VIEW_PARAMETER}=sweep")
         self._find(f"//*[@role='columnheader'][contains(., '{DEV_TOP1}')]")
         names = [trial.info.run_name for trial in self._sweep.trials]
         found = [self._find(f"//a[normalize-space()='{name}']").text for name in names]
         self._shoot("runs")
+        return found
+
+    def view(self) -> list[str]:
+        """The view that links open; titles of the axes of its first chart."""
+        experiment = self._sweep.parent.info.experiment_id
+        page = f"experiments/{experiment}/runs?{TRAINING}&{VIEW_PARAMETER}=sweep"
+        self._open(f"{page}&compareRunsMode=CHART")
+        titles = [f"//*[contains(@class, '{axis}title')]" for axis in "xy"]
+        found = [self._find(title).text for title in titles]
+        self._shoot("view")
         return found
 
     def compared(self) -> list[str]:
@@ -220,6 +230,7 @@ def take_pictures(uri: str, folder: Path) -> list[str]:
     sweep = newest_sweep(MlflowClient(uri))
     with serving(uri) as address, browsing() as driver:
         pages = Pages(driver, address, sweep, folder)
+        pages.view()
         pages.runs()
         pages.compared()
         pages.scatter("optim.learning_rate", "dev/top1")

@@ -1,40 +1,29 @@
-"""Draws the README's chart from the table that the study on CIFAR-10 left in `benchmarks/results`.
+"""Draws the README's picture from the study on CIFAR-10 whose store is in `benchmarks/results`.
 
 python docs/study_chart.py
 """
 
-import csv
+import lzma
+import tempfile
 from pathlib import Path
 
-import vl_convert
-
-from vit_ray.report.figures.charts import Axis, Chart, Point, Series, svg
+from vit_ray.report.figures import fig_compute
+from vit_ray.report.runs import load_runs, trainings
+from vit_ray.report.tables import cells_of, comparable
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "benchmarks/results/study_cifar10_cpu_2026-11-25/report.csv"
-FAMILY = {"ViT": "ViT", "R4+": "Hybrid", "R": "ResNet"}
+STORE = ROOT / "benchmarks/results/study_cifar10_cpu_2026-11-25/store/mlflow.db.xz"
 
 
-def chart() -> Chart:
-    """A line for each model that was trained on all images, a point for each length of one seed."""
-    table = csv.DictReader(TABLE.open())
-    rows = [row for row in table if (float(row["data fraction"]), float(row["seed"])) == (1.0, 0.0)]
-    rows.sort(key=lambda row: float(row["exaFLOPs"]))
-    lines: dict[str, list[Point]] = {}
-    for row in rows:
-        at = Point(float(row["exaFLOPs"]), float(row["top-1 %"]), row["model"])
-        lines.setdefault(row["model"], []).append(at)
-    series = [
-        Series(name, points, next(f for start, f in FAMILY.items() if name.startswith(start)))
-        for name, points in lines.items()
-    ]
-    return Chart(
-        "CIFAR-10 top-1 accuracy against training compute",
-        x=Axis("training compute (exaFLOPs, log scale)", is_log=True),
-        y=Axis("top-1 accuracy", is_percent=True),
-        series=series,
-    )
+def draw(picture: Path) -> None:
+    """Accuracy against compute on all training images, as on the page of the study."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "mlflow.db"
+        store.write_bytes(lzma.decompress(STORE.read_bytes()))
+        cells = comparable(cells_of(trainings(load_runs(f"sqlite:///{store}", "cifar10-study"))))
+    figure = fig_compute(cells[cells["images"] == cells["images"].max()])
+    figure.savefig(picture, dpi=150)
 
 
 if __name__ == "__main__":
-    (ROOT / "docs/pictures/study.png").write_bytes(vl_convert.svg_to_png(svg(chart()), scale=2))
+    draw(ROOT / "docs/pictures/study.png")

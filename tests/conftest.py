@@ -302,13 +302,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
 
 
 @pytest.fixture
-def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is drawn, which takes most of a page's time."""
-    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>'
-    monkeypatch.setattr("vl_convert.vegalite_to_svg", lambda *_, **__: blank)
-
-
-@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 2 MiB."""
     place = tmp_path / "disk"

@@ -14,6 +14,7 @@ EVERYONE |= {
     "own_parts",
     "metric_names",
     "model_aliases",
+    "paper",
     "internals",
     "ray_internals",
     "mlflow_internals",
@@ -34,7 +35,7 @@ ALLOWED = {
     "api": BELOW | {"experiments", "launch"},
     "commands": BELOW | {"experiments", "launch"},
     "experiments": BELOW | {"launch"},
-    "launch": BELOW,
+    "launch": BELOW - {"report"},
     "worker": {"training", "checkpoints", "evaluation", "models", "measure", "tracking"}
     | {"deepspeed_internals"},
     "training": {"checkpoints", "evaluation", "models", "measure", "deepspeed_internals"},
@@ -55,6 +56,7 @@ ALLOWED = {
     "own_parts": set(),
     "metric_names": set(),
     "model_aliases": set(),
+    "paper": set(),
     "outcomes": set(),
     "lock": set(),
 }

@@ -24,6 +24,7 @@ ENTRIES = [
 PUBLIC_MODULES = {
     "mlflow", "mlflow.entities", "mlflow.exceptions", "mlflow.models", "mlflow.pyfunc",
     "mlflow.tracking", "mlflow.types.schema",
+    "mlflow.store.artifact.artifact_repository_registry",
 }  # fmt: skip
 # Attributes of the doors' entries that are names of other things, too.
 COMMON = {"engine", "key", "name", "numel", "start", "step", "store", "timestamp", "value"}
@@ -92,5 +93,14 @@ def test_mlflows_page_reads_the_view_that_is_kept_with_an_experiment() -> None:
     bundle = Path(mlflow.__file__).parent / "server" / "js" / "build" / "static" / "js"
     code = "".join(file.read_text() for file in bundle.glob("*.js"))
     names = (mlflow_internals.VIEW_TAG, mlflow_internals.VIEW_PARAMETER)
-    for name in (*names, *mlflow_internals.VIEW_FIELDS, "metricSectionId", "isGenerated"):
+    for name in (
+        *names,
+        *mlflow_internals.VIEW_FIELDS,
+        "metricSectionId",
+        "isGenerated",
+        "SCATTER",
+        "xaxis",
+        "yaxis",
+        "SHOWALL",
+    ):
         assert name in code, name

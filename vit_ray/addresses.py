@@ -5,7 +5,7 @@ import re
 import sqlite3
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 PLACEHOLDER: Final = "s3://BUCKET"
 """Placeholder in shipped recipes for the user's own place of data and runs."""
@@ -148,3 +148,11 @@ def absolute_uri(uri: str, folder: Path | None = None) -> str:
     # In an address `%` begins an escape, and `?` ends the path.
     above = str(folder or Path.cwd()).replace("%", "%25").replace("?", "%3F")
     return f"{found[1]}{above}/{found[2]}"
+
+
+def local_folder(address: str) -> Path | None:
+    """The folder of a path or a `file://` address; None for other addresses."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("", "file"):
+        return None
+    return Path(unquote(parts.path) if parts.scheme else address)

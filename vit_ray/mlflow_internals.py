@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.internals import Internal
 
@@ -24,12 +24,13 @@ VIEW_TAG: Final = "mlflow.sharedViewState."
 the fields that `view_state` writes; other versions ignore fields that they do not have."""
 VIEW_PARAMETER: Final = "viewStateShareKey"
 """Parameter of the page's address: the key."""
-VIEW: Final = "vit_ray"
-"""Key of the view that links open."""
 VIEW_FIELDS: Final = (
     "compareRunCharts", "compareRunSections", "isAccordionReordered", "selectedColumns",
-    "orderByKey", "orderByAsc",
+    "orderByKey", "orderByAsc", "runsHiddenMode",
 )  # fmt: skip
+
+_SECTION: Final = "results"
+"""Title of the first charts."""
 
 INTERNALS: Final = (
     Internal(
@@ -40,16 +41,14 @@ INTERNALS: Final = (
 )  # fmt: skip
 
 
-def view_state(section: str, metrics: Sequence[str], columns: Sequence[str], order_by: str) -> str:
+def view_state(charts: Sequence[dict[str, Any]], columns: Sequence[str], order_by: str) -> str:
     """A view of an experiment, in the form of its tag.
 
-    Runs are in one list, with child runs expanded; by default these are collapsed, and not drawn in
-    charts.
+    Runs are in one list, with child runs expanded, and all are drawn; by default child runs are
+    collapsed, and charts have ten runs. Other metrics are below in sections of MLflow's own.
 
     Args:
-        section: title of the first charts.
-        metrics: of these charts, in order; a bar if no step is above 0. Other metrics are below in
-            their own sections.
+        charts: as `scatter_chart` and `line_chart` make them, in order.
         columns: of the list of runs: `metrics.`, `params.` or `attributes.` and a name.
         order_by: the column that sorts the list, the greatest first.
     """
@@ -58,17 +57,37 @@ def view_state(section: str, metrics: Sequence[str], columns: Sequence[str], ord
         kind, _, name = column.partition(".")
         return f"{kind}.`{name}`"
 
-    place = {"metricSectionId": section, "isGenerated": True, "deleted": False}
-    bar = {"type": "BAR", "runsCountToCompare": 10}  # the page makes a line of it where it can
-    charts = [
-        {**bar, **place, "uuid": key, "metricKey": key, "displayName": key} for key in metrics
-    ]
-    first = {"uuid": section, "name": section, "display": True, "isReordered": True}
-    values = (charts, [first], True, [*map(quoted, columns)], quoted(order_by), False)
+    first = {"uuid": _SECTION, "name": _SECTION, "display": True, "isReordered": True}
+    values = (charts, [first], True, [*map(quoted, columns)], quoted(order_by), False, "SHOWALL")
     return json.dumps(dict(zip(VIEW_FIELDS, values, strict=True)))
 
 
-def runs_page(address: str, experiment: str, *, has_view: bool) -> str:
+def scatter_chart(x: str, y: str) -> dict[str, Any]:
+    """A point for each run; the axes are named as columns are."""
+
+    def axis(column: str) -> dict[str, str]:
+        kind, _, name = column.partition(".")
+        return {"key": name, "type": "METRIC" if kind == "metrics" else "PARAM"}
+
+    return {**_chart("SCATTER", f"{x} {y}"), "xaxis": axis(x), "yaxis": axis(y)}
+
+
+def line_chart(metric: str) -> dict[str, Any]:
+    """A line for each run, over its steps."""
+    return {
+        **_chart("LINE", metric), "metricKey": metric, "selectedMetricKeys": [metric],
+        "xAxisKey": "step", "displayName": metric,
+    }  # fmt: skip
+
+
+def _chart(kind: str, uuid: str) -> dict[str, Any]:
+    return {
+        "type": kind, "uuid": uuid, "runsCountToCompare": 100, "metricSectionId": _SECTION,
+        "isGenerated": False, "deleted": False,
+    }  # fmt: skip
+
+
+def runs_page(address: str, experiment: str, view: str = "") -> str:
     """Link to the list of an experiment's runs.
 
     Without its last part MLflow opens pages about language models and traces.
@@ -76,10 +95,10 @@ def runs_page(address: str, experiment: str, *, has_view: bool) -> str:
     Args:
         address: of the server.
         experiment: its id.
-        has_view: the experiment has the view `VIEW`.
+        view: key of a view of the experiment.
     """
     link = f"{address}/#/experiments/{experiment}/runs?workflowType=machine_learning"
-    return link + (f"&{VIEW_PARAMETER}={VIEW}&compareRunsMode=CHART" if has_view else "")
+    return link + (f"&{VIEW_PARAMETER}={view}&compareRunsMode=CHART" if view else "")
 
 
 def latest_points(run: Run) -> Iterable[Metric]:

@@ -7,7 +7,8 @@ import pytest
 from selenium import webdriver
 
 from docs.screenshots import browsing
-from tests.browser.synthetic_study import write_study
+from tests.report.made_store import Store, write_study, write_sweep
+from vit_ray.report.page import write_report
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +19,11 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(scope="session")
 def study_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_study(tmp_path_factory.mktemp("study"))
+    store = Store(folder := tmp_path_factory.mktemp("study"))
+    return write_report(store.uri, write_study(store), folder / "report.html").page
+
+
+@pytest.fixture(scope="session")
+def sweep_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = Store(folder := tmp_path_factory.mktemp("sweep"))
+    return write_report(store.uri, write_sweep(store), folder / "report.html").page

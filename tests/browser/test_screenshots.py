@@ -34,6 +34,12 @@ def test_the_run_list_shows_a_sweeps_trials_below_it(pages: Pages) -> None:
     assert pages.console_errors == []
 
 
+def test_the_view_of_a_sweep_draws_its_rates_against_dev_accuracy(pages: Pages) -> None:
+    assert pages.view() == ["optim.learning_rate", "dev/top1"]
+    assert picture(pages, "view") > 30_000
+    assert pages.console_errors == []
+
+
 def test_the_compare_view_draws_the_learning_rate_against_accuracy(pages: Pages) -> None:
     assert pages.compared() == ["optim.learning_rate", "dev/top1"]
     assert picture(pages, "compare") > 30_000

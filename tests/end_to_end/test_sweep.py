@@ -70,7 +70,10 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
     ]  # fmt: skip
     parent = client.get_run(result.parent_run_id or "")
     kept = client.list_artifacts(result.parent_run_id or "", "sweep")
-    assert {file.path for file in kept} == {"sweep/trials.csv", "sweep/dev_accuracy.svg"}
+    assert {file.path for file in kept} == {"sweep/trials.csv"}
+    assert all(next(iter(run.data.metrics)) in ("eval/top1", "dev/top1") for run in children)
+    drawn = client.list_artifacts(result.parent_run_id or "", "figures")
+    assert any("learning_rate" in file.path for file in drawn)
     beside = client.download_artifacts(result.parent_run_id or "", "paper/row.csv", str(tmp_path))
     assert ",proxy,paper.task is not set" in Path(beside).read_text()
     assert (

@@ -30,7 +30,7 @@ from vit_ray.experiments.vtab import (
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.models.weights import save_weights
-from vit_ray.report.paper import TABLE_9, VTAB_TASKS
+from vit_ray.paper import TABLE_9, VTAB_TASKS
 
 # Appendix F of BiT, arXiv:1912.11370.
 NO_FLIPS = {"dspr-ori", "dspr-loc", "snorb-azim"}
@@ -152,7 +152,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert lines[1].startswith("pets,natural,8,50.0,97.2,")
     assert lines[1].endswith(",proxy,")  # of 8 images, not of 1,000
     assert lines[2].endswith(",,absent: no converted data")
-    print_table(vtab_table(result.rows, result.is_papers_model))
+    print_table("VTAB-1k", vtab_table(result.rows, result.is_papers_model))
     shown = capsys.readouterr().out
     assert "svhn" in shown
     assert "absent" in shown
@@ -195,15 +195,21 @@ def test_means_are_of_all_tasks_of_a_group() -> None:
 
 
 def means_of(rows: list[TaskResult]) -> dict[str, list[Any]]:
+    """Ours and those of ViT-H/14, by title."""
+    columns = ("ours, top-1 %", "paper: ViT-H/14 (JFT) %")
     return {
-        str(line[0]): line[3:5]
-        for line in vtab_table(rows, True).rows
-        if str(line[0])[:4] == "mean"
+        str(line["task"]): [in_share(line[name]) for name in columns]
+        for line in vtab_table(rows, True)
+        if str(line["task"]).startswith("mean")
     }
 
 
+def in_share(percent: Any) -> float | None:
+    return None if percent is None else percent / 100
+
+
 def labels_of(rows: list[TaskResult], is_papers_model: bool = True) -> set[Any]:
-    return {line[-2] for line in vtab_table(rows, is_papers_model).rows}
+    return {line["label"] for line in vtab_table(rows, is_papers_model)}
 
 
 def test_the_papers_means_are_over_the_tasks_that_ours_are_over() -> None:
@@ -233,7 +239,7 @@ def test_data_of_no_task_is_an_error_that_names_the_first(tmp_path: Path, record
         run_vtab(small_vtab(tmp_path, ()))
     with pytest.raises(ValueError, match="vtab is not set"):
         run_vtab(small_vtab(tmp_path, ()).with_changes(vtab=None))
-    assert vtab_table([], True).rows
+    assert vtab_table([], True)
 
 
 def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
@@ -269,7 +275,7 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
     counts = [open_dataset(str(one.data.train)).num_images for one in of_pets]
     assert counts == [24, 24, 30, 30]
     assert [len(open_dataset(str(one.data.eval)).classes) for one in of_pets[:2]] == [2, 2]
-    assert "learning_rate=0.2" in vtab_table(result.rows, True).csv()
+    assert vtab_table(result.rows, True)[0]["chosen"] == "learning_rate=0.2"
     # Without it, the recipe's own rate is trained with once.
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]
 

@@ -18,7 +18,7 @@ from vit_ray.experiments.study_cells import Cell, study_cells
 from vit_ray.experiments.transfer import task_recipe
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.models.catalog import model_names
-from vit_ray.report.paper import table_5
+from vit_ray.paper import table_5
 
 STUDIES = [path for path in RECIPES if load_recipe(path).study is not None]
 OF_THE_PAPER = ROOT / "jobs" / "recipes" / "study"

@@ -13,8 +13,8 @@ from vit_ray.config.command_sections import PaperConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.launch import paper_comparison as paper_tables
-from vit_ray.launch.paper_comparison import evaluation_table, result_table, sweep_table
-from vit_ray.report.paper import TABLE_6, TEST_SETS, table_2, table_5
+from vit_ray.launch.paper_comparison import csv_text, evaluation_table, result_table, sweep_table
+from vit_ray.paper import TABLE_6, TEST_SETS, table_2, table_5
 
 
 def test_the_papers_tables_agree_with_one_another() -> None:
@@ -32,7 +32,7 @@ def test_the_papers_tables_agree_with_one_another() -> None:
 
 
 def rows_of(ours: dict[str, Any], **paper: Any) -> list[dict[str, str]]:
-    text = result_table(PaperConfig(**paper), **ours).csv()
+    text = csv_text(result_table(PaperConfig(**paper), **ours))
     return list(csv.DictReader(io.StringIO(text)))
 
 
@@ -111,7 +111,7 @@ def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
     )  # fmt: skip
     table = evaluation_table(recipe, {"eval/top1": 0.5})
     assert table is not None
-    assert [row[1] for row in table.rows[1:]] == ([shown] if shown else [])
+    assert [row["test set"] for row in table[1:]] == ([shown] if shown else [])
     assert evaluation_table(recipe, {"few_shot/5_shot_top1": 0.5}) is None
 
 
@@ -119,10 +119,12 @@ def test_a_sweep_has_its_mean_its_deviation_and_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = imagenet(tmp_path, monkeypatch)
-    (row,) = sweep_table(recipe, [0.5, 0.7]).rows
-    assert row[4:7] == [pytest.approx(0.6), pytest.approx(0.1414, abs=1e-4), "2"]
-    assert row[1] == f"{tmp_path.name}/test"
-    assert sweep_table(recipe, [0.5]).rows[0][5] is None
+    (row,) = sweep_table(recipe, [0.5, 0.7])
+    assert row["top-1 %"] == pytest.approx(60)
+    assert row["deviation %"] == pytest.approx(14.14, abs=0.01)
+    assert row["runs"] == "2"
+    assert row["test set"] == f"{tmp_path.name}/test"
+    assert sweep_table(recipe, [0.5])[0]["deviation %"] is None
 
 
 def test_shipped_recipes_name_the_test_set_of_their_data() -> None:

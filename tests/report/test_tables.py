@@ -1,115 +1,188 @@
-"""Tables, read back by the csv module."""
+"""Cell by cell: tables of a store with known answers, with what must not count among its runs."""
 
-import csv
-import io
+from __future__ import annotations
 
+import math
+import statistics
+from typing import Any
+
+import pandas as pd
 import pytest
 
-from vit_ray.model_aliases import model_family
-from vit_ray.models.catalog import model_names
-from vit_ray.report.paper import TABLE_6
-from vit_ray.report.tables import Column, Table, duration, first_of, number, percent
-
-
-def test_the_csv_reads_back_and_unknown_stays_empty():
-    table = Table("t", [Column("a"), Column("b", percent)], [['say "hi", you', 0.5], ["x", None]])
-    assert list(csv.reader(io.StringIO(table.csv()))) == [
-        ["a", "b"],
-        ['say "hi", you', "50.0"],
-        ["x", ""],
-    ]
-
-
-def test_a_share_is_in_percent_in_the_csv_as_on_the_page():
-    heads = [Column("top-1 %", percent), Column("% of the time", number, is_bar=True)]
-    heads += [Column("loss", number), Column("cell %")]
-    table = Table("t", heads, [[0.29, 0.868, 0.29, "89.67"]])
-    assert table.csv().splitlines()[1] == "29.0,86.8,0.29,89.67"
-    assert Table("t", heads[:1], [[1], [0]]).csv().splitlines()[1:] == ["100.0", "0.0"]
-
-
-def test_a_number_with_a_sign_is_no_formula_in_the_csv():
-    values = ["-29.33", "+29.33", "-1e-06", "-1+1", "-A1", "+cmd|' /C calc'!A0", "=1", "@a", "-"]
-    table = Table("t", [Column("=a")], [[value] for value in values])
-    (head, *rows) = csv.reader(io.StringIO(table.csv()))
-    assert head == ["'=a"]
-    assert [row[0] for row in rows] == [*values[:3], *(f"'{value}" for value in values[3:])]
-
-
-def test_unknown_is_a_dash_on_the_page_and_zero_is_zero():
-    table = Table("t", [Column("a"), Column("b", percent)], [["x", None], ["y", 0.0]])
-    assert [[cell.text for cell in row] for row in table.cells()] == [["x", "-"], ["y", "0.00"]]
-
-
-def test_columns_that_nobody_filled_are_dropped():
-    table = Table("t", [Column("a"), Column("b"), Column("c")], [["x", None, 0.0], ["y", "", None]])
-    assert [column.title for column in table.used().columns] == ["a", "c"]
-
-
-def test_of_many_names_the_first_are_listed_and_the_others_counted():
-    assert first_of(["a", "b"], 2) == "a, b"
-    assert first_of(["a", "b", "c", "d"], 2, "; ") == "a; b and 2 more"
-
-
-def test_what_all_rows_share_is_said_once():
-    heads = [Column("run"), Column("seed", number), Column("loss", number), Column("commit")]
-    rows = [["a", 0.0, 1.0, None], ["b", 0.0, 1.0, "c0ffee"]]
-    shown, shared = Table("t", heads, rows).without_shared(("seed", "commit"))
-    assert shared == "seed 0"
-    assert [column.title for column in shown.columns] == ["run", "loss", "commit"]
-    assert shown.rows == [["a", 1.0, None], ["b", 1.0, "c0ffee"]]
-    assert Table("t", heads, rows[:1]).without_shared(("seed",))[1] == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(12.4, "12 s"), (185, "3:05 min"), (7620, "2:07 h"), (59.6, "1:00 min")]
+from tests.report.made_store import (
+    EPOCHS,
+    GMACS,
+    IMAGES,
+    SEEDS,
+    Store,
+    accuracy,
+    exaflops_of,
 )
-def test_durations_read_as_people_say_them(seconds, text):
-    assert duration(seconds) == text
+from vit_ray import paper
+from vit_ray.report.page import Written
+from vit_ray.report.runs import load_runs, trainings
+from vit_ray.report.tables import differences, paper_tables, trainings_table
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("ViT-H/14", "ViT"),
-        ("ViT", "ViT"),
-        ("R152x2", "ResNet"),
-        ("ResNet", "ResNet"),
-        ("R+ViT", "Hybrid"),
-        ("R50x1+ViT-L/16", "Hybrid"),
-        ("Axial-ViT-B/16", "Axial"),
-        ("AxialResNet50", "Axial"),
-        ("", "Other"),
-    ],
-)
-def test_families_follow_the_catalog_names(name, family):
-    assert model_family(name) == family
+def table_of(written: Written, start: str) -> pd.DataFrame:
+    (table,) = (table for name, table in written.tables.items() if name.startswith(start))
+    return table
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_every_model_of_the_catalog_has_a_family(name):
-    assert model_family(name) != "Other"
+def tables_of(store: Store) -> dict[str, pd.DataFrame]:
+    """By the number of the paper's table."""
+    everything = load_runs(store.uri, "made")
+    found = paper_tables(trainings(everything), everything)
+    return {name.partition(":")[0]: table for name, table in found.items()}
 
 
-def test_the_papers_table_holds_its_18_rows_in_three_families():
-    assert len(TABLE_6) == 18
-    assert {row.family for row in TABLE_6} == {"ViT", "ResNet", "Hybrid"}
-    # Table 6 sums to 15,721 exaFLOPs, with the 859 that the paper prints for R50x1+ViT-L/16.
-    assert sum(row.exaflops for row in TABLE_6) == 15_721
+def text_of(values: list[float]) -> str:
+    return f"{100 * statistics.fmean(values):.2f} +- {100 * statistics.stdev(values):.2f}"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.00012, "1.2e-4"),
-        (0.25, "0.25"),
-        (1234.5, "1234"),
-        (20000, "20k"),
-        (1234567, "1.23M"),
-        (3.03e8, "303M"),
-        (4.2e9, "4.2G"),
-    ],
-)
-def test_numbers_are_short(value, text):
-    assert number(value) == text
+@pytest.mark.parametrize("model", GMACS)
+@pytest.mark.parametrize("epochs", EPOCHS)
+def test_a_cell_of_table_6_is_the_mean_of_its_five_seeds(
+    model: str, epochs: float, study_page: Written
+) -> None:
+    rows = table_of(study_page, "Table 6").reset_index()
+    mine = rows[(rows["model"] == model) & (rows["epochs"] == epochs) & (rows["runs"] == 5)]
+    (row,) = mine.to_dict("records")
+    compute = exaflops_of(model, epochs)
+    assert row["test top-1 %"] == text_of([accuracy(model, compute, seed) for seed in SEEDS])
+    assert row["exaFLOPs"] == pytest.approx(compute)
+    assert row["images"] == IMAGES
+    printed = {"ViT-B/16": 224.0, "R50x1": 50.0, "R101x1": 96.0}
+    is_known = model in printed and epochs == 7
+    assert row["the paper's exaFLOPs"] == (printed[model] if is_known else None) or (
+        not is_known and math.isnan(row["the paper's exaFLOPs"])
+    )
+
+
+def test_other_data_and_another_commit_are_rows_that_say_so(study_page: Written) -> None:
+    rows = table_of(study_page, "Table 6").reset_index()
+    apart = rows[(rows["model"] == "ViT-S/16") & (rows["epochs"] == 7)]
+    found = dict(zip(apart["test top-1 %"], apart["differs in"], strict=True))
+    assert len(apart) == 3
+    assert found["10.00"] == "data pets, tested_on pets, commit c0ffee"
+    assert found["20.00"] == "data cifar10, tested_on cifar10, commit beef"
+    assert not {"30.00", "40.00"} & {*found}  # a run that goes on, and an earlier record
+
+
+def test_laws_have_the_families_exponent_and_their_ratio(study_page: Written) -> None:
+    table = table_of(study_page, "Power laws")
+    for family in ("ViT", "ResNet"):
+        assert float(table.loc[family, "exponent b"]) == pytest.approx(0.3, abs=0.01)
+        assert table.loc[family, "points"] == 6
+    ratio = table.loc["ResNet", "compute over that of ViTs"]
+    assert ratio == pytest.approx((0.1 / 0.12) ** (1 / 0.3), rel=0.01)
+    assert pd.isna(table.loc["ViT", "its 95 %"])
+
+
+def test_the_table_of_trainings_has_each_once(study_page: Written) -> None:
+    table = table_of(study_page, "Trainings")
+    assert len(table) == len(GMACS) * len(EPOCHS) * len(SEEDS) + 4
+    assert table["status"].value_counts().to_dict() == {
+        "finished": len(GMACS) * len(EPOCHS) * len(SEEDS) + 2, "failed": 1, "running": 1,
+    }  # fmt: skip
+    best = max(accuracy(model, exaflops_of(model, 28.0), 0) for model in GMACS)
+    assert table["test top-1 %"].iloc[0] == f"{100 * best:.2f}"
+
+
+def pretrained(store: Store, model: str, optimizer: str = "adamw", seed: int = 0) -> str:
+    name = f"{model}-{optimizer}-s{seed}".replace("/", "_")
+    params = {"model.name": model, "optim.name": optimizer, "optim.epochs": 7.0}
+    return store.put(
+        name, {"eval/top1": 0.5, "study/exaflops": 3.0, "study/train_images": 100.0}, params,
+        kind="pretrain", group=f"{model} {optimizer}", seed=seed, data="imagenet21k",
+    )  # fmt: skip
+
+
+def tuned(store: Store, first: str, top1: float, seed: int = 0, **more: Any) -> None:
+    store.put(
+        f"tuned-{first[:4]}-{top1}", {"eval/top1": top1, "study/exaflops": 1.0},
+        {"optim.learning_rate": 0.01}, kind="finetune", group="tuned", seed=seed,
+        tags={"vit_ray.init_run": first, "init_from": "/runs/first"}, **more,
+    )  # fmt: skip
+
+
+def test_tables_2_and_5_stand_beside_the_papers_on_its_test_set(store: Store) -> None:
+    for seed, top1 in enumerate((0.98, 0.99, 0.97)):
+        tuned(store, pretrained(store, "ViT-B/16", seed=seed), top1, data="cifar10")
+    tuned(store, pretrained(store, "ViT-B/32"), 0.9, test=(7, 10), data="pets")
+    found = tables_of(store)
+    two, five = found["Table 2"], found["Table 5"]
+    mean = text_of([0.98, 0.99, 0.97])
+    assert two.loc["cifar10", "ViT-B/16, imagenet21k"] == mean
+    (huge,) = (name for name in two if str(name).startswith("the paper's ViT-H/14 (JFT-300M"))
+    assert two.loc["cifar10", huge] == "99.50"
+    assert pd.isna(two.loc["pets", huge])  # 7 images are not the paper's
+    assert "2,500 core-days" in huge
+    row = five.loc[("imagenet21k", "cifar10")]
+    assert row["ViT-B/16"] == mean
+    assert row["the paper's ViT-B/16 (ImageNet-21k)"] == "98.95"
+    assert row["the paper's ViT-B/16 (JFT-300M)"] == "99.00"
+    assert five.loc[("imagenet21k", "pets"), "ViT-B/32"] == "90.00"
+
+
+def test_a_fine_tuned_model_stands_at_the_compute_of_both_trainings(store: Store) -> None:
+    tuned(store, pretrained(store, "ViT-B/16"), 0.98)
+    tuned(store, "0" * 32, 0.97)
+    runs = trainings(load_runs(store.uri, "made")).set_index("test")
+    assert runs.loc[0.98, "exaflops"] == 4.0
+    assert pd.isna(runs.loc[0.97, "exaflops"])  # of a training that is not among the runs
+
+
+def test_table_7_compares_adam_and_sgd(store: Store) -> None:
+    for optimizer, top1 in (("adamw", 0.9), ("sgd", 0.8)):
+        tuned(store, pretrained(store, "R50x1", optimizer), top1)
+    pretrained(store, "R152x2")
+    table = tables_of(store).get("Table 7")
+    assert table is None  # the paper has means over tasks alone, so it needs a study
+    store.put("cell", {"eval/top1": 0.1, "study/exaflops": 1.0}, group="cell")
+    table = tables_of(store)["Table 7"]
+    assert table.loc["cifar10"].to_dict() == {"R50x1, adamw": "90.00", "R50x1, sgd": "80.00"}
+
+
+def test_table_8_has_positions_by_the_place_where_they_are_added(store: Store) -> None:
+    for kind, place, top1 in (("none", None, 0.3), ("learned_1d", None, 0.5),
+                              ("learned_1d", "every_layer", 0.6)):  # fmt: skip
+        params = {"model.positions": kind} | ({"model.positions_at": place} if place else {})
+        store.put(
+            f"{kind}-{place}", {"few_shot/5_shot_top1": top1, "study/exaflops": 1.0}, params,
+            group=f"{kind} {place}",
+        )  # fmt: skip
+    table = tables_of(store)["Table 8"]
+    assert table.loc["learned_1d", "stem"] == "50.00"
+    assert table.loc["learned_1d", "every_layer"] == "60.00"
+    assert table.loc["none", "the paper's stem"] == "61.38"
+    assert table.loc["learned_1d", "the paper's every layer shared"] == "64.29"
+
+
+def test_table_9_has_the_tasks_of_vtab_in_the_papers_order(store: Store) -> None:
+    store.put("mine", {"vtab/pets_top1": 0.9, "vtab/mean_top1": 0.8}, kind="vtab")
+    table = tables_of(store)["Table 9"]
+    assert table.loc["mine"].dropna().to_dict() == {"pets": "90.00", "mean": "80.00"}
+    huge = dict(zip(paper.VTAB_TASKS, paper.TABLE_9["ViT-H/14 (JFT)"], strict=True))
+    assert table.loc["the paper's ViT-H/14 (JFT)", "pets"] == f"{huge['pets']:.2f}"
+    mean = statistics.fmean(huge.values())
+    assert table.loc["the paper's ViT-H/14 (JFT)", "mean"] == f"{mean:.2f}"
+
+
+def test_a_cells_transfers_are_columns_and_their_mean_needs_all_tasks(store: Store) -> None:
+    both = {"transfer/pets_top1": 0.8, "transfer/flowers_top1": 0.6}
+    store.put("a", {"study/exaflops": 1.0, **both}, group="a")
+    store.put("b", {"study/exaflops": 2.0, "transfer/pets_top1": 0.9}, group="b")
+    runs = trainings(load_runs(store.uri, "made"))
+    table = trainings_table(runs)
+    assert table.loc["a", ["pets %", "flowers %"]].tolist() == ["80.00", "60.00"]
+    assert pd.isna(table.loc["b", "flowers %"])
+    six = tables_of(store)["Table 6"]
+    assert six["pets %"].tolist() == ["80.00", "90.00"]
+
+
+def test_groups_with_one_name_for_other_contents_are_told_apart(store: Store) -> None:
+    for group in ("aaaaaaaa1", "bbbbbbbb2"):
+        store.put(group, {"eval/top1": 0.5}, group=group)
+    names = differences(trainings(load_runs(store.uri, "made")))
+    assert [*names.values()] == [" (aaaaaaaa)", " (bbbbbbbb)"]

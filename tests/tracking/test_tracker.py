@@ -1036,12 +1036,7 @@ def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_pa
 def test_the_hint_opens_the_runs(config, log_path):
     tracker = started(config, "shown", log_path)
     assert tracker.finish()
-    run = _only_run(config.uri)
-    page = f"#/experiments/{run.info.experiment_id}/runs?workflowType=machine_learning"
-    page += "&viewStateShareKey=vit_ray&compareRunsMode=CHART"
-    assert tracker.hint == (
-        f"mlflow ui --backend-store-uri {config.uri} and then http://127.0.0.1:5000/{page}"
-    )
+    assert tracker.hint == f"vit-ray ui {config.uri}"
     assert page_hint("http://u:pw@host/x/", "7") == (
         "http://host/x/#/experiments/7/runs?workflowType=machine_learning"
     )
@@ -1051,22 +1046,44 @@ def test_the_view_of_the_link_is_kept_with_the_experiment_once(config, log_path,
     started(config, "first", log_path).finish()
     client = MlflowClient(config.uri)
     tags = client.get_experiment(_only_run(config.uri).info.experiment_id).tags
-    view = json.loads(tags["mlflow.sharedViewState.vit_ray"])
-    shown = [chart["metricKey"] for chart in view["compareRunCharts"]]
-    assert shown == ["train/loss", "dev/top1", "eval/top1", "train/images_per_s", "run/goodput"]
+    view = json.loads(tags["mlflow.sharedViewState.runs"])
+    shown = [chart["type"] for chart in view["compareRunCharts"]]
+    assert shown == ["LINE", "SCATTER"]
     assert "metrics.`eval/top1`" in view["selectedColumns"]
     assert tags["mlflow.note.content"].startswith("Trainings of vit_ray.")
     again = Mock()
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", again)
-    assert share_view(client, _only_run(config.uri).info.experiment_id)
+    experiment = _only_run(config.uri).info.experiment_id
+    assert share_view(client, experiment, "pretrain") == "runs"
     assert not again.called
 
 
-def test_without_the_right_to_keep_a_view_the_link_is_the_plain_one(config, log_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("sweep", ("optim.learning_rate", "dev/top1")),
+        ("sweep_trial", ("optim.learning_rate", "dev/top1")),
+        ("study", ("study/exaflops", "eval/top1")),
+        ("study_cell", ("study/exaflops", "eval/top1")),
+    ],
+)
+def test_a_sweeps_view_has_its_rates_and_a_studys_its_compute(kind, axes, tmp_path):
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.create_experiment("e")
+    name = share_view(client, experiment, kind)
+    tags = client.get_experiment(experiment).tags
+    first, *rest = json.loads(tags[f"mlflow.sharedViewState.{name}"])["compareRunCharts"]
+    assert (first["type"], first["xaxis"]["key"], first["yaxis"]["key"]) == ("SCATTER", *axes)
+    # A chart of lines is of what each run has many points of.
+    assert [chart["metricKey"] for chart in rest] == ["train/loss"]
+
+
+def test_without_the_right_to_keep_a_view_there_is_none(config, log_path, monkeypatch):
     def refused(*_: object) -> None:
         raise MlflowException("no right", error_code=PERMISSION_DENIED)
 
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", refused)
     tracker = started(config, "plain", log_path)
     assert tracker.finish()
-    assert tracker.hint.endswith("/runs?workflowType=machine_learning")
+    run = _only_run(config.uri)
+    assert share_view(MlflowClient(config.uri), run.info.experiment_id, "sweep") == ""

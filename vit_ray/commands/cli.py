@@ -252,6 +252,13 @@ vit_ray = _Names(
     commands=[
         *map(_command, COMMANDS.values()),
         _plain(
+            "Start MLflow's pages of STORE on this machine, and print the link to the newest runs. "
+            "STORE is an address such as sqlite:///mlflow.db, or a recipe for its tracking.uri.",
+            "vit_ray.commands.ui:open_pages",
+            click.Argument(["store"], required=False),
+            click.Option(["--port"], type=int, default=5000, show_default=True),
+        ),
+        _plain(
             "Send to MLflow what a run recorded in LOG (its metrics.jsonl) while MLflow was away. "
             "URI is the tracking server, or sqlite:///mlflow.db. Points that MLflow already has "
             "are not sent again.",

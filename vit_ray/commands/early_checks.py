@@ -12,6 +12,7 @@ from typing import Any
 from vit_ray.addresses import (
     check_address,
     is_placeholder,
+    local_folder,
     require_store,
     sqlite_file,
     with_home,
@@ -22,7 +23,6 @@ from vit_ray.launch.cluster.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
-from vit_ray.report.copied_store import local_folder
 
 _STARTS_NOTHING = frozenset({"plan", "doctor"})
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})

@@ -5,6 +5,7 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.experiments.vtab import run_vtab, vtab_table
+from vit_ray.paper import SOURCE
 
 
 def sweep(recipe: Recipe) -> int:
@@ -20,7 +21,8 @@ def vtab(recipe: Recipe) -> int:
             "stopped on request; run the same command again to continue with the interrupted task"
         )
         return 3
-    print_table(vtab_table(result.rows, result.is_papers_model))
+    title = f"VTAB-1k; the paper's columns are {SOURCE}, Table 9"
+    print_table(title, vtab_table(result.rows, result.is_papers_model))
     print_link(result.hint, result.parent_run_id)
     return 0 if result.is_complete else 1
 

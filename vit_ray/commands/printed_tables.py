@@ -30,7 +30,7 @@ from vit_ray.metric_names import (
     few_shot_top1,
 )
 from vit_ray.outcomes import TrialState
-from vit_ray.report import tables as report_tables
+from vit_ray.paper import SOURCE
 
 if TYPE_CHECKING:
     from vit_ray.experiments.study import StudyResult
@@ -56,6 +56,7 @@ _OF_CELLS = (
 _AVERAGED = ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}")
 
 
+BESIDE_PAPER = f"This result and the paper's: {SOURCE}"
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _SHARES = ("top1", "top3", "top5", "mean_average_precision")
 """Ends of the names of accuracies."""
@@ -89,9 +90,9 @@ def print_result(result: RunResult) -> int:
 
 def _interval_text(share: float, num_images: int) -> str:
     """Wilson's 95 % interval of an accuracy on this many images."""
-    from vit_ray.report.statistics.intervals import of_share  # scipy is imported only here
+    from vit_ray.report.statistics import wilson  # scipy and pandas: seconds
 
-    found = of_share(share, num_images)
+    found = wilson(share, num_images)
     return f"{found.low:.1%} to {found.high:.1%}"
 
 
@@ -133,8 +134,8 @@ def print_sweep(result: "SweepResult | None") -> int:
     if runs > 1:
         spread = f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
     print(f"test top-1, trained on all data: {spread}")
-    if result.beside_paper is not None:
-        print_table(result.beside_paper)
+    if result.beside_paper:
+        print_table(BESIDE_PAPER, result.beside_paper)
     if averages:
         last = statistics.fmean(result.last_test_top1)
         print(f"that is with averaged weights; with the last weights: {last:.2%}")
@@ -208,13 +209,18 @@ def print_metrics(metrics: Mapping[str, float]) -> None:
     print_rows("Evaluation", ("figure", "value"), rows)
 
 
-def print_table(table: report_tables.Table) -> None:
-    """A table as kept with a run, with formatted numbers; empty columns are left out."""
-    used = table.used()
-    shown = Table(title=escape(used.caption), title_justify="left")
-    for column in used.columns:
-        title = escape(column.title)
-        shown.add_column(title, justify="right" if column.form else "left", overflow="fold")
-    for row in used.cells():
-        shown.add_row(*(escape(cell.text) for cell in row))
+def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """A table as kept with a run; columns without a value are left out."""
+    columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
+    shown = Table(title=escape(title), title_justify="left")
+    for name in columns:
+        shown.add_column(escape(name), justify="right" if "%" in name else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*(escape(_cell(row[name])) for name in columns))
     Console().print(shown)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

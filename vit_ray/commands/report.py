@@ -4,12 +4,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from vit_ray.addresses import local_folder
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.secrets import redact
-from vit_ray.experiments.write_page import write_page
-from vit_ray.report.copied_store import are_own_files, local_folder
-from vit_ray.report.page import Written, parts_of
+from vit_ray.experiments.write_page import are_own_files, keep_page, write_page
+from vit_ray.report.page import Written
 from vit_ray.tracking.mlflow_client import asking, found_runs, redact_uri
 
 
@@ -71,10 +71,7 @@ def report(
                 )
                 return written
             try:
-                for path, folder in parts_of(written.page):
-                    place = f"experiment/{folder}" if whole_experiment else folder
-                    send = client.log_artifacts if path.is_dir() else client.log_artifact
-                    send(keeper, str(path), place.rstrip("/") or None)
+                keep_page(client, keeper, written, "experiment" if whole_experiment else "")
             except Exception as error:  # also of a bucket's library
                 reason = redact_uri(f"{files}: {error}", recipe.tracking.uri)
                 print(f"page written to {written.page}; not kept with the run: {reason}")

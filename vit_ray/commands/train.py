@@ -1,6 +1,12 @@
 """A single training or evaluation, and what is printed for it."""
 
-from vit_ray.commands.printed_tables import print_link, print_metrics, print_result, print_table
+from vit_ray.commands.printed_tables import (
+    BESIDE_PAPER,
+    print_link,
+    print_metrics,
+    print_result,
+    print_table,
+)
 from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
@@ -23,7 +29,7 @@ def evaluate(recipe: Recipe) -> int:
         result = run.evaluated(recipe)
         print_metrics(result.metrics)
         if table := evaluation_table(recipe, result.metrics):
-            print_table(table)
+            print_table(BESIDE_PAPER, table)
         print_link(result.hint, result.run_id)
         return 0
     except RunStoppedError as stopped:

@@ -39,6 +39,7 @@ from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.launch.open_record import add_to_ended
+from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.metric_names import (
     STUDY_CELLS,
@@ -96,8 +97,14 @@ def run_study(recipe: Recipe) -> StudyResult | None:
         ) as parent:
             results = _run_cells(list(zip(cells, steps, strict=True)), parent)
             parent.run.record.results(len(results), _totals(results))
-            page = page_of(recipe, parent.run_id, parent.run.record)
-            outcome = StudyResult(results, parent.run_id, page, parent.run.record.hint())
+            written = page_of(recipe, parent.run_id, parent.run.record)
+            if written is not None:
+                command = parent.run.record.command
+                found = "\n\n".join(written.lead)
+                note = description(recipe, resolved_runs[0], command, found)
+                parent.run.record.tag(NOTE, note)
+            hint, page = parent.run.record.hint(), written.page if written else None
+            outcome = StudyResult(results, parent.run_id, page, hint)
             parent.run.is_complete = outcome.is_complete
             return outcome
     except RunStoppedError:

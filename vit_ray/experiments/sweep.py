@@ -38,7 +38,7 @@ from vit_ray.experiments.search_space import (
     points_of,
     tune_space,
 )
-from vit_ray.experiments.sweep_tables import Row, sweep_files
+from vit_ray.experiments.sweep_tables import Row, trials_csv
 from vit_ray.experiments.sweep_trials import (
     REDUCTION,
     Trainings,
@@ -64,14 +64,13 @@ from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained
 from vit_ray.launch.open_record import OpenRun
-from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
+from vit_ray.launch.paper_comparison import PAPER_FILE, Rows, csv_text, sweep_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
-from vit_ray.report.tables import Table
 from vit_ray.storage import locate
 
 RESTARTED: Final = "The sweep was restarted, and the rungs of ASHA began empty"
@@ -90,7 +89,7 @@ class SweepResult:
     """The retrainings, one for each seed."""
     parent_run_id: str | None = None
     hint: str = ""
-    beside_paper: Table | None = None
+    beside_paper: Rows | None = None
     """The test accuracy, its spread and label, and the paper's."""
     page: Path | None = None
     """None while MLflow is away: `vit-ray report` can write it later."""
@@ -228,7 +227,8 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
         with open_sweep(plan) as parent:
             swept = recorded_sweep(plan, parent, Tuning(plan, parent))
             parent.run.is_complete = True
-            return replace(swept, page=page_of(plan.recipe, parent.run_id, parent.run.record))
+            written = page_of(plan.recipe, parent.run_id, parent.run.record)
+            return replace(swept, page=written.page if written else None)
     except RunStoppedError:
         return None
 
@@ -262,7 +262,7 @@ def recorded_sweep(plan: SweepPlan, parent: OpenParent, runs: "Runs") -> SweepRe
     swept = sweep(plan, parent.run, runs)
     sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
     table = sweep_table(recipe, swept.test_top1)
-    record.text(PAPER_FILE, table.csv())
+    record.text(PAPER_FILE, csv_text(table))
     record.results(0, sweep_metrics(swept))
     command = parent.run.record.command
     record.tag(NOTE, description(recipe, plan.resolved, command, sentence))
@@ -285,8 +285,7 @@ def sweep(plan: SweepPlan, parent: OpenRun, runs: "Runs", folder: str = SWEEP_GR
         parent.record.begin_stage("trial", len(plan.points))
     rows = runs.trials()
     chosen = best_row(rows)
-    for name, text in sweep_files(rows, chosen).items():
-        parent.record.text(f"{folder}{name}", text)
+    parent.record.text(f"{folder}trials.csv", trials_csv(rows, chosen))
     if is_own:
         parent.record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
         parent.record.begin_stage("retraining", len(plan.seeds))
@@ -443,8 +442,7 @@ def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    metrics = {**chosen, mine: outcome.mean}
-    metrics[f"{mine}_std"] = outcome.deviation
+    metrics = {mine: outcome.mean, f"{mine}_std": outcome.deviation}
     if outcome.last_test_top1:
-        metrics[EVAL_TOP1] = statistics.fmean(outcome.last_test_top1)
-    return metrics
+        metrics = {EVAL_TOP1: statistics.fmean(outcome.last_test_top1), **metrics}
+    return {**metrics, **chosen}  # MLflow's pages show them in this order

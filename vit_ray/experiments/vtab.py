@@ -31,13 +31,13 @@ from vit_ray.experiments.trials import (
     tune_folder,
 )
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.paper_comparison import Rows, csv_text, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
-from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
-from vit_ray.report.tables import Column, Table, Value, percent
+from vit_ray.paper import TABLE_9, VTAB_TASKS
 from vit_ray.storage import locate
 
 NUM_IMAGES: Final = 1000
@@ -154,7 +154,7 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             rows = _run_tasks(recipe, plans, parent)
             parent.run.record.results(0, vtab_metrics(rows))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-            parent.run.record.text("vtab/tasks.csv", vtab_table(rows, is_papers).csv())
+            parent.run.record.text("vtab/tasks.csv", csv_text(vtab_table(rows, is_papers)))
             outcome = VtabResult(rows, parent.run_id, parent.run.record.hint(), is_papers)
             parent.run.is_complete = outcome.is_complete
             return outcome
@@ -283,23 +283,18 @@ def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
     return {**known, VTAB_NUM_TASKS: float(sum(row.top1 is not None for row in rows))}
 
 
-def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
+def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
     """Tasks and means, ours and those of the paper's Table 9.
 
     A row is labelled `data` if every accuracy is of a task of VTAB-1k, by its name and its 1,000
     images, and of a model and a pre-training that the paper has; all others are `proxy`.
     """
-    columns = [
-        Column("task"), Column("group"), Column("images"), Column("ours, top-1 %", percent),
-        *(Column(f"paper: {name}", percent) for name in TABLE_9), Column("deviation %", percent),
-        Column("chosen"), Column("label"), Column("note"),
-    ]  # fmt: skip
-    lines: list[list[Value]] = [
-        [
-            row.task.name, row.task.group, None if row.num_images is None else str(row.num_images),
-            row.top1, *_of_paper(row), row.deviation, row.chosen,
-            _label([row], is_papers_model), row.error,
-        ]
+    lines: Rows = [
+        {
+            "task": row.task.name, "group": row.task.group, "images": row.num_images,
+            **_accuracies([row.top1, *_of_paper(row)]), "deviation %": in_percent(row.deviation),
+            "chosen": row.chosen, "label": _label([row], is_papers_model), "note": row.error,
+        }
         for row in rows
     ]  # fmt: skip
     groups = [row.task.group for row in rows]
@@ -307,14 +302,22 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Table:
     accuracies = ([row.top1 for row in rows], *columns_of_paper)
     means = [group_means(list(zip(groups, values, strict=True))) for values in accuracies]
     for group, mean in means[0].items():
-        note = "" if mean is not None else "not all of its tasks have an accuracy"
-        values = (of[group] for of in means)
-        label = _label(_members(group, rows), is_papers_model)
         title = "mean" if group == "mean" else f"mean of {group}"
         # The paper's mean is taken over the same tasks.
         title += "" if _is_whole(group, rows) else ", these tasks only"
-        lines.append([title, "", None, *values, None, "", label, note])
-    return Table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", columns, lines)
+        lines.append({
+            "task": title, "group": "", "images": None,
+            **_accuracies([of[group] for of in means]), "deviation %": None, "chosen": "",
+            "label": _label(_members(group, rows), is_papers_model),
+            "note": "" if mean is not None else "not all of its tasks have an accuracy",
+        })  # fmt: skip
+    return lines
+
+
+def _accuracies(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Ours and those of the paper's models, by column."""
+    titles = ["ours, top-1 %", *(f"paper: {name} %" for name in TABLE_9)]
+    return {title: in_percent(one) for title, one in zip(titles, values, strict=False)}
 
 
 def _label(rows: Sequence[TaskResult], is_papers_model: bool) -> str:

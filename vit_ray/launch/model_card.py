@@ -222,15 +222,15 @@ def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> 
     name, top1, images = found
     line = f"Top-1 accuracy on {name}: {top1:.2%}"
     if images:
-        from vit_ray.report.statistics.intervals import of_share  # scipy is imported only here
+        from scipy.stats import binomtest  # it takes a second
 
-        at = of_share(top1, images)
+        at = binomtest(round(top1 * images), images).proportion_ci(method="wilson")
         line += f" (95 % interval of {images:,} images: {at.low:.2%} to {at.high:.2%}; one seed)"
     label, note = "proxy", "the test set is no longer there, or is not one of the paper's"
     if images and recipe.data.eval:
         table = evaluation_table(recipe, {EVAL_TOP1: top1})
         if table is not None:
-            label, note = str(table.rows[0][-2]), str(table.rows[0][-1])
+            label, note = str(table[0]["label"]), str(table[0]["note"])
     if label == "data":
         return f"{line}. Test set, pre-training and model are those of the paper."
     return f"{line}. A proxy, not a result in the paper's setting: {note}."

@@ -4,6 +4,8 @@ A result has a label: `data` if test set, pre-training and model are the paper's
 paper's numbers are shown next to a proxy only if they are for its test set.
 """
 
+import csv
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -14,14 +16,15 @@ from vit_ray.config.command_sections import PaperConfig
 from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
 from vit_ray.metric_names import EVAL_TOP1
-from vit_ray.report.paper import PRETRAINING, SOURCE, TEST_SETS, table_2, table_5
-from vit_ray.report.tables import Column, Table, Value, percent
+from vit_ray.paper import PRETRAINING, TEST_SETS, table_2, table_5
 
+Rows = list[dict[str, float | str | None]]
+"""Of a table, by column; accuracies in percent."""
 PAPER_FILE: Final = "paper/row.csv"
 """Of a run in MLflow."""
 
 
-def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | None:
+def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Rows | None:
     """The result of an evaluation and the paper's; None if it has no accuracy."""
     top1 = metrics.get(EVAL_TOP1)
     if top1 is None or recipe.data.eval is None:
@@ -29,13 +32,13 @@ def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | No
     return _table(recipe, recipe.data.eval, [top1], recipe.benchmark.kind)
 
 
-def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Table:
+def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Rows:
     """The selected point's test accuracy over a sweep's runs, and the paper's."""
     assert recipe.data.eval is not None
     return _table(recipe, recipe.data.eval, test_top1, "own_labels")
 
 
-def _table(recipe: Recipe, test_set: str, top1: Sequence[float], labels: str) -> Table:
+def _table(recipe: Recipe, test_set: str, top1: Sequence[float], labels: str) -> Rows:
     paper, test = recipe.paper, open_dataset(test_set)
     # ImageNet and ImageNet ReaL have the same images; the labels decide which of the two it is.
     if is_imagenet := paper.task in ("imagenet", "imagenet_real"):
@@ -50,7 +53,7 @@ def _table(recipe: Recipe, test_set: str, top1: Sequence[float], labels: str) ->
 
 def result_table(
     paper: PaperConfig, model: str, data: str, counts: tuple[int, int], top1: Sequence[float]
-) -> Table:
+) -> Rows:
     """Our row, and the paper's rows for the same test set and model, by pre-training.
 
     Args:
@@ -68,26 +71,53 @@ def result_table(
             f"not {counts[0]} of {counts[1]}"
         )
         wanted = None
-    of_paper: list[list[Value]] = []
+    of_paper: Rows = []
     for pretraining in [paper.pretraining] if paper.pretraining else PRETRAINING:
         if wanted is not None and paper.task is not None:
-            what = [wanted.title, PRETRAINING[pretraining], model]
+            what = (wanted.title, PRETRAINING[pretraining], model)
             if (two := table_2(model, pretraining, paper.task)) is not None:
-                of_paper.append(["paper, Table 2", *what, *two, "3", "paper", ""])
+                of_paper.append(_row("paper, Table 2", *what, *two, "3", "paper", ""))
             if (five := table_5(model, pretraining, paper.task)) is not None:
-                of_paper.append(["paper, Table 5", *what, five, None, "", "paper", ""])
+                of_paper.append(_row("paper, Table 5", *what, five, None, "", "paper", ""))
     is_data = bool(of_paper) and paper.pretraining is not None
     if not doubt and not is_data:
         doubt = "paper.pretraining is not set" if of_paper else "the paper does not have this model"
-    columns = [
-        Column("row"), Column("test set"), Column("pre-training"), Column("model"),
-        Column("top-1 %", percent), Column("deviation %", percent), Column("runs"), Column("label"),
-        Column("note"),
-    ]  # fmt: skip
-    mine: list[Value] = [
-        "ours", wanted.title if wanted else data,
-        PRETRAINING[paper.pretraining] if paper.pretraining else None, model,
-        statistics.fmean(top1), statistics.stdev(top1) if len(top1) > 1 else None,
-        str(len(top1)), "data" if is_data else "proxy", doubt,
-    ]  # fmt: skip
-    return Table(f"This result and the paper's: {SOURCE}", columns, [mine, *of_paper])
+    trained_on = PRETRAINING[paper.pretraining] if paper.pretraining else None
+    deviation = statistics.stdev(top1) if len(top1) > 1 else None
+    mine = _row(
+        "ours", wanted.title if wanted else data, trained_on, model, statistics.fmean(top1),
+        deviation, str(len(top1)), "data" if is_data else "proxy", doubt,
+    )  # fmt: skip
+    return [mine, *of_paper]
+
+
+def _row(
+    row: str,
+    test_set: str,
+    pretraining: str | None,
+    model: str,
+    top1: float,
+    deviation: float | None,
+    runs: str,
+    label: str,
+    note: str,
+) -> dict[str, float | str | None]:
+    return {
+        "row": row, "test set": test_set, "pre-training": pretraining, "model": model,
+        "top-1 %": in_percent(top1), "deviation %": in_percent(deviation), "runs": runs,
+        "label": label, "note": note,
+    }  # fmt: skip
+
+
+def in_percent(share: float | None) -> float | None:
+    """Of 0.29, not 28.999999999999996."""
+    return None if share is None else float(f"{100 * share:.14g}")
+
+
+def csv_text(rows: Rows) -> str:
+    """Comma-separated values with a heading line."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*rows[0]] if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

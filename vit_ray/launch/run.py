@@ -24,14 +24,14 @@ from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.open_record import OpenRun, end_record, open_record
-from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
+from vit_ray.launch.paper_comparison import PAPER_FILE, csv_text, evaluation_table
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1
+from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1, EVAL_TOP1, few_shot_top1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S, MEASURED
@@ -213,7 +213,7 @@ def run_prepared(
         began_s=prepared.began_s,
         training_id=prepared.training_id,
         measured_on="dev" if is_on_dev_split else "eval",
-        awaited_metric=DEV_TOP1 if kind == "sweep_trial" else None,
+        awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
@@ -245,12 +245,22 @@ def run_prepared(
         if following and following.stop.is_set() and not (result.is_complete or is_told):
             run.record.tag(STOPPED_EARLY, f"step {result.steps} of {result.total_steps}")
         if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
-            run.record.text(PAPER_FILE, table.csv())
+            run.record.text(PAPER_FILE, csv_text(table))
         try:
             _log_model(result, prepared, run)
         except (ray.exceptions.RayError, RuntimeError) as error:  # the result is valid without it
             logger.warning("the trained model is not logged in MLflow: %s", error)
         return result
+
+
+def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
+    """What MLflow's pages show first of a run: its result; None if it will have none."""
+    if is_on_dev_split:
+        return DEV_TOP1
+    if recipe.data.eval is not None:
+        return EVAL_TOP1
+    shots = recipe.evaluate.shots
+    return few_shot_top1(shots[0]) if recipe.evaluate.few_shot_train and shots else None
 
 
 @contextlib.contextmanager

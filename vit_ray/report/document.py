@@ -5,21 +5,19 @@ network, and no text becomes code.
 """
 
 import base64
-import itertools
-import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from vit_ray.report.figures import charts
-from vit_ray.report.figures.charts import Chart
-from vit_ray.report.tables import Table
+from vit_ray.report import figures as drawing
+from vit_ray.report.tables import number
 from vit_ray.storage import locate
 
 # Names, labels and values come from recipes and folders of any origin: all are escaped.
@@ -27,81 +25,33 @@ _TEMPLATES: Final = Environment(
     loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
 )
 
-T = TypeVar("T", Chart, Table)
-
 
 @dataclass(frozen=True)
 class Gallery:
-    """Small images with a text below each."""
+    """Small images with a text below each, and which of them are crossed out; the strip is a JPEG
+    of squares of one size in a row.
+    """
 
     title: str
     strip: bytes
-    """JPEG: squares of one size in a row."""
     texts: Sequence[str]
-    """One text for each square."""
     wrong: Sequence[bool]
-    """Which of them are crossed out."""
     note: str = ""
-
-    @property
-    def data(self) -> str:
-        """Base64 for an address."""
-        return base64.b64encode(self.strip).decode()
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with sentences, images, figures and tables."""
+    """A heading with sentences, figures, tables and images; titles say how to read them."""
 
     title: str
     texts: Sequence[str] = ()
-    charts: Sequence[Chart] = ()
-    tables: Sequence[Table] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     galleries: Sequence[Gallery] = ()
 
 
-def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any) -> None:
-    """Write a page, and its figures as files into `files_folder(path)`.
-
-    Args:
-        page: the `.html` file; its folder is created.
-        sections: those with content are shown.
-        parts: as in `render`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shown = with_content(sections)
-    replace_file(path, render(title, shown, **parts).encode())
-    write_files(files_folder(path), shown)
-
-
-def files_folder(page: Path) -> Path:
-    """Folder of a page's figures as files."""
-    return page.with_name(f"{page.stem}-figures")
-
-
-def with_content(sections: Sequence[Section]) -> list[Section]:
-    """Sections with content, in which the names of charts and tables are unique.
-
-    Titles may differ only in signs, which names do not have.
-    """
-    taken: set[str] = set()
-
-    def own(item: T) -> T:
-        numbered = (replace(item, number=number) for number in itertools.count(1))
-        chosen = next(one for one in numbered if one.name not in taken)
-        taken.add(chosen.name)
-        return chosen
-
-    found = []
-    for section in sections:
-        charts = [own(chart) for chart in section.charts if chart.rows]
-        tables = [own(table) for table in section.tables if table.rows]
-        if section.texts or charts or tables or section.galleries:
-            found.append(replace(section, charts=charts, tables=tables))
-    return found
-
-
-def render(
+def write_page(
+    path: Path,
     title: str,
     sections: Sequence[Section],
     *,
@@ -109,75 +59,41 @@ def render(
     missing: Sequence[str] = (),
     origin: str = "Made from MLflow",
     opening: str = "",
-) -> str:
-    """A page as HTML.
+) -> None:
+    """Write a page; its folder is created.
 
     Args:
-        sections: as `with_content` gives them.
+        path: the `.html` file.
+        sections: those with content are shown.
         lead: sentences with the result.
         missing: what it lacks, a sentence for each.
         origin: the source of the page.
-        opening: where a reader finds more; an address at its end becomes a link.
+        opening: where a reader finds more.
     """
-    style = _TEMPLATES.get_template("style.css").render(colours=charts.COLOURS)
-    return _TEMPLATES.get_template("page.html").render(
+    text = _TEMPLATES.get_template("page.html").render(
         title=title,
         sections=sections,
+        base64=lambda content: base64.b64encode(content).decode(),
         lead=lead,
         missing=missing,
         origin=origin,
-        opening=_with_address(opening),
-        linked=partial(_linked, places=_places(sections)),
-        drawn=lambda chart: Markup(charts.svg(chart)),
-        style=Markup(style),
+        opening=opening,
+        svg=drawing.svg,
+        html=_html,
+        style=Markup(_TEMPLATES.get_template("style.css").render()),
         policy="default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; "
         "base-uri 'none'",
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    locate(str(path)).write(text.encode())  # in one step: a reader sees the old file or the new
 
 
-def _places(sections: Sequence[Section]) -> dict[str, str]:
-    """Where in the page a name is, for first cells that are unique in a table with places."""
-    found: dict[str, str] = {}
-    for table in (table for section in sections for table in section.tables if table.has_places):
-        names = [str(row[0]) for row in table.rows]
-        places = {name: table.place_of(number) for number, name in enumerate(names, 1)}
-        found |= {name: place for name, place in places.items() if names.count(name) == 1}
-    return found
-
-
-def _linked(text: str, places: Mapping[str, str]) -> Markup:
-    """A text in which names in brackets are links to their places."""
-
-    def link(name: str) -> Markup:
-        place = places.get(name)
-        return Markup('<a href="#{}">{}</a>').format(place, name) if place else escape(name)
-
-    parts = re.split(r"(?<=\()([^()]+)(?=\))", text)  # what is in brackets has odd numbers
-    return Markup("").join(
-        Markup(", ").join(map(link, part.split(", "))) if number % 2 else part
-        for number, part in enumerate(parts)
-    )
-
-
-def _with_address(text: str) -> Markup:
-    """A text whose last word is a link if it is a web address.
-
-    Jinja's `urlize` knows no host without a dot whose name has digits, such as `http://gpu01:5000`.
-    """
-    before, gap, last = text.rpartition(" ")
-    if not last.startswith(("http://", "https://")):
-        return escape(text)
-    return Markup('{}{}<a href="{}" rel="noopener">{}</a>').format(before, gap, last, last)
-
-
-def write_files(folder: Path, sections: Sequence[Section]) -> None:
-    """Each chart as SVG; other files of the folder stay."""
-    for chart in (chart for section in sections for chart in section.charts):
-        folder.mkdir(exist_ok=True)
-        replace_file(folder / f"{chart.name}.svg", charts.svg(chart).encode())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """In one step: a reader or another writer sees the old file or the new one, never a part."""
-    locate(str(path)).write(content)
+def _html(table: pd.DataFrame) -> Markup:
+    """Escaped by pandas; numbers in short, missing values as a dash."""
+    if not isinstance(table.index, pd.RangeIndex):
+        table = table.rename_axis([name or "name" for name in table.index.names]).reset_index()
+    texts = any(table[name].astype(str).str.len().max() > 16 for name in table.columns[1:])
+    shown = table.astype(object).where(table.notna(), "-")
+    shown = shown.map(lambda value: number(value) if isinstance(value, (int, float)) else value)
+    return Markup(shown.to_html(border=0, classes=["texts"] if texts else None, index=False))

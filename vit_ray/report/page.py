@@ -1,150 +1,242 @@
-"""One HTML page with the results of a study, a sweep or an experiment.
+"""One HTML page with the results of a study, a sweep, a training or an experiment.
 
 Everything comes from MLflow; the page is one file that loads nothing from the network, so it can be
-mailed, kept with the run, and opened years later. Its figures are files in a folder next to it.
+mailed, kept with the run, and opened years later.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from vit_ray.metric_names import STUDY_EXAFLOPS
-from vit_ray.report import document
-from vit_ray.report.ablations import shapes
-from vit_ray.report.document import Section
-from vit_ray.report.figures import chart_list as figures
-from vit_ray.report.figures.fit_figures import (
-    MIN_AMOUNTS,
-    fit_charts,
-    fit_sentences,
-    fit_tables,
-    laws_of,
-)
-from vit_ray.report.gains import gain_sentences
-from vit_ray.report.headline import headline, totals
-from vit_ray.report.missing import what_is_missing
-from vit_ray.report.paper_tables import THEIRS, comparing, paper_tables
-from vit_ray.report.runs import Archive
-from vit_ray.report.statistics.accuracies import accuracies_of, studied, trainings
-from vit_ray.report.statistics.seeds import one_run_a_cell
-from vit_ray.report.sweeps import sweep_charts
-from vit_ray.report.time_spent import time_section
-from vit_ray.report.training import training_sections
+import pandas as pd
+from matplotlib.figure import Figure
 
+from vit_ray.config.secrets import redact
+from vit_ray.measure.goodput import TimeClass, describe_goodput
+from vit_ray.metric_names import (
+    DEV_TOP1,
+    EVAL_TOP1,
+    RUN_GOODPUT,
+    RUN_GROUP,
+    RUN_WALL_S,
+    STUDY_FORWARD_GMACS,
+    TRAIN_LOSS,
+    TRANSFER_MEAN_TOP1,
+)
+from vit_ray.report import figures, tables
+from vit_ray.report.document import Section, write_page
+from vit_ray.report.headline import (
+    BASELINE,
+    compared,
+    headline,
+    laws_of,
+    sweeps_of,
+    what_is_missing,
+)
+from vit_ray.report.runs import Files, load_runs, trainings
+from vit_ray.report.statistics import CANNOT_SAY, FamilyLaw, Interval, student
+from vit_ray.report.training import data_section, events, images_section
+
+# With more runs a figure of curves shows nothing.
+MOST_CURVES = 40
 _COMPUTE = (
     "exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10^18, the convention that "
-    "reproduces the paper's Table 6, whose own figure can be opened to compare the shape of the "
-    "curves."
+    "reproduces the paper's Table 6. A point is a mean over seeds; its bar is the wider 95 % "
+    "interval of the test set and of the seeds."
 )
-_LAWS = (
-    "error = a C^-b + c, where C is the training compute, fitted to the finished trainings of each "
-    "family on the largest number of training images that differ only in size and length; "
-    "intervals are 95 % by bootstrap, with the scatter that lengths of one model share. Seeds, and "
-    "amounts of compute within 10 %, are averaged to one point, and a prediction is for a mean "
-    "over as many seeds: a single further run scatters more."
-)
-
-_SHARED = ("status", "data fraction", "seed", "git commit", "data fingerprint")
-"""Columns of the table of trainings that a page replaces by one sentence if all rows are equal."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A page and the remarks on it."""
+    """A page, and what the run that it is about keeps with it; empty if there are no runs yet."""
 
     page: Path
-    """Absolute path."""
     missing: list[str]
-    """A sentence for each gap."""
     is_empty: bool
-    """There are no runs yet."""
+    lead: list[str] = field(default_factory=list)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
 
 
 def write_report(
-    uri: str,
-    experiment_or_parent_run_id: str,
-    output_path: str | Path,
+    uri: str, experiment_or_parent_run_id: str, output_path: str | Path, opening: str = ""
 ) -> Written:
-    """Write the page, and its figures as files.
+    """Write the page.
 
     Args:
         uri: MLflow tracking server or SQLite address; it is only read.
         experiment_or_parent_run_id: name of an experiment, or id of a run whose children count.
         output_path: the `.html` file; its folder is created.
+        opening: how a reader opens the runs in MLflow.
 
     Raises:
         ValueError: there is no such store, experiment or run.
     """
-    archive = Archive(uri, experiment_or_parent_run_id)
-    page = Path(output_path).resolve()
-    counted, left_out = one_run_a_cell(archive.runs)
-    runs = trainings(counted)
-    compared = studied(runs)
-    laws = laws_of(compared)
-    is_study = any(run.kind == "study_cell" for run in runs)
-    table = figures.cells(runs, archive)
-    tables = paper_tables(counted)
-    papers = Section(
-        "Tables of the paper",
-        tables=tables if is_study else comparing(tables, counted),
-    )
-    shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
-    ablations = [Section("Ablations", charts=shaped)]
-    curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
-    shown, shared = table.without_shared(_SHARED)
-    every = Section("Trainings", [f"All rows: {shared}."] if shared else [], tables=[shown])
-    alone = training_sections(archive, runs[0]) if len(runs) == 1 else []
-    time = [] if alone else [time_section(runs)]
-    sections = [Section("Sweep", charts=sweep_charts(runs)), curves, *alone, every]
-    if is_study or len({run.metrics.get(STUDY_EXAFLOPS) for run in compared}) > MIN_AMOUNTS:
-        compute, sentences = figures.against_compute(compared), fit_sentences(laws)
-        gains = gain_sentences(compared)
-        unfitted = [
-            f"No power law could be fitted. {one.name}, {law}: {why}."
-            for one in laws[:1]
-            for law, why in [*one.unfitted.items()][:1]
-        ]
-        sections = [
-            Section("Accuracy against compute", [_COMPUTE, *gains] if compute else gains, compute),
-            Section("Fitted power laws", [_LAWS, *sentences], fit_charts(laws), fit_tables(laws))
-            if any(one.fits for one in laws)
-            else Section("Fitted power laws", unfitted),
-            papers,
-            *ablations,
-            Section("Cost and speed", charts=figures.cost_and_speed(compared)),
-            *time,
-            *sections,
-        ]
-    else:
-        sections += [*time, papers, *ablations]
-    missing = what_is_missing(archive, runs, left_out)
-    paths = {run.training_set for run in runs if run.training_set}
-    # The end of a local path is how a reader knows the data.
-    short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
-    whose = f", run {archive.parent.run_id} and the runs below it" if archive.parent else ""
-    lead = [*headline(archive, runs, laws), *totals(runs)]
-    # Text at the top is not repeated below.
-    sections = [replace(one, texts=[t for t in one.texts if t not in lead]) for one in sections]
-    heads = [column.title for one in sections for table in one.tables for column in table.columns]
-    drawn = [chart.title for one in sections for chart in one.charts]
-    if figures.PAPER in drawn or any(head.startswith(THEIRS) for head in heads):
+    everything = load_runs(uri, experiment_or_parent_run_id)
+    parent, experiment = everything.attrs["parent"], everything.attrs["experiment"]
+    runs, files, page = trainings(everything), Files(uri), Path(output_path).resolve()
+    missing = what_is_missing(everything, runs)
+    sections = _sections(runs, everything, files) if len(runs) else []
+    lead = headline(runs) if len(runs) else []
+    titles = [name for one in sections for table in one.tables.values() for name in table.columns]
+    if any(str(title).startswith("the paper's") for title in titles):
+        names = ", ".join(sorted(set(runs["data"])))
         lead.append(
-            f"These results are a proxy: trained on {', '.join(sorted(short)) or 'other data'}, "
-            "and not on the paper's JFT-300M, which is private."
+            f"These results are a proxy: trained on {names}, and not on the paper's JFT-300M, "
+            "which is private."
         )
-    document.write_page(
+    whose = f", run {parent} and the runs below it" if parent else ""
+    write_page(
         page,
-        archive.parent.name if archive.parent else archive.experiment,
+        everything.loc[parent, "name"] if parent else experiment,
         sections,
         lead=lead,
         missing=missing,
-        origin=f"Made from MLflow experiment {archive.experiment}{whose}",
-        opening=archive.opening,
+        origin=f"Made from MLflow experiment {experiment}{whose} at {redact(uri)}",
+        opening=opening,
     )
-    return Written(page, missing, not archive.runs)
+    drawn = {name: figure for one in sections for name, figure in one.figures.items()}
+    held = {name: table for one in sections for name, table in one.tables.items() if len(table)}
+    return Written(page, missing, not len(everything), lead, drawn, held)
 
 
-def parts_of(page: Path) -> list[tuple[Path, str]]:
-    """The files of `write_report`, each with the artifact folder of the run that keeps it."""
-    parts = [(page, "")]
-    folder = document.files_folder(page)
-    return [*parts, (folder, folder.name)] if folder.is_dir() else parts
+def _sections(runs: pd.DataFrame, everything: pd.DataFrame, files: Files) -> list[Section]:
+    is_study = (runs["kind"] == "study_cell").any()
+    cells, shown = tables.cells_of(runs), _shown_run(runs)
+    cells = tables.comparable(cells) if is_study else cells
+    timed = runs.filter(like=RUN_GROUP).sum().to_dict()
+    trained_s, wall_s = (
+        timed.get(f"{RUN_GROUP}{TimeClass.TRAINING}_s", 0.0),
+        timed.get(RUN_WALL_S) or 1.0,
+    )
+    spent = describe_goodput(timed | {RUN_GOODPUT: trained_s / wall_s})
+    listed = {"Trainings, the most accurate first": tables.trainings_table(runs)}
+    last, happened = list[Section](), dict[str, pd.DataFrame]()
+    if len(runs) == 1:
+        happened = {"Events": events(files, runs.iloc[0])}
+        last = [data_section(files, runs.iloc[0])]
+    return [
+        Section("Accuracy against the learning rate", figures=_rates(runs)),
+        _compute(cells, runs),
+        Section("Accuracy against data", figures=_data(cells)),
+        *([] if shown is None else [images_section(files, shown)]),
+        Section("Learning curves", figures=_curves(cells if is_study else runs, files)),
+        Section("Tables of the paper", tables=tables.paper_tables(runs, everything)),
+        Section("Trainings", tables=listed),
+        Section("Speed", figures=_speed(cells)),
+        Section("Where the time went", [spent] if spent else [], tables=happened),
+        *last,
+    ]
+
+
+def _shown_run(runs: pd.DataFrame) -> pd.Series | None:
+    """The most accurate training outside a study, whose images are shown."""
+    known = runs[(runs["kind"] != "study_cell") & (runs["status"] == "finished")]
+    top1 = known["test"].fillna(known["dev"]).dropna()
+    return None if top1.empty else known.loc[top1.idxmax()]
+
+
+def _rates(runs: pd.DataFrame) -> dict[str, Figure]:
+    return {
+        f"{task}Which learning rate is best? Rates are selected on the dev split (hollow); bars "
+        "are 95 % intervals.": figures.fig_rates(trials, finals)
+        for task, trials, finals in sweeps_of(runs)
+        if trials["dev"].notna().any() and trials["rate"].nunique() > 1
+    }
+
+
+def _compute(cells: pd.DataFrame, runs: pd.DataFrame) -> Section:
+    """A figure for each accuracy that varies with compute, and the laws of the families."""
+    drawn, held = {}, {}
+    is_study = (cells["kind"] == "study_cell").any()
+    if not is_study:  # a point for each training, by its name
+        cells = cells.assign(label=cells["name"])
+    tasks = [TRANSFER_MEAN_TOP1] if TRANSFER_MEAN_TOP1 in cells else tables.transfer_keys(cells)
+    for key in ("test", "few_shot", *tasks):
+        known = _at_cost(cells, runs, key).dropna(subset=[key, "exaflops"])
+        if known["exaflops"].nunique() < 2:
+            continue
+        most = known[known["images"].isna() | (known["images"] == known["images"].max())]
+        laws = laws_of(known, key) if is_study else {}
+        lines = {family: one.law for family, one in laws.items() if one.law}
+        name = tables.accuracy_name(cells, key)
+        caption = f"How does {name} grow with compute? Dotted: a power law for each family."
+        drawn[caption if lines else caption.partition(" Dotted")[0]] = figures.fig_compute(
+            most if is_study else known, key, laws=lines, axis=f"{name}, %"
+        )
+        if lines:
+            held[f"Power laws of {name}: error = a C^-b + c"] = _laws(laws)
+    return Section("Accuracy against compute", [_COMPUTE] if drawn else [], drawn, held)
+
+
+def _at_cost(cells: pd.DataFrame, runs: pd.DataFrame, key: str) -> pd.DataFrame:
+    """Fine-tuned models at the compute of their pre-training and their fine-tuning together."""
+    if (task := tables.TRANSFER.fullmatch(key)) is None:
+        return cells
+    tuned = runs[(runs["kind"] == "finetune") & runs["origin"].notna() & (runs["task"] == task[1])]
+    spent = tuned.groupby("origin")["own_exaflops"].mean()
+    return cells.assign(exaflops=cells["exaflops"] + cells["run_id"].map(spent).fillna(0.0))
+
+
+def _laws(laws: Mapping[str, FamilyLaw]) -> pd.DataFrame:
+    """Exponent and floor of each family's law, and its compute over that of `BASELINE`."""
+    equal, rows = compared(dict(laws)), {}
+    for family, one in laws.items():
+        exponents = [law.exponent for law in one.by_seed.values()]
+        rows[family] = {
+            "points": one.num_points,
+            "exponent b": one.law and tables.number(one.law.exponent),
+            "95 % over seeds": _ends(student(exponents)),
+            "floor c, %": one.law and 100 * round(one.law.floor, 4),
+            f"compute over that of {BASELINE}s": equal[family].ratio if family in equal else None,
+            "its 95 %": _ends(equal[family].interval) if family in equal else None,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _ends(interval: Interval | None) -> str:
+    if interval is None:
+        return CANNOT_SAY
+    return f"{tables.number(interval.low)} to {tables.number(interval.high)}"
+
+
+def _data(cells: pd.DataFrame) -> dict[str, Figure]:
+    done = cells[cells["status"] == "finished"]
+    found = {}
+    for key in ("test", "few_shot"):
+        known = done.dropna(subset=[key, "images"])
+        length = "steps" if known["steps"].notna().any() else "epochs"
+        lines = known.groupby(["label", length])["images"].nunique()
+        if (lines > 1).any():
+            name = tables.accuracy_name(cells, key)
+            caption = f"How does {name} grow with the number of training images?"
+            found[caption] = figures.fig_data(known, key, f"{name}, %")
+    return found
+
+
+def _curves(runs: pd.DataFrame, files: Files) -> dict[str, Figure]:
+    """Loss and accuracy by step; in a sweep the chosen training is bold."""
+    short = runs["run_id"].str[:6].where(runs["name"].duplicated(keep=False), "")
+    names = (runs["name"] + " " + short).str.strip()
+    families = dict(zip(names, runs["family"], strict=True))
+    bold, drawn = names[runs["stage"] == "finetune"].tolist(), {}
+    for title, keys, scale in (
+        ("training loss", [TRAIN_LOSS], 1),
+        (figures.TOP1, [EVAL_TOP1, DEV_TOP1], 100),
+    ):
+        curves: dict[str, pd.Series[float]] = {}
+        for run_id, name in names.items() if len(names) <= MOST_CURVES else ():
+            held = [key for key in keys if pd.notna(runs.loc[run_id].get(key))]
+            curve = files.curve(str(run_id), held[0], 100) if held else pd.Series()
+            curves |= {name: scale * curve} if len(curve) > 1 else {}
+        if curves:
+            caption = f"How does the {title.partition(',')[0]} change in training?"
+            drawn[caption] = figures.fig_curves(curves, families, title, bold)
+    return drawn
+
+
+def _speed(cells: pd.DataFrame) -> dict[str, Figure]:
+    if STUDY_FORWARD_GMACS not in cells or cells["label"].nunique() < 2:
+        return {}
+    known = cells.dropna(subset=["images_per_s", STUDY_FORWARD_GMACS])
+    return {"How fast does each model train, on this hardware?": figures.fig_speed(known)}

@@ -13,7 +13,6 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 from filelock import FileLock, Timeout
 
 from vit_ray.addresses import (
-    LOCAL_SERVER,
     OtherFileError,
     absolute_uri,
     refuse_other_file,
@@ -25,10 +24,18 @@ from vit_ray.metric_names import (
     DEV_TOP1,
     EVAL_TOP1,
     RUN_GOODPUT,
+    STUDY_EXAFLOPS,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
+    few_shot_top1,
 )
-from vit_ray.mlflow_internals import VIEW, VIEW_TAG, runs_page, view_state
+from vit_ray.mlflow_internals import (
+    VIEW_TAG,
+    line_chart,
+    runs_page,
+    scatter_chart,
+    view_state,
+)
 from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException, Run
 
 _TAGS = {
@@ -40,15 +47,21 @@ _TAGS = {
         "of the test set."
     ),
 }
-_VIEW_STATE: Final = view_state(
-    "results",
-    (TRAIN_LOSS, DEV_TOP1, EVAL_TOP1, TRAIN_IMAGES_PER_S, RUN_GOODPUT),
-    (
-        f"metrics.{EVAL_TOP1}", f"metrics.{DEV_TOP1}", f"metrics.{TRAIN_LOSS}",
-        f"metrics.{TRAIN_IMAGES_PER_S}", f"metrics.{RUN_GOODPUT}", "params.optim.learning_rate",
-    ),
-    f"metrics.{EVAL_TOP1}",
+_COLUMNS: Final = (
+    f"metrics.{EVAL_TOP1}", f"metrics.{few_shot_top1(5)}", f"metrics.{DEV_TOP1}",
+    "params.model.name", "params.data.fraction", "params.optim.steps", "params.seed",
+    "params.optim.learning_rate", f"metrics.{STUDY_EXAFLOPS}", f"metrics.{TRAIN_IMAGES_PER_S}",
+    f"metrics.{RUN_GOODPUT}",
 )  # fmt: skip
+_LOSS: Final = line_chart(TRAIN_LOSS)
+_OVER_COMPUTE: Final = scatter_chart(f"metrics.{STUDY_EXAFLOPS}", f"metrics.{EVAL_TOP1}")
+_OVER_RATES: Final = scatter_chart("params.optim.learning_rate", f"metrics.{DEV_TOP1}")
+_VIEWS: Final = {
+    "sweep": view_state((_OVER_RATES, _LOSS), _COLUMNS, f"metrics.{DEV_TOP1}"),
+    "study": view_state((_OVER_COMPUTE, _LOSS), _COLUMNS, f"metrics.{EVAL_TOP1}"),
+    "runs": view_state((_LOSS, _OVER_COMPUTE), _COLUMNS, f"metrics.{EVAL_TOP1}"),
+}
+"""What links open, by what began the run; none has a chart with one dot a run and step."""
 SHORTEST_PASSWORD = 8
 """Shortest secret that is also removed from errors where it appears by itself."""
 LOCK_S = 60.0
@@ -244,27 +257,30 @@ def refuse_deleted(experiment: Experiment) -> None:
         )
 
 
-def share_view(client: MlflowClient, experiment: str) -> bool:
-    """Keep the view that links open with an experiment; False if MLflow refuses it."""
-    tag = f"{VIEW_TAG}{VIEW}"
+def share_view(client: MlflowClient, experiment: str, kind: str) -> str:
+    """Keep the view that links of a run of this kind open with its experiment.
+
+    Returns:
+        Its key; empty if MLflow refuses it.
+    """
+    name = next((name for name in _VIEWS if kind.startswith(name)), "runs")
+    tag = f"{VIEW_TAG}{name}"
     try:
-        if client.get_experiment(experiment).tags.get(tag) != _VIEW_STATE:
-            client.set_experiment_tag(experiment, tag, _VIEW_STATE)
+        if client.get_experiment(experiment).tags.get(tag) != _VIEWS[name]:
+            client.set_experiment_tag(experiment, tag, _VIEWS[name])
     except MlflowException:  # of a user who may only write runs
-        return False
-    return True
+        return ""
+    return name
 
 
-def page_hint(uri: str, experiment: str | None = None, *, has_view: bool = False) -> str:
-    """How to see the runs: a link, or for a SQLite file the command that serves it and the link.
+def page_hint(uri: str, experiment: str | None = None, view: str = "") -> str:
+    """How to see the runs: a link, or for a SQLite file the command that serves it.
 
     Args:
         experiment: its id. MLflow's own start page is about traces, which are not used here.
-        has_view: the experiment has the view of `share_view`.
+        view: as `share_view` returns it.
     """
-    is_file = sqlite_file(uri) is not None
-    link = LOCAL_SERVER if is_file else safe_uri(uri).rstrip("/")
-    if experiment:
-        link = runs_page(link, experiment, has_view=has_view)
-    command = f"mlflow ui --backend-store-uri {shlex.quote(absolute_uri(uri))}"
-    return f"{command} and then {link}" if is_file else link
+    if sqlite_file(uri) is not None:
+        return f"vit-ray ui {shlex.quote(absolute_uri(uri))}"
+    link = safe_uri(uri).rstrip("/")
+    return runs_page(link, experiment, view) if experiment else link

@@ -84,7 +84,8 @@ class RunWriter:
         self.client = open_client(uri)
         run = self._find(run_id) or self._create(uri, run_id)
         self.experiment_id = str(run.info.experiment_id)
-        self.has_view = share_view(self.client, self.experiment_id)
+        kind = str(self._newest["tags"].get("vit_ray.kind", ""))
+        self.view = share_view(self.client, self.experiment_id, kind)
         self.run_id: str = run.info.run_id
 
     def _create(self, uri: str, run_id: str | None) -> Run:

@@ -110,7 +110,7 @@ class Tracker(threading.Thread):
         """The command or link that opens MLflow's page; empty while MLflow has no run."""
         if (writer := self._writer) is None:
             return ""
-        return page_hint(self._uri, writer.experiment_id, has_view=writer.has_view)
+        return page_hint(self._uri, writer.experiment_id, writer.view)
 
     def wait_for_try(self, wait_s: float) -> None:
         """Wait until MLflow has answered, or has failed to."""

@@ -79,7 +79,9 @@ def _sweep() -> Iterator[Run]:
         top1 = 0.9 - 0.1 * math.log10(rate / 0.03) ** 2
         varied = {"optim.learning_rate": rate, "optim.steps": 100, "data.held_out_fraction": 0.2}
         metrics = {"dev/top1": top1, "study/exaflops": 0.5}
-        yield Run(f"sweep-lr{rate:g}", "sweep_trial", varied, metrics, "sweep", {stage: "trial"})
+        yield Run(
+            f"sweep-lr{rate:g}", "sweep_trial", varied, metrics, "sweep", {stage: "sweep_trial"}
+        )
     for seed, top1 in enumerate((0.91, 0.89, 0.9)):
         varied = {"optim.learning_rate": 0.03, "optim.steps": 100, "seed": seed}
         metrics = {"eval/top1": top1, "study/exaflops": 0.6}
@@ -96,7 +98,8 @@ def _write(folder: Path, runs: list[Run]) -> None:
     ids: dict[str, str] = {}
     for number, run in enumerate(runs):
         start_ms = START_MS + 1_000 * number
-        tags = {"vit_ray.kind": run.kind, **run.tags}
+        alike = {key: value for key, value in run.varied.items() if key != "seed"}
+        tags = {"vit_ray.kind": run.kind, "vit_ray.group": f"{run.kind} {alike}", **run.tags}
         tags |= {"mlflow.parentRunId": ids[run.parent]} if run.parent else {}
         always = {"seed": 0, "model.name": "ViT-B/16", "data.fraction": 1.0}
         params = {"optim.learning_rate": 0.001, **always, **run.varied}

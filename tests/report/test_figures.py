@@ -1,0 +1,142 @@
+"""Figures: what is drawn where, and that names stay inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from tests.report.made_store import EPOCHS, GMACS, Store, accuracy, exaflops_of
+from vit_ray.report.figures import (
+    COLORS,
+    fig_compute,
+    fig_curves,
+    fig_data,
+    fig_rates,
+    fig_speed,
+    svg,
+)
+from vit_ray.report.runs import load_runs, trainings
+from vit_ray.report.tables import cells_of, comparable
+
+
+@pytest.fixture(scope="module")
+def cells(study: tuple[Store, str]) -> pd.DataFrame:
+    return comparable(cells_of(trainings(load_runs(study[0].uri, study[1]))))
+
+
+def lines_of(figure: Figure) -> dict[str, list[Any]]:
+    """The lines of means by the name at their ends, as points of x and y."""
+    (axes,) = figure.axes
+    ends = {text.xy: text.get_text() for text in axes.texts}
+    found = {}
+    for container in axes.containers:
+        points = [tuple(map(float, point)) for point in container[0].get_xydata()]
+        found[ends.get(points[-1], "")] = points
+    return found
+
+
+def assert_names_inside(figure: Figure) -> None:
+    FigureCanvasAgg(figure).draw()
+    whole = figure.bbox
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert all(box.x0 >= 0 and box.x1 <= whole.x1 + 1 for box in boxes)
+        middles = sorted((box.y0 + box.y1) / 2 for box in boxes)
+        height = max((box.height for box in boxes), default=0)
+        assert np.diff(middles).min(initial=height) > 0.5 * height
+
+
+def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells: pd.DataFrame) -> None:
+    figure = fig_compute(cells)
+    assert_names_inside(figure)
+    lines = lines_of(figure)
+    assert {*lines} == {*GMACS}
+    for model, points in lines.items():
+        computes = [exaflops_of(model, epochs) for epochs in EPOCHS]
+        assert [x for x, _ in points] == pytest.approx(computes)
+        means = [100 * np.mean([accuracy(model, c, seed) for seed in range(5)]) for c in computes]
+        assert [y for _, y in points] == pytest.approx(means)
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log"
+    colors = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
+    assert colors["ViT-B/16"] == COLORS["ViT"] != colors["R50x1"] == COLORS["ResNet"]
+
+
+def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells: pd.DataFrame) -> None:
+    varied = cells.assign(**{"model.pool": ["cls", "gap"] * (len(cells) // 2) + ["cls"]
+                             * (len(cells) % 2)})  # fmt: skip
+    varied["group"] += varied["model.pool"]
+    figure = fig_compute(varied, color="model.pool")
+    names = {text.get_text(): to_hex(text.get_color()) for text in figure.axes[0].texts}
+    assert {name.partition(", ")[2] for name in names} == {"cls", "gap"}
+    assert len({*names.values()}) == 2
+
+
+def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells: pd.DataFrame) -> None:
+    (axes,) = fig_compute(cells).axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert "running" in [text.get_text() for text in legend.get_texts()]
+    crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
+    assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
+
+
+def test_accuracy_against_data_has_a_part_for_each_length() -> None:
+    rows = [
+        {"group": f"{m}{i}{s}", "label": m, "family": "ViT", "images": i, "steps": s,
+         "epochs": None,
+         "test": 0.5 + i / 1e5, "num_test": 1000, "status": "finished", "exaflops": 1.0}
+        for m in ("A", "B") for i in (1000, 10_000) for s in (100, 400)
+    ]  # fmt: skip
+    figure = fig_data(pd.DataFrame(rows))
+    assert_names_inside(figure)
+    assert [axes.get_title() for axes in figure.axes] == ["100 steps", "400 steps"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["A", "B"]
+
+
+def test_trials_are_hollow_and_what_was_tested_is_filled() -> None:
+    base = {"family": "ViT", "num_dev": 100, "num_test": 100, "status": "finished", "exaflops": 1.0}
+    trials = [{**base, "group": str(r), "rate": r, "dev": d} for r, d in ((0.1, 0.9), (0.01, 0.8))]
+    stopped = {**base, "group": "s", "rate": 1.0, "dev": 0.1, "status": "stopped early"}
+    finals = [{**base, "group": "f", "rate": 0.1, "test": 0.85}]
+    figure = fig_rates(pd.DataFrame([*trials, stopped]), pd.DataFrame(finals))
+    (axes,) = figure.axes
+    shown = {
+        c.get_label(): (c[0].get_markerfacecolor(), len(c[0].get_xdata())) for c in axes.containers
+    }
+    assert shown["dev split"] == ("white", 2)
+    assert shown["dev split, stopped early"][1] == 1
+    assert shown["test"] == (COLORS["ViT"], 1)
+
+
+def test_curves_have_their_names_and_the_chosen_one_is_bold() -> None:
+    curves = {name: pd.Series([2.0, end], [0, 10]) for name, end in (("a", 1.0), ("b", 1.01))}
+    figure = fig_curves(curves, {"a": "ViT", "b": "ViT"}, "loss", bold=["b"])
+    assert_names_inside(figure)
+    widths = [line.get_linewidth() for line in figure.axes[0].lines]
+    assert widths[1] > widths[0]
+    many = {str(n): curves["a"] for n in range(40)}
+    figure = fig_curves(many, dict.fromkeys(many, "ResNet"), "loss")
+    assert not figure.axes[0].texts
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["ResNet"]
+
+
+def test_speed_has_a_mark_for_each_model(cells: pd.DataFrame) -> None:
+    figure = fig_speed(cells.dropna(subset=["images_per_s"]))
+    assert_names_inside(figure)
+    marks = sorted([*map(float, line.get_xydata()[0])] for line in figure.axes[0].lines)
+    known = sorted([gmacs, 1000 / gmacs] for gmacs in GMACS.values())
+    assert np.array(marks) == pytest.approx(np.array(known))
+
+
+def test_a_figure_is_the_same_bytes_each_time(cells: pd.DataFrame) -> None:
+    assert svg(fig_compute(cells)) == svg(fig_compute(cells))

@@ -1,0 +1,89 @@
+"""Which runs a report takes, and what it knows of them."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+
+from tests.report.made_store import Store
+from vit_ray.report.runs import Files, load_runs, set_name, trainings
+
+
+def test_a_selected_run_comes_with_all_runs_below_it(store: Store) -> None:
+    study = store.put("study", kind="study")
+    sweep = store.put("sweep", kind="sweep", parent=study)
+    store.put("trial", {"dev/top1": 0.5}, kind="sweep_trial", parent=sweep)
+    store.put("other", {"eval/top1": 0.5}, kind="pretrain")
+    assert load_runs(store.uri, study)["name"].tolist() == ["study", "sweep", "trial"]
+    assert len(load_runs(store.uri, "made")) == 4
+    with pytest.raises(ValueError, match="no experiment 'made2'; give one of Default, made"):
+        load_runs(store.uri, "made2")
+    with pytest.raises(ValueError, match="no such file"):
+        load_runs("sqlite:////nowhere/mlflow.db", "made")
+
+
+def test_a_group_is_that_of_the_driver_with_the_pre_trainings_before_it(store: Store) -> None:
+    firsts = [
+        store.put("first", kind="pretrain", group=group, seed=seed)
+        for group, seed in (("a", 0), ("a", 1), ("b", 0))
+    ]
+    for first in firsts:
+        tags = {"vit_ray.init_run": first, "init_from": f"/runs/{first}"}
+        store.put("tuned", {"eval/top1": 0.9}, kind="finetune", group="t", tags=tags)
+    store.put("alone", kind="")
+    runs = load_runs(store.uri, "made")
+    one, again, other = runs.loc[runs["name"] == "tuned", "group"]
+    assert one == again != other
+    assert runs.loc[runs["name"] == "tuned", "seed"].tolist() == ["0/0", "0/1", "0/0"]
+    assert runs["origin"].dropna().tolist() == firsts
+    assert runs["is_tuned"].sum() == 3
+
+
+def test_of_two_records_of_a_training_the_newest_finished_one_counts(store: Store) -> None:
+    for name, status in (("killed", "KILLED"), ("good", "FINISHED"), ("again", None)):
+        store.put(name, {"eval/top1": 0.5}, kind="pretrain", group="g", status=status)
+    store.put("killed twice", kind="pretrain", group="h", status="KILLED")
+    store.put("newest", kind="pretrain", group="h", status="KILLED")
+    assert trainings(load_runs(store.uri, "made"))["name"].tolist() == ["good", "newest"]
+
+
+def test_a_result_is_the_best_or_the_averaged_one_where_the_run_has_it(store: Store) -> None:
+    store.put("best", {"eval/top1": 0.5, "eval/best_top1": 0.7, "result/evaluations": 3.0})
+    store.put("averaged", {"eval/top1": 0.5, "eval/averaged_top1": 0.6})
+    store.put("diverged", {"eval/top1": math.nan, "eval/loss": math.inf})
+    runs = load_runs(store.uri, "made").set_index("name")
+    assert runs["test"].fillna(-1).tolist() == [0.7, 0.6, -1]
+    assert pd.isna(runs.loc["diverged"].get("eval/loss"))
+    assert runs.loc["best", "best_of"] == 3
+
+
+def test_a_trial_that_its_scheduler_ended_was_stopped_early(store: Store) -> None:
+    tags = {"vit_ray.stopped_early": "step 10 of 100"}
+    store.put("trial", {"dev/top1": 0.5}, kind="sweep_trial", status="KILLED", tags=tags)
+    assert load_runs(store.uri, "made")["status"].tolist() == ["stopped early"]
+
+
+def test_a_curve_has_each_step_once_with_its_first_and_its_last(store: Store) -> None:
+    run_id = store.put("run")
+    for step in range(0, 50):
+        store.client.log_metric(run_id, "train/loss", float(step), step=step)
+    store.client.log_metric(run_id, "train/loss", 99.0, timestamp=9**13, step=49)
+    store.client.log_metric(run_id, "train/loss", math.nan, step=7)
+    found = Files(store.uri).curve(run_id, "train/loss", 10)
+    assert len(found) == 10
+    assert (found.index[0], found.index[-1]) == (0, 49)
+    assert found.iloc[-1] == 99.0
+    assert len(Files(store.uri).curve(run_id, "none", 10)) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("s3://b/pets/train", "pets"), ("/data/in1k/2.0/validation", "in1k/2.0"),
+        ("data/cifar10/test", "cifar10"), ("train", "unknown data"), ("", "unknown data"),
+    ],
+)  # fmt: skip
+def test_a_set_has_the_name_of_the_folder_that_is_no_split(path: str, name: str) -> None:
+    assert set_name(path) == name

@@ -1,0 +1,237 @@
+"""Figures of runs, by matplotlib. A colour is a family of models, a name stands at a line's end."""
+
+import base64
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from vit_ray.report.statistics import Law, student, wilson
+
+COLORS: Final = {
+    "ViT": "#0072b2", "ResNet": "#009e73", "Hybrid": "#d55e00", "Axial": "#cc79a7",
+    "Other": "#555c66",
+}  # fmt: skip
+# Okabe and Ito's palette, for values that are no families.
+_FURTHER: Final = [*COLORS.values(), "#e69f00", "#56b4e9"]
+MARKS: Final = {"ViT": "o", "ResNet": "s", "Hybrid": "D", "Axial": "^", "Other": "v"}
+# Inches: readable at 390 pixels too.
+SIZE: Final = (6.4, 4.2)
+# With more lines, a legend has the colours.
+MOST_NAMES: Final = 12
+TOP1: Final = "top-1 accuracy, %"
+# The salt makes the same figure the same bytes; text as outlines needs no font of the reader.
+_STYLE: Final[Any] = {
+    "svg.hashsalt": "vit_ray", "svg.fonttype": "path", "font.size": 10.0, "axes.grid": True,
+    "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 5,
+    "errorbar.capsize": 2, "legend.frameon": False,
+}  # fmt: skip
+# Of a line: x, y, name and colour.
+_End = tuple[float, float, str, str]
+
+
+def new_figure(columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with axes side by side that share their height, without pyplot's global state."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        return figure, list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
+
+
+def svg(figure: Figure) -> str:
+    """Base64 of the figure as SVG, for an image's address."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def means_of(runs: pd.DataFrame, accuracy: str, images: str = "num_test") -> pd.DataFrame:
+    """A row for each group with the mean over its seeds and the 95 % interval.
+
+    The interval is the wider one of the test set's (Wilson) and that over seeds (Student).
+
+    Args:
+        runs: finished trainings, each seed once.
+        images: the column with the number of images behind an accuracy.
+    """
+    rows = []
+    for _, members in runs.dropna(subset=[accuracy]).groupby("group", sort=False):
+        values, first = members[accuracy].astype(float), members.iloc[0].to_dict()
+        mean = float(values.mean())
+        found = [student(values.tolist())]
+        found += [wilson(mean, first[images])] if (first[images] or 0) > 0 else []
+        lows = [mean, *(one.low for one in found if one)]
+        highs = [mean, *(one.high for one in found if one)]
+        cost = members["exaflops"].mean()
+        rows.append(first | {"mean": mean, "low": min(lows), "high": max(highs), "exaflops": cost})
+    return pd.DataFrame(rows)
+
+
+def fig_compute(
+    runs: pd.DataFrame,
+    accuracy: str = "test",
+    color: str = "family",
+    laws: Mapping[str, Law] | None = None,
+    axis: str = TOP1,
+) -> Figure:
+    """Accuracy against compute (Figure 5; by another key Figures 8, 9 and 13): a line for each
+    model, a point for each mean over seeds with its interval.
+
+    Args:
+        runs: trainings; those that have not finished are crosses.
+        color: a column or key of the recipe; a colour for each of its values.
+        laws: a dotted line for each family.
+    """
+    figure, (axes,) = new_figure()
+    known = runs.dropna(subset=[accuracy, "exaflops"])
+    is_done = known["status"] == "finished"
+    values = [*dict.fromkeys(known[color])]
+    others = dict(zip(values, itertools.cycle(_FURTHER), strict=False))
+    colors: dict[Any, str] = COLORS if color == "family" else others
+    means, ends = means_of(known[is_done], accuracy), []
+    for (value, label, _), line in means.groupby([color, "label", "images"], dropna=False):
+        name = label if color in ("family", "label") else f"{label}, {value}"
+        ends.append(_draw(axes, line.sort_values("exaflops"), "exaflops", colors[value], name))
+    for status, some in known[~is_done].groupby("status"):
+        shades = some[color].map(colors)
+        axes.scatter(some["exaflops"], 100 * some[accuracy], c=shades, marker="x", label=status)
+        axes.legend()
+    several = known[is_done & known.duplicated("group", keep=False)]
+    shades = several[color].map(colors)
+    axes.scatter(several["exaflops"], 100 * several[accuracy], s=6, c=shades, alpha=0.5)
+    for family, law in (laws or {}).items():
+        mine = means.loc[means["family"] == family, "exaflops"]
+        at = np.geomspace(mine.min(), mine.max(), 50)
+        axes.plot(at, 100 * (1 - law.error_at(at)), ":", color=COLORS[family], linewidth=1)
+    _log_axis(axes, "training compute, exaFLOPs", axis)
+    _name(axes, ends, {value: colors[value] for value in values})
+    return figure
+
+
+def fig_data(runs: pd.DataFrame, accuracy: str = "test", axis: str = TOP1) -> Figure:
+    """Accuracy against the number of training images (Figure 4), side by side for each length."""
+    means = means_of(runs.dropna(subset=[accuracy, "images"]), accuracy)
+    length = "epochs" if means["steps"].isna().all() else "steps"
+    varied = means.groupby(length)["images"].nunique() > 1
+    lengths = [*varied.index[varied]][-3:]
+    figure, places = new_figure(len(lengths))
+    named = []
+    for axes, value in zip(places, lengths, strict=True):
+        shown = means[means[length] == value].sort_values("images")
+        lines = [*shown.groupby(["family", "label"], sort=False)]
+        ends = [_draw(axes, line, "images", COLORS[f], label) for (f, label), line in lines]
+        axes.set_title(f"{value:,g} {length}", fontsize=10)
+        _log_axis(axes, "training images", axis if axes is places[0] else "")
+        named.append((axes, ends))
+    for axes, ends in named:  # on the height that all of them share
+        _name(axes, ends, COLORS)
+    return figure
+
+
+def fig_rates(trials: pd.DataFrame, finals: pd.DataFrame) -> Figure:
+    """Accuracy against the learning rate: hollow on the dev split, filled on the test set."""
+    figure, (axes,) = new_figure()
+    shown = [(some, "dev", str(status)) for status, some in trials.groupby("status")]
+    for some, key, status in [*shown, (finals, "test", "finished")]:
+        means = means_of(some.dropna(subset=["rate"]), key, f"num_{key}")
+        if not len(means):
+            continue
+        is_line = key == "dev" and status == "finished" and means["rate"].is_unique
+        color = COLORS[str(means["family"].iloc[0])]
+        _draw(
+            axes, means.sort_values("rate"), "rate", color, "",
+            marker={"finished": "o", "stopped early": "v"}.get(status, "x"),
+            linestyle="-" if is_line else "none", markersize=6,
+            markerfacecolor="white" if key == "dev" else None,
+            label=key + " split" * (key == "dev") + f", {status}" * (status != "finished"),
+        )  # fmt: skip
+    _log_axis(axes, "learning rate", TOP1)
+    axes.legend()
+    return figure
+
+
+def fig_curves(
+    curves: Mapping[str, "pd.Series[float]"],
+    families: Mapping[str, str],
+    axis: str,
+    bold: Sequence[str] = (),
+) -> Figure:
+    """A metric by step of each run, by name; the bold ones are the result."""
+    figure, (axes,) = new_figure()
+    ends = []
+    for name, curve in curves.items():
+        is_faint, color = bool(bold) and name not in bold, COLORS[families[name]]
+        width, alpha = (1.0, 0.35) if is_faint else (1.8, 0.9)
+        mark = "" if len(curve) > 20 else "o"
+        axes.plot(curve.index, curve, mark + "-", color=color, linewidth=width, alpha=alpha)
+        ends.append((float(curve.index[-1]), float(curve.iloc[-1]), name, color))
+    axes.set(xlabel="step", ylabel=axis)
+    _name(axes, ends, {family: COLORS[family] for family in dict.fromkeys(families.values())})
+    return figure
+
+
+def fig_speed(runs: pd.DataFrame) -> Figure:
+    """Images per second of each model against its compute of a forward pass."""
+    figure, (axes,) = new_figure()
+    ends = []
+    for (family, label), some in runs.groupby(["family", "label"], sort=False):
+        x, y = some["study/forward_gmacs"].mean(), some["images_per_s"].median()
+        axes.plot(x, y, MARKS[family], color=COLORS[family], markersize=8)
+        ends.append((x, y, label, COLORS[family]))
+    _log_axis(axes, "forward pass, GMAC an image", "images/s in training")
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _name(axes, ends, COLORS)
+    return figure
+
+
+def _draw(axes: Axes, line: pd.DataFrame, x: str, color: str, name: str, **style: Any) -> _End:
+    """A line of means with their intervals."""
+    end, marker = line.iloc[-1], MARKS.get(line["family"].iloc[0], "o")
+    bars = 100 * np.array([line["mean"] - line["low"], line["high"] - line["mean"]])
+    axes.errorbar(line[x], 100 * line["mean"], bars, color=color, **{"marker": marker, **style})
+    return float(end[x]), 100 * float(end["mean"]), name, color
+
+
+def _log_axis(axes: Axes, x: str, y: str) -> None:
+    """Powers of ten as ticks, and numbers between them on an axis of less than two decades."""
+    axes.set(xscale="log", xlabel=x, ylabel=y)
+    low, high = axes.get_xlim()
+    if high / low < 100:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _name(axes: Axes, ends: Sequence[_End], colors: Mapping[Any, str]) -> None:
+    """A name for each line at the right, moved apart; for many lines a legend of the colours."""
+    if len(ends) > MOST_NAMES:
+        for value, color in colors.items():
+            axes.plot([], [], color=color, label=str(value))
+        axes.legend()
+        return
+    axes.autoscale_view()  # else its limits are set when it is drawn
+    to_share = axes.transAxes.inverted()
+    heights = [to_share.transform(axes.transData.transform((x, y)))[1] for x, y, *_ in ends]
+    for (x, y, name, color), height in zip(ends, _apart(heights), strict=True):
+        axes.annotate(
+            name, (x, y), (1.02, height), textcoords="axes fraction", color=color, fontsize=9,
+            va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color, "alpha": 0.4, "linewidth": 0.6},
+        )  # fmt: skip
+
+
+def _apart(heights: Sequence[float], gap: float = 0.05) -> list[float]:
+    """The heights, moved until neighbours are at least a gap apart."""
+    found, order = np.array(heights, float), np.argsort(heights)
+    for below, above in [*itertools.pairwise(order)] * len(order):
+        lack = max(0.0, gap - (found[above] - found[below]))
+        found[[below, above]] += (-lack / 2, lack / 2)
+    return [float(height) for height in found]

@@ -32,7 +32,7 @@ _IMPORTED = (
 )  # fmt: skip
 """Packages of drivers, workers and reading tasks, which share one image."""
 _MANIFEST = "manifest.parquet"
-_MANIFEST_MARK = b'"manifest_sha256": "'
+_MANIFEST_MARK = b'"fingerprint": "'
 _WEIGHTS = (".npz", ".safetensors")
 _IN_PATTERNS = frozenset("*?[{")
 _UPLOADED = "working_dir_files"

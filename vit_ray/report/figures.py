@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from vit_ray.metric_names import STUDY_FORWARD_GMACS
 from vit_ray.report.statistics import Law, student, wilson
 
 COLORS: Final = {
@@ -182,7 +183,7 @@ def fig_speed(runs: pd.DataFrame) -> Figure:
     figure, (axes,) = new_figure()
     ends = []
     for (family, label), some in runs.groupby(["family", "label"], sort=False):
-        x, y = some["study/forward_gmacs"].mean(), some["images_per_s"].median()
+        x, y = some[STUDY_FORWARD_GMACS].mean(), some["images_per_s"].median()
         axes.plot(x, y, MARKS[family], color=COLORS[family], markersize=8)
         ends.append((x, y, label, COLORS[family]))
     _log_axis(axes, "forward pass, GMAC an image", "images/s in training")

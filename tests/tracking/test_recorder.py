@@ -222,6 +222,25 @@ def test_early_records_wait_in_the_log_and_known_ones_are_dropped(
     assert not record.finish("FINISHED")
 
 
+def test_what_a_death_leaves_between_early_records_is_written_with_the_next_call(
+    here: Here, tmp_path: Path
+) -> None:
+    record = recorded_here(opening_of(tmp_path), here)
+
+    def send(number: int) -> None:
+        values = {"step": number, "values": {"a/b": 1.0}}
+        here.actor.write(record.log_path, "record", "metrics", values, "worker", number)
+
+    for number in (1, 2):
+        send(number)  # early, and answered: they are not sent again
+    here.die()
+    log = metrics_log.MetricsLog(record.log_path)
+    log.append("metrics", step=0, values={"a/b": 1.0}, sender="worker", number=0)
+    send(0)  # which was not answered
+    assert [one["step"] for one in log.records("metrics")] == [0, 1, 2]
+    assert not record.finish("FINISHED")
+
+
 def test_a_record_that_cannot_be_written_costs_only_itself(
     store: MlflowClient, here: Here, tmp_path: Path
 ) -> None:

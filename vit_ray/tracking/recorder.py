@@ -141,10 +141,11 @@ class _Run:
         due = self._due.get(sender, 0)
         if number == due:
             self._write(kind, values, sender=sender, number=number)
-            while early := self._early.pop((sender, self._due[sender]), None):
-                self._write(*early, sender=sender, number=self._due[sender])
         elif number > due and (sender, number) not in self._early:
             self.log.append("early", sender=sender, number=number, of=kind, values=values)
+        # Whatever came: the process may have died among them, after the record before them.
+        while early := self._early.pop((sender, self._due.get(sender, 0)), None):
+            self._write(*early, sender=sender, number=self._due.get(sender, 0))
         if kind == "work" and time.monotonic() - self._accounted_s > ACCOUNT_EVERY_S:
             self._accounted_s = time.monotonic()
             self.log.metrics(self.state.status().step, self.account().metrics())

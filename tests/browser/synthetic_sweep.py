@@ -75,7 +75,7 @@ def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None
         metrics={"eval/top1": accuracy},
     )
     assert tracker.finish("FINISHED")
-    assert log_models(trial.tracking.uri, list(tracker.models().values())) == [""]
+    assert log_models(trial.tracking.uri, tracker.models()) == [""]
 
 
 def _tracker(recipe: Recipe, kind: str, **opening: Any) -> Tracker:

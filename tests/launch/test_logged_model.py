@@ -55,6 +55,7 @@ def trained(tmp_path: Path) -> tuple[Any, torch.nn.Module, str]:
     recipe = tiny_recipe(
         tmp_path, data={"eval_augment": {"kind": "center_crop"}}, train={"precision": "fp32"}
     )
+    recipe = recipe.with_changes(name="tiny-lr0.1")  # as a trial
     return recipe, model, str(checkpoint)
 
 

@@ -5,6 +5,7 @@ output is a list of reasons why a model is not logged, empty if it is.
 """
 
 import json
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,8 @@ STEP_TAG: Final = "vit_ray.step"
 """Tag that finds a run's model at a step."""
 _CONTEXTS: Final = {"dev": "held-out evaluation", "few_shot": "few-shot evaluation"}
 """Group of metrics -> use of the data set that they are measured on; of others, evaluation."""
+_NOT_IN_NAMES: Final = re.compile(r"[/:.%\"']")
+"""What MLflow refuses in the name of a model; a trial is called after its learning rate."""
 _CODE: Final = """import mlflow
 from vit_ray.launch.logged_model import LoggedModel
 
@@ -66,7 +69,7 @@ def _logged(run_id: str, record: Record) -> str:
             Path(folder, name).write_text(text)
         info = Model.log(
             artifact_path=None,
-            name=record["name"],
+            name=_NOT_IN_NAMES.sub("-", record["name"]),
             flavor=mlflow.pyfunc,
             run_id=run_id,
             step=record["step"] + 1,  # without points: it sends those of its step again

@@ -7,9 +7,11 @@ output is a list of reasons why a model is not logged, empty if it is.
 import json
 import re
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, Final
 
 import mlflow
@@ -63,6 +65,10 @@ def _logged(run_id: str, record: Record) -> str:
         ),
         params=ParamSchema([ParamSpec("output", "string", "logits")]),
     )
+    # `Model.log` would make its configuration a parameter of the run: MLflow compares runs by them.
+    config = {"checkpoint": record["params"]["checkpoint"]}
+    save = partial(mlflow.pyfunc.save_model, model_config=config)
+    flavor = SimpleNamespace(save_model=save, __name__="mlflow.pyfunc")
     with TemporaryDirectory() as folder:
         files = {"README.md": record["card"], "reference.json": json.dumps(record["reference"])}
         for name, text in {**files, "model.py": _CODE}.items():
@@ -70,12 +76,11 @@ def _logged(run_id: str, record: Record) -> str:
         info = Model.log(
             artifact_path=None,
             name=_NOT_IN_NAMES.sub("-", record["name"]),
-            flavor=mlflow.pyfunc,
+            flavor=flavor,
             run_id=run_id,
             step=record["step"] + 1,  # without points: it sends those of its step again
             python_model=str(Path(folder, "model.py")),
             artifacts={name: str(Path(folder, name)) for name in files},
-            model_config={"checkpoint": record["params"]["checkpoint"]},
             pip_requirements=[f"mlflow=={version('mlflow')}", "vit-ray"],
             signature=signature,
             params=record["params"],

@@ -4,9 +4,9 @@
     python benchmarks/data_stream.py FOLDER_OF_JPEGS --prepared FOLDER --prepare-only
     python benchmarks/data_stream.py [FOLDER_OF_JPEGS] --contenders "vit_ray stream" --cores 2 4 8
 
-The images of the folder, or noise of all scales, are cropped, scaled by 0.5 to 2 and encoded anew
-at several qualities and subsamplings, the same ones each time, until they are four times as large
-as the last-level cache, or have `--mib`. All rows decode these images with the same crop
+The images of the folder, or else pictures of noise, are cropped, scaled by 0.5 to 2 and encoded
+again with several qualities and subsamplings, the same ones each time, until they are four times as
+large as the last-level cache, or have `--mib`. All rows decode these images with the same crop
 distribution, each in its own process tree on all cores, from local files in the page cache, and in
 turn, round after round; medians and the least and greatest round are given. The rate is over the
 seconds after the warm-up, and the time to the first batch is stated apart. The stream holds a few

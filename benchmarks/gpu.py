@@ -32,7 +32,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import shlex
 import shutil
 import signal
@@ -62,8 +61,6 @@ CACHES = {
 }
 INTERRUPTED_S, KILLED_S = 8.0, 15.0
 ERROR_LINES = 40
-# The first line of an error: torch's have several, and warnings of its libraries may follow.
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 NO_GPU = (
     "**No GPU here.** The figures below are a CPU's and show only that the scripts run: MFU, "
     "measured memory and the bars of an H200 are left out, and ratios between implementations "
@@ -228,9 +225,9 @@ def run_section(section: Section, limit_s: float) -> tuple[str, bool]:
     if is_cut:
         shown += f"\n\nCut off after {limit_s:.0f} s; {until_then}"
     elif has_failed:
-        code = f"exit code {process.returncode}"
-        told = [text for text in ERROR.findall(errors) if "CalledProcessError" not in text]
-        error = (told or errors.splitlines() or [code])[-1]
+        from benchmarks.result import last_error  # by the path that `main` has added
+
+        error = last_error(errors) or f"exit code {process.returncode}"
         shown += f"\n\nEnded by `{error[:300]}`; {until_then}"
     if is_cut or has_failed:  # a GPU is there for minutes: what went wrong must be known after it
         last_lines = "\n".join(errors.splitlines()[-ERROR_LINES:])
@@ -298,7 +295,6 @@ def environment_table() -> str:
 
 def gpu_lines(device: str) -> list[str]:
     """What MFU is a share of."""
-    sys.path.append(str(ROOT))  # where this project is not installed
     from vit_ray.measure.devices import peak_flops
 
     peak = peak_flops(device, "bf16")
@@ -358,6 +354,7 @@ def write(path: Path, report: str) -> None:
 
 def main() -> None:
     args, has_failed = arguments(), False
+    sys.path.append(str(ROOT))  # where this project is not installed
     end_s = time.monotonic() + args.total_s - INTERRUPTED_S - KILLED_S
     report = f"# One GPU: {time.strftime('%Y-%m-%d')}\n\n{environment_table()}"
     print(report, flush=True)

@@ -15,9 +15,9 @@ disturb less. A peer that cannot be imported, or fails, is a row that says so; w
 compiled is measured eager, and says so. The table is printed after every round. On a GPU where
 there is one, else on the CPU.
 
-`--beside` also takes ways to make our own step faster, none of which is a key of a recipe:
-attention by cuDNN or FlashAttention alone (`cudnn`, `flash`), and the whole step compiled
-(`whole`): forward pass and loss as one graph, and the optimizer's step, instead of each block.
+`--beside` also takes switches of torch for our own step that no recipe has: attention by cuDNN or
+FlashAttention alone (`cudnn`, `flash`), and the whole step compiled (`whole`): forward pass and
+loss as one graph, and the optimizer's step, instead of each block.
 
 MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the products that a
 step computes, as torch counts them (ours works out only the class token in its last block); beside
@@ -168,7 +168,7 @@ def attention_by(backend: SDPBackend, name: str) -> nn.Module:
 
 
 class Whole(nn.Module):
-    """Our model, of which the whole step is compiled."""
+    """Our model with its whole step compiled."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -241,8 +241,8 @@ class Trainee:
     def turn(self) -> tuple[float, float]:
         """Wall and CPU seconds a step.
 
-        A first step is not counted, in which memory is taken anew: what torch kept for one model's
-        tensors is of the wrong sizes for the next one's, so it is given back after each turn.
+        The first step is not counted: it takes memory. What torch keeps for the tensors of one
+        model has the wrong sizes for the next one, so it is given back after each turn.
         """
         self._steps(1)
         step = self._steps(1)

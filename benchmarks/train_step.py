@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -35,15 +34,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.model_step import blocks_of, our_model, step_flops
-from benchmarks.result import finish, header, machine
+from benchmarks.result import finish, header, last_error, machine
 from vit_ray.training.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
 GPU_BAR, CPU_BAR = 1.03, 1.05  # job over bare loop; on a CPU at steps of 0.5 s or more
 PHOTOGRAPHS = 256
 OUT_OF_MEMORY = "OutOfMemoryError"
-# The first line of an error: torch's have several, and warnings of its libraries may follow.
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
 @dataclass
@@ -189,10 +186,8 @@ def run_apart(name: str, args: argparse.Namespace) -> Measured | str:
         return Measured(**json.loads(lines[-1]))
     if OUT_OF_MEMORY in errors:
         return OUT_OF_MEMORY
-    code = f"exit code {done.returncode}"
-    told = [text for text in ERROR.findall(errors) if "CalledProcessError" not in text]
-    last = (told or errors.strip().splitlines() or [code])[-1]
-    return str(last).replace("|", "/")[:160]
+    error = last_error(errors) or f"exit code {done.returncode}"
+    return error.replace("|", "/")[:160]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Measured | str]:

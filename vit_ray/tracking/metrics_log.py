@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,12 +78,12 @@ class RunOpening:
     """Identifies this opening of the log; opening it twice is the same as once."""
 
 
-class Records:
+class Records(ABC):
     """What can be recorded for a run; each call is one record of its log."""
 
+    @abstractmethod
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> object:
         """Write a record; from another process, wait up to `wait_s` until it is on disk."""
-        raise NotImplementedError
 
     def metrics(
         self, step: int, values: Mapping[str, float], wait_s: float = 0.0, **options: bool

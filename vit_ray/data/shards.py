@@ -349,8 +349,14 @@ class RowGroupReader:
     def _fetched(self, group: int) -> tuple[pa.Table, bool]:
         """A row group, and whether its images were compared with checksums, too."""
         file = self._manifest.files[int(self._manifest.file_index[group])]
+        if file.images is not None:
+            table = self._table(group, _COLUMNS[1:])
+            images = self._images(file.images).images(int(self._manifest.row_group[group]))
+            crc32 = np.array([checksum(image.as_buffer()) for image in images], np.uint32)
+            is_whole = np.array_equal(crc32, table["crc32"].to_numpy())
+            return table.append_column("image", images), is_whole
         try:
-            table = self._table(group, _COLUMNS)
+            return self._table(group, _COLUMNS), True
         except (OSError, pa.ArrowException) as error:
             if is_of_the_store(error) or isinstance(error, FileNotFoundError):
                 raise
@@ -358,12 +364,6 @@ class RowGroupReader:
             table = self._table(group, _COLUMNS[1:])
             unchecked = self._table(group, _COLUMNS[:1], is_checked=False)
             return table.append_column("image", unchecked["image"]), False
-        if file.images is None:
-            return table, True
-        images = self._images(file.images).images(int(self._manifest.row_group[group]))
-        crc32 = np.array([checksum(image.as_buffer()) for image in images], np.uint32)
-        is_whole = np.array_equal(crc32, table["crc32"].to_numpy())
-        return table.set_column(table.schema.get_field_index("image"), "image", images), is_whole
 
     def _table(self, group: int, names: list[str], *, is_checked: bool = True) -> pa.Table:
         """Columns of a row group, whose pages are compared with their checksums."""

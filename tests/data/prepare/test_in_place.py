@@ -121,6 +121,21 @@ def test_the_report_says_what_it_costs(serial: None, source: Path, tmp_path: Pat
     assert note.startswith("rows are sorted by class (1.0 of 2 classes in a row group)")
 
 
+def test_a_damaged_page_of_images_that_lie_elsewhere_costs_none(
+    serial: None, source: Path, tmp_path: Path
+) -> None:
+    manifest = in_place(source, tmp_path / "set")
+    before = stored(manifest)
+    shard = Path(manifest.shard_location(0).path)
+    column = pq.read_metadata(shard).row_group(0).column(0)
+    assert column.path_in_schema == "image"
+    content = bytearray(shard.read_bytes())
+    first = column.dictionary_page_offset or column.data_page_offset
+    content[first + column.total_compressed_size - 1] ^= 1
+    shard.write_bytes(content)
+    assert stored(manifest) == before
+
+
 @pytest.mark.parametrize("change", ["longer", "touched", "other bytes of equal length and time"])
 def test_a_file_that_changed_is_seen_when_it_is_opened_or_read(
     serial: None, source: Path, tmp_path: Path, change: str

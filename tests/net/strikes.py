@@ -24,7 +24,7 @@ def strike(own: Environment, folder: Path, recipe: Path, disturb: Strike) -> Com
     try:
         command = Command(own, "pretrain", str(recipe))
         wait_until(held.exists, command.process)
-        time.sleep(1)  # until the checkpoint of step 8 is whole
+        time.sleep(2.5)  # until the checkpoint of step 8 is whole
         disturb(command, int(held.read_text()))
         time.sleep(2)  # until a request to stop is at the workers
     finally:

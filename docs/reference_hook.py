@@ -1,4 +1,4 @@
-"""Makes pages of the site: commands, schema, recipe headers, names of the API, the notebook.
+"""Makes pages of the site: commands, schema, recipe headers, names of the API.
 
 What a name of the API does is taken from its docstring by mkdocstrings, which reads the code
 without importing it.
@@ -7,12 +7,15 @@ without importing it.
 from __future__ import annotations
 
 import ast
-import json
+import re
 from pathlib import Path
 from typing import Any
 
+from click import Context
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config.help import SectionHelp, describe_sections
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
@@ -31,6 +34,18 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """mkdocs' hook: a page that shows its Markdown is an error.
+
+    Raises:
+        PluginError: a backslash before a bar, or a backtick, is left in the text.
+    """
+    text = re.sub(r"<pre.*?</pre>|<[^>]+>", "", html, flags=re.DOTALL)
+    if found := re.search(r".{0,40}(?:\\\||`).{0,40}", text):
+        raise PluginError(f"{page.file.src_uri} shows Markdown: {found[0]}")
+    return html
+
+
 def commands_page() -> str:
     """What each command does, an example, and the sections that it reads."""
     parts = ["# Commands\n\nInstalled as `vit-ray NAME`; in a checkout also `jobs/NAME.py`.\n"]
@@ -40,6 +55,10 @@ def commands_page() -> str:
             f"## {command.name}\n\n{command.what}\n\n"
             f"```\nvit-ray {command.name} {command.example}\n```\n\nReads {reads}.\n"
         )
+    for name, other in sorted(vit_ray.commands.items()):
+        if name not in COMMANDS:
+            usage = " ".join(other.collect_usage_pieces(Context(other)))
+            parts.append(f"## {name}\n\n{other.help}\n\n```\nvit-ray {name} {usage}\n```\n")
     return "\n".join(parts)
 
 
@@ -68,19 +87,6 @@ def api_page() -> str:
     return "\n".join(parts)
 
 
-def notebook_page() -> str:
-    """The cells of `notebook.ipynb`, with what they have shown."""
-    parts = []
-    for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:
-        source = "".join(cell["source"])
-        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
-        for output in cell.get("outputs", ()):
-            shown = output.get("data", {"text/plain": output.get("text", ())})
-            plain = "".join(shown["text/plain"]).rstrip()
-            parts.append("".join(shown.get("text/html", ())) or f"```\n{plain}\n```")
-    return "\n\n".join(parts) + "\n"
-
-
 def api_names() -> dict[str, str]:
     """Names of the API and the modules that it takes them from, without importing it."""
     tree = ast.parse((ROOT / "vit_ray" / "api.py").read_text())
@@ -103,7 +109,11 @@ def _section(section: SectionHelp) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    """A bar outside code ends a cell; inside code Markdown shows a backslash before it."""
+    return "".join(
+        part if part.startswith("`") else part.replace("|", "\\|")
+        for part in re.split(r"(`[^`]*`)", text)
+    )
 
 
 PAGES = {
@@ -111,5 +121,4 @@ PAGES = {
     "recipe": recipe_page,
     "recipes": recipes_page,
     "api": api_page,
-    "notebook": notebook_page,
 }

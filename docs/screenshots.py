@@ -233,7 +233,6 @@ def take_pictures(uri: str, folder: Path) -> list[str]:
         pages.view()
         pages.runs()
         pages.compared()
-        pages.scatter("optim.learning_rate", "dev/top1")
         pages.artifacts()
         return pages.console_errors
 

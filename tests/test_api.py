@@ -1,27 +1,22 @@
-"""The Python interface: its names, what importing it costs, and its page and notebook."""
+"""The Python interface: its names, what importing it costs, and its page."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import json
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vit_ray
 from docs.reference_hook import api_names, api_page
 from tests.conftest import Digits
-from tests.newcomer.notebook import run_notebook
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "python_api.md"
+PAGE = ROOT / "docs" / "python.md"
 
 
 def test_every_name_is_the_rooms_own() -> None:
@@ -67,56 +62,14 @@ def quickstart_data(digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
 
 
-class LightningModule(torch.nn.Module):
-    """As much of Lightning's as the example uses, on one rank."""
-
-    global_rank, global_step = 0, 0
-    trainer: Any = None
-
-
-class Trainer:
-    """As much of Lightning's as the example uses; it is there where Lightning is not installed."""
-
-    world_size = 1
-
-    def __init__(self, **options: Any) -> None:
-        assert options["max_epochs"] == 1
-
-    def fit(self, module: Any) -> None:
-        module.trainer, optimizer = self, module.configure_optimizers()
-        for index, batch in enumerate(module.train_dataloader()):
-            optimizer.zero_grad()
-            module.training_step(batch, index).backward()
-            optimizer.step()
-
-
-@pytest.mark.usefixtures("quickstart_data")
-def test_the_example_in_lightning_runs_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        shim = types.ModuleType("lightning")
-        shim.LightningModule, shim.Trainer = LightningModule, Trainer  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "lightning", shim)
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(example, names)  # noqa: S102
-    losses = names["losses"]
-    assert len(losses) == round(6 * 1497 / 128)
-    assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster", "quickstart_data")
-def test_the_notebook_runs_and_shows_what_it_says() -> None:
-    notebook, names = run_notebook(ROOT / "docs" / "notebook.ipynb")
+def test_the_pages_python_trains_predicts_and_reads_the_batches_of_a_run() -> None:
+    lines = PAGE.read_text().partition("## Custom parts")[0]
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", lines, re.DOTALL):
+        exec(block, names)  # noqa: S102
     assert names["result"].steps == 120
-    assert names["is_equal"] == {"image": True, "labels": True, "sample": True}
+    assert len(names["predictions"]) == 5
+    assert names["logits"].shape == (1, 10)
     assert names["accuracy"] > 0.6  # 0.1 is chance
-    kept = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
-    for cell, other in zip(notebook["cells"], kept["cells"], strict=True):
-        if cell["cell_type"] == "code":
-            assert forms(cell) == forms(other), other["source"]
-
-
-def forms(cell: dict[str, Any]) -> list[list[str]]:
-    """In which forms a cell shows things: text on stdout, or those of a value."""
-    return [sorted(output.get("data", ["stdout"])) for output in cell["outputs"]]

@@ -64,7 +64,7 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
          "`ray job submit --working-dir`"),
         ({"model": own_model("NOT_A_FUNCTION")}, "is a int; give a function or class"),
         ({"model": own_model("without_size")}, r"it does not take without_size\(num_classes, "
-         r"image_size\), as BuildsModel in docs/own_parts.md requires: too many"),
+         r"image_size\), as BuildsModel in docs/python.md requires: too many"),
         ({"model": own_model("ConvNet", depth=3)}, "got an unexpected keyword argument 'depth'"),
         ({"model": own_model("no_module")}, "returned a function; return a torch.nn.Module"),
         ({"model": own_model("Headless")}, r"its layer `head` has \[\] outputs .* give it a "

@@ -190,6 +190,6 @@ def own_part(
         call = ", ".join([*wanted, *(f"{option}=..." for option in options)])
         raise ValueError(
             f"{where}: it does not take {attribute}({call}), as {contract.__name__} in "
-            f"docs/own_parts.md requires: {error}"
+            f"docs/python.md requires: {error}"
         ) from None
     return cast("Contract", part)

@@ -1,4 +1,4 @@
-"""Who reaches what on Kubernetes: the rows of docs/security.md that a manifest answers for."""
+"""Who reaches what on Kubernetes: what docs/clusters.md says of the manifests."""
 
 from __future__ import annotations
 

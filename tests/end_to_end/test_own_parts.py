@@ -62,7 +62,7 @@ def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(
 @pytest.fixture
 def page(tmp_path: Path, digits: Digits) -> Path:
     """A folder with the files of the page, where its data would be."""
-    for block in blocks(ROOT / "docs" / "own_parts.md"):
+    for block in blocks(ROOT / "docs" / "python.md"):
         for name in block.told("file"):
             (tmp_path / name).write_text(block.text)
     return tmp_path

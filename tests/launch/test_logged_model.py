@@ -40,7 +40,7 @@ DATA = {
 CLASSES = ["cat", "dog", "emu", "fox", "gnu"]
 (TWO_LINES,) = (
     block.text
-    for block in blocks(ROOT / "docs" / "fine_tuning.md")
+    for block in blocks(ROOT / "docs" / "experiments.md")
     if "pyfunc.load_model" in block.text
 )
 

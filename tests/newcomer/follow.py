@@ -28,7 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 IN_CLONE = ("README.md", "docs/clusters.md")
 """Pages whose lines run in the clone; the others' run in a folder of one's own."""
-HOW_TO = ("data", "fine_tuning", "sweeps_and_studies", "own_parts", "looking_inside", "performance")
+HOW_TO = ("data", "training", "experiments", "python")
 PAGES = (*IN_CLONE, "docs/tutorial.md", *(f"docs/{name}.md" for name in HOW_TO))
 PAGE_TIMEOUT_S = 3600
 # What a newcomer's shell does not have.

@@ -185,8 +185,8 @@ class TeamServer:
         return new
 
     def restore(self, backup: Path) -> None:
-        """By the line of docs/team.md, with the server stopped."""
-        page = (ROOT / "docs" / "team.md").read_text()
+        """By the line of docs/clusters.md, with the server stopped."""
+        page = (ROOT / "docs" / "clusters.md").read_text()
         (line,) = re.findall("^    pg_restore (.*) --dbname=.* FILE.dump$", page, re.M)
         self.postgresql("pg_restore", *line.split(), "--dbname=mlflow", str(backup))
 

@@ -133,7 +133,7 @@ def test_a_model_with_relu_and_max_pool_begins_with_the_same_losses() -> None:
 def test_process_groups_begin_with_the_same_losses(
     name: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The growth over 160 steps: `python -m tests.training.grouped_runs`; docs/resume_and_faults.md.
+    # The growth over 160 steps: `python -m tests.training.grouped_runs`; docs/training.md.
     cuts: list[tuple[int, int]] = []
 
     def noted(workers: int, run: Any, changes: Any, names: Any, micro: int, steps: int) -> Any:

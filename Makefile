@@ -27,7 +27,7 @@ BOTH := --numprocesses=2 --dist=loadgroup
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-slow test-all test-generic test-gpu test-faults soak test-processors check check-docs test-browser team-mlflow image newcomer screenshots clean
+.PHONY: env quickstart test test-slow test-all test-generic test-gpu test-faults soak test-processors check check-docs test-browser team-mlflow newcomer screenshots clean
 
 env: $(STAMP)
 
@@ -104,24 +104,6 @@ build/axe.min.js:
 # A team's MLflow as cluster/mlflow.yaml has it, on PostgreSQL and S3 (apt-get install postgresql).
 team-mlflow: env
 	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/tracking/test_postgres.py tests/tracking/test_team_*.py
-
-# The image of cluster/Dockerfile on a Debian of its own, as root and without a daemon or a registry
-# (apt-get install buildah debootstrap), and a training in it. IMAGE_FLAGS are of `buildah build`.
-BUILDAH := buildah --root $(CURDIR)/build/image/store --runroot $(CURDIR)/build/image/run --storage-driver vfs
-image: build/image/debian.tar
-	$(BUILDAH) build --isolation chroot --tag vit-ray-base --file cluster/base.Dockerfile build/image
-	$(BUILDAH) build --isolation chroot --tag vit-ray --file cluster/Dockerfile \
-	    --build-arg BASE=localhost/vit-ray-base $(IMAGE_FLAGS) .
-	$(BUILDAH) rm vit-ray-tried 2>/dev/null || true
-	$(BUILDAH) from --name vit-ray-tried localhost/vit-ray
-	$(BUILDAH) run --isolation chroot vit-ray-tried -- bash -exc 'id; \
-	    vit-ray recipes; vit-ray pretrain digits --dry-run; cd /tmp; vit-ray quickstart digits $(TRIED_WITH)'
-
-build/image/debian.tar:
-	mkdir -p build/image && debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv \
-	    bookworm build/image/debian http://deb.debian.org/debian
-	tar --directory build/image/debian --exclude './dev/*' --one-file-system -cf $@ .
-	rm -rf build/image/debian
 
 # README, tutorial and how-to pages in a fresh clone with an environment of its own: an hour.
 newcomer:

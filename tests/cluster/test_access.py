@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.cluster.test_manifests import CLUSTER, patched
+from tests.cluster.test_manifests import CLUSTER, OVERLAYS, documents_with
 
 Document = dict[str, Any]
 OPERATORS = [
@@ -32,14 +32,9 @@ def team() -> list[Document]:
 
 @functools.cache
 def jobs() -> list[list[Document]]:
-    """The shipped file, and with each patch; without the policy where pods are on the host."""
-    found = []
-    for name in ("", "efa_patch.yaml", "rdma_patch.yaml", "kueue_patch.yaml"):
-        *others, _ = yaml.safe_load_all((CLUSTER / "rayjob.yaml").read_text())
-        if name == "rdma_patch.yaml":
-            others = others[:1]
-        found.append([*others, patched(name)[1]])
-    return found
+    """What is sent as shipped, and with each overlay where kubectl can render it."""
+    overlays = OVERLAYS if shutil.which("kubectl") else ()
+    return [documents_with(name) for name in ("", *overlays)]
 
 
 class Pod(NamedTuple):
@@ -275,7 +270,7 @@ def test_every_shared_definition_starts_ray_with_a_token() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("name", ["mlflow.yaml", "rayjob.yaml"])
+@pytest.mark.parametrize("name", ["mlflow.yaml", "rayjob.yaml", "network_policy.yaml"])
 def test_kubectl_reads_the_file_as_we_do(name: str) -> None:
     command = ["kubectl", "label", "--local", "-f", CLUSTER / name, "a=b", "-ojson"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

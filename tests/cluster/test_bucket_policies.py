@@ -1,9 +1,10 @@
-"""`cluster/policy_*.json` on a store that enforces them (moto): they suffice, and give no more."""
+"""The policies of cluster/README.md in a store that enforces them (moto): enough, and no more."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,14 +54,20 @@ def _enforce(port: int, is_on: bool) -> None:
     urllib.request.urlopen(request, timeout=60).close()
 
 
+def policy_text(name: str) -> str:
+    """That of the accounts of jobs (`training`) or of MLflow, as the page has it."""
+    found = re.findall(r"```json\n(.*?)```", (CLUSTER / "README.md").read_text(), re.DOTALL)
+    return dict(zip(("training", "mlflow"), found, strict=True))[name]
+
+
 @contextlib.contextmanager
 def role(port: int, name: str) -> Iterator[None]:
-    """Inside the block this process has the rights of `policy_NAME.json`.
+    """Inside the block this process has the rights of a policy.
 
     And one that AWS does not ask for: moto (5.2) holds a request that deletes several objects
     against the bucket, and not against each of them.
     """
-    policy = json.loads((CLUSTER / f"policy_{name}.json").read_text().replace("BUCKET", "team"))
+    policy = json.loads(policy_text(name).replace("BUCKET", "team"))
     of_moto = {"Effect": "Allow", "Action": "s3:DeleteObject", "Resource": "arn:aws:s3:::team"}
     text = json.dumps(policy | {"Statement": [*policy["Statement"], of_moto]})
     _enforce(port, False)
@@ -147,7 +154,7 @@ def test_mlflow_has_its_own_folder_alone(
 def test_the_policies_name_the_places_of_the_shipped_definitions() -> None:
     """And no action on everything."""
     for name, folders in {"training": ["imagenet21k", "runs"], "mlflow": ["mlflow"]}.items():
-        policy = json.loads((CLUSTER / f"policy_{name}.json").read_text())
+        policy = json.loads(policy_text(name))
         places = [one["Resource"] for one in policy["Statement"]]
         assert places == ["arn:aws:s3:::BUCKET", *(f"arn:aws:s3:::BUCKET/{f}/*" for f in folders)]
         assert {one["Effect"] for one in policy["Statement"]} == {"Allow"}

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.cluster.test_manifests import _broken_rules, _problems, _strict, patched
+from tests.cluster.test_manifests import _broken_rules, _problems, _strict, job_with
 
 FILE = Path(__file__).with_name("workload_v1beta2_kueue_0.19.2.schema.json.gz")
 
@@ -41,7 +41,7 @@ def workload_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_kueue_can_make_a_workload_of_the_rayjob(validator: Any) -> None:
-    workload = workload_of(patched("kueue_patch.yaml")[1])
+    workload = workload_of(job_with("queue")[1])
     assert _problems(validator, workload) == []
     assert _broken_rules(validator.schema, workload) == []
     # What is admitted is the whole group at once.
@@ -54,6 +54,6 @@ def test_kueue_can_make_a_workload_of_the_rayjob(validator: Any) -> None:
     [("queueName", "a b", "does not match"), ("podSets", [], "podSets")],
 )
 def test_what_kueue_refuses_is_found(part: str, value: Any, told: str, validator: Any) -> None:
-    workload = workload_of(patched("kueue_patch.yaml")[1])
+    workload = workload_of(job_with("queue")[1])
     workload["spec"][part] = value
     assert told in " ".join(_problems(validator, workload))

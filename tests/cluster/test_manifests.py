@@ -1,10 +1,13 @@
 """The files of `cluster/`, against the schemas of those who read them, and our own rules."""
 
+import copy
+import functools
 import gzip
 import json
 import re
 import shutil
 import subprocess
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -30,36 +33,35 @@ GIB = 2**30
 RECIPE = "paper/vit_b16_i21k"
 
 
-def documents_of(text: str):
-    config, *_, job = yaml.safe_load_all(text)
-    return config, job
+OVERLAYS = ("efa", "rdma", "spot", "queue")
 
 
-def apply_patch(document, operations):
-    """JSON Patch (RFC 6902), as far as the files use it."""
-    for operation in operations:
-        *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
-        node = document
-        for part in path:
-            node = node[int(part)] if isinstance(node, list) else node[part]
-        key = int(last) if isinstance(node, list) and last != "-" else last
-        if operation["op"] == "test":
-            assert node[key] == operation["value"]
-        elif operation["op"] == "remove":
-            del node[key]
-        elif last == "-":
-            node.append(operation["value"])
-        else:
-            assert operation["op"] == "add" or key in node
-            node[key] = operation["value"]
+@functools.cache
+def _documents(overlay):
+    if not overlay:
+        files = [CLUSTER / name for name in ("rayjob.yaml", "network_policy.yaml")]
+        return [one for file in files for one in yaml.safe_load_all(file.read_text())]
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        there = shutil.copytree(CLUSTER, Path(folder, "cluster"))
+        file = there / "kustomization.yaml"
+        listed = f"components: [overlays/{overlay}]"
+        file.write_text(file.read_text().replace("components: []", listed))
+        command = ["kubectl", "kustomize", there]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return list(yaml.safe_load_all(text))
 
 
-def patched(name):
-    """The job with a patch of `kustomization.yaml`, and its recipe; `""` is the shipped file."""
-    config, job = documents_of((CLUSTER / "rayjob.yaml").read_text())
-    if name:
-        apply_patch(job, yaml.safe_load((CLUSTER / name).read_text()))
-    return config, job
+def documents_with(overlay=""):
+    """All that `kubectl apply -k` sends with an overlay, as rendered; "" is as shipped."""
+    return copy.deepcopy(_documents(overlay))
+
+
+def job_with(overlay=""):
+    """Its job, and the ConfigMap with the recipe."""
+    kinds = {one["kind"]: one for one in documents_with(overlay)}
+    return kinds["ConfigMap"], kinds["RayJob"]
 
 
 def _strict(schema):
@@ -90,9 +92,9 @@ def _problems(validator, document):
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
-@pytest.fixture(params=["", "efa_patch.yaml", "rdma_patch.yaml"])
+@pytest.fixture(params=["", "efa", "rdma", "spot"])
 def documents(request):
-    return patched(request.param)
+    return job_with(request.param)
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def rayjob(documents):
 
 @pytest.fixture
 def shipped_rayjob():
-    return documents_of((CLUSTER / "rayjob.yaml").read_text())[1]
+    return job_with()[1]
 
 
 def _pods(rayjob):
@@ -167,13 +169,13 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
 
 
 NETWORKS = {
-    "efa_patch.yaml": {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
-    "rdma_patch.yaml": {"rdma/rdma_shared_device_a": "1"},
+    "efa": {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
+    "rdma": {"rdma/rdma_shared_device_a": "1"},
 }
 # What chooses the adapters: libfabric's provider as AWS names it, NCCL's own variables.
 CHOICES = {
-    "efa_patch.yaml": {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"},
-    "rdma_patch.yaml": {"NCCL_IB_HCA": "mlx5", "NCCL_IB_GID_INDEX": "3"},
+    "efa": {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"},
+    "rdma": {"NCCL_IB_HCA": "mlx5", "NCCL_IB_GID_INDEX": "3"},
 }
 TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 
@@ -181,7 +183,7 @@ TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(name):
     """Whose files, schemas and rules hold as those of any other (`documents`)."""
-    _, job = patched(name)
+    _, job = job_with(name)
     _, gpu, cpu = _pods(job)
     resources = _container(gpu)["resources"]
     for kind in ("requests", "limits"):
@@ -199,23 +201,38 @@ def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(name):
     # InfiniBand's adapters are the host's. There a pod finds the head by the cluster's names only
     # if told so.
     pod = gpu["template"]["spec"]
-    is_on_host = name == "rdma_patch.yaml"
+    is_on_host = name == "rdma"
     assert pod.get("hostNetwork", False) is is_on_host
     assert (pod.get("dnsPolicy") == "ClusterFirstWithHostNet") == is_on_host
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("name", [*NETWORKS, "kueue_patch.yaml"])
-def test_a_patch_does_what_kubectl_makes_of_it(shipped_rayjob, name, tmp_path):
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(shipped_rayjob))
-    patch = CLUSTER / name
-    done = subprocess.run(
-        ["kubectl", "patch", "--local", "-f", file, "--type=json", f"--patch-file={patch}",
-         "-ojson"], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    apply_patch(shipped_rayjob, yaml.safe_load(patch.read_text()))
-    assert json.loads(done.stdout) == shipped_rayjob
+def test_kubectl_reads_the_shipped_files_as_we_do():
+    done = subprocess.run(["kubectl", "kustomize", CLUSTER], capture_output=True, text=True)
+    found = {one["kind"]: one for one in yaml.safe_load_all(done.stdout)}
+    assert found == {one["kind"]: one for one in documents_with()}
+
+
+def test_every_overlay_is_offered_and_rendered():
+    offered = re.findall(r"- (overlays/\w+) ", (CLUSTER / "kustomization.yaml").read_text())
+    assert offered == [f"overlays/{name}" for name in OVERLAYS]
+    assert sorted(path.name for path in (CLUSTER / "overlays").iterdir()) == sorted(OVERLAYS)
+
+
+def test_spot_nodes_train_and_read_and_the_head_stays():
+    _, job = job_with("spot")
+    head, *others = _pods(job)
+    for pod in (head, *others):
+        (selection,) = pod["template"]["spec"]["affinity"]["nodeAffinity"].values()
+        wanted = {
+            (one["operator"], *one["values"])
+            for term in selection["nodeSelectorTerms"]
+            for one in term["matchExpressions"]
+        }
+        operator = "NotIn" if pod is head else "In"
+        assert wanted == {(operator, value) for value in ("spot", "SPOT", "true")}
+    tolerated = [one["template"]["spec"]["tolerations"] for one in others]
+    assert all({"cloud.google.com/gke-spot"} <= {t["key"] for t in some} for some in tolerated)
 
 
 def test_services_find_their_pods_and_ports():
@@ -299,8 +316,8 @@ def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
         assert shared <= _bytes(_container(group)["resources"]["limits"]["memory"]) / 2
 
 
-def test_pods_that_train_get_time_for_a_last_checkpoint(rayjob):
-    head, gpu, *_ = _pods(rayjob)
+def test_pods_that_train_get_time_for_a_last_checkpoint(shipped_rayjob):
+    head, gpu, *_ = _pods(shipped_rayjob)
     for group in (head, gpu):
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= 300
     names = {item["name"]: item["value"] for item in _container(head)["env"]}
@@ -429,7 +446,7 @@ def test_the_gpus_start_when_the_job_asks_for_them(rayjob):
 
 def test_a_queue_of_kueue_admits_a_cluster_that_does_not_grow(rayjob_schema):
     """As its webhook demands (Kueue 0.19, `pkg/controller/jobs/rayjob/rayjob_webhook.go`)."""
-    _, job = patched("kueue_patch.yaml")
+    _, job = job_with("queue")
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
     spec = job["spec"]
     assert spec["shutdownAfterJobFinishes"] is True

@@ -72,7 +72,6 @@ def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None
         card="",
         params={"checkpoint": checkpoint},
         register_as=None,
-        metrics={"eval/top1": accuracy},
     )
     assert tracker.finish("FINISHED")
     assert log_models(trial.tracking.uri, tracker.models()) == [""]

@@ -82,3 +82,24 @@ def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
     third.finish()
     assert client.get_run(str(third.run_id)).data.tags["mlflow.parentRunId"] == first.run_id
     assert third.run_id == again.run_id
+
+
+def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    recipe = sweep_in(tmp_path, "runs")
+    log = metrics_log_path(recipe.run_folder)
+    opening = RunOpening(recipe.tracking, recipe.name, log)
+    parent = Tracker.begin(opening)
+    deleted = parent.run_id
+    parent.finish("KILLED")
+    client = MlflowClient(recipe.tracking.uri)
+    client.delete_run(str(deleted))
+    child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent_log=log)
+    waiting = Tracker.begin(child)
+    assert waiting.run_id is None
+    parent = Tracker.begin(replace(opening, key="second"))
+    assert waiting.finish(timeout_s=60.0)
+    tags = client.get_run(str(waiting.run_id)).data.tags
+    assert tags["mlflow.parentRunId"] == parent.run_id != deleted
+    parent.finish()

@@ -29,9 +29,7 @@ class Here:
         """As when Ray starts the process again: nothing that was in memory is left."""
         for run in self.actor._runs.values():
             tracker = run.tracker()
-            tracker._ends = True
-            tracker._wake.set()
-            tracker.join(30)
+            tracker.stop(30)
             run._held.close()
         self.actor = RunRecords(self.uri)
 

@@ -1,10 +1,10 @@
 """The actor that records runs: what it records, and what its death costs."""
 
 import gzip
-import itertools
 import os
 import pickle
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -184,61 +184,16 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
         assert points_of(store, run_id, key) == [(step, float(step)) for step in range(num_steps)]
 
 
-def test_early_records_wait_in_the_log_and_known_ones_are_dropped(
-    here: Here, tmp_path: Path
-) -> None:
+def test_a_record_that_ray_repeats_is_written_once(here: Here, tmp_path: Path) -> None:
     record = recorded_here(opening_of(tmp_path), here)
-
-    def send(number: int, sender: str = "worker") -> None:
-        here.actor.write(
-            record.log_path,
-            "record",
-            "metrics",
-            {"step": number, "values": {"a/b": 1.0}},
-            sender,
-            number,
-        )
-
-    def steps() -> list[int]:
-        log = metrics_log.MetricsLog(record.log_path)
-        return [one["step"] for one in log.records("metrics")]
-
-    for number in (0, 2, 3, 2, 0):
-        send(number)
+    given = (record.log_path, "metrics", {"step": 1, "values": {"a/b": 1.0}}, "id", "")
+    for _ in range(2):
+        assert here.actor.write(*given) == ""
     here.die()
-    assert steps() == [0]
-    for number in (3, 0, 1, 1, 2):
-        send(number)
-    assert steps() == [0, 1, 2, 3]
-    send(5)
-    send(7, "a worker that has died")
-    here.die()
-    here.actor.write(record.log_path, "record", "finish", {"status": "FINISHED"}, "driver", 1)
-    assert not record.heartbeat(0, 1).stop
-    here.actor.write(record.log_path, "record", "tag", {"key": "a", "value": "b"}, "driver", 0)
-    assert steps() == [0, 1, 2, 3, 7, 5]
-    kinds = [one["kind"] for one in metrics_log.MetricsLog(record.log_path).records()]
-    assert kinds[-4:] == ["tag", "metrics", "metrics", "finish"]
-    assert not record.finish("FINISHED")
-
-
-def test_what_a_death_leaves_between_early_records_is_written_with_the_next_call(
-    here: Here, tmp_path: Path
-) -> None:
-    record = recorded_here(opening_of(tmp_path), here)
-
-    def send(number: int) -> None:
-        values = {"step": number, "values": {"a/b": 1.0}}
-        here.actor.write(record.log_path, "record", "metrics", values, "worker", number)
-
-    for number in (1, 2):
-        send(number)  # early, and answered: they are not sent again
-    here.die()
+    assert here.actor.write(*given) == ""
     log = metrics_log.MetricsLog(record.log_path)
-    log.append("metrics", step=0, values={"a/b": 1.0}, sender="worker", number=0)
-    send(0)  # which was not answered
-    assert [one["step"] for one in log.records("metrics")] == [0, 1, 2]
-    assert not record.finish("FINISHED")
+    assert [one["step"] for one in log.records("metrics")] == [1]
+    record.finish("FINISHED")
 
 
 def test_a_record_that_cannot_be_written_costs_only_itself(
@@ -257,20 +212,6 @@ def test_a_record_that_cannot_be_written_costs_only_itself(
     assert store.get_run(str(run_id)).info.status == "FINISHED"
 
 
-def test_an_end_whose_sender_lacks_a_record_ends_the_run(
-    store: MlflowClient, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "ARRIVAL_S", 0.0)
-    record = recorded_here(opening_of(tmp_path), here)
-    assert record.flush(60)
-    next(recorder._SENDERS.setdefault(record.log_path, ("driver", itertools.count()))[1])
-    record.metrics(1, {"train/loss": 1.0})
-    run_id = record.run_id()
-    assert not record.finish("FINISHED")
-    assert points_of(store, run_id, "train/loss") == [(1, 1.0)]
-    assert store.get_run(str(run_id)).info.status == "FINISHED"
-
-
 def test_a_signal_within_a_call_may_record(here: Here, tmp_path: Path) -> None:
     """Its handler runs between two steps of the interrupted thread."""
     record, interrupted = recorded_here(opening_of(tmp_path), here), []
@@ -285,7 +226,7 @@ def test_a_signal_within_a_call_may_record(here: Here, tmp_path: Path) -> None:
     slow = replace(record, actor=SimpleNamespace(write=Interrupted(), ask=here.ask))
     slow.metrics(1, {"train/loss": 1.0})
     log = metrics_log.MetricsLog(record.log_path)
-    assert [one["kind"] for one in log.records("metrics", "stop")] == ["metrics", "stop"]
+    assert [one["kind"] for one in log.records("metrics", "stop")] == ["stop", "metrics"]
     record.finish("KILLED")
 
 
@@ -550,7 +491,7 @@ def test_models_are_logged_once_after_the_end(
     """Also those of trials that ended before the actor died."""
     sweep = recorded_here(opening_of(tmp_path, name="sweep"), here)
     record = recorded_here(opening_of(tmp_path, sweep), here)
-    described = {"card": "", "register_as": None, "metrics": {}}
+    described = {"card": "", "register_as": None}
     record.model("net", 7, reference={"classes": []}, params={"checkpoint": "x"}, **described)
     assert record.flush(60)
     run_id = str(record.run_id())
@@ -559,8 +500,36 @@ def test_models_are_logged_once_after_the_end(
     here.die()
     assert not sweep.finish("FINISHED")
     for _ in range(2):
-        assert here.actor.log_models() == []
+        assert here.actor.log_models(sweep.log_path) == []
+        here.die()
     assert len(store.get_run(run_id).outputs.model_outputs) == 1
+
+
+def test_a_model_whose_run_mlflow_never_had_is_named(tmp_path: Path) -> None:
+    opening = opening_of(tmp_path)
+    away = TrackingConfig(uri="http://127.0.0.1:9", system_metrics=False)
+    record = recorded_here(replace(opening, config=away))
+    record.model("net", 7, reference={}, card="", params={}, register_as=None)
+    assert record.finish("FINISHED")
+    (problem,) = record.actor.actor.log_models(record.log_path)
+    assert "a model is not logged (MLflow does not have its run)" in problem
+
+
+def test_a_log_that_is_locked_holds_up_no_other_run(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_log, "RELEASE_S", 60.0)
+    run, locked = opening_of(tmp_path), opening_of(tmp_path, name="locked")
+    record = recorded_here(run, here)
+    with metrics_log.lock_log(locked.log_path):
+        waiting = threading.Thread(target=recorded_here, args=(locked, here))
+        waiting.start()
+        record.metrics(1, {"train/loss": 1.0})
+        assert record.status().step == 1
+        assert waiting.is_alive()
+    waiting.join(30)
+    for opening in (run, locked):
+        assert not Recorder(here, opening.log_path, "run").finish("FINISHED")
 
 
 @pytest.mark.parametrize(

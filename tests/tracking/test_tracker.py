@@ -58,9 +58,7 @@ def started(config, name, log_path, wait_s=10.0, **fields):
 
 def stop(tracker):
     """As where its process dies."""
-    tracker._ends = True
-    tracker._wake.set()
-    tracker.join(30)
+    tracker.stop(30)
 
 
 @pytest.fixture
@@ -278,7 +276,7 @@ def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_open
     time.sleep(1.0)  # so that it could create another
     may_create.set()
     assert second.finish()
-    first.join(30)
+    first.stop(30)
     run = _only_run(config.uri)
     assert run.info.status == "FINISHED"
     assert _history(config.uri, run.info.run_id, "train/loss") == [(10, 2.0), (20, 1.0)]
@@ -396,8 +394,8 @@ def test_points_wait_while_the_database_is_damaged(config, log_path, monkeypatch
     for step in range(10, 20):
         tracker.log.metrics(step, {"train/loss": 2.0})
     deadline = time.monotonic() + 60
-    tries = tracker._num_tries
-    while tracker._num_tries < tries + 8 and time.monotonic() < deadline:
+    tries = tracker._points.num_tries
+    while tracker._points.num_tries < tries + 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     with open(database, "r+b") as file:
         file.write(whole[:4096])
@@ -479,6 +477,29 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end(config
     assert again.finish()
     assert (store / "tables" / "table.csv").read_text() == "a,b\n1,2\n"
     assert (store / "note.txt").read_text() == "kept"
+
+
+def test_a_store_of_files_that_hangs_holds_up_no_point(config, log_path, monkeypatch):
+    answers, send = threading.Event(), RunWriter._send_artifact
+
+    def hanging(self, record):
+        answers.wait()
+        send(self, record)
+
+    monkeypatch.setattr(RunWriter, "_send_artifact", hanging)
+    tracker = started(config, "hangs", log_path)
+    file = log_path.with_name("file.txt")
+    file.write_text("text")
+    tracker.log.artifact(file)
+    time.sleep(2.0)  # so that it is sent
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    assert not tracker.finish(timeout_s=5.0)
+    assert _only_run(config.uri).info.status == "FINISHED"
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
+    assert str(file) in tracker.problem
+    answers.set()
+    again = started(config, "hangs", log_path)
+    assert again.finish()
 
 
 @pytest.mark.parametrize("way", ["absolute", "dots", "link", "folder with a link"])

@@ -34,7 +34,7 @@ from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1, EVAL_TOP1, few_shot_top1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
-from vit_ray.tracking.metrics_log import ARRIVAL_S, MEASURED
+from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.worker.job import TrainJob
 
 STOPPED_EARLY: Final = "vit_ray.stopped_early"
@@ -387,7 +387,6 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
             card=card_of(recipe, classes, result.checkpoint),
             params={"model": recipe.model.name, "checkpoint": result.checkpoint},
             register_as=None if prepared.kind == "sweep_trial" else config.register_as,
-            metrics={k: v for k, v in result.metrics.items() if k.startswith(MEASURED)},
         )
 
 

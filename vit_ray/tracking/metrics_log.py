@@ -22,7 +22,6 @@ from filelock import FileLock, Timeout
 
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, FEW_SHOT_GROUP
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 
@@ -33,8 +32,6 @@ STARTED_OVER: Final = "vit_ray.started_over_from"
 """Tag of a run that started at step 0 and replaces an earlier one: the earlier run's id."""
 FAILURE: Final = "vit_ray.failure"
 """Tag with the reason why a run has failed."""
-MEASURED: Final = (EVAL_GROUP, DEV_GROUP, FEW_SHOT_GROUP)
-"""Prefixes of an evaluation's metrics."""
 FILES: Final = ("text", "artifact", "event")
 """Kinds of records that become files of the run; its events share one file."""
 RELEASE_S = 20.0

@@ -1,6 +1,6 @@
 """Logs trained models with MLflow: run as a process of its own, which imports pandas and SciPy.
 
-Standard input is `[uri, [[run id, start record, model record], ...]]` as JSON; the last line of
+Standard input is `[uri, [[run id, model record], ...]]` as JSON; the last line of
 output is a list of reasons why a model is not logged, empty if it is.
 """
 
@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import mlflow
 import numpy as np
@@ -21,12 +21,10 @@ from mlflow.types.schema import ParamSchema, ParamSpec, Schema, TensorSpec
 
 from vit_ray.tracking.metrics_log import Record
 from vit_ray.tracking.mlflow_client import open_client
-from vit_ray.tracking.mlflow_run import MAX_TAG_CHARS, measured_key
+from vit_ray.tracking.mlflow_run import MAX_TAG_CHARS
 
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds a run's model at a step."""
-_CONTEXTS: Final = {"dev": "held-out evaluation", "few_shot": "few-shot evaluation"}
-"""Group of metrics -> use of the data set that they are measured on; of others, evaluation."""
 _NOT_IN_NAMES: Final = re.compile(r"[/:.%\"']")
 """What MLflow refuses in the name of a model; a trial is called after its learning rate."""
 _CODE: Final = """import mlflow
@@ -36,8 +34,14 @@ mlflow.models.set_model(LoggedModel())
 """
 
 
-def log_model(uri: str, run_id: str, start: Record, record: Record) -> None:
-    """Log a model of a run, and register it if its record says so, unless that was done before."""
+def log_model(uri: str, run_id: str | None, record: Record) -> None:
+    """Log a model of a run, and register it if its record says so, unless that was done before.
+
+    Raises:
+        ValueError: MLflow has no such run.
+    """
+    if run_id is None:
+        raise ValueError("MLflow does not have its run")
     client, step = open_client(uri), record["step"]
     mlflow.set_tracking_uri(uri)
     experiment = client.get_run(run_id).info.experiment_id
@@ -51,7 +55,6 @@ def log_model(uri: str, run_id: str, start: Record, record: Record) -> None:
             client.delete_logged_model(found.model_id)
     if model_id is None:
         model_id = _logged(run_id, record)
-        _add_metrics(client, run_id, model_id, start, record)
     if name := record["register_as"]:
         query = f"name = '{name}' AND run_id = '{run_id}'"
         if not client.search_model_versions(query):
@@ -90,29 +93,6 @@ def _logged(run_id: str, record: Record) -> str:
             },
         )
     return str(info.model_id)
-
-
-def _add_metrics(client: Any, run_id: str, model_id: str, start: Record, record: Record) -> None:
-    """Give a model its run's measurements, with the data sets that they were measured on."""
-    data = {one["context"]: one for one in start["datasets"]}
-    for key, value in record["metrics"].items():
-        key = measured_key(start, key)
-        history = client.get_metric_history(run_id, key)
-        point = next((one for one in reversed(history) if one.value == value), None)
-        if point is None:
-            continue
-        context = _CONTEXTS.get(key.partition("/")[0], "evaluation")
-        of = data.get(context) or data.get("evaluation") or {"name": None, "digest": None}
-        client.log_metric(
-            run_id,
-            key,
-            value,
-            point.timestamp,
-            point.step,
-            model_id=model_id,
-            dataset_name=of["name"],
-            dataset_digest=of["digest"],
-        )
 
 
 if __name__ == "__main__":

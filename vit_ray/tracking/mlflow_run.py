@@ -66,13 +66,19 @@ class _Last(NamedTuple):
 class RunWriter:
     """One MLflow run."""
 
-    def __init__(self, uri: str, log: MetricsLog, run_id: str | None) -> None:
+    def __init__(
+        self, uri: str, log: MetricsLog, run_id: str | None, *, needs_parent: bool
+    ) -> None:
         """Find the run, or create it.
 
         Args:
             uri: tracking server or absolute SQLite address.
             log: with a start record; files outside its folder are never sent.
             run_id: the run to continue, if known.
+            needs_parent: not without the sweep or study that it is part of.
+
+        Raises:
+            RuntimeError: MLflow does not have the run of that sweep or study.
         """
         self._log, self._folder = log, log.path.parent.resolve()
         starts = list(log.records("start"))
@@ -82,19 +88,28 @@ class RunWriter:
         self._run_folder = str(self._newest["tags"].get(RUN_FOLDER, ""))
         self._last: dict[str, _Last] | None = None
         self.client = open_client(uri)
+        self._parent = self._find_parent(needs_parent=needs_parent)
         run = self._find(run_id) or self._create(uri, run_id)
         self.experiment_id = str(run.info.experiment_id)
         kind = str(self._newest["tags"].get("vit_ray.kind", ""))
         self.view = share_view(self.client, self.experiment_id, kind)
         self.run_id: str = run.info.run_id
 
+    def _find_parent(self, *, needs_parent: bool) -> str | None:
+        parent, is_child = parent_run_of(self._newest), self._newest["parent_log"]
+        if not is_child or (parent and self._active(parent)):
+            return parent
+        if needs_parent:
+            raise RuntimeError("the run that it is part of is not there yet")
+        return None
+
     def _create(self, uri: str, run_id: str | None) -> Run:
         first = self.opening
         tags = {ORIGIN: run_id or first["opening"]}
         if self._run_folder:
             tags[RUN_FOLDER] = self._run_folder
-        if parent := parent_run_of(first):
-            tags[PARENT_TAG] = parent
+        if self._parent:
+            tags[PARENT_TAG] = self._parent
         return self.client.create_run(
             experiment_id(self.client, uri, first["experiment"]),
             start_time=first["time_ms"],
@@ -191,8 +206,8 @@ class RunWriter:
         awaited = record["awaited_metric"]
         if awaited and awaited not in run.data.metrics:
             self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
-        if parent := parent_run_of(record):
-            tags[PARENT_TAG] = parent
+        if self._parent:
+            tags[PARENT_TAG] = self._parent
         if self._run_folder:  # the folder may have been moved, or be a copy
             tags[RUN_FOLDER] = self._run_folder
         if "vit_ray.git_commit" in tags:

@@ -2,17 +2,17 @@
 
 Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
 one process. A run is named by its log, which holds all that the actor knows of it: if Ray restarts
-the process, it reads the log again at the next call. Records are written in the order of the calls.
+the process, it reads the log again at the next call. Each call that records waits for the one
+before it, so that a process's records are written in their order, even where Ray repeats calls.
 """
 
 import atexit
 import contextlib
-import itertools
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
@@ -50,12 +50,13 @@ MODELS_S: Final = 300.0
 """Longest wait for a command's models after its last line."""
 ACCOUNT_EVERY_S: Final = 600.0
 """Seconds between records of a working run's goodput."""
-EARLY_S: Final = 0.2
-"""Between two looks whether the records before one have arrived."""
+MOST_REPEATED: Final = 4096
+"""Records that Ray may repeat after the death of the actor's process: one of each sender."""
 
-_SENDERS: Final[dict[Path, tuple[str, Iterator[int]]]] = {}
-"""What this process is called in a log since its opening, and the numbers of its records. Without
-a lock: a signal's handler records, too."""
+_last_calls: Final[dict[Path, Any]] = {}
+"""This process's last call that recorded something, by log."""
+_order: Final = threading.RLock()
+"""Held while a call is made; a signal's handler, which records too, may interrupt its holder."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +71,9 @@ class _Run:
             RuntimeError: the process of an earlier driver still writes its log; or there is
                 neither an opening nor such a log.
         """
-        self.state, self._uri = RunState(), uri
-        self._due: dict[str, int] = {}
-        """Number of the next record of each sender."""
-        self._early: dict[tuple[str, int], tuple[str, Record]] = {}
-        """Kind and values of records that came before an earlier one, by sender and number."""
+        self.state, self._uri, self._lock = RunState(), uri, threading.Lock()
+        self._known = deque[str](maxlen=MOST_REPEATED)
+        """Ids of the last records."""
         self.problem: str | None = None
         """Set at its end: what MLflow does not have, and why."""
         self._accounted_s = time.monotonic()
@@ -84,7 +83,6 @@ class _Run:
         for record in self.log.records():
             self._note(record)
         if opening:
-            self._write_early()  # their senders have ended
             self.log.open(opening)
         elif not self.state.name:
             raise RuntimeError(
@@ -99,13 +97,9 @@ class _Run:
     def _note(self, record: Record) -> None:
         """Take a record of the log."""
         if record["kind"] == "start":  # the state is that since the last one
-            self.state, self._due, self._early = RunState(), {}, {}
-        if record["kind"] == "early":
-            values = {**record["values"], "time_ms": record["time_ms"]}
-            self._early[record["sender"], record["number"]] = (record["of"], values)
-        elif "sender" in record:
-            self._due[record["sender"]] = record["number"] + 1
-            self._early.pop((record["sender"], record["number"]), None)
+            self.state = RunState()
+        if "id" in record:
+            self._known.append(record["id"])
         self.state.note(record)
 
     def tracker(self) -> "Tracker":
@@ -126,50 +120,19 @@ class _Run:
             self._held.callback(sampler.stop)
         return tracker
 
-    def record(self, kind: str, values: Record, sender: str, number: int) -> bool:
-        """Write a record; nothing after the run's end.
-
-        A sender numbers its records. After the death of the actor's process Ray repeats the calls
-        without an answer in any order: a known record is dropped, and an early one waits in the log
-        for those before it.
-
-        Returns:
-            Whether nothing before it is missing.
-        """
-        if self.state.has_finished:
-            return True
-        due = self._due.get(sender, 0)
-        if number == due:
-            self._write(kind, values, sender=sender, number=number)
-        elif number > due and (sender, number) not in self._early:
-            self.log.append("early", sender=sender, number=number, of=kind, values=values)
-        # Whatever came: the process may have died among them, after the record before them.
-        while early := self._early.pop((sender, self._due.get(sender, 0)), None):
-            self._write(*early, sender=sender, number=self._due.get(sender, 0))
+    def record(self, kind: str, values: Record, record_id: str) -> None:
+        """Write a record, unless it is known; nothing after the run's end."""
+        with self._lock:
+            if self.state.has_finished or record_id in self._known:
+                return
+            self.log.append(kind, id=record_id, **values)
         if kind == "work" and time.monotonic() - self._accounted_s > ACCOUNT_EVERY_S:
             self._accounted_s = time.monotonic()
             self.log.metrics(self.state.status().step, self.account().metrics())
-        return self._due.get(sender, 0) > number
-
-    def _write(self, kind: str, values: Record, **sent: Any) -> None:
-        if kind == "finish":
-            self._write_early()
-        try:
-            self.log.append(kind, **values, **sent)
-        except Exception:  # or what its sender records next would be early
-            self.log.append("unwritable", **sent)
-            raise
-
-    def _write_early(self) -> None:
-        """Write what waits for records that do not come, an end last: their sender has died."""
-        early = sorted(self._early.items(), key=lambda item: (item[1][0] == "finish", item[0]))
-        for (sender, number), (kind, values) in early:
-            self.log.append(kind, **values, sender=sender, number=number)
 
     def end(self, status: Status) -> None:
         """Note the end, unless the run has ended."""
-        if not self.state.has_finished:
-            self._write("finish", {"status": status})
+        self.record("finish", {"status": status}, uuid.uuid4().hex)
 
     def account(self) -> Account:
         """How the run's time was spent so far, over all openings in the log."""
@@ -198,7 +161,6 @@ class _Run:
     def close(self) -> str:
         """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
         if self.problem is None:
-            self._write_early()
             with self._held:
                 tracker = self.tracker()
                 tracker.close()
@@ -207,49 +169,58 @@ class _Run:
 
 
 class RunRecords:
-    """Runs as an actor with concurrent methods; `open` and `write` are done one after another."""
+    """Runs as an actor with concurrent methods, none of which waits for another run."""
 
     def __init__(self, uri: str) -> None:
         """`uri`: of MLflow; an argument, so that no log holds its password."""
         self._uri = uri
         self._runs: dict[Path, _Run] = {}
-        self._lock = threading.RLock()
+        self._locks: dict[Path, threading.RLock] = {}
+        """Held while a run is opened."""
 
-    @ray.method(concurrency_group="in_order")
     def open(self, opening: RunOpening) -> None:
         """Open a run; returns when the start record is on disk.
 
         Raises:
             RuntimeError: as `_Run`.
         """
-        earlier = self._runs.get(opening.log_path)
-        if earlier is not None and earlier.key == opening.key:
-            return
-        if earlier is not None:  # its opener died, unless it has ended
-            earlier.end("KILLED")
-            earlier.close()
-        self._run(opening.log_path, opening)
+        with self._lock_of(opening.log_path):
+            earlier = self._runs.get(opening.log_path)
+            if earlier is not None and earlier.key == opening.key:
+                return
+            if earlier is not None:  # its opener died, unless it has ended
+                earlier.end("KILLED")
+                earlier.close()
+            self._open(opening.log_path, opening)
 
-    @ray.method(concurrency_group="in_order")
-    def write(self, path: Path, method: str, *given: Any) -> Any:
-        """As `ask`, one call after another."""
-        return self.ask(path, method, *given)
+    def write(self, path: Path, kind: str, values: Record, record_id: str, before: str) -> str:
+        """Write a record; says why it could not be written.
+
+        Args:
+            before: result of the sender's last call, for which Ray waits; an error would pass on to
+                all calls after it.
+        """
+        try:
+            self._run(path).record(kind, values, record_id)
+        except Exception as error:
+            return str(error) or repr(error)
+        return ""
 
     def ask(self, path: Path, method: str, *given: Any) -> Any:
         """Call a method of a `_Run`, or of its state.
 
         Raises:
-            RuntimeError: the run was never opened; nothing was written.
+            RuntimeError: the run was never opened.
         """
         return attrgetter(method)(self._run(path))(*given)
 
-    def log_models(self) -> list[str]:
-        """Log the models of all runs; says which MLflow does not have, and why."""
+    def log_models(self, path: Path) -> list[str]:
+        """Log the models of a run and its child runs; says which MLflow does not have, and why."""
         from vit_ray.tracking.tracker import log_models
 
-        paths, models = list(self._runs), list[tuple[Path, Any]]()
-        for path in paths:  # with child runs that ended before the process was restarted
-            run = self._run(path)
+        paths, models = [path], list[tuple[Path, Any]]()
+        for path in paths:
+            run = self._run(path)  # which may have ended before the process was restarted
             run.close()
             models += [(path, model) for model in run.tracker().models()]
             paths += [child for child in run.state.children if child not in paths]
@@ -260,16 +231,21 @@ class RunRecords:
             if problem
         ]
 
-    def _run(self, path: Path, opening: RunOpening | None = None) -> _Run:
-        with self._lock:
-            if opening or path not in self._runs:
-                run = self._runs[path] = _Run(path, self._uri, opening)
-                if run.parent_log:
-                    parent = self._run(Path(run.parent_log))
-                    run.state.parent = parent.state
-                    if path not in parent.state.children:
-                        parent.log.append("child", path=str(path))
-            return self._runs[path]
+    def _lock_of(self, path: Path) -> threading.RLock:
+        return self._locks.setdefault(path, threading.RLock())
+
+    def _run(self, path: Path) -> _Run:
+        with self._lock_of(path):
+            return self._runs.get(path) or self._open(path)
+
+    def _open(self, path: Path, opening: RunOpening | None = None) -> _Run:
+        run = self._runs[path] = _Run(path, self._uri, opening)
+        if run.parent_log:
+            parent = self._run(Path(run.parent_log))
+            run.state.parent = parent.state
+            if path not in parent.state.children:
+                parent.log.append("child", path=str(path))
+        return run
 
 
 @dataclass(frozen=True)
@@ -287,31 +263,24 @@ class Recorder(Records):
     """The line that was typed; its child runs record it, too."""
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
-        new = (uuid.uuid4().hex[:12], itertools.count())
-        sender, numbers = _SENDERS.setdefault(self.log_path, new)
-        given = (self.log_path, "record", kind, values, sender, next(numbers))
-        try:
-            call = self.actor.write.remote(*given)
-        except Exception:  # or what this process records next would be early
-            self.actor.write.remote(*given[:2], "unwritable", {}, *given[-2:])
-            raise
-        until_s = time.monotonic() + wait_s
-        while wait_s and not _answer(call, max(0.0, until_s - time.monotonic())):
-            time.sleep(EARLY_S)  # Ray repeats those before it
-            call = self.actor.write.remote(*given)
+        with _order:
+            before, record_id = _last_calls.get(self.log_path, ""), uuid.uuid4().hex[:12]
+            call = self.actor.write.remote(self.log_path, kind, values, record_id, before)
+            _last_calls[self.log_path] = call
+        if wait_s and (problem := _answer(call, wait_s)):
+            raise RuntimeError(problem)
 
     def _asked(self, limit_s: float, method: str, *given: Any) -> Any:
         return _answer(self.actor.ask.remote(self.log_path, method, *given), limit_s)
 
     def open(self, opening: RunOpening) -> None:
         """Open the run; returns when its start record is on disk."""
-        _SENDERS.pop(self.log_path, None)
+        _last_calls.pop(self.log_path, None)
         _answer(self.actor.open.remote(opening), ANSWER_S)
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         """Keep a file with the run, from a worker that may be on another node."""
-        call = self.actor.write.remote(self.log_path, "content", name, content, folder)
-        _answer(call, wait_s)
+        self._asked(wait_s, "content", name, content, folder)
 
     def work(self, work: Work, wait_s: float = 0.0) -> None:
         """What an attempt has completed so far; replaces what it had before."""
@@ -391,8 +360,7 @@ class Recorder(Records):
 
     def finish(self, status: Status) -> str:
         """End the run; says what MLflow does not have, and why."""
-        with contextlib.suppress(RuntimeError):  # an early end is written by `close`
-            self.append("finish", ARRIVAL_S, status=status)
+        self.append("finish", ARRIVAL_S, status=status)
         return self._asked(ANSWER_S, "close")
 
 
@@ -400,7 +368,7 @@ def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Rec
     """A recorder of a command's first run, in a process on this node, where its log is."""
     node = ray.get_runtime_context().get_node_id()
     actor = (
-        ray.remote(concurrency_groups={"in_order": 1})(RunRecords)  # type: ignore[call-overload]
+        ray.remote(RunRecords)
         .options(
             num_cpus=0,
             max_concurrency=CONCURRENT_CALLS,
@@ -415,7 +383,7 @@ def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Rec
 
 def log_models_at_exit(recorder: Recorder) -> None:
     """Log the models of a command, for whose last line they do not wait; the process waits."""
-    call, name = recorder.actor.log_models.remote(), recorder.run_name
+    call, name = recorder.actor.log_models.remote(recorder.log_path), recorder.run_name
 
     def wait() -> None:
         if not ray.is_initialized():

@@ -1,8 +1,8 @@
 """Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
 
-One thread sends the records in order. It keeps trying while MLflow is away, and sends what is
-missing when it is back, with the original times. Files are sent apart, so that one that cannot be
-stored delays neither the points nor the end. Nothing here uses Ray.
+One thread sends points and tags in order, with the original times, and another one the files, so
+that a store of files that hangs holds up no point. They keep trying while MLflow is away. Nothing
+here uses Ray.
 """
 
 import json
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +23,6 @@ from vit_ray.tracking.metrics_log import (
     RunOpening,
     Sent,
     Status,
-    parent_run_of,
 )
 from vit_ray.tracking.mlflow_api import MlflowException
 from vit_ray.tracking.mlflow_client import page_hint, redact_uri, safe_uri, unusable
@@ -45,14 +44,61 @@ _FINAL: Final = (ForeignFileError, FileNotFoundError)
 _finding: Final = threading.Lock()
 """Held while a run is found or created: a log never gets a second run."""
 
-Model = tuple[str, Record, Record]
-"""A model to log: its MLflow run, the run's start record, and the model's record."""
+Model = tuple[str | None, Record]
+"""A model to log: its MLflow run, and its record."""
 
 logger = logging.getLogger(__name__)
 
 
-class Tracker(threading.Thread):
-    """Records one run through `log`. No method of a started one raises; `flush`, `finish` and
+class Sender(threading.Thread):
+    """Repeats `send` until its end, with growing pauses after failures."""
+
+    def __init__(
+        self, name: str, send: Callable[[], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """`failed`: called with any error of `send`."""
+        super().__init__(name=f"mlflow-{name}", daemon=True)
+        self._send, self._failed = send, failed
+        self.num_tries = 0
+        self._ends = False
+        self._wake = threading.Event()
+        self._tried = threading.Condition()
+
+    def run(self) -> None:
+        pause_s = 0.0
+        while not self._ends:
+            try:
+                self._send()
+                pause_s = 0.0
+            except Exception as error:
+                self._failed(error)
+                pause_s = min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+            with self._tried:
+                self.num_tries += 1
+                self._tried.notify_all()
+            self._wake.wait(pause_s or BATCH_INTERVAL_S)
+            self._wake.clear()
+
+    def wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
+        """Wait until it is done, or that time, without longer pauses between attempts."""
+        self._wake.set()
+        with self._tried:
+            while not is_done():
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                if not self._tried.wait(min(left_s, 0.5)):
+                    self._wake.set()
+        return True
+
+    def end(self, wait_s: float) -> None:
+        self._ends = True
+        self._wake.set()
+        self.join(wait_s)
+
+
+class Tracker:
+    """Records one run through `log`. Once it is started no method raises; `flush`, `finish` and
     `close` wait.
     """
 
@@ -64,7 +110,6 @@ class Tracker(threading.Thread):
             is_replay: send all of the log, also to another store than that of its run, and
                 without the run that it is part of.
         """
-        super().__init__(name="mlflow", daemon=True)
         self.log, self._uri = log, absolute_uri(uri)
         self._is_replay, self._marks = is_replay, True
         self.problem = ""
@@ -75,30 +120,34 @@ class Tracker(threading.Thread):
         """New points that were sent."""
         self._writer: RunWriter | None = None
         self._sent = Sent()
-        self._is_away = False
+        self._lock = threading.Lock()
+        """Of the writer and of what it has sent."""
+        self._is_away, self._ends = False, False
         self._last_error = ""
-        self._blocked: Record | None = None
+        self._file = ""
+        """The file that is sent."""
+        self._blocked = ""
         """A file that could not be stored."""
-        self._ends, self._num_tries = False, 0
-        self._wake = threading.Event()
-        self._progress = threading.Condition()
+        self._points = Sender("points", self.send_points, self._points_failed)
+        self._files = Sender("files", self.send_files, self._file_failed)
 
     @classmethod
-    def begin(
-        cls, opening: RunOpening, log: MetricsLog | None = None, wait_s: float = 10.0
-    ) -> "Tracker":
+    def begin(cls, opening: RunOpening, wait_s: float = 10.0) -> "Tracker":
         """Open the run and start sending; recording continues if the log has this opening.
 
         Args:
-            log: of the opening's path, if this process has one.
             wait_s: longest wait for the run to exist, so that `run_id` is known.
         """
-        log = log or MetricsLog(opening.log_path)
+        log = MetricsLog(opening.log_path)
         log.open(opening)
         tracker = cls(log, opening.config.uri)
         tracker.start()
         tracker.wait_for_try(wait_s)
         return tracker
+
+    def start(self) -> None:
+        self._points.start()
+        self._files.start()
 
     @property
     def run_id(self) -> str | None:
@@ -114,8 +163,8 @@ class Tracker(threading.Thread):
 
     def wait_for_try(self, wait_s: float) -> None:
         """Wait until MLflow has answered, or has failed to."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
+        until_s = time.monotonic() + wait_s
+        self._points.wait_until(lambda: self._points.num_tries > 0, until_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far but models; False if not in time.
@@ -123,17 +172,15 @@ class Tracker(threading.Thread):
         Files that cannot be stored are waited for only during a few more attempts.
         """
         size, until_s = self.log.size, time.monotonic() + timeout_s
-        with self._progress:
-            last_try: float = float("inf")
-            while min(self._sent.offset, self._sent.files) < size:
-                if self._sent.offset >= size:
-                    last_try = min(last_try, self._num_tries + FILE_TRIES_AT_END)
-                left_s = until_s - time.monotonic()
-                if left_s <= 0 or self._num_tries >= last_try:
-                    return False
-                self._wake.set()
-                self._progress.wait(min(left_s, 0.5))
-        return True
+        if not self._points.wait_until(lambda: self._sent.offset >= size, until_s):
+            return False
+        last_try = self._files.num_tries + FILE_TRIES_AT_END
+
+        def is_done() -> bool:
+            return self._sent.files >= size or self._files.num_tries >= last_try
+
+        self._files.wait_until(is_done, until_s)
+        return self._sent.files >= size
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
         self.log.append("finish", status=status)
@@ -149,9 +196,7 @@ class Tracker(threading.Thread):
         if self.run_id is None and not is_making_file:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
-        self._ends = True
-        self._wake.set()
-        self.join(timeout_s if is_sent else 0.0)
+        self.stop(timeout_s if is_sent else 0.0)
         missing = self.missing_files()
         if num := len(self.refused):
             missing = [f"{num} refused record{'s' * (num > 1)}", *missing]
@@ -168,6 +213,12 @@ class Tracker(threading.Thread):
             logger.warning("%s; then run: vit-ray replay %s URI", self.problem, self.log.path)
         return not self.problem
 
+    def stop(self, wait_s: float) -> None:
+        """Send no more."""
+        self._ends = True
+        self._points.end(wait_s)
+        self._files.end(wait_s)
+
     def missing_files(self) -> list[str]:
         """Names of files that MLflow does not have."""
         offset, found = self._sent.files, list[str]()
@@ -178,40 +229,24 @@ class Tracker(threading.Thread):
 
     def models(self) -> list[Model]:
         """The run's models, which are logged after the command's last line."""
-        if (writer := self._writer) is None:
-            return []
-        return [(writer.run_id, writer.opening, one) for one in self.log.records("model")]
+        return [(self.run_id, one) for one in self.log.records("model")]
 
-    def run(self) -> None:
-        """Send until the end, with growing pauses after failures."""
-        pause_s = 0.0
-        while not self._ends:
-            is_done = self._try()
-            pause_s = 0.0 if is_done else min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
-            with self._progress:
-                self._num_tries += 1
-                self._progress.notify_all()
-            self._wake.wait(pause_s or BATCH_INTERVAL_S)
-            self._wake.clear()
+    def _points_failed(self, error: Exception) -> None:
+        """After any error MLflow counts as away."""
+        text = (
+            f"MLflow at {safe_uri(self._uri)} cannot be used: run "
+            f"{self.run_id or self.log.path.stem} continues, its metrics wait in {self.log.path}"
+        )
+        self._note(text, error, is_new=not self._is_away)
+        self._is_away = True
 
-    def _try(self) -> bool:
-        """Send all; after any error MLflow counts as away."""
-        try:
-            self.send()
-        except Exception as error:
-            text = (
-                f"MLflow at {safe_uri(self._uri)} cannot be used: run "
-                f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
-                f"{self.log.path}"
-            )
-            self._note(text, error, is_new=not self._is_away)
-            self._is_away = True
-            return False
-        self._is_away = False
-        return self._sent.files >= self._sent.offset
+    def _file_failed(self, error: Exception) -> None:
+        text = f"run {self.run_id}: {self._file} cannot be stored with it"
+        self._note(text, error, is_new=self._file != self._blocked and not self._is_away)
+        self._blocked = self._file
 
-    def send(self) -> None:
-        """Find or create the run, and send all; files until one that cannot be stored.
+    def send_points(self) -> None:
+        """Find or create the run, and send all points and tags.
 
         Raises:
             Exception: any error of MLflow's, after which all that is left waits.
@@ -221,9 +256,25 @@ class Tracker(threading.Thread):
             if self._ends:  # the next opening's tracker sends it
                 return
             self._send_each(writer, found[0])
-            self._is_away = False
-            self._mark(offset=found[1])
-        self._send_files(writer)
+            self._mark(writer, offset=found[1])
+        self._is_away = False
+
+    def send_files(self) -> None:
+        """Send files until one that cannot be stored; it waits, and those after it.
+
+        Raises:
+            Exception: any error of MLflow's, or of the store of its files.
+        """
+        while (writer := self._writer) and (records := self.log.read(self._sent.files)):
+            events = [one for one, _ in records if one["kind"] == "event"]
+            for record, end in records:
+                # The history is written as a whole.
+                if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
+                    self._file = file_name(record)
+                    self._send_each(writer, [record])
+                if self._ends:  # the next opening's tracker may have sent more
+                    return
+                self._mark(writer, files=end)
 
     def _connect(self) -> RunWriter:
         """The run, found or created; another one than before gets all of the log.
@@ -232,12 +283,11 @@ class Tracker(threading.Thread):
             RuntimeError: MLflow does not have the run of the sweep or study that it is part of.
         """
         *_, start = self.log.records("start")
-        if start["parent_log"] and parent_run_of(start) is None and not self._is_replay:
-            raise RuntimeError("the run that it is part of is not there yet")
         # A tracker that ended before a slow MLflow answered may still be creating the run.
         with _finding:
             sent = self.log.read_sent()
-            writer = RunWriter(self._uri, self.log, sent.run_id or start["run_id"])
+            known = sent.run_id or start["run_id"]
+            writer = RunWriter(self._uri, self.log, known, needs_parent=not self._is_replay)
             if self._is_replay:  # what another store has is noted nowhere
                 self._marks, sent = sent.run_id in (None, writer.run_id), Sent()
             elif sent.run_id not in (None, writer.run_id):
@@ -250,15 +300,19 @@ class Tracker(threading.Thread):
                     writer.run_id,
                 )
                 sent = Sent()
-            self._sent = sent
-            self._mark(run_id=writer.run_id)
-        self._writer = writer
+            with self._lock:
+                self._sent, self._writer = sent, writer
+            self._mark(writer, run_id=writer.run_id)
         return writer
 
-    def _mark(self, **changes: Any) -> None:
-        self._sent = self._sent._replace(**changes)
-        if self._marks:
-            self.log.mark_sent(self._sent)
+    def _mark(self, writer: RunWriter, **changes: Any) -> None:
+        """Note what this writer has sent, unless another one has taken its place."""
+        with self._lock:
+            if writer is not self._writer:
+                return
+            self._sent = self._sent._replace(**changes)
+            if self._marks:
+                self.log.mark_sent(self._sent)
 
     def _send_each(self, writer: RunWriter, records: list[Record]) -> None:
         """Send a batch; if MLflow refuses it, each record by itself: a bad one loses only itself.
@@ -270,7 +324,8 @@ class Tracker(threading.Thread):
             self.num_points += writer.send(records) if records else 0
         except Exception as error:
             if isinstance(error, MlflowException) and writer.is_deleted():
-                self._writer = None  # to be found or created again
+                with self._lock:
+                    self._writer = None  # to be found or created again
                 raise
             is_refused = getattr(error, "error_code", "") in _REJECTIONS
             if not (is_refused or isinstance(error, _FINAL)):
@@ -281,24 +336,6 @@ class Tracker(threading.Thread):
                 what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
                 self._note(f"run {self.run_id}: MLflow refuses {what}", error, not self.refused)
                 self.refused.append(f"{what}: {self._last_error}")
-
-    def _send_files(self, writer: RunWriter) -> None:
-        """Send files until one that cannot be stored; it waits, and those after it."""
-        while (records := self.log.read(self._sent.files)) and not self._ends:
-            events = [one for one, _ in records if one["kind"] == "event"]
-            for record, end in records:
-                # The history is written as a whole.
-                if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
-                    try:
-                        self._send_each(writer, [record])
-                    except Exception as error:
-                        if self._writer is None:
-                            raise
-                        text = f"run {self.run_id}: {file_name(record)} cannot be stored with it"
-                        self._note(text, error, is_new=record != self._blocked)
-                        self._blocked = record
-                        return
-                self._mark(files=end)
 
     def _note(self, text: str, error: Exception, is_new: bool) -> None:
         self._last_error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
@@ -379,10 +416,14 @@ def replay(log_path: Path, uri: str) -> Replayed:
         )
     tracker = Tracker(log, uri, is_replay=True)
     try:
-        tracker.send()
+        tracker.send_points()
     except Exception as error:
         raise unusable(uri, error) from None
+    try:
+        tracker.send_files()
+    except Exception as error:
+        logger.warning("%s", unusable(uri, error))
     models = tracker.models()
     found = zip(models, log_models(absolute_uri(uri), models), strict=True)
-    lost = [f"{file_name(record)}: {problem}" for (_, _, record), problem in found if problem]
+    lost = [f"{file_name(record)}: {problem}" for (_, record), problem in found if problem]
     return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *lost])

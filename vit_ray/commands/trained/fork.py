@@ -45,14 +45,16 @@ from vit_ray.launch.named_run import named_folder
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.measure.best_evaluation import without_best
+from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, FEW_SHOT_GROUP
 from vit_ray.storage import Location, locate
-from vit_ray.tracking.metrics_log import MEASURED
 
 _OF_TENSORS: Final = (
     "optim.name", "optim.frozen", "train.loss", "train.masked_target",
 )  # fmt: skip
 _WITHOUT_TENSORS: Final = ("model.dropout", "model.stochastic_depth")
 """Keys of the model that no tensor depends on."""
+_MEASURED: Final = (EVAL_GROUP, DEV_GROUP, FEW_SHOT_GROUP)
+"""Prefixes of an evaluation's metrics."""
 
 
 def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
@@ -262,7 +264,7 @@ def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
         num_evals=0,
         eval_step=-1,
         samples_digest="",  # of the parent's order
-        metrics={key: value for key, value in plain.items() if not key.startswith(MEASURED)},
+        metrics={key: value for key, value in plain.items() if not key.startswith(_MEASURED)},
     )
     return replace(
         position,

@@ -50,11 +50,6 @@ class Corruption(NamedTuple):
     source: Tensor
 
 
-def num_corrupted(num_patches: int) -> int:
-    """Number of corrupted patches in an image."""
-    return max(1, int(num_patches * CORRUPTED_FRACTION))
-
-
 def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0) -> Corruption:
     """The corruption of each sample, from (seed, step, sample) only.
 
@@ -77,7 +72,8 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0)
         random_words(sample_keys(samples, seed, step, stream), num_patches) & (2**63 - 1)
         for stream in range(3)
     )
-    corrupted = order.topk(num_corrupted(num_patches), dim=1).indices.sort(dim=1).values
+    count = max(1, int(num_patches * CORRUPTED_FRACTION))
+    corrupted = order.topk(count, dim=1).indices.sort(dim=1).values
     is_corrupted = torch.zeros_like(order, dtype=torch.bool).scatter(1, corrupted, True)
     # The upper 53 of 63 bits, exact in float64.
     chance = (kind >> 10).double() / 2.0**53

@@ -37,10 +37,6 @@ class EncoderSize:
                 f"change num_heads to a divisor of {self.width}, or change width"
             )
 
-    @property
-    def head_width(self) -> int:
-        return self.width // self.num_heads
-
 
 @dataclass(frozen=True)
 class VitOptions:
@@ -89,14 +85,9 @@ class VitOptions:
         if not 0.0 < self.norm_eps < 1.0:
             raise ValueError(f"norm_eps={self.norm_eps} must be above 0 and below 1")
 
-    @property
-    def num_class_tokens(self) -> int:
-        """1 if the head sees a class token, else 0."""
-        return int(self.pool == "cls")
-
     def num_tokens(self, grid: Grid) -> int:
         """Tokens of a block: class token, patches."""
-        return grid[0] * grid[1] + self.num_class_tokens
+        return grid[0] * grid[1] + (self.pool == "cls")
 
     def depth_rate(self, index: int, depth: int) -> float:
         """Stochastic depth of a block: from 0 at the first, linearly up to the last."""

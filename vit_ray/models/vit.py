@@ -93,7 +93,7 @@ class VisionTransformer(nn.Module):
         size = self.size
         relative = None
         if self.options.positions == "relative":
-            relative = RelativePositions(self.num_tokens, size.head_width)
+            relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
         # 7 % of the products of a 12-layer encoder, on which no output depends, are left out.
         sees_one = self.options.pool == "cls" and index == size.depth - 1
         rate = self.options.depth_rate(index, size.depth)

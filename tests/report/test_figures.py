@@ -79,6 +79,13 @@ def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells: pd.D
     assert len({*names.values()}) == 2
 
 
+def test_a_key_that_some_runs_do_not_have_is_unset_there(cells: pd.DataFrame) -> None:
+    varied = cells.assign(**{"train.skip_above": cells["label"].map({"ViT-B/16": 4.0})})
+    figure = fig_compute(varied, color="train.skip_above")
+    names = {text.get_text().partition(", ")[2] for text in figure.axes[0].texts}
+    assert names == {"4.0", "unset"}
+
+
 def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells: pd.DataFrame) -> None:
     (axes,) = fig_compute(cells).axes
     legend = axes.get_legend()

@@ -91,9 +91,11 @@ def write_page(
 
 def _html(table: pd.DataFrame) -> Markup:
     """Escaped by pandas; numbers in short, missing values as a dash."""
+    table = table.rename_axis(columns=None)  # pandas would write it as one more column
     if not isinstance(table.index, pd.RangeIndex):
-        table = table.rename_axis([name or "name" for name in table.index.names]).reset_index()
-    texts = any(table[name].astype(str).str.len().max() > 16 for name in table.columns[1:])
+        names = [name or "name" for name in table.index.names]
+        table = table.rename_axis(names).reset_index(allow_duplicates=True)
+    texts = table.iloc[:, 1:].map(lambda value: len(str(value)) > 16).any(axis=None)
     shown = table.astype(object).where(table.notna(), "-")
     shown = shown.map(lambda value: number(value) if isinstance(value, (int, float)) else value)
     return Markup(shown.to_html(border=0, classes=["texts"] if texts else None, index=False))

@@ -92,6 +92,7 @@ def fig_compute(
     """
     figure, (axes,) = new_figure()
     known = runs.dropna(subset=[accuracy, "exaflops"])
+    known = known.assign(**{color: known[color].astype(object).fillna("unset")})
     is_done = known["status"] == "finished"
     values = [*dict.fromkeys(known[color])]
     others = dict(zip(values, itertools.cycle(_FURTHER), strict=False))

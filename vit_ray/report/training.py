@@ -14,8 +14,6 @@ LEAST_CLASSES = 5
 """With fewer classes, accuracy is enough."""
 MOST_CLASSES = 20
 """Largest confusion matrix in classes; for more classes the most frequent errors are listed."""
-MOST_LETTERS = 40
-"""Letters of a class name."""
 
 
 def images_section(files: Files, run: pd.Series) -> Section:
@@ -65,7 +63,7 @@ def confusion(content: bytes) -> dict[str, pd.DataFrame]:
     totals = counts.groupby("class").sum()
     shares = counts.div(totals, level="class").unstack(fill_value=0.0)
     wide = shares.map(lambda share: percent(share) if share else "")
-    wide.insert(0, "images", totals)
+    wide.insert(0, "images", totals, allow_duplicates=True)  # a class may have this name
     return {"Confusion matrix: % of each true class (rows)": wide}
 
 

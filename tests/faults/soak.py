@@ -32,9 +32,6 @@ from tests.hosts import Network
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
-from vit_ray.measure.goodput import account
-from vit_ray.tracking.metrics_log import MetricsLog
-from vit_ray.tracking.run_state import TIMELINE, marks_of
 
 STEPS_PER_FAULT: Final = 60
 EVERY: Final = 10
@@ -74,12 +71,6 @@ class Soak(HostCluster):
         self.driver: subprocess.Popen[bytes] | None = None
         self.struck_s = 0.0
         """Unix time of the fault, where it sets that itself."""
-
-    def spent(self) -> dict[str, float]:
-        """Where the run's time went until what was known of it last, by the files of its record."""
-        found = sorted((self.folder / "home").rglob(f"{self.recipe.name}/metrics.jsonl"))
-        marks = [mark for path in found for mark in marks_of(MetricsLog(path).records(*TIMELINE))]
-        return dict(account(marks).seconds)
 
     def wait_for_checkpoint(self) -> bool:
         """Until there is a new one; drivers are started as needed. False if the run is complete."""
@@ -300,10 +291,10 @@ def run_soak(
             # Of the first ones each kind once, in an order of the seed's.
             order = random.Random(f"{seed} {number // len(kinds)}").sample(kinds, len(kinds))
             fault, step = order[number % len(kinds)], soak.newest_step()
-            spent, soak.struck_s = soak.spent(), time.time()
+            soak.struck_s = time.time()
             fault(soak)
             entry = {
-                "number": number, "fault": fault.__name__, "step": step, "spent": spent,
+                "number": number, "fault": fault.__name__, "step": step,
                 "struck_s": soak.struck_s, "time_s": time.time(),
             }  # fmt: skip
             with log.open("a") as file:
@@ -311,7 +302,6 @@ def run_soak(
             print(entry, flush=True)
         while soak.wait_for_checkpoint():
             pass
-        (folder / "spent.json").write_text(json.dumps(soak.spent()))
     kinds = Counter(json.loads(line)["fault"] for line in log.read_text().splitlines())
     is_equal = same_weights(weights_of(soak.on_disk), weights_of(quiet))
     print(f"{sum(kinds.values())} faults, {dict(kinds)}: weights equal: {is_equal}")

@@ -43,7 +43,6 @@ from vit_ray.experiments.sweep_trials import trial_recipe
 from vit_ray.launch.run import train
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
-from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 from vit_ray.tracking.tracker import replay
 
 
@@ -66,7 +65,6 @@ def test_a_killed_worker_loses_nothing(
     assert code == 0, output
     assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
     assert is_lost_until_noticed(recipe, killed_s)
-    assert seconds_of(recipe)["restoring"] > 0
     assert "goodput " in output
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
@@ -99,15 +97,10 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     driver = start(recipe, ray_cluster, folder)
     driver.process.kill()
     driver.wait()
-    killed_s = time.time()
     code, output = Driver(ray_cluster, "pretrain", str(write_recipe(recipe, folder))).wait()
     assert code == 0, output
     assert EventKind.RESUMED in kinds_of(recipe)
-    seconds = seconds_of(recipe)
-    starts = [
-        one["began_s"] for one in MetricsLog(metrics_log_path(recipe.run_folder)).records("start")
-    ]
-    assert seconds["stopped"] == pytest.approx(starts[-1] - killed_s, abs=2)
+    assert seconds_of(recipe)["lost"] == 0  # what a driver that died had done is not known
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
 

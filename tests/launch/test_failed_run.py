@@ -11,7 +11,6 @@ from vit_ray.launch import run
 from vit_ray.launch.prepared_run import PreparedRun
 from vit_ray.launch.run import run_prepared
 from vit_ray.launch.workers import RunFailedError
-from vit_ray.measure.goodput import DriverBegan, Work, account
 
 
 class OpenRun:
@@ -20,21 +19,16 @@ class OpenRun:
     def __init__(self) -> None:
         self.recorded: list[tuple[int, dict[str, float]]] = []
         status = SimpleNamespace(step=7, metrics={"cost/core_days": 0.5})
-        worked = Work("a", 0.0, 86_400.0, {"training": 86_400.0}, world_size=2)
         self.record = SimpleNamespace(
             metrics=lambda *call, again: self.recorded.append(call[:2]),
             status=lambda: status,
-            account=lambda: account([DriverBegan(0.0), worked]),
             request_stop=None,
         )
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_cost", "has_gpus"),
-    [("pretrain", True, False), ("pretrain", True, True), ("evaluate", False, True)],
-)
+@pytest.mark.parametrize(("kind", "has_cost"), [("pretrain", True), ("evaluate", False)])
 def test_a_training_that_fails_has_the_compute_of_its_steps(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, has_cost: bool, has_gpus: bool
+    monkeypatch: pytest.MonkeyPatch, kind: Any, has_cost: bool
 ) -> None:
     opened = OpenRun()
 
@@ -46,7 +40,7 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
         raise RunFailedError("worker 1 died")
 
     for name, stand_in in {
-        "connect": lambda recipe: None, "check_cluster": lambda *_: has_gpus,
+        "connect": lambda recipe: None, "check_cluster": lambda *_: False,
         "open_record": open_record, "_job": lambda *_: None, "run_workers": fail,
         "shown_progress": lambda *_, **__: nullcontext(),
         "stopping_on_signals": lambda *_: nullcontext(),
@@ -63,5 +57,3 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
     for _, cost in opened.recorded:
         assert cost["study/images_seen"] == 7 * 128
         assert cost["study/exaflops"] > 0
-        assert (cost["cost/core_days"], cost["run/goodput"]) == (2.0, 1.0)
-        assert cost.get("cost/gpu_hours") == (2 * 24.0 if has_gpus else None)

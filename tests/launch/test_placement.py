@@ -84,7 +84,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def test_a_place_that_is_there_is_given_up_for_the_workers(cluster: Cluster) -> None:
     run = FakeRun()
     place = finder(cluster, run, num_workers=4).found()
-    assert (place.size, place.labels, place.waited) == (4, {}, (1e9, 1e9 + placement.LOOK_S))
+    assert (place.size, place.labels, place.waited_s) == (4, {}, placement.LOOK_S)
     assert (cluster.asked, cluster.num_open, run.events) == ([(4, None)], 0, [])
 
 

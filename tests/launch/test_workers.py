@@ -363,7 +363,6 @@ def test_a_pass_that_did_not_fit_limits_the_next_group(
         raise error
 
     monkeypatch.setattr(groups, "_trainer", lambda place: SimpleNamespace(fit=fit))
-    monkeypatch.setattr(groups._job.record, "place_wait", lambda *times: None)
     assert groups.run(Place(1, {})).error is error
     assert groups._job.micro_batch_limit == 4
 

@@ -17,7 +17,6 @@ from mlflow import MlflowClient
 
 from tests.tracking.recorders import Here, recorded_here
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.measure.goodput import TimeClass, Work
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking import metrics_log, recorder
 from vit_ray.tracking.metrics_log import RunOpening
@@ -380,56 +379,6 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     metrics_log.MetricsLog(record.log_path).append("finish", status="FINISHED")
     assert not record.finish("FINISHED")
     assert samples.call_count == 1
-
-
-def test_where_the_time_went_outlives_the_actor_and_its_drivers(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = time.time()
-    start_s = now_s - 1000
-    clock = SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic)
-    monkeypatch.setattr(recorder, "time", clock)
-    opening = replace(opening_of(tmp_path), began_s=start_s)
-    record = recorded_here(opening, here)
-
-    def work(attempt: str, begin_s: float, steps: tuple[int, int], training_s: float) -> None:
-        until_s, (first, last) = begin_s + training_s, steps
-        spent = {TimeClass.TRAINING: training_s}
-        record.work(Work(attempt, begin_s, until_s, spent, 2, first, last, last - first))
-
-    def spent() -> dict[str, float]:
-        account = record.account().seconds
-        return {key: round(value) for key, value in account.items() if round(value)}
-
-    record.place_wait(start_s + 10, start_s + 15)
-    work("a", start_s + 20, (0, 20), 20.0)
-    assert spent() == {"starting": 15, "place_wait": 5, "training": 20, "ending": 960}
-    here.die()
-    work("a", start_s + 20, (0, 100), 100.0)
-    work("a", start_s + 20, (0, 101), 101.0)
-    work("b", start_s + 131, (81, 121), 40.0)
-    assert spent()["training"] == 121
-    assert record.account().core_days == pytest.approx(2 * 141 / 86_400)
-    here.die()  # with the driver: nothing is the end of it
-    again = replace(opening_of(tmp_path), began_s=start_s + 500)
-    record = recorded_here(again, here)
-    work("c", start_s + 520, (121, 131), 10.0)
-    assert spent() == {
-        "starting": 15 + 10 + 20, "place_wait": 5, "training": 131, "repeated": 20,
-        "stopped": 329, "ending": 470,
-    }  # fmt: skip
-    record.finish("FINISHED")
-
-
-def test_the_goodput_so_far_is_recorded_from_time_to_time(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "ACCOUNT_EVERY_S", 0.0)
-    record = recorded_here(replace(opening_of(tmp_path), began_s=time.time() - 100), here)
-    begin_s = time.time() - 50
-    record.work(Work("a", begin_s, begin_s + 25, {"training": 25.0}))
-    assert record.status().metrics["run/goodput"] == pytest.approx(0.25, abs=0.01)
-    record.finish("FINISHED")
 
 
 def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(

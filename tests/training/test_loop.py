@@ -290,12 +290,6 @@ def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed() -
     assert hooks.logged[-1][1]["cost/core_days"] == pytest.approx(days)
 
 
-def test_a_run_that_earlier_code_began_has_its_first_seconds_in_core_days() -> None:
-    progress = Progress(step=9, train_seconds=86_400.0)
-    run(FakeEngine(), FakeHooks(), short_recipe(), progress)
-    assert progress.metrics["cost/core_days"] == pytest.approx(1.0, abs=1e-3)
-
-
 def test_it_stops_early_when_validation_gets_no_better() -> None:
     hooks = FakeHooks(losses=[3.0, 2.0, 2.5, 2.4, 1.0])
     chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})

@@ -16,7 +16,6 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config import Recipe
-from vit_ray.measure.goodput import Work
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.run_state import Orders
@@ -65,7 +64,7 @@ class FakeRun:
     def failure(self) -> Failure | None:
         return self.failed
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: dict[str, float], again: bool = False) -> None:
         self.logged.append((step, values))
 
     def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
@@ -73,12 +72,6 @@ class FakeRun:
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         self.files[name] = content
-
-    def work(self, work: Work, wait_s: float = 0.0) -> None:
-        self.worked = work
-
-    def place_wait(self, begin_s: float, end_s: float) -> None:
-        raise AssertionError("a worker has a place")
 
     def fail(self, failure: Failure | None) -> None:
         self.failed = failure

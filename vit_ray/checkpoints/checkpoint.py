@@ -62,9 +62,13 @@ class Progress:
     evaluation_due: bool = False
     """The last step is done, and the evaluation after it is not."""
     train_seconds: float = 0.0
-    """Time spent training, all attempts together."""
+    """Time spent in steps, all attempts together."""
     worker_seconds: float = 0.0
     """The same, of each worker, all workers together."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the run by phase (`measure/phases.py`)."""
+    until_s: float = 0.0
+    """Unix time until which `seconds` count."""
     nonfinite_steps: int = 0
     """Steps in a row that were refused because they were not finite."""
     skipped_steps: int = 0

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vit_ray.config.secrets import redact
 from vit_ray.launch.run import RunResult
-from vit_ray.measure.goodput import describe_goodput
+from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,
     EVAL_LAST_TOP1,
@@ -82,7 +82,7 @@ def print_result(result: RunResult) -> int:
         print(title)
     note = " (it was complete before)" if result.already_complete else ""
     print(f"checkpoint: {result.checkpoint or 'none'}{note}")
-    if goodput := describe_goodput(result.metrics):
+    if goodput := describe_phases(result.metrics):
         print(goodput)
     print_link(result.hint, result.run_id)
     return 0 if result.is_complete else 3

@@ -80,8 +80,8 @@ class Place:
     size: int
     labels: Mapping[str, str]
     """Selects its nodes."""
-    waited: tuple[float, float] = (0.0, 0.0)
-    """Unix times between which it was waited for."""
+    waited_s: float = 0.0
+    """How long it was waited for."""
 
 
 class PlaceFinder:
@@ -118,7 +118,7 @@ class PlaceFinder:
             if now_s - began_s > 60 * limit_minutes:
                 raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")
             self._job.record.event(EventKind.NO_PLACE, text, 0)
-        return replace(place, waited=(began_s, self._clock()))
+        return replace(place, waited_s=self._clock() - began_s)
 
     def _looked_for(self, until_s: float, patient_s: float) -> Place | None:
         """A place that is found until then.

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from vit_ray.checkpoints.checkpoint import Checkpoint
@@ -53,8 +53,6 @@ class PreparedRun:
     """Of an evaluation: the correct answers for its images."""
     outputs: int | None = None
     """Outputs of the model; None if it has one for each class of the data set."""
-    began_s: float = field(default_factory=time.time)
-    """Unix time at which its driver started to work on it."""
     training_id: str | None = None
     """A training that starts at step 0: an earlier record is not continued."""
 
@@ -100,7 +98,6 @@ def prepared_training(
     Raises:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
     """
-    began_s = time.time()
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
@@ -111,7 +108,7 @@ def prepared_training(
     run_folder.refuse_file_in_its_place("output")
     if not run_folder.is_local:
         check_rights(run_folder)
-    prepared = PreparedRun(kind, resolved, began_s=began_s)
+    prepared = PreparedRun(kind, resolved)
     is_new = not run_folder.exists()
     if is_new:  # a recipe that is refused leaves no folder, which the lock would make
         if recipe.resume is True:

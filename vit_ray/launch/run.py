@@ -31,7 +31,7 @@ from vit_ray.launch.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import COST_CORE_DAYS, DEV_TOP1, EVAL_TOP1, few_shot_top1
+from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1, few_shot_top1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
@@ -210,7 +210,6 @@ def run_prepared(
         parent,
         run_id=position.tracking_run_id if position else None,
         tags={**(tags or {}), **origin},
-        began_s=prepared.began_s,
         training_id=prepared.training_id,
         measured_on="dev" if is_on_dev_split else "eval",
         awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
@@ -234,11 +233,11 @@ def run_prepared(
             except Exception:
                 if prepared.trains:  # what it has computed so far
                     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                        _record_cost(prepared, run, run.record.status().step, use_gpu=use_gpu)
+                        _record_cost(prepared, run, run.record.status().step)
                 raise
         result = replace(_result(job, run), num_eval_images=_num_eval_images(resolved))
         if prepared.trains:
-            cost = _record_cost(prepared, run, result.steps, use_gpu=use_gpu)
+            cost = _record_cost(prepared, run, result.steps)
             result = replace(result, metrics={**result.metrics, **cost})
         run.is_complete = result.is_complete
         is_told = parent is not None and parent.record.stop_reason()  # it will be continued
@@ -358,15 +357,9 @@ def _result_of(
     )
 
 
-def _record_cost(
-    prepared: PreparedRun, run: OpenRun, step: int, *, use_gpu: bool
-) -> dict[str, float]:
-    """Record the cost of a training up to a step, and how its time was spent; return both."""
-    cost, spent = training_cost(prepared.resolved, step), run.record.account()
-    # A checkpoint includes the days of drivers whose log is elsewhere, but not of steps done twice.
-    known_days = run.record.status().metrics.get(COST_CORE_DAYS, 0.0)
-    paid = spent.metrics(use_gpu=use_gpu)
-    cost |= {**paid, COST_CORE_DAYS: max(known_days, spent.core_days)}
+def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
+    """Record the cost of a training up to a step, and return it."""
+    cost = training_cost(prepared.resolved, step)
     # Before the end, which comes next; the cost of an earlier record is replaced.
     run.record.metrics(step, cost, ARRIVAL_S, again=True)
     return cost

@@ -247,13 +247,13 @@ class WorkerGroups:
     def run(self, place: Place) -> Ended:
         """Train with a new group until it ends."""
         self._number += 1
+        self._job = replace(self._job, place_wait_s=place.waited_s)
         watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
         fit = _Fit(lambda: self._trainer(place).fit())
         try:
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # it trains without
                 if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
                     _say_that_the_record_waits(self._job.recipe)
-            self._job.record.place_wait(*place.waited)
             while not (fit.returns_within(LOOK_S) or watch.is_over()):
                 pass
         finally:

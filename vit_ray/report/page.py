@@ -12,13 +12,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from vit_ray.config.secrets import redact
-from vit_ray.measure.goodput import TimeClass, describe_goodput
+from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
     DEV_TOP1,
     EVAL_TOP1,
-    RUN_GOODPUT,
     RUN_GROUP,
-    RUN_WALL_S,
     STUDY_FORWARD_GMACS,
     TRAIN_LOSS,
     TRANSFER_MEAN_TOP1,
@@ -104,12 +102,7 @@ def _sections(runs: pd.DataFrame, everything: pd.DataFrame, files: Files) -> lis
     is_study = (runs["kind"] == "study_cell").any()
     cells, shown = tables.cells_of(runs), _shown_run(runs)
     cells = tables.comparable(cells) if is_study else cells
-    timed = runs.filter(like=RUN_GROUP).sum().to_dict()
-    trained_s, wall_s = (
-        timed.get(f"{RUN_GROUP}{TimeClass.TRAINING}_s", 0.0),
-        timed.get(RUN_WALL_S) or 1.0,
-    )
-    spent = describe_goodput(timed | {RUN_GOODPUT: trained_s / wall_s})
+    spent = describe_phases(runs.filter(like=RUN_GROUP).sum().to_dict())
     listed = {"Trainings, the most accurate first": tables.trainings_table(runs)}
     last, happened = list[Section](), dict[str, pd.DataFrame]()
     if len(runs) == 1:

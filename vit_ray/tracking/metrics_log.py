@@ -67,8 +67,6 @@ class RunOpening:
     """Group for what workers call `eval/...`: `dev` if it is a split for selection."""
     awaited_metric: str | None = None
     """Listed first among the run's metrics: MLflow's compare view draws the first one."""
-    began_s: float | None = None
-    """Unix time at which the driver started to work on it."""
     training_id: str | None = None
     """For a training that starts at step 0: the log of an earlier one is set aside."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
@@ -171,7 +169,6 @@ class MetricsLog(Records):
             user_tags=opening.config.tags,
             system_metrics=opening.config.system_metrics,
             opening=opening.key,
-            began_s=opening.began_s,
             training_id=training_id,
         )
 

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import logging
 import threading
-import time
 import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.addresses import absolute_uri
-from vit_ray.measure.goodput import Account, Work, account
 from vit_ray.outcomes import Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import (
     ARRIVAL_S,
@@ -34,7 +32,7 @@ from vit_ray.tracking.metrics_log import (
     Status,
     lock_log,
 )
-from vit_ray.tracking.run_state import TIMELINE, Orders, RunState, RunStatus, marks_of
+from vit_ray.tracking.run_state import Orders, RunState, RunStatus
 
 if TYPE_CHECKING:
     from vit_ray.tracking.tracker import Tracker
@@ -48,8 +46,6 @@ FIRST_ANSWER_S: Final = 10.0
 """Longest wait for MLflow to give a run its id."""
 MODELS_S: Final = 300.0
 """Longest wait for a command's models after its last line."""
-ACCOUNT_EVERY_S: Final = 600.0
-"""Seconds between records of a working run's goodput."""
 MOST_REPEATED: Final = 4096
 """Records that Ray may repeat after the death of the actor's process: one of each sender."""
 
@@ -76,7 +72,6 @@ class _Run:
         """Ids of the last records."""
         self.problem: str | None = None
         """Set at its end: what MLflow does not have, and why."""
-        self._accounted_s = time.monotonic()
         self.log = MetricsLog(path, self._note)
         self._held = lock_log(path)
         """The lock of the log and the samplers, until the end."""
@@ -126,17 +121,10 @@ class _Run:
             if self.state.has_finished or record_id in self._known:
                 return
             self.log.append(kind, id=record_id, **values)
-        if kind == "work" and time.monotonic() - self._accounted_s > ACCOUNT_EVERY_S:
-            self._accounted_s = time.monotonic()
-            self.log.metrics(self.state.status().step, self.account().metrics())
 
     def end(self, status: Status) -> None:
         """Note the end, unless the run has ended."""
         self.record("finish", {"status": status}, uuid.uuid4().hex)
-
-    def account(self) -> Account:
-        """How the run's time was spent so far, over all openings in the log."""
-        return account([*marks_of(self.log.records(*TIMELINE))], time.time())
 
     def content(self, name: str, content: bytes, folder: str) -> None:
         """Keep a file with the run."""
@@ -282,14 +270,6 @@ class Recorder(Records):
         """Keep a file with the run, from a worker that may be on another node."""
         self._asked(wait_s, "content", name, content, folder)
 
-    def work(self, work: Work, wait_s: float = 0.0) -> None:
-        """What an attempt has completed so far; replaces what it had before."""
-        self.append("work", wait_s, **vars(work))
-
-    def place_wait(self, begin_s: float, end_s: float) -> None:
-        """The worker group has waited for its place; Unix times."""
-        self.append("place wait", begin_s=begin_s, end_s=end_s)
-
     def request_stop(self, reason: str) -> None:
         """Ask all workers, also of child runs, to checkpoint and end."""
         self.append("stop", reason=reason)
@@ -349,10 +329,6 @@ class Recorder(Records):
     def hint(self) -> str:
         """The command or link that opens MLflow's page; empty while MLflow has no run."""
         return self.status(mlflow_s=FIRST_ANSWER_S).hint
-
-    def account(self) -> Account:
-        """How the run's time was spent so far."""
-        return self._asked(ANSWER_S, "account")
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False if it does not in time."""

@@ -3,12 +3,10 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from vit_ray.measure.goodput import DriverBegan, DriverEnded, Failed, Mark, WaitedForPlace, Work
 from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import Record
@@ -17,12 +15,9 @@ SILENT_BEATS: Final = 5
 """Missed heartbeats after which a worker is called silent."""
 ONE_HANG_S: Final = 120.0
 """Reports within this time belong to the same hang."""
-TIMELINE: Final = ("start", "place wait", "work", "event", "finish")
-"""Kinds of records from which a run's time is computed."""
 _MOST_NAMED: Final = 4
 _BEATS_AT_A_TIME: Final = 128
 """In a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
-_OF_WORK: Final = tuple(one.name for one in dataclasses.fields(Work))
 
 
 def beats_between(world_size: int) -> int:
@@ -221,19 +216,3 @@ class RunState:
         """A child run (a trial of a sweep) is at `step`; the display shows the children's sum."""
         self._child_steps[name] = step
         self._now.step = sum(self._child_steps.values())
-
-
-def marks_of(records: Iterable[Record]) -> Iterator[Mark]:
-    """The marks in time that these records of a log are."""
-    for record in records:
-        match record["kind"]:
-            case "start":
-                yield DriverBegan(record["began_s"] or record["time_ms"] / 1000)
-            case "place wait":
-                yield WaitedForPlace(record["begin_s"], record["end_s"])
-            case "work":
-                yield Work(**{key: record[key] for key in _OF_WORK})
-            case "event" if record["event"] == EventKind.WORKER_FAILED:
-                yield Failed(record["time_ms"] / 1000)
-            case "finish":
-                yield DriverEnded(record["time_ms"] / 1000)

@@ -266,8 +266,6 @@ class TrainingLoop:
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
         self._digest_of_all = of_floats(sums[-len(digest) :])
         step_s = self.clock() - start_s
-        if not progress.worker_seconds:  # a checkpoint that has only seconds left
-            progress.worker_seconds = progress.train_seconds * context.world_size
         progress.step += 1
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size

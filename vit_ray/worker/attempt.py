@@ -11,12 +11,14 @@ from typing import Any
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.evaluation.examples import NUM_TRAINING, training_files
-from vit_ray.measure.goodput import TimeClass
+from vit_ray.measure.phases import Phase, phase_metrics
 from vit_ray.measure.profile import profiled
 from vit_ray.metric_names import (
     CHECKPOINT_STALL_S,
+    COST_GPU_HOURS,
     PERF_COMPILED,
     RESULT_STEP,
+    RUN_WALL_S,
     STARTUP_COMPILE_S,
     STARTUP_FIRST_STEP_S,
 )
@@ -147,9 +149,7 @@ class Attempt:
             self.engine, batches, self.job.recipe, self.context, self, progress, compute
         ).run()
         self.watchdog.pause()  # the steps are over, and waiting has its own limits
-        with clock.within(TimeClass.CHECKPOINT):
-            self.saver.wait_until_written()
-        clock.enter(TimeClass.ENDING)
+        self.saver.wait_until_written()
         if ending is not Ending.FINISHED:
             self.context.all_sum([0.0])  # all ranks have written
             step = progress.step
@@ -204,7 +204,7 @@ class Attempt:
             UnrecoverableError: checkpoints can no longer be written.
         """
         self.watchdog.note_step(step)
-        self.link.clock.note_step(step)
+        self.link.clock.note_step()
         self.saver.check()
         self._note_start(step)
 
@@ -231,7 +231,7 @@ class Attempt:
     def evaluate(self, step: int) -> dict[str, float]:
         wants_save = partial(self.save_is_wanted, step)
         try:
-            with self.link.clock.within(TimeClass.EVALUATION):
+            with self.link.clock.within(Phase.EVALUATION):
                 figures = self.evaluator.evaluate(step, self.link.is_ending, wants_save)
         except EvaluationCutError as cut:
             reason = "a stop" if cut.is_stopping else "a checkpoint at once"
@@ -245,20 +245,35 @@ class Attempt:
         return figures
 
     def save(self, progress: Progress) -> None:
-        """Start writing a checkpoint, and log how long training stood still."""
-        with self.link.clock.within(TimeClass.CHECKPOINT):
+        """Start writing a checkpoint, and log how long training stood still and where time went."""
+        metrics = self._note_time(progress)
+        with self.link.clock.within(Phase.CHECKPOINT):
             stall_s = self.saver.save(progress, self._leaves_at_s)
         self._leaves_at_s = None
         progress.metrics[CHECKPOINT_STALL_S] = stall_s
-        self.link.log(progress.step, {CHECKPOINT_STALL_S: stall_s})
+        self.link.log(progress.step, {**metrics, CHECKPOINT_STALL_S: stall_s})
+
+    def _note_time(self, progress: Progress) -> dict[str, float]:
+        """Where the time of the run went so far, also in its progress."""
+        progress.seconds, progress.until_s = self.link.clock.spent()
+        metrics = phase_metrics(progress.seconds)
+        if self.engine.device.type == "cuda" and progress.train_seconds:
+            held_s = metrics[RUN_WALL_S] - progress.seconds[Phase.PLACE]
+            mean_workers = progress.worker_seconds / progress.train_seconds
+            metrics[COST_GPU_HOURS] = held_s * mean_workers / 3600
+        progress.metrics |= metrics
+        return metrics
 
     def add_evaluation(self, progress: Progress) -> bool:
         """Add an evaluation to the checkpoint of its step, when all ranks have written that."""
         self.watchdog.pause()
-        with self.link.clock.within(TimeClass.CHECKPOINT):
+        with self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
         self.watchdog.resume()
         self.context.all_sum([0.0])
+        metrics = self._note_time(progress)
+        if self.context.rank == 0:  # instead of those of the checkpoint before the evaluation
+            self.link.record.metrics(progress.step, metrics, again=True)
         is_added = self.context.rank == 0 and self.saver.note_evaluation(progress)
         return self.context.all_sum([float(is_added)])[0] > 0
 

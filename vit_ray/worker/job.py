@@ -56,6 +56,9 @@ class TrainJob:
     micro_batch_limit: int | None = None
     """Most images per pass, after more did not fit into memory in an earlier attempt."""
 
+    place_wait_s: float = 0.0
+    """How long this worker group waited for its place."""
+
     def evaluation_batch(self, stream: str, world_size: int) -> int:
         """Images of a rank in one pass: no more than it has, since the rest would be padding."""
         share = -(-self.num_evaluated[stream] // world_size)

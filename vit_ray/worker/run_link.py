@@ -10,7 +10,7 @@ from typing import Final
 
 import ray
 
-from vit_ray.measure.goodput import WorkClock
+from vit_ray.measure.phases import PhaseClock
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.run_state import beats_between
@@ -19,8 +19,6 @@ HANG_REPORT_S: Final = 10.0
 RUN_ID_S: Final = 20.0
 DELIVERY_S: Final = 120.0
 """Limit for what must arrive: a worker that gets no answer ends, and its group restarts."""
-WORK_GROWTH: Final = 1.02
-"""What an attempt has completed is sent when it has grown by so much."""
 SHOW_S: Final = 10.0
 """Limit for a file that training does not depend on."""
 
@@ -38,10 +36,8 @@ class RunLink:
         """`introduction`: host, node, detail and group, as in `WorkerPlace`."""
         self.record, self.rank = record, rank
         self._world_size, self._num_beats = world_size, rank
-        self.clock = WorkClock(world_size)
+        self.clock = PhaseClock()
         """The clock of this attempt."""
-        self._sent_s = 0.0
-        """Duration of the work that was sent."""
         self._introduction = introduction
         """Sent until it has arrived: a heartbeat is small."""
         self.log = record.metrics if rank == 0 else lambda step, values: None
@@ -66,17 +62,6 @@ class RunLink:
             self._saves_requested = orders.saves
             if self._saves_seen is None:
                 self._saves_seen = orders.saves
-        if self.rank == 0:
-            self.send_work()
-
-    def send_work(self, wait_s: float = 0.0) -> None:
-        """Send what this attempt has completed, if that has grown."""
-        work = self.clock.work
-        spent_s = work.until_s - work.begin_s
-        if wait_s or spent_s > WORK_GROWTH * self._sent_s:
-            self._sent_s = spent_s
-            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                self.record.work(work, wait_s)
 
     @property
     def is_resizing(self) -> bool:

@@ -19,7 +19,6 @@ from torch import nn
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
-from vit_ray.measure.goodput import TimeClass
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import Location, locate
@@ -32,7 +31,7 @@ from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import GroupStart, Streams, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
 from vit_ray.worker.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
-from vit_ray.worker.run_link import DELIVERY_S, RunLink
+from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import (
     CheckpointSaver,
     check_folder_is_shared,
@@ -61,8 +60,6 @@ def work(start: GroupStart) -> None:
     link = RunLink(job.record, rank, world_size, *own_place())
     set_up = set_up_attempt if job.kind == "train" else set_up_evaluation
     run_attempt(link, partial(set_up, job, link, streams, device))
-    if rank == 0:
-        link.send_work(DELIVERY_S)
 
 
 def quiet_libraries() -> None:
@@ -118,8 +115,7 @@ def set_up_attempt(
         unless_set_up.callback(watchdog.stop)
         check_folder_is_shared(job, platform.node())
         watchdog.pause()  # the selection has its own limit
-        with link.clock.within(TimeClass.RESTORING):
-            point = _agreed_point(job, link, run_folder, rank)
+        point = _agreed_point(job, link, run_folder, rank)
         watchdog.resume()
         if point.is_over:
             return None
@@ -143,8 +139,7 @@ def set_up_attempt(
         progress = Progress()
         if checkpoint is not None:
             try:
-                with link.clock.within(TimeClass.RESTORING):
-                    engine.restore(checkpoint)
+                engine.restore(checkpoint)
             except DamagedCheckpointError:
                 raise  # the next attempt selects an older one
             except ValueError as error:
@@ -153,6 +148,7 @@ def set_up_attempt(
             progress = position.resumed(recipe.recorded(), job.data_fingerprint)
             text = f"from step {position.step} ({position.samples_seen} samples seen)"
             link.note(EventKind.RESUMED, text, position.step)
+        link.clock.resume(progress.seconds, progress.until_s, job.ray_ready_s, job.place_wait_s)
         writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
         saver = CheckpointSaver(job, engine.state, writer, link, watchdog)
         describe = partial(describe_batch, engine, micro_batch_size=micro)

@@ -259,6 +259,8 @@ def _of_fork(position: Position, resolved: ResolvedRun, step: int) -> Position:
         nonfinite_steps=0,
         train_seconds=0.0,
         worker_seconds=0.0,
+        seconds={},
+        until_s=0.0,
         best_eval_loss=None,
         evals_without_best=0,
         num_evals=0,

@@ -1,0 +1,115 @@
+"""Where the time of a run goes: seconds by phase, which `Progress` holds and so each checkpoint.
+
+A resumed run continues the seconds of its checkpoint. What an attempt did after its last checkpoint
+is then `lost`, with the time until the next attempt: steps that are done twice count once. Time
+without a driver does not count, and nor does what a driver that died did after its last checkpoint.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TypeVar
+
+from vit_ray.metric_names import RUN_GOODPUT, RUN_GROUP, RUN_WALL_S
+
+Item = TypeVar("Item")
+
+
+class Phase(StrEnum):
+    """What a second of a run was spent on."""
+
+    TRAINING = "training"
+    DATA = "data_wait"
+    STARTING = "starting"
+    """Processes, imports, data sets, the engine, a restore, and the first step, which compiles."""
+    PLACE = "place_wait"
+    """The worker group had no place; no workers were held."""
+    CHECKPOINT = "checkpoint"
+    """Training stood still for a checkpoint; writing it at the same time costs nothing."""
+    EVALUATION = "evaluation"
+    LOST = "lost"
+
+
+class PhaseClock:
+    """The clock of one attempt on one worker: every moment is of one phase."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._began_s = clock, clock()
+        self._phase, self._until_s = Phase.STARTING, self._began_s
+        self._seconds = dict.fromkeys(Phase, 0.0)
+
+    def resume(
+        self, seconds: Mapping[str, float], until_s: float, driver_s: float, place_wait_s: float
+    ) -> None:
+        """Add the seconds before this attempt.
+
+        Args:
+            seconds: those of its checkpoint; empty without one.
+            until_s: Unix time of that checkpoint; 0 without one.
+            driver_s: Unix time at which the driver was ready.
+            place_wait_s: how long this attempt's group waited for its place.
+        """
+        for phase in Phase:
+            self._seconds[phase] += seconds.get(phase, 0.0)
+        gap_s = max(0.0, self._began_s - max(until_s, driver_s))
+        waited_s = min(gap_s, place_wait_s)
+        self._seconds[Phase.PLACE] += waited_s
+        self._seconds[Phase.LOST if until_s > driver_s else Phase.STARTING] += gap_s - waited_s
+
+    def note_step(self) -> None:
+        """A step is done; the first one is a part of the start."""
+        if self._phase is Phase.STARTING:
+            self._enter(Phase.TRAINING)
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """The block is of this phase."""
+        before = self._enter(phase)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def waits_for(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """The same batches; the wait for each counts, except for the first step's."""
+        source = iter(batches)
+        while True:
+            starts = self._phase is Phase.STARTING
+            with self.within(Phase.STARTING if starts else Phase.DATA):
+                batch = next(source, None)
+            if batch is None:
+                return
+            yield batch
+
+    def spent(self) -> tuple[dict[str, float], float]:
+        """Seconds of the run by phase, and the Unix time until which they count."""
+        self._enter(self._phase)
+        return {str(phase): value for phase, value in self._seconds.items()}, self._until_s
+
+    def _enter(self, phase: Phase) -> Phase:
+        now_s, before = self._clock(), self._phase
+        self._seconds[before] += now_s - self._until_s
+        self._phase, self._until_s = phase, now_s
+        return before
+
+
+def phase_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """`run/goodput`, `run/wall_s`, and `run/<phase>_s` of each phase."""
+    wall_s = sum(seconds.values())
+    goodput = seconds[Phase.TRAINING] / wall_s if wall_s > 0 else 0.0
+    parts = {f"{RUN_GROUP}{phase}_s": value for phase, value in seconds.items()}
+    return {RUN_GOODPUT: goodput, RUN_WALL_S: wall_s, **parts}
+
+
+def describe_phases(metrics: Mapping[str, float]) -> str:
+    """One line of what `phase_metrics` returns, or of sums of it over runs; empty without it."""
+    wall_s = round(metrics.get(RUN_WALL_S, 0.0))
+    if not wall_s:
+        return ""
+    shares = {phase: metrics.get(f"{RUN_GROUP}{phase}_s", 0.0) / wall_s for phase in Phase}
+    shown = ", ".join(
+        f"{phase.replace('_', ' ')} {share:.1%}" for phase, share in shares.items() if share >= 5e-4
+    )
+    clock = f"{wall_s // 3600}:{wall_s // 60 % 60:02d}:{wall_s % 60:02d}"
+    return f"goodput {shares[Phase.TRAINING]:.1%} of {clock}: {shown}"

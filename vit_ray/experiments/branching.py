@@ -71,7 +71,10 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
             optim = cell.recipe.optim
             lengths = {key: getattr(optim, key) for key in ("epochs", "steps", "images")}
             own = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
-            return replace(position, recipe=position.recipe | own, tracking_run_id=None)
+            progress = replace(position.progress, seconds={})  # which are the trunk's
+            return replace(
+                position, progress=progress, recipe=position.recipe | own, tracking_run_id=None
+            )
 
         try:
             copy_checkpoint(source, folder.child(folder_name(step)), of_cell)

@@ -63,7 +63,7 @@ from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.objective import make_loss
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.saving import CheckpointSaver
+from vit_ray.worker.saving import CheckpointSaver, gather_by_own_group
 from vit_ray.worker.watchdog import Watchdog
 
 WORKERS, IMAGE_SIZE, CLASSES = 2, 32, 10
@@ -169,7 +169,9 @@ class Saves:
             recipe, "train", CLASSES, 1000, 1000, "", folder, "auto", 0, 0.0, silence,
             None, lambda bad: None,
         )  # fmt: skip
-        writer = CheckpointWriter(locate(folder), recipe.checkpoint, self._refuse)
+        writer = CheckpointWriter(
+            locate(folder), recipe.checkpoint, self._refuse, None, gather_by_own_group()
+        )
         watchdog = Watchdog(0, 600.0, link.beat, link.note_hang)
         self._saver = CheckpointSaver(
             job, self.engine.state, writer, link, watchdog, self._run_beside

@@ -148,10 +148,10 @@ def nothing_but_the_test(own_folders: Path, request: pytest.FixtureRequest) -> I
 
 @pytest.fixture(autouse=True)
 def no_pauses(nothing_but_the_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that is not whole is read again at once."""
-    from vit_ray.checkpoints import run_checkpoints
+    """A checkpoint that seems damaged is read again at once."""
+    from vit_ray.checkpoints import checkpoint_format
 
-    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(checkpoint_format, "READ_AGAIN_S", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,37 +1,55 @@
-"""Checkpoints on disk: whole by their marker, read back, and nothing else in their place."""
+"""Checkpoints on disk: whole by their marker, and nothing else in their place."""
 
 import hashlib
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoints.written import position, snapshots, values, write_checkpoint, write_snapshot
+from tests.checkpoints.written import (
+    REST_0,
+    SHAPES,
+    WEIGHTS_0,
+    WEIGHTS_1,
+    flip,
+    position,
+    snapshots,
+    values,
+    write_checkpoint,
+    write_snapshot,
+)
 from tests.recipes import recipe_with
 from vit_ray.checkpoints import checkpoint_format
 from vit_ray.checkpoints.checkpoint import (
+    PROGRESS,
+    Checkpoint,
     Position,
     Progress,
+    copy_checkpoint,
     folder_name,
+    open_checkpoint,
     read_checkpoint,
+    write_progress,
 )
 from vit_ray.checkpoints.checkpoint_format import (
     COMMIT,
     DamagedCheckpointError,
     PartialCheckpointError,
-    file_of_rank,
+    is_committed,
+    sealed,
 )
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.storage import Location
+
+FILES = [COMMIT, WEIGHTS_0, REST_0, WEIGHTS_1]
 
 
 def test_what_was_written_is_read_back_whole(run: Location) -> None:
-    write_checkpoint(run, 3)
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None
+    checkpoint = read_checkpoint(write_checkpoint(run, 3))
     assert checkpoint.position == position(3)
     checkpoint.verify()
     weights = checkpoint.weights()
@@ -41,107 +59,67 @@ def test_what_was_written_is_read_back_whole(run: Location) -> None:
 
 
 def test_fragments_of_any_cut_are_filled(run: Location) -> None:
-    write_checkpoint(run, 3)
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None
     target = torch.zeros(6)
-    checkpoint.fill([("weight", "a", 4, target)])
+    read_checkpoint(write_checkpoint(run, 3)).fill([("weight", "a", 4, target)])
     assert target.tolist() == [7, 8, 9, 10, 11, 12]
 
 
 def test_state_that_was_not_saved_is_an_error(run: Location) -> None:
-    write_checkpoint(run, 3)
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None
-    target = torch.zeros(12)
-    with pytest.raises(DamagedCheckpointError, match="12 elements of exp_avg"):
-        checkpoint.fill([("weight", "a", 0, torch.zeros(12)), ("exp_avg", "a", 0, target)])
+    checkpoint = read_checkpoint(write_checkpoint(run, 3))
+    wanted = [("exp_avg", "a", 0, torch.zeros(12)), ("exp_avg", "b", 0, torch.zeros(5))]
+    with pytest.raises(DamagedCheckpointError, match="5 elements of exp_avg"):
+        checkpoint.fill(wanted)
 
 
-def files_of(folder: Location) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(Path(folder.path).iterdir())}
+def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read from now on."""
+    names: list[str] = []
+    plain = Location.read_range
+
+    def read_range(place: Location, *args: Any) -> bytes:
+        names.append(place.path.rpartition("/")[2])
+        return plain(place, *args)
+
+    monkeypatch.setattr(Location, "read_range", read_range)
+    return names
 
 
-def rewrite_index(folder: Location, rank: int, change: Callable[[dict], None]) -> None:
-    """Change a rank's index, and the marker as if it had been committed so."""
-    path = Path(folder.path) / f"rank-{rank:05d}-of-00002.json"
-    index = json.loads(path.read_text())
-    change(index)
-    path.write_text(json.dumps(index))
-    marker = Path(folder.path) / COMMIT
-    content = json.loads(marker.read_text())
-    del content["sha256"]
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    content["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
-    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    marker.write_text(json.dumps(content, indent=1))
+def test_weights_alone_are_read_for_weights_and_the_files_alone_that_have_a_fragment(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = read_checkpoint(write_checkpoint(run, 3))
+    names = read_names(monkeypatch)
+    checkpoint.weights()
+    assert names == [WEIGHTS_0, WEIGHTS_1]
+    names.clear()
+    checkpoint.fill([("weight", "b", 0, torch.zeros(5)), ("exp_avg", "a", 3, torch.zeros(2))])
+    assert sorted(names) == [REST_0, WEIGHTS_1]
 
 
 def test_the_marker_lists_every_file_with_its_size_and_checksum(run: Location) -> None:
-    files = files_of(write_checkpoint(run, 1))
-    content = json.loads(files.pop(COMMIT))
-    assert content["files"] == {
-        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, data in files.items()
+    folder = Path(write_checkpoint(run, 1).path)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    listed = json.loads(files.pop(COMMIT))["files"]
+    assert {name: (facts["bytes"], facts["sha256"]) for name, facts in listed.items()} == {
+        name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()
     }
+    assert sorted(files) == sorted(FILES[1:])
 
 
-def test_it_is_no_checkpoint_until_the_last_rank_has_committed(run: Location) -> None:
+def test_it_is_no_checkpoint_until_it_is_committed(run: Location) -> None:
     folder = run.child(folder_name(2))
     first, second = snapshots(2)
-    assert not write_snapshot(second, folder)
-    with pytest.raises(PartialCheckpointError, match="holds the parts of 1 of 2 ranks"):
-        read_checkpoint(folder)
 
     def fail() -> None:
-        assert COMMIT not in files_of(folder)
         raise OSError("killed between upload and commit")
 
+    assert not write_snapshot(second, folder)
     with pytest.raises(OSError, match="between upload and commit"):
         write_snapshot(first, folder, fail)
     with pytest.raises(PartialCheckpointError, match=r"has no commit\.json"):
         read_checkpoint(folder)
     assert write_snapshot(first, folder)
     assert read_checkpoint(folder).position.step == 2
-
-
-@pytest.mark.parametrize("piece", [1, 8, 1 << 20])
-@pytest.mark.parametrize("kept", [
-    lambda content: content[:-1] + b"?",
-    lambda content: b"?" + content[1:],
-    lambda content: content[:-1],
-    lambda content: content[:8],
-    lambda content: b"",
-    lambda content: content + b"?",
-])  # fmt: skip
-def test_what_cannot_be_read_back_is_not_committed(
-    run: Location, monkeypatch: pytest.MonkeyPatch, kept: Callable[[bytes], bytes], piece: int
-) -> None:
-    """A disk that keeps other bytes than it was given: the rank leaves no index."""
-
-    def keeps_others(place: Location, content: memoryview) -> str:
-        place.write(kept(bytes(content)))
-        return hashlib.sha256(content).hexdigest()
-
-    monkeypatch.setattr(checkpoint_format, "_LOCAL_BYTES", piece)
-    assert len(snapshots(2)[1].content) % 8 == 0  # the file ends where a piece does
-    write_snapshot(snapshots(2)[1], run.child("kept as it was given"))
-    monkeypatch.setattr(checkpoint_format, "_write_hashed", keeps_others)
-    folder = run.child(folder_name(2))
-    with pytest.raises(DamagedCheckpointError, match=r"00001-of-00002\.safetensors: its bytes"):
-        write_snapshot(snapshots(2)[1], folder)
-    assert list(files_of(folder)) == ["rank-00001-of-00002.safetensors", "uncommitted"]
-
-
-def test_a_part_of_another_size_than_its_index_says_is_not_committed(run: Location) -> None:
-    first, second = snapshots(2)
-    folder = run.child(folder_name(2))
-    write_snapshot(first, folder)
-    path = Path(folder.path) / "rank-00000-of-00002.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DamagedCheckpointError, match="bytes that were written are there"):
-        write_snapshot(second, folder)
-    assert COMMIT not in files_of(folder)
 
 
 def mutations(content: bytes, seed: int) -> list[bytes | None]:
@@ -163,10 +141,7 @@ def is_accepted(folder: Location) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", [
-    COMMIT, "rank-00000-of-00002.json", "rank-00000-of-00002.safetensors",
-    "rank-00001-of-00002.json", "rank-00001-of-00002.safetensors",
-])  # fmt: skip
+@pytest.mark.parametrize("name", FILES)
 def test_no_change_of_any_file_is_taken_for_what_was_written(run: Location, name: str) -> None:
     folder = write_checkpoint(run, 1)
     path = Path(folder.path) / name
@@ -178,9 +153,37 @@ def test_no_change_of_any_file_is_taken_for_what_was_written(run: Location, name
     read_checkpoint(folder).verify()
 
 
+def is_read(folder: Location) -> bool:
+    """Whether all that a resume needs is read without an error."""
+    moment = ("exp_avg", "a", 0, torch.zeros(12))
+    weights = [("weight", name, 0, values(1)[name].clone()) for name in SHAPES]
+    try:
+        read_checkpoint(folder).fill([moment, *weights])
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+@pytest.mark.slow(after=10)
+def test_no_flip_of_a_bit_of_any_file_is_unnoticed_when_it_is_read(run: Location) -> None:
+    folder, count = write_checkpoint(run, 1), 0
+    for name in FILES:
+        path = Path(folder.path) / name
+        whole = path.read_bytes()
+        for bit in range(0, 8 * len(whole), 5):
+            content = bytearray(whole)
+            content[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(content)
+            assert not is_read(folder), f"bit {bit} of {name}"
+            count += 1
+        path.write_bytes(whole)
+    assert is_read(folder)
+    assert count > 2328
+
+
 @pytest.mark.parametrize("stray", [
-    "rank-00002-of-00003.json", "rank-00000-of-00004.safetensors", "rank-.json", "note.txt",
-    "rank-00001-of-00002.json.1a2b3c4d.tmp", "rank-00001-of-00002 (copy).json",
+    "weights-00002-of-00003.safetensors", "note.txt", "commit.json.1a2b3c4d.tmp",
+    "rest-00001-of-00002 (copy).safetensors",
 ])  # fmt: skip
 def test_files_that_the_marker_does_not_list_do_not_count(run: Location, stray: str) -> None:
     folder = write_checkpoint(run, 1)
@@ -188,6 +191,14 @@ def test_files_that_the_marker_does_not_list_do_not_count(run: Location, stray: 
     checkpoint = read_checkpoint(folder)
     checkpoint.verify()
     assert torch.equal(checkpoint.weights()["b"], values(1)["b"])
+
+
+def rewrite_marker(folder: Location, change: Callable[[dict], object]) -> None:
+    """Change the marker, and its checksum as if it had been committed so."""
+    body = json.loads(folder.child(COMMIT).read())
+    del body["sha256"]
+    change(body)
+    folder.child(COMMIT).write(sealed(body))
 
 
 @pytest.mark.parametrize(("key", "told"), [
@@ -201,117 +212,155 @@ def test_files_that_the_marker_does_not_list_do_not_count(run: Location, stray: 
 def test_parts_that_do_not_cover_a_parameter_once_are_refused(
     run: Location, key: str, told: str
 ) -> None:
-    def rename(index: dict) -> None:
-        index["tensors"][key] = index["tensors"].pop("weight|a|7")
+    def rename(body: dict) -> None:
+        tensors = body["files"][WEIGHTS_1]["tensors"]
+        tensors[key] = tensors.pop("weight|a|7")
 
     folder = write_checkpoint(run, 1)
-    rewrite_index(folder, 1, rename)
+    rewrite_marker(folder, rename)
     with pytest.raises(DamagedCheckpointError, match=told):
         read_checkpoint(folder)
 
 
-def test_an_index_of_other_tensors_than_the_files_is_refused(run: Location) -> None:
-    def swap(index: dict) -> None:
-        index["tensors"] = {"weight|b|0": 5, "weight|a|7": 5, "extra|a|0": 12}
+def test_parts_that_do_not_cover_a_parameter_are_not_committed(run: Location) -> None:
+    folder = run.child(folder_name(1))
+    first, _ = snapshots(1)
+    with pytest.raises(DamagedCheckpointError, match="no weights of b"):
+        write_snapshot(replace(first, world_size=1), folder)
+    assert not is_committed(folder)
+
+
+def test_a_marker_of_other_tensors_than_the_files_is_refused(run: Location) -> None:
+    def swap(body: dict) -> None:
+        body["files"][WEIGHTS_1]["tensors"] = {"weight|b|0": 5, "weight|a|7": 5, "extra|a|0": 12}
 
     folder = write_checkpoint(run, 1)
-    rewrite_index(folder, 1, swap)
-    with pytest.raises(DamagedCheckpointError, match="holds other tensors than its index says"):
+    rewrite_marker(folder, swap)
+    with pytest.raises(DamagedCheckpointError, match="holds other tensors"):
         read_checkpoint(folder).weights()
 
 
 @pytest.mark.parametrize("change", [
-    lambda index: index.pop("position"),
-    lambda index: index.update(position=[1]),
-    lambda index: index["position"].pop("shapes"),
-    lambda index: index["position"].update(unknown=1),
-    lambda index: index.update(tensors=[]),
-    lambda index: index.update(bytes="many"),
+    lambda body: body.pop("position"),
+    lambda body: body.update(position=[1]),
+    lambda body: body["position"].pop("shapes"),
+    lambda body: body["position"].update(unknown=1),
+    lambda body: body.update(files=[]),
+    lambda body: body["files"].pop(WEIGHTS_1),
+    lambda body: body["files"][WEIGHTS_0].update(bytes="many"),
+    lambda body: body["files"][WEIGHTS_0].update(tensors=[]),
 ])  # fmt: skip
-def test_an_index_of_another_form_is_damaged(run: Location, change: Callable[[dict], None]) -> None:
+def test_a_marker_of_another_form_is_damaged(
+    run: Location, change: Callable[[dict], object]
+) -> None:
     folder = write_checkpoint(run, 1)
-    rewrite_index(folder, 0, change)
+    rewrite_marker(folder, change)
     with pytest.raises(DamagedCheckpointError):
         read_checkpoint(folder)
 
 
-@pytest.mark.parametrize("version", [9, 1])
-@pytest.mark.parametrize("name", [COMMIT, "rank-00000-of-00002.json"])
-def test_another_format_is_refused_with_who_reads_it(
-    run: Location, name: str, version: int
-) -> None:
-    """The first format had no marker, and a folder without one is otherwise half a checkpoint."""
+def test_another_format_is_refused_with_who_reads_it(run: Location) -> None:
     folder = write_checkpoint(run, 1)
-    if name != COMMIT:
-        folder.child(COMMIT).delete()
-    path = Path(folder.path) / name
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
-    told = f"checkpoint {folder.path} has format {version}; this code reads format 3 only; use the"
+    rewrite_marker(folder, lambda body: body.update(format_version=9))
+    told = f"checkpoint {folder.path} has format 9; this code reads format 4 only; use the"
     with pytest.raises(ValueError, match=told) as refused:
-        read_checkpoint(folder)
+        open_checkpoint(folder)
     assert type(refused.value) is ValueError  # neither damaged nor half of one: nothing passes it
 
 
-def test_a_disk_that_is_full_leaves_nothing_that_counts(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(run, 1)
-    plain = checkpoint_format._write_hashed
-
-    def full(self: Location, content: memoryview) -> str:
-        if self.path.endswith("rank-00001-of-00002.safetensors"):
-            raise OSError(28, "No space left on device")
-        return plain(self, content)
-
-    monkeypatch.setattr(checkpoint_format, "_write_hashed", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(run, 2)
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 1
-
-
-def test_a_marker_that_leaves_out_a_file_is_damaged(run: Location) -> None:
-    folder = write_checkpoint(run, 1)
-    marker = json.loads(folder.child(COMMIT).read())["files"]
-    del marker["rank-00001-of-00002.safetensors"]
-    files = {name: (facts["bytes"], facts["sha256"]) for name, facts in marker.items()}
-    folder.child(COMMIT).write(checkpoint_format._marker(files))
-    with pytest.raises(DamagedCheckpointError, match="does not list rank-00001-of-00002"):
-        read_checkpoint(folder)
-
-
-@pytest.mark.parametrize("content", ["{}", '{"position": 3}', '{"position": {"shapes": 1}}'])
-def test_a_position_that_is_no_good_is_damaged_when_it_is_to_be_committed(
-    run: Location, content: str
-) -> None:
-    folder = write_checkpoint(run, 1)
-    index = json.loads(folder.child(file_of_rank(0, 2)).read())
-    del index["position"]
-    index |= json.loads(content)
-    folder.child(file_of_rank(0, 2)).write(json.dumps(index).encode())
-    with pytest.raises(DamagedCheckpointError, match="has no position, or a damaged one"):
-        checkpoint_format.commit(folder, 2, lambda: None)
-
-
-def test_a_crafted_index_asks_for_no_more_memory_than_its_files_hold(run: Location) -> None:
+def test_a_crafted_marker_asks_for_no_more_memory_than_its_files_hold(run: Location) -> None:
     """Every checksum is right: it was made by somebody, and not damaged."""
     huge = 10**12
+
+    def claim(body: dict) -> None:
+        body["position"]["shapes"] = {"a": [huge]}
+        for name, facts in body["files"].items():
+            facts["tensors"] = {"weight|a|0": huge} if name == WEIGHTS_0 else {}
+
     folder = write_checkpoint(run, 3)
-    files = {}
-    for name in checkpoint_format.read_marker(folder):
-        content = folder.child(name).read()
-        if name.endswith(".json"):
-            index = json.loads(content)
-            index["tensors"] = {"weight|a|0": huge} if "00000-of" in name else {}
-            if "position" in index:
-                index["position"]["shapes"] = {"a": [huge]}
-            content = json.dumps(index).encode()
-            folder.child(name).write(content)
-        files[name] = (len(content), checkpoint_format._sha256(content))
-    folder.child(COMMIT).write(checkpoint_format._marker(files))
+    rewrite_marker(folder, claim)
     with pytest.raises(DamagedCheckpointError, match=rf"bytes cannot hold {huge} elements"):
         read_checkpoint(folder).weights()
+
+
+def test_a_read_that_fails_once_costs_no_checkpoint(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes may be changed on their way, and a network disk may show files late."""
+    folder = write_checkpoint(run, 2)
+    plain, seen = Location.read_range, set[str]()
+
+    def flaky(place: Location, *args: Any) -> bytes:
+        if place.path in seen:
+            return plain(place, *args)
+        seen.add(place.path)
+        if place.path.endswith(WEIGHTS_0):
+            raise FileNotFoundError(place.path)
+        return plain(place, *args)[:-1]
+
+    monkeypatch.setattr(Location, "read_range", flaky)
+    assert torch.equal(read_checkpoint(folder).weights()["b"], values(2)["b"])
+
+
+def evaluated(run: Location, step: int = 1) -> Checkpoint:
+    """A checkpoint whose step was evaluated after it was written."""
+    folder = write_checkpoint(run, step)
+    sha256 = read_checkpoint(folder).sha256
+    write_progress(folder, sha256, Progress(step, eval_step=step, metrics={"eval/loss": 0.5}))
+    return read_checkpoint(folder)
+
+
+def test_an_evaluation_after_a_checkpoint_is_known_and_the_checkpoint_unchanged(
+    run: Location,
+) -> None:
+    found = evaluated(run)
+    assert found.position.progress == Progress(1, eval_step=1, metrics={"eval/loss": 0.5})
+    assert replace(found.position, progress=Progress(1)) == position(1)
+    found.verify()
+
+
+def test_an_evaluation_of_another_checkpoint_of_the_step_is_not_taken_for_its_own(
+    run: Location,
+) -> None:
+    folder = evaluated(run).folder
+    rewrite_marker(folder, lambda body: body["position"].update(train_seconds=2.0))
+    assert read_checkpoint(folder).position.progress == Progress(1, train_seconds=2.0)
+
+
+def test_a_note_of_an_evaluation_that_was_changed_costs_the_evaluation_alone(
+    run: Location,
+) -> None:
+    folder = evaluated(run).folder
+    content = run.child(PROGRESS).read()
+    for number in range(len(content)):
+        changed = bytearray(content)
+        changed[number] ^= 1
+        run.child(PROGRESS).write(changed)
+        assert read_checkpoint(folder).position == position(1)
+
+
+def renamed(it: Position) -> Position:
+    return replace(it, recipe={"name": "short"}, tracking_run_id="2")
+
+
+def test_a_copy_has_every_byte_of_the_tensors_and_the_position_that_it_is_given(
+    run: Location,
+) -> None:
+    target = run.child("other").child(folder_name(3))
+    copy_checkpoint(write_checkpoint(run, 3), target, renamed)
+    found = read_checkpoint(target)
+    found.verify()
+    assert found.position == renamed(position(3))
+    weights = found.weights()
+    assert all(torch.equal(weights[k], values(3)[k].view(SHAPES[k])) for k in SHAPES)
+
+
+def test_what_is_damaged_is_not_copied(run: Location) -> None:
+    source, target = write_checkpoint(run, 3), run.child("other").child(folder_name(3))
+    flip(source, WEIGHTS_1)
+    with pytest.raises(DamagedCheckpointError):
+        copy_checkpoint(source, target, renamed)
+    assert not is_committed(target)
 
 
 def test_a_digest_continues_with_the_same_recipe_and_data_only() -> None:
@@ -322,3 +371,9 @@ def test_a_digest_continues_with_the_same_recipe_and_data_only() -> None:
     without = Progress(3)
     assert read.resumed(recipe.recorded(), "other") == without
     assert read.resumed(recipe.with_changes(seed=5).recorded(), "set") == without
+
+
+def test_a_file_is_hashed_as_it_is_written(run: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, whose last one is shorter."""
+    monkeypatch.setattr(checkpoint_format, "_HASHED_BYTES", 48)
+    read_checkpoint(write_checkpoint(run, 1)).verify()

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from random import Random
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -16,20 +15,20 @@ import torch
 from tests.checkpoints.written import snapshot_of
 from vit_ray.checkpoints import checkpoint_writer
 from vit_ray.checkpoints.checkpoint import (
+    PROGRESS,
     Position,
     Progress,
-    evaluation_note,
     folder_name,
+    read_checkpoint,
 )
-from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter
+from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
+from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter, Part
 from vit_ray.checkpoints.run_checkpoints import (
-    NEWEST,
-    NONE_YET,
     NoUsableCheckpointError,
-    begin_without_checkpoint,
+    begin_training,
+    checkpoint_to_resume,
     list_checkpoints,
     newest_checkpoint,
-    newest_verified_checkpoint,
 )
 from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.config.training_sections import CheckpointConfig
@@ -44,7 +43,7 @@ def snapshot(step: int, rank: int = 0, world_size: int = 1, **progress: Any) -> 
     return snapshot_of(rank, world_size, {f"weight|w|{rank}": torch.ones(1)}, where)
 
 
-class FullDisk:
+class Disk:
     """A storage that refuses some writes of a checkpoint, and a writer for each rank."""
 
     def __init__(
@@ -53,44 +52,48 @@ class FullDisk:
         monkeypatch: pytest.MonkeyPatch,
         refuses: Callable[[Snapshot], bool] = lambda _: False,
         ranks: int = 1,
+        resumes: bool = False,
         **keep: Any,
     ) -> None:
         self.events: list[tuple[str, str]] = []
         self._refuses, self._write = refuses, checkpoint_writer.write_snapshot
         monkeypatch.setattr(checkpoint_writer, "write_snapshot", self.write_snapshot)
-        config = CheckpointConfig(**{"keep_last": 1, "keep_best": True, **keep})
+        self._threads = ThreadPoolExecutor(ranks)
+        self._meeting, self._parts = Barrier(ranks), [Part([])] * ranks
         self.writers = [
-            CheckpointWriter(folder, config, lambda kind, text, _: self.events.append((kind, text)))
-            for _ in range(ranks)
+            CheckpointWriter(
+                folder,
+                CheckpointConfig(**{"keep_last": 1, "keep_best": True, **keep}),
+                lambda kind, text, _: self.events.append((kind, text)),
+                gather=lambda part, rank=rank: self._gather(rank, part),
+                resumed=newest_checkpoint(folder) if resumes else None,
+            )
+            for rank in range(ranks)
         ]
 
-    def write_snapshot(self, taken: Snapshot, folder: Location) -> None:
+    def write_snapshot(self, taken: Snapshot, folder: Location) -> list[SavedFile]:
         if self._refuses(taken):
             raise OSError(28, "No space left on device")
-        self._write(taken, folder)
+        return self._write(taken, folder)
+
+    def _gather(self, rank: int, part: Part) -> list[Part]:
+        self._parts[rank] = part
+        self._meeting.wait(60)
+        return list(self._parts) if rank == 0 else []
 
     def save(self, step: int, **progress: Any) -> None:
-        """All ranks write a step; the first one, which waits for the others, last."""
+        """All ranks write a step, each in a thread of its own."""
         ranks = len(self.writers)
-        for rank in reversed(range(ranks)):
-            taken = snapshot(step, rank, ranks, **progress)
-            self.writers[rank].write(taken)
+        ended = [
+            self._threads.submit(writer.write, snapshot(step, rank, ranks, **progress))
+            for rank, writer in enumerate(self.writers)
+        ]
+        for one in ended:
+            one.result()
 
 
 def steps(run: Location) -> list[int]:
     return [step for step, _ in list_checkpoints(run)]
-
-
-def test_a_save_that_fails_is_told_and_the_next_may_work(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch, lambda taken: taken.position.step == 1)
-    disk.save(1)
-    disk.save(2)
-    ((kind, text),) = disk.events
-    assert kind == "checkpoint failed"
-    assert "step-00000001: [Errno 28] No space left on device" in text
-    assert steps(run) == [2]
 
 
 def contents(folder: Location) -> dict[str, bytes]:
@@ -98,126 +101,139 @@ def contents(folder: Location) -> dict[str, bytes]:
     return {info.base_name: folder.child(info.base_name).read() for info in files}
 
 
-def test_what_is_committed_is_not_written_again(
+def test_a_save_that_fails_is_told_and_the_next_may_work(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch)
+    disk = Disk(run, monkeypatch, lambda t: (t.position.step, t.rank) == (1, 1), ranks=2)
     disk.save(1)
-    before = contents(run.child(folder_name(1)))
-    disk.save(1, eval_step=1)
-    assert contents(run.child(folder_name(1))) == before
+    assert steps(run) == []  # room for the next
+    disk.save(2)
     ((kind, text),) = disk.events
     assert kind == "checkpoint failed"
-    assert "step 1 is committed; it is left as it is" in text
+    assert "step-00000001: not whole: 1 of 2 workers failed: rank 1: [Errno 28] No space" in text
+    assert steps(run) == [2]
 
 
-def test_an_evaluation_after_a_save_is_recorded_beside_it_and_goes_with_it(
+def test_a_rank_that_fails_in_another_way_keeps_nobody_waiting(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch, keep_best=False)
+    def refuses(taken: Snapshot) -> bool:
+        if taken.rank == 1:
+            raise MemoryError
+        return False
+
+    disk = Disk(run, monkeypatch, refuses, ranks=2)
+    disk.save(1)
+    ((_, text),) = disk.events
+    assert "rank 1: MemoryError" in text
+
+
+def test_a_rank_that_does_not_come_costs_the_save(run: Location) -> None:
+    def gather(part: Part) -> list[Part]:
+        raise OSError("some worker has not ended its part: time-out")
+
+    told: list[str] = []
+    writers = [
+        CheckpointWriter(run, CheckpointConfig(), lambda *event: told.append(event[1]), None, one)
+        for one in (gather, gather)
+    ]
+    for rank, writer in enumerate(writers):
+        assert writer.write(snapshot(1, rank, 2)) is None
+    assert newest_checkpoint(run) is None
+    assert [text.partition(": ")[2] for text in told] == [
+        "some worker has not ended its part: time-out"
+    ]
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_an_evaluation_after_a_save_is_recorded_beside_it(
+    run: Location, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    disk = Disk(run, monkeypatch, keep_best=False)
     disk.save(1, evaluation_due=True)
     before = contents(run.child(folder_name(1)))
     after = Progress(1, eval_step=1, metrics={"eval/loss": 0.5})
+    if resumes:  # another attempt evaluates
+        disk = Disk(run, monkeypatch, resumes=True)
     assert disk.writers[0].note_evaluation(after)
     assert contents(run.child(folder_name(1))) == before
     found = newest_checkpoint(run)
     assert found is not None
     assert found.position.progress == after
     disk.save(2)
-    assert [info.base_name for info in run.list_files(recursive=False)] == [NEWEST]
+    assert [info.base_name for info in run.list_files(recursive=False)] == [PROGRESS]
+    assert newest_checkpoint(run).position.progress == Progress(2)
     assert disk.events == []
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b'{"checkpoint_sha256": 1'])
-def test_an_evaluation_of_another_checkpoint_of_the_step_is_not_taken_for_its_own(
-    run: Location, monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
-    disk, folder = FullDisk(run, monkeypatch), run.child(folder_name(1))
-    disk.save(1, evaluation_due=True, train_seconds=1.0)
-    disk.writers[0].note_evaluation(Progress(1))
-    folder.delete()
-    if content is not None:
-        evaluation_note(folder).write(content)
-    disk.save(1, evaluation_due=True, train_seconds=2.0)
-    found = newest_checkpoint(run)
-    assert found is not None
-    assert found.position.progress == Progress(1, evaluation_due=True, train_seconds=2.0)
-
-
-def test_a_save_that_is_not_whole_is_out_of_the_way_of_the_one_after_the_evaluation(
+def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 writes first the second time: no index of the first save may be there."""
-    disk = FullDisk(run, monkeypatch, lambda t: t.rank == 1 and t.position.progress.evaluation_due,
-                    ranks=2)  # fmt: skip
-    first, second = disk.writers
+    disk = Disk(run, monkeypatch, lambda t: t.rank == 1 and t.position.progress.evaluation_due,
+                ranks=2)  # fmt: skip
     disk.save(1, evaluation_due=True)
-    assert not first.note_evaluation(Progress(1))
-    second.write(snapshot(1, 1, 2))
-    assert newest_checkpoint(run) is None
-    first.write(snapshot(1, 0, 2))
+    assert not disk.writers[0].note_evaluation(Progress(1))
+    disk.save(1)
     found = newest_checkpoint(run)
     assert found is not None
     assert not found.position.progress.evaluation_due
-    assert run.child(folder_name(1) + ".damaged").exists()
-    kinds = [kind for kind, _ in disk.events]
-    assert kinds == ["checkpoint failed", "checkpoint failed", "damaged checkpoint"]
+
+
+def test_a_damaged_one_of_the_same_step_is_replaced(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left by an attempt of more ranks; until it is whole the folder counts as nothing."""
+    Disk(run, monkeypatch, ranks=2).save(1)
+    markers: list[bool] = []
+
+    def looks(taken: Snapshot) -> bool:
+        markers.append(run.child(folder_name(1)).child(COMMIT).exists())
+        return False
+
+    disk = Disk(run, monkeypatch, looks)
+    disk.save(1, train_seconds=5.0)
+    assert markers == [False]
+    found = newest_checkpoint(run)
+    assert found is not None
+    assert found.position.progress.train_seconds == 5.0
+    found.verify()
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch, lambda _: True)
+    """Whichever rank fails: they are counted together."""
+    disk = Disk(run, monkeypatch, lambda taken: taken.rank == taken.position.step % 3, ranks=3)
     for step in range(1, MAX_FAILED_SAVES):
         disk.save(step)
     with pytest.raises(OSError, match=r"3 checkpoints in a row .* free space there"):
         disk.save(9)
 
 
-def test_saves_are_counted_whole_or_not_whichever_rank_fails(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks 1 and 2 fail in turns, and none of them fails twice in a row."""
-
-    def refuses(taken: Snapshot) -> bool:
-        return taken.rank == 1 + taken.position.step % 2
-
-    disk = FullDisk(run, monkeypatch, refuses, ranks=3)
-    for step in (1, 2):
-        disk.save(step)
-    with pytest.raises(OSError, match="3 checkpoints in a row"):
-        disk.save(3)
-    told = [text for kind, text in disk.events if "not whole" in text]
-    assert [text.rpartition(" ")[2] for text in told] == ["2", "1", "2"]
-
-
 def test_a_whole_save_between_starts_the_count_again(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch, lambda t: t.rank == 1 and t.position.step % 3 != 0, ranks=2)
+    disk = Disk(run, monkeypatch, lambda t: t.rank == 1 and t.position.step % 3 != 0, ranks=2)
     for step in range(1, 10):
         disk.save(step)
-    assert 9 in steps(run)
-    assert newest_checkpoint(run).position.step == 9
+    assert steps(run) == [9]
 
 
-def test_ranks_that_see_folders_of_their_own_end_the_run(
+def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output on a path that nodes do not share: no part of rank 1 ever comes."""
-    monkeypatch.setattr(checkpoint_writer, "PARTS_S", 0.1)
-    disk = FullDisk(run, monkeypatch, ranks=2)
-    disk.writers[1] = FullDisk(locate(run.path + "-elsewhere"), monkeypatch).writers[0]
-    for step in (1, 2):
-        disk.save(step)
-    with pytest.raises(OSError, match="another place that all workers share"):
-        disk.save(3)
+    """Output on a path that nodes do not share, which the start of a worker checks."""
+    disk, other = Disk(run, monkeypatch, ranks=2), locate(run.path + "-elsewhere")
+    monkeypatch.setattr(disk.writers[1], "_run_folder", other)
+    disk.save(1)
+    with pytest.raises(NoUsableCheckpointError, match=r"none of the .* bytes are there"):
+        checkpoint_to_resume(run)
 
 
 def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch, ranks=2, keep_last=2)
+    disk = Disk(run, monkeypatch, ranks=2, keep_last=2)
     first, second = disk.writers
     for step in (1, 2, 3):
         waits = Thread(target=first.write, args=(snapshot(step, 0, 2),))
@@ -233,9 +249,10 @@ def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
 
 
 class CountedFolder(Location):
-    """Counts what is asked of files below a run's folder."""
+    """Counts what is asked of files and folders below a run's folder."""
 
     reads: ClassVar[list[str]] = []
+    lists: ClassVar[list[str]] = []
 
     def child(self, name: str) -> "CountedFolder":
         return CountedFolder(self.protocol, super().child(name).path)
@@ -244,130 +261,61 @@ class CountedFolder(Location):
         self.reads.append(self.path.rpartition("/")[2])
         return super().read_range(offset, length)
 
+    def list_folders(self) -> list[str]:
+        self.lists.append(self.path)
+        return super().list_folders()
+
 
 @pytest.mark.parametrize("ranks", [2, 16])
-def test_each_file_is_read_back_by_one_rank_and_one_rank_commits(
+def test_nothing_is_read_back_and_one_rank_commits_and_lists(
     run: Location, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """However many write at the same time, and whichever is last."""
+    """However many write at the same time, and however many old ones there are."""
     monkeypatch.setattr(CountedFolder, "reads", [])
+    monkeypatch.setattr(CountedFolder, "lists", [])
     commits: list[int] = []
     plain = checkpoint_writer.commit
-    monkeypatch.setattr(checkpoint_writer, "commit", lambda *a: (commits.append(1), plain(*a)))
-    disk = FullDisk(CountedFolder(run.protocol, run.path), monkeypatch, ranks=ranks)
-    with ThreadPoolExecutor(ranks) as threads:
-        for rank in Random(3).sample(range(ranks), ranks):
-            taken = snapshot(1, rank, ranks)
-            threads.submit(disk.writers[rank].write, taken)
-    assert commits == [1]
-    assert disk.events == []
-    counts = Counter(CountedFolder.reads)
-    tensors = [name for name in counts if name.endswith(".safetensors")]
-    assert len(tensors) == ranks
-    assert {counts[name] for name in tensors} == {1}
-    # Rank 0 reads an index twice, as it has no checksum yet.
-    assert max(counts.values()) == 2
 
+    def commit(*args: Any) -> Any:
+        commits.append(1)
+        return plain(*args)
 
-def test_a_save_reads_no_index_of_an_older_checkpoint(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has a file for each rank, and there may be many that are to stay."""
-    monkeypatch.setattr(CountedFolder, "reads", [])
+    monkeypatch.setattr(checkpoint_writer, "commit", commit)
     folder = CountedFolder(run.protocol, run.path)
-    disk = FullDisk(folder, monkeypatch, ranks=4, keep_every_steps=2)
+    disk = Disk(folder, monkeypatch, ranks=ranks, keep_every_steps=2)
     for step in range(1, 9):
         disk.save(step, metrics={"eval/loss": 9.0 - step}, eval_step=step)
-    assert steps(run) == [8, 6, 4, 2]
-    counts = Counter(CountedFolder.reads)
-    indexes = [counts[name] for name in counts if name.startswith("rank-") and "json" in name]
-    assert indexes == [2 * 8] * 4
+    assert len(commits) == 8
     assert disk.events == []
+    assert CountedFolder.reads == []
+    assert Counter(CountedFolder.lists) == {run.path: 8}
+    assert steps(run) == [8, 6, 4, 2]
 
 
-def test_failures_of_the_first_rank_count_together_with_those_of_others(
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_result_is_kept_beside_the_newest(
+    run: Location, monkeypatch: pytest.MonkeyPatch, keep_best: bool
+) -> None:
+    """Also where early stopping makes the best evaluation the result."""
+    disk = Disk(run, monkeypatch, keep_best=keep_best)
+    for step in (1, 2, 3, 4):
+        disk.save(step, metrics={"result/step": float(min(step, 2))})
+    assert steps(run) == [4, 2]
+
+
+def test_without_a_best_the_newest_alone_are_kept(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 fails at step 2, rank 0 at steps 3 and 4: at the third of them it is known."""
-    failing = {(2, 1), (3, 0), (4, 0)}
-    disk = FullDisk(run, monkeypatch, lambda t: (t.position.step, t.rank) in failing, ranks=2)
-    for step in (1, 2, 3):
-        disk.save(step)
-    with pytest.raises(OSError, match="3 checkpoints in a row"):
-        disk.save(4)
-
-
-def test_the_best_is_kept_beside_the_newest(run: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FullDisk(run, monkeypatch)
+    disk = Disk(run, monkeypatch, keep_last=2)
     for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, 3.0)):
         disk.save(step, eval_step=step, metrics={"eval/loss": loss})
-    assert steps(run) == [4, 2]
-
-
-def test_the_best_is_kept_where_early_stopping_makes_it_the_result(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch, keep_best=False)
-    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, 3.0)):
-        metrics = {"eval/loss": loss, "result/step": float(min(step, 2))}
-        disk.save(step, eval_step=step, metrics=metrics)
-    assert steps(run) == [4, 2]
-
-
-def test_without_either_the_newest_alone_are_kept(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch, keep_best=False)
-    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0)):
-        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
-    assert steps(run) == [3]
-
-
-def test_of_equal_losses_the_first_is_kept_as_it_is_the_result(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch, keep_last=2)
-    for step, loss in ((1, 0.5), (2, 0.5), (3, 1.0), (4, float("inf"))):
-        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
-    assert steps(run) == [4, 3, 1]
-
-
-def test_where_weights_are_averaged_theirs_is_the_best(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch)
-    for step, last, averaged in ((1, 0.1, 2.0), (2, 3.0, 0.5), (3, 0.2, 1.0), (4, 2.0, 3.0)):
-        losses = {"eval/loss": last, "eval/averaged_loss": averaged}
-        disk.save(step, eval_step=step, metrics=losses)
-    assert steps(run) == [4, 2]
-
-
-def test_losses_of_averaged_and_of_last_weights_are_not_compared(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where averaging is switched off in the middle of a run."""
-    disk = FullDisk(run, monkeypatch)
-    for step, loss in ((1, 0.5), (2, 0.4)):
-        both = {"eval/loss": 9.0, "eval/averaged_loss": loss}
-        disk.save(step, eval_step=step, metrics=both)
-    for step, loss in ((3, 2.0), (4, 1.0), (5, 1.5)):
-        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
-    assert steps(run) == [5, 4, 2]
-
-
-def test_a_loss_that_is_not_finite_is_never_the_best(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch)
-    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, float("nan"))):
-        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
-    assert steps(run) == [4, 2]
+    assert steps(run) == [4, 3]
 
 
 def test_permanent_ones_are_kept_beside_the_newest(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch, keep_every_steps=4, keep_last=2)
+    disk = Disk(run, monkeypatch, keep_every_steps=4, keep_last=2)
     for step in range(2, 16, 2):
         disk.save(step)
     assert steps(run) == [14, 12, 8, 4]
@@ -387,7 +335,7 @@ def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Loca
 def test_a_run_taken_over_while_it_writes_is_not_committed(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks = iter([None, LockLostError("gone")])
+    checks = iter([None, LockLostError("gone")])  # at the start, and before the commit
 
     def check(*_: object) -> None:
         if error := next(checks):
@@ -401,40 +349,13 @@ def test_a_run_taken_over_while_it_writes_is_not_committed(
 
 
 def test_the_first_commit_ends_the_note_that_there_is_none(run: Location) -> None:
-    begin_without_checkpoint(run, lambda _: None)
-    assert run.child(NONE_YET).exists()
+    begin_training(run)
     CheckpointWriter(run, CheckpointConfig(), lambda *_: None).write(snapshot(1))
-    assert not run.child(NONE_YET).exists()
-
-
-def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run: Location) -> None:
-    """As by a bucket's lifecycle rule, or by hand."""
-    writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None)
-    for step in (1, 2):
-        writer.write(snapshot(step))
-    for step in (1, 2):
-        run.child(folder_name(step)).delete()
-    for _ in range(2):
-        with pytest.raises(NoUsableCheckpointError, match=r"folders are gone, .*newest_checkpoint"):
-            newest_verified_checkpoint(run, lambda _: None)
-    assert json.loads(run.child(NEWEST).read())["step"] == 2
-    begin_without_checkpoint(run, lambda _: None)  # resume=from_zero
-    assert newest_verified_checkpoint(run, lambda _: None) is None
-    writer.write(snapshot(1))
-    run.child(folder_name(1)).delete()
-    with pytest.raises(NoUsableCheckpointError):
-        newest_verified_checkpoint(run, lambda _: None)
-
-
-def test_old_ones_go_with_the_commit_of_a_newer_one(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch, ranks=2)
-    disk.save(1)
-    disk.writers[1].write(snapshot(2, 1, 2))
-    assert steps(run) == [2, 1]
-    disk.writers[0].write(snapshot(2, 0, 2))
-    assert steps(run) == [2]
+    folder = run.child(folder_name(1))
+    assert read_checkpoint(folder).position.step == 1
+    folder.delete()
+    with pytest.raises(NoUsableCheckpointError, match="their folders are gone"):
+        checkpoint_to_resume(run)
 
 
 def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path: Path) -> None:

@@ -4,89 +4,151 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.checkpoints.written import flip, snapshots, write_checkpoint, write_snapshot
+from tests.checkpoints.written import (
+    REST_0,
+    SHAPES,
+    WEIGHTS_0,
+    WEIGHTS_1,
+    flip,
+    snapshots,
+    values,
+    write_checkpoint,
+    write_snapshot,
+)
 from vit_ray.checkpoints import run_checkpoints
 from vit_ray.checkpoints.checkpoint import (
+    PROGRESS,
     Checkpoint,
+    Progress,
     folder_name,
     open_checkpoint,
     read_checkpoint,
+    write_progress,
 )
-from vit_ray.checkpoints.checkpoint_format import COMMIT
+from vit_ray.checkpoints.checkpoint_format import COMMIT, DamagedCheckpointError
+from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.checkpoints.run_checkpoints import (
-    NEWEST,
-    NONE_YET,
     NoUsableCheckpointError,
-    begin_without_checkpoint,
+    begin_training,
+    checkpoint_to_resume,
     find_weights,
+    give_up_checkpoints,
     list_checkpoints,
-    newest_verified_checkpoint,
-    note_newest,
+    newest_checkpoint,
     prune,
+    read_weights,
 )
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location
 
 
 def names(run: Location) -> list[str]:
     return sorted(path.name for path in Path(run.path).iterdir())
 
 
-def ignore(_: str) -> None:
-    """Told about what these tests do not look at."""
+def contents(folder: Location) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder.path).iterdir()}
 
 
-def test_a_damaged_one_is_set_aside_whole_and_told_with_what_to_do(run: Location) -> None:
+def stays_none(step: int) -> bool:
+    return False
+
+
+def lose(folder: Location, lost: str) -> None:
+    """Damage that the marker, or its absence, shows."""
+    path = Path(folder.path)
+    if lost == "everything":
+        shutil.rmtree(path)
+        path.mkdir()
+    elif lost == "a flip of the marker":
+        flip(folder, COMMIT)
+    elif lost == "the name":
+        path.rename(path.parent / folder_name(7))
+    elif lost == "a part":
+        content = (path / WEIGHTS_0).read_bytes()
+        (path / WEIGHTS_0).write_bytes(content[:-1])
+    else:
+        (path / lost).unlink()
+
+
+LOSSES = [COMMIT, WEIGHTS_0, "everything", "a flip of the marker", "the name", "a part"]
+
+
+@pytest.mark.parametrize("lost", LOSSES)
+def test_a_bad_one_is_passed_over_with_one_warning_and_left_as_it_is(
+    run: Location, lost: str
+) -> None:
     write_checkpoint(run, 1)
-    newest = write_checkpoint(run, 2)
-    flip(newest)
-    before = {p.name: p.read_bytes() for p in Path(newest.path).iterdir()}
+    lose(write_checkpoint(run, 2), lost)
+    (bad,) = (folder for step, folder in list_checkpoints(run) if step > 1)
+    before = contents(bad)
     told: list[str] = []
-    checkpoint = newest_verified_checkpoint(run, told.append)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 1
-    assert names(run) == ["step-00000001", "step-00000002.damaged"]
-    aside = Path(run.path) / "step-00000002.damaged"
-    assert {p.name: p.read_bytes() for p in aside.iterdir()} == before
+    found = checkpoint_to_resume(run, told.append)
+    assert found is not None
+    assert found.position.step == 1
     (text,) = told
-    assert "rank-00000-of-00002.safetensors: its bytes do not match" in text
-    assert f"set aside as {aside}" in text
-    assert "Repair it and rename it back, or delete it" in text
+    assert bad.path in text
+    assert contents(bad) == before
 
 
-def test_one_that_is_set_aside_and_repaired_counts_again(run: Location) -> None:
-    write_checkpoint(run, 1)
-    newest = write_checkpoint(run, 2)
-    flip(newest)
-    newest_verified_checkpoint(run, ignore)
-    aside = locate(newest.path + ".damaged")
-    flip(aside)
-    Path(aside.path).rename(newest.path)
-    checkpoint = newest_verified_checkpoint(run, ignore)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 2
+@pytest.mark.parametrize("lost", LOSSES)
+def test_a_run_with_checkpoints_and_none_usable_refuses_to_start_over(
+    run: Location, lost: str
+) -> None:
+    lose(write_checkpoint(run, 1), lost)
+    before = names(run)
+    for _ in range(2):
+        with pytest.raises(NoUsableCheckpointError, match=r"Nothing was changed\. Restore one"):
+            checkpoint_to_resume(run)
+    assert names(run) == before
+    give_up_checkpoints(run, print)  # resume=from_zero
+    begin_training(run)
+    assert checkpoint_to_resume(run) is None
 
 
-def test_a_second_one_of_the_same_step_is_set_aside_beside_the_first(run: Location) -> None:
-    write_checkpoint(run, 1)
-    for _ in range(3):
-        flip(write_checkpoint(run, 2))
-        newest_verified_checkpoint(run, ignore)
-    assert names(run) == [
-        "step-00000001",
-        "step-00000002.damaged",
-        "step-00000002~2.damaged",
-        "step-00000002~3.damaged",
-    ]
+def test_one_that_is_damaged_inside_is_given_up_with_its_marker_kept(run: Location) -> None:
+    """Only reading it shows that; else workers would try it at each start."""
+    flip(write_checkpoint(run, 1))
+    told: list[str] = []
+    give_up_checkpoints(run, told.append)
+    begin_training(run)
+    assert "its bytes do not match its checksum; given up" in told[0]
+    assert checkpoint_to_resume(run) is None
+    assert Path(run.path, folder_name(1), f"{COMMIT}.damaged").exists()
 
 
-def test_who_only_reads_changes_nothing(run: Location) -> None:
+def test_no_run_starts_over_beside_a_good_checkpoint(run: Location) -> None:
     write_checkpoint(run, 1)
     flip(write_checkpoint(run, 2))
-    assert find_weights(run.path).position.step == 1
-    assert names(run) == ["step-00000001", "step-00000002"]
+    with pytest.raises(ValueError, match=r"can be used \(step 1\)"):
+        give_up_checkpoints(run, print)
+    assert [open_checkpoint(folder) is None for _, folder in list_checkpoints(run)] == [False] * 2
+
+
+def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run: Location) -> None:
+    """As by a bucket's lifecycle rule, or by hand."""
+    folder = write_checkpoint(run, 1)
+    write_progress(folder, read_checkpoint(folder).sha256, Progress(1))
+    folder.delete()
+    with pytest.raises(NoUsableCheckpointError, match="their folders are gone"):
+        checkpoint_to_resume(run)
+    run.child(PROGRESS).write(b"changed")
+    with pytest.raises(NoUsableCheckpointError, match="their folders are gone"):
+        checkpoint_to_resume(run)
+
+
+def test_a_run_killed_in_its_first_save_starts_again_as_the_same_training(run: Location) -> None:
+    training = begin_training(run)
+    write_checkpoint(run, 1, ranks=1)
+    told: list[str] = []
+    assert checkpoint_to_resume(run, told.append) is None
+    assert "has no commit.json; passed over" in told[0]
+    assert begin_training(run) == training
 
 
 def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_listed_ones(
@@ -99,96 +161,19 @@ def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_list
     def read_slowly(folder: Location) -> Checkpoint:
         if folder.path.endswith("step-00000001"):
             monkeypatch.setattr(run_checkpoints, "read_checkpoint", read)
-            write_checkpoint(run, 2)
-            note_newest(run, 2)
-            prune(run, keep_last=1)
+            write_checkpoint(run, 3)
+            prune(run, 3, keep_last=1, stays=stays_none)
         return read(folder)
 
-    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
     monkeypatch.setattr(run_checkpoints, "read_checkpoint", read_slowly)
-    assert find_weights(run.path).position.step == 2
-    assert names(run) == [NEWEST, "step-00000002"]
-
-
-@pytest.mark.parametrize("lost", ["index", "marker", "tensors", "everything", "flipped"])
-def test_a_run_with_checkpoints_and_none_usable_refuses_to_start_over(
-    run: Location, lost: str
-) -> None:
-    folder = write_checkpoint(run, 1)
-    path = Path(folder.path)
-    if lost == "flipped":
-        flip(folder)
-    elif lost == "everything":
-        shutil.rmtree(path)
-        path.mkdir()
-    else:
-        name = {"index": "rank-00001-of-00002.json", "marker": COMMIT}
-        (path / name.get(lost, "rank-00000-of-00002.safetensors")).unlink()
-    left = sorted(p.name for p in path.iterdir())
-    for _ in range(2):
-        with pytest.raises(NoUsableCheckpointError, match=r"Nothing was changed\. Restore one"):
-            newest_verified_checkpoint(run, ignore)
-    assert sorted(p.name for p in path.iterdir()) == left
-
-
-def test_one_that_is_only_set_aside_still_holds_the_run_from_starting_over(run: Location) -> None:
-    flip(write_checkpoint(run, 1))
-    Path(run.path, "step-00000001").rename(Path(run.path, "step-00000001.damaged"))
-    with pytest.raises(NoUsableCheckpointError, match="all of them have been set aside before"):
-        newest_verified_checkpoint(run, ignore)
-
-
-def test_a_run_told_to_start_over_sets_everything_aside(run: Location) -> None:
-    flip(write_checkpoint(run, 1))
-    write_checkpoint(run, 2, ranks=1)
     told: list[str] = []
-    begin_without_checkpoint(run, told.append)
-    assert names(run) == [NONE_YET, "step-00000001.damaged", "step-00000002.damaged"]
-    assert len(told) == 2
-    assert newest_verified_checkpoint(run, ignore) is None
+    found = newest_checkpoint(run, told.append)
+    assert found is not None
+    assert (found.position.step, told) == (3, [])
 
 
-def test_no_run_starts_over_beside_a_good_checkpoint(run: Location) -> None:
-    write_checkpoint(run, 1)
-    with pytest.raises(ValueError, match="step-00000001 can be used"):
-        begin_without_checkpoint(run, ignore)
-    assert names(run) == ["step-00000001"]
-
-
-def test_a_run_killed_in_its_first_save_starts_again_by_itself(run: Location) -> None:
-    training = begin_without_checkpoint(run, ignore)
-    assert begin_without_checkpoint(run, ignore) == training
-    write_checkpoint(run, 1, ranks=1)
-    told: list[str] = []
-    assert newest_verified_checkpoint(run, told.append) is None
-    assert names(run) == [NONE_YET, "step-00000001.damaged"]
-    assert "holds the parts of 1 of 2 ranks" in told[0]
-
-
-def test_a_read_that_fails_once_costs_no_checkpoint(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(run, 1)
-    newest = write_checkpoint(run, 2)
-    plain, left = Location.read_range, [FileNotFoundError("gone?"), None]
-
-    def flaky(self: Location, offset: int, length: int | None = None) -> bytes:
-        error = left.pop(0) if left and self.path.startswith(newest.path) else None
-        if error:
-            raise error
-        return plain(self, offset, length)
-
-    monkeypatch.setattr(Location, "read_range", flaky)
-    told: list[str] = []
-    checkpoint = newest_verified_checkpoint(run, told.append)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 2
-    assert told == []
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError("gone?"), OSError("Input/output error")])
 def test_storage_that_stays_away_decides_nothing(
-    run: Location, monkeypatch: pytest.MonkeyPatch, error: OSError
+    run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(run, 1)
     newest = write_checkpoint(run, 2)
@@ -196,175 +181,59 @@ def test_storage_that_stays_away_decides_nothing(
 
     def away(self: Location, offset: int, length: int | None = None) -> bytes:
         if self.path.startswith(newest.path):
-            raise error
+            raise OSError("Input/output error")
         return plain(self, offset, length)
 
     monkeypatch.setattr(Location, "read_range", away)
-    with pytest.raises(OSError, match=str(error)):
-        newest_verified_checkpoint(run, ignore)
-    assert names(run) == ["step-00000001", "step-00000002"]
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint_to_resume(run)
 
 
-def test_one_that_is_being_removed_is_not_called_damaged(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(run, 1)
-    gone = write_checkpoint(run, 2)
-    plain = Location.read_range
-
-    def removed(self: Location, offset: int, length: int | None = None) -> bytes:
-        if self.path.startswith(gone.path):
-            gone.delete()
-        return plain(self, offset, length)
-
-    monkeypatch.setattr(Location, "read_range", removed)
-    told: list[str] = []
-    checkpoint = newest_verified_checkpoint(run, told.append)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 1
-    assert told == []
-
-
-def test_pruning_keeps_the_newest_the_permanent_and_what_is_being_written(run: Location) -> None:
-    for step in (1, 2, 3, 4):
+def test_pruning_keeps_the_newest_the_permanent_and_what_has_no_marker(run: Location) -> None:
+    for step in (1, 2, 4, 5):
         write_checkpoint(run, step)
-    write_checkpoint(run, 5, ranks=1)
-    assert prune(run, keep_last=2, keep={1}) == [2]
+    write_checkpoint(run, 3, ranks=1)
+    assert prune(run, 5, keep_last=2, stays=lambda step: step == 1) == [2]
     assert names(run) == [folder_name(step) for step in (1, 3, 4, 5)]
 
 
-def test_pruning_does_not_count_a_damaged_one(run: Location) -> None:
+def test_pruning_leaves_and_does_not_count_what_was_newer_than_the_resumed_one(
+    run: Location,
+) -> None:
+    """It could not be read; the run went on from 1, and has written 2."""
     for step in (1, 2, 3):
         write_checkpoint(run, step)
-    flip(run.child(folder_name(3)))
-    assert prune(run, keep_last=1) == [1]
-    assert names(run) == ["step-00000002", "step-00000003"]
-
-
-def test_pruning_sets_old_halves_aside(run: Location) -> None:
-    write_checkpoint(run, 1, ranks=1)
-    write_checkpoint(run, 2)
-    told: list[str] = []
-    assert prune(run, keep_last=1, warn=told.append) == []
-    assert names(run) == ["step-00000001.damaged", "step-00000002"]
-    assert "holds the parts of 1 of 2 ranks" in told[0]
+    assert prune(run, 2, keep_last=1, stays=stays_none) == [1]
+    assert names(run) == [folder_name(2), folder_name(3)]
 
 
 class KilledError(BaseException):
     """A process ends here."""
 
 
-@pytest.fixture
-def half_deleted(run: Location, monkeypatch: pytest.MonkeyPatch) -> Location:
-    """A run whose process was killed while it deleted the first of three checkpoints."""
-    plain = Location.delete
-
-    def deletes_half(place: Location) -> None:
+def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(place: Location) -> None:
         if Path(place.path).is_dir():
-            for path in sorted(Path(place.path).iterdir())[1::2]:
-                path.unlink()
             raise KilledError
-        plain(place)
+        Path(place.path).unlink()
 
     for step in (1, 2, 3):
         write_checkpoint(run, step)
-    monkeypatch.setattr(Location, "delete", deletes_half)
+    monkeypatch.setattr(Location, "delete", killed)
     with pytest.raises(KilledError):
-        prune(run, keep_last=2)
-    monkeypatch.setattr(Location, "delete", plain)
-    assert len(list((Path(run.path) / folder_name(1)).iterdir())) == 3  # of 5
-    return run
-
-
-def test_what_a_crash_left_of_a_deletion_goes_with_the_next(half_deleted: Location) -> None:
-    told: list[str] = []
-    prune(half_deleted, keep_last=2, warn=told.append)
-    assert names(half_deleted) == [folder_name(2), folder_name(3)]
-    assert told == []
-
-
-def test_what_a_crash_left_of_a_deletion_is_not_set_aside_by_the_next_start(
-    half_deleted: Location,
-) -> None:
-    for step in (2, 3):
-        shutil.rmtree(Path(half_deleted.path) / folder_name(step))
-    told: list[str] = []
-    with pytest.raises(NoUsableCheckpointError, match="none of them can be used"):
-        newest_verified_checkpoint(half_deleted, told.append)
-    begin_without_checkpoint(half_deleted, told.append)
-    assert names(half_deleted) == [NONE_YET]
-    assert told == []
-
-
-def test_a_checkpoint_that_was_to_go_and_is_needed_again_stays(half_deleted: Location) -> None:
-    """The newer ones are damaged, and no file of the old one was deleted yet."""
-    shutil.rmtree(Path(half_deleted.path) / folder_name(1))
-    write_checkpoint(half_deleted, 1)
-    for step in (2, 3):
-        flip(half_deleted.child(folder_name(step)))
-    found = newest_verified_checkpoint(half_deleted, ignore)
-    assert found is not None
-    assert found.position.step == 1
-    write_checkpoint(half_deleted, 2)
-    prune(half_deleted, keep_last=2)
-    assert folder_name(1) in names(half_deleted)
-    assert not any("deleting" in name for name in names(half_deleted))
-
-
-def test_of_saves_that_were_never_whole_the_last_two_stay_and_what_was_whole(run: Location) -> None:
-    for step in range(1, 7):
-        write_checkpoint(run, step, ranks=2 if step == 2 else 1)
-    flip(run.child(folder_name(2)))
-    write_checkpoint(run, 7)
-    told: list[str] = []
-    prune(run, keep_last=2, warn=told.append)
-    aside = [f"{folder_name(step)}.damaged" for step in (2, 5, 6)]
-    assert names(run) == [*aside, folder_name(7)]
-    assert told[-1] == (
-        "deleted 3 folders that were set aside and never whole (step-00000004.damaged, "
-        "step-00000003.damaged, step-00000001.damaged); the last 2 stay, and what may have been "
-        "whole: 3 folders"
-    )
-    prune(run, keep_last=2, warn=told.append)
-    assert len(told) == 7
-
-
-def test_a_save_in_which_rank_0_wrote_nothing_never_was_whole(run: Location) -> None:
-    for step in range(1, 5):
-        write_snapshot(snapshots(step)[1], run.child(folder_name(step)))
-    write_checkpoint(run, 5)
-    prune(run, keep_last=1, warn=ignore)
-    assert names(run) == [*(f"{folder_name(step)}.damaged" for step in (3, 4)), folder_name(5)]
-
-
-def test_a_checkpoint_whose_marker_was_lost_is_not_taken_for_one_that_never_was_whole(
-    run: Location,
-) -> None:
-    for step in range(1, 6):
-        write_checkpoint(run, step)
-        (Path(run.path) / folder_name(step) / COMMIT).unlink()
-    write_checkpoint(run, 6)
-    prune(run, keep_last=1, warn=ignore)
-    assert names(run) == [*(f"{folder_name(step)}.damaged" for step in range(1, 6)), folder_name(6)]
-
-
-def test_the_note_of_a_deletion_goes_when_its_checkpoint_counts_again(
-    half_deleted: Location,
-) -> None:
-    """Else what is left of it after a damage would be deleted."""
-    first = half_deleted.child(folder_name(1))
-    shutil.rmtree(first.path)
-    write_checkpoint(half_deleted, 1)
-    prune(half_deleted, keep_last=3)
-    flip(first)
-    prune(half_deleted, keep_last=3, warn=ignore)
-    assert names(half_deleted) == ["step-00000001.damaged", "step-00000002", "step-00000003"]
+        prune(run, 3, keep_last=2, stays=stays_none)
+    assert open_checkpoint(run.child(folder_name(1))) is None
+    assert newest_checkpoint(run, below=3).position.step == 2
 
 
 def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:
     folder = write_checkpoint(run, 2)
     assert find_weights(run.path).position.step == 2
     assert find_weights(folder.path).position.step == 2
+    Path(folder.path).rename(Path(run.path) / "mine")
+    assert find_weights(f"{run.path}/mine").position.step == 2
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
         find_weights(f"{run.path}/nothing")
 
@@ -383,7 +252,7 @@ def test_a_run_that_keeps_its_best_hands_that_on(run: Location, best: int) -> No
     write_best(run, of=best)
     assert find_weights(run.path).position.step == best
     assert find_weights(run.child(folder_name(6)).path).position.step == 6
-    newest = newest_verified_checkpoint(run)
+    newest = checkpoint_to_resume(run)
     assert newest is not None
     assert newest.position.step == 6  # from which it goes on
 
@@ -395,12 +264,67 @@ def test_a_best_that_cannot_be_used_is_never_replaced_by_another(
     write_best(run, of=4)
     folder = run.child(folder_name(4))
     if is_there:
-        flip(folder)
+        flip(folder, COMMIT)
     else:
         shutil.rmtree(folder.path)
-    why = "its bytes do not match" if is_there else "it is not there"
+    why = "was changed" if is_there else "has no commit.json"
     with pytest.raises(ValueError, match=f"step-00000004, cannot be used: .*{why}"):
         find_weights(run.path)
+
+
+def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(
+    run: Location, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An export or a fine-tuning reads them; the folders stay as they are."""
+    for step in (1, 2, 3):
+        write_checkpoint(run, step)
+    flip(run.child(folder_name(3)))
+    flip(run.child(folder_name(2)), WEIGHTS_1)
+    before = [contents(folder) for _, folder in list_checkpoints(run)]
+    found, weights = read_weights(run.path, None)
+    assert found.position.step == 1
+    assert all(torch.equal(weights[k], values(1)[k].view(SHAPES[k])) for k in SHAPES)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(": ")[0].partition(run.path)[2] for text in told] == [
+        f"/{folder_name(3)}/{WEIGHTS_0}",
+        f"/{folder_name(2)}/{WEIGHTS_1}",
+    ]
+    assert [contents(folder) for _, folder in list_checkpoints(run)] == before
+    flip(run.child(folder_name(1)))
+    with pytest.raises(NoUsableCheckpointError, match="none is older than step 1"):
+        read_weights(run.path, None)
+
+
+@pytest.mark.parametrize("is_best", [False, True])
+def test_damaged_weights_that_were_chosen_are_not_replaced(run: Location, is_best: bool) -> None:
+    write_best(run, of=4) if is_best else [write_checkpoint(run, step) for step in (2, 4)]
+    folder = run.child(folder_name(4))
+    flip(folder)
+    with pytest.raises(DamagedCheckpointError, match="do not match its checksum"):
+        read_weights(run.path if is_best else folder.path, None)
+
+
+def test_each_worker_of_a_fine_tuning_reads_the_bytes_of_the_weights_and_no_others(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(run, 1)
+    files = contents(write_checkpoint(run, 2))
+    plain, num_bytes = Location.read_range, dict[str, int]()
+
+    def counted(place: Location, *args: Any) -> bytes:
+        content = plain(place, *args)
+        name = place.path.rpartition("/")[2]
+        num_bytes[name] = num_bytes.get(name, 0) + len(content)
+        return content
+
+    monkeypatch.setattr(Location, "read_range", counted)
+    for _ in range(3):
+        model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        initialize_weights(model, run.path, new_head=False)
+        assert all(torch.equal(model[k], values(2)[k].view(SHAPES[k])) for k in SHAPES)
+    del num_bytes[COMMIT]
+    assert num_bytes == {name: 3 * len(files[name]) for name in (WEIGHTS_0, WEIGHTS_1)}
+    assert len(files[REST_0]) > 0
 
 
 def break_something(folder: Path, rng: random.Random) -> None:
@@ -421,23 +345,35 @@ def break_something(folder: Path, rng: random.Random) -> None:
     elif accident == "empty":
         path.write_bytes(b"")
     elif accident == "copy":
-        (folder / f"rank-{rng.randrange(9):05d}-of-0000{rng.randrange(9)}.json").write_bytes(
-            content
-        )
+        name = f"weights-{rng.randrange(9):05d}-of-0000{rng.randrange(9)}.safetensors"
+        (folder / name).write_bytes(content)
     elif accident == "swap":
         other = rng.choice(paths)
         other_content = other.read_bytes()
         other.write_bytes(content)
         path.write_bytes(other_content)
     elif accident == "stray":
-        (folder / rng.choice(["rank-x.json", ".nfs0001", "commit.json.bak"])).write_bytes(content)
+        (folder / rng.choice(["rest-x.json", ".nfs0001", "commit.json.bak"])).write_bytes(content)
     else:
         (folder / "rank-00001-of-00002").mkdir(exist_ok=True)
 
 
+def resumed(run: Location) -> Checkpoint:
+    """What ranks that read a part each go on from together."""
+    below = None
+    while True:
+        found = checkpoint_to_resume(run, print, below)
+        assert found is not None
+        try:
+            found.verify()
+            return found
+        except DamagedCheckpointError:
+            below = found.position.step
+
+
 @pytest.mark.slow(after=10)
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_to_folders_the_newest_good_one_is_opened_and_kept(
+def test_whatever_happens_to_folders_the_newest_good_one_is_resumed(
     run: Location, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -446,45 +382,25 @@ def test_whatever_happens_to_folders_the_newest_good_one_is_opened_and_kept(
         write_checkpoint(run, step)
         for _ in range(rng.choice([0, 0, 1, 3])):
             break_something(Path(run.path) / folder_name(step), rng)
-    good = [s for s in steps if is_as_written(run.child(folder_name(s)), s)]
-    unusable = [s for s in steps if open_checkpoint(run.child(folder_name(s))) is None]
-    for _ in range(2):
-        told: list[str] = []
-        try:
-            checkpoint = newest_verified_checkpoint(run, told.append)
-        except NoUsableCheckpointError:
-            assert not good
-            assert names(run) == [folder_name(step) for step in steps]
-            return
-        assert checkpoint is not None
-        assert checkpoint.position.step == max(good)
-        keep_last = rng.choice([1, 2])
-        prune(run, keep_last, warn=told.append)
-        left = [s for s, _ in list_checkpoints(run) if s in good]
-        assert left == sorted(good, reverse=True)[:keep_last]
-        kept = {name.partition("~")[0].removesuffix(".damaged") for name in names(run)}
-        assert {folder_name(step) for step in unusable} <= kept
-        good = left
+    good = [s for s in steps if is_as_written(run, s)]
+    before = names(run)
+    if not good:
+        with pytest.raises(NoUsableCheckpointError):
+            resumed(run)
+    else:
+        found = resumed(run)
+        assert found.position.step == max(good)
+        expected, weights = values(max(good)), found.weights()
+        assert all(torch.equal(weights[k], expected[k].view(SHAPES[k])) for k in SHAPES)
+    assert names(run) == before
 
 
-def is_as_written(folder: Location, step: int) -> bool:
+def is_as_written(run: Location, step: int) -> bool:
     """By comparing every file that a rank writes with a fresh copy."""
-    fresh = write_checkpoint(locate(f"{folder.path}.fresh"), step)
-    same = all(
-        (Path(folder.path) / path.name).is_file()
-        and (Path(folder.path) / path.name).read_bytes() == path.read_bytes()
-        for path in Path(fresh.path).iterdir()
+    fresh = contents(write_checkpoint(run.child("fresh"), step))
+    shutil.rmtree(run.child("fresh").path)
+    folder = Path(run.path) / folder_name(step)
+    return all(
+        (folder / name).is_file() and (folder / name).read_bytes() == content
+        for name, content in fresh.items()
     )
-    shutil.rmtree(f"{folder.path}.fresh")
-    if same:
-        read_checkpoint(folder).verify()
-    return same
-
-
-def test_a_note_of_no_checkpoint_that_was_left_behind_goes_when_one_is_found(run: Location) -> None:
-    begin_without_checkpoint(run, ignore)
-    only = write_checkpoint(run, 1)
-    assert newest_verified_checkpoint(run, ignore) is not None
-    flip(only)
-    with pytest.raises(NoUsableCheckpointError):
-        newest_verified_checkpoint(run, ignore)

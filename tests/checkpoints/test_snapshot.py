@@ -21,14 +21,25 @@ def state(scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def content(taken: Snapshot) -> bytes:
-    return taken.content.numpy().tobytes()
+    """Of the file of weights and averages."""
+    return taken.memory["weights"].numpy().tobytes()
 
 
 def test_its_memory_is_the_file_that_safetensors_writes() -> None:
     taken = snapshot_of(0, 1, state(), position(1))
     assert content(taken) == save(state())
-    assert taken.tensors == {key: values.numel() for key, values in state().items()}
-    assert content(snapshot_of(0, 1, {}, position(1))) == save({})
+    counts = {key: values.numel() for key, values in state().items()}
+    assert taken.tensors == {"weights": counts}
+
+
+def test_what_weights_do_not_need_is_in_a_file_of_its_own() -> None:
+    tensors = {f"{kind}|w|0": torch.ones(3) for kind in ("exp_avg", "weight", "average", "u")}
+    taken = snapshot_of(0, 1, tensors, position(1))
+    files = {part: memory.numpy().tobytes() for part, memory in taken.memory.items()}
+    assert files == {
+        "weights": save({key: tensors[key] for key in ("weight|w|0", "average|w|0")}),
+        "rest": save({key: tensors[key] for key in ("exp_avg|w|0", "u|w|0")}),
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -44,16 +55,16 @@ def test_training_changes_nothing_of_it() -> None:
     before = content(taken)
     weight.data.fill_(2.0)
     assert content(taken) == before
-    assert not taken.content.requires_grad
+    assert not taken.memory["weights"].requires_grad
 
 
 def test_other_tensors_of_the_same_size_take_the_memory_too() -> None:
-    memory = snapshot_of(0, 1, state(), position(1)).content
+    memory = snapshot_of(0, 1, state(), position(1)).memory
     swapped = {key.replace("last", "tail"): 2.0 * values for key, values in state().items()}
     parts = [(*key.split("|"), values) for key, values in swapped.items()]
     entries = [(kind, name, int(start), values) for kind, name, start, values in parts]
     taken = take_snapshot(entries, position(2), 0, 1, memory)
-    assert taken.content is memory
+    assert taken.memory["weights"] is memory["weights"]
     assert content(taken) == save(swapped)
 
 
@@ -70,11 +81,11 @@ def test_views_are_copied_by_their_values() -> None:
 
 def test_the_next_one_takes_the_memory_that_it_is_given_if_it_has_the_size() -> None:
     entries = [("weight", "a", 0, torch.ones(5)), ("weight", "b", 0, torch.zeros(7))]
-    memory = take_snapshot(entries, position(1), 0, 1).content
+    memory = take_snapshot(entries, position(1), 0, 1).memory
     for _, _, _, values in entries:
         values.add_(1.0)
     again = take_snapshot(entries, position(2), 0, 1, memory)
-    assert again.content.data_ptr() == memory.data_ptr()
+    assert again.memory["weights"].data_ptr() == memory["weights"].data_ptr()
     assert content(again) == save(
         {"weight|a|0": torch.full((5,), 2.0), "weight|b|0": torch.ones(7)}
     )

@@ -1,15 +1,19 @@
 """Checkpoints of two ranks, whole or damaged."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.checkpoints.checkpoint_format import commit, missing_ranks
+from vit_ray.checkpoints.checkpoint_format import SavedFile, commit
 from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.checkpoints.snapshot import write_snapshot as write_part
 from vit_ray.storage import Location
+
+_PARTS: dict[str, dict[int, list[SavedFile]]] = defaultdict(dict)
+"""By folder and rank, of checkpoints that some ranks have not written."""
 
 
 def snapshot_of(
@@ -25,14 +29,20 @@ def write_snapshot(
     snapshot: Snapshot, folder: Location, before_commit: Callable[[], object] = lambda: None
 ) -> bool:
     """Write a rank's part, and commit the checkpoint if it was the last one."""
-    write_part(snapshot, folder)
-    if missing_ranks(folder, snapshot.world_size)[0]:
+    parts = _PARTS[folder.uri]
+    parts[snapshot.rank] = write_part(snapshot, folder)
+    if len(parts) < snapshot.world_size:
         return False
-    commit(folder, snapshot.world_size, before_commit)
+    before_commit()
+    del _PARTS[folder.uri]
+    files = [file for rank in sorted(parts) for file in parts[rank]]
+    commit(folder, files, snapshot.position.to_json())
     return True
 
 
 SHAPES = {"a": [3, 4], "b": [5]}
+WEIGHTS_0, REST_0 = (f"{part}-00000-of-00002.safetensors" for part in ("weights", "rest"))
+WEIGHTS_1 = "weights-00001-of-00002.safetensors"
 
 
 def position(step: int) -> Position:
@@ -49,9 +59,12 @@ def values(step: int) -> dict[str, torch.Tensor]:
 
 
 def snapshots(step: int) -> list[Snapshot]:
-    """Two ranks that own uneven parts of two parameters."""
+    """Two ranks that own uneven parts of two parameters; the first has a moment of one, too."""
     a, b = values(step)["a"], values(step)["b"]
-    parts = [{"weight|a|0": a[:7]}, {"weight|a|7": a[7:], "weight|b|0": b}]
+    parts = [
+        {"weight|a|0": a[:7], "exp_avg|a|0": -a},
+        {"weight|a|7": a[7:], "weight|b|0": b},
+    ]
     return [snapshot_of(rank, 2, part, position(step)) for rank, part in enumerate(parts)]
 
 
@@ -60,10 +73,11 @@ def write_checkpoint(run: Location, step: int, ranks: int = 2) -> Location:
     folder = run.child(folder_name(step))
     for snapshot in snapshots(step)[:ranks]:
         write_snapshot(snapshot, folder)
+    _PARTS.pop(folder.uri, None)
     return folder
 
 
-def flip(folder: Location, name: str = "rank-00000-of-00002.safetensors") -> None:
+def flip(folder: Location, name: str = WEIGHTS_0) -> None:
     """Change the last bit of a file of a checkpoint."""
     path = Path(folder.path) / name
     content = bytearray(path.read_bytes())

@@ -16,7 +16,7 @@ from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.run_checkpoints import (
     NoUsableCheckpointError,
-    newest_verified_checkpoint,
+    newest_checkpoint,
 )
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe, load_recipe
@@ -70,7 +70,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
     )
     assert forked == expected
     # Its driver takes it up as any run.
-    resumed, original = find_resume_point(forked), newest_verified_checkpoint(locate(parent))
+    resumed, original = find_resume_point(forked), newest_checkpoint(locate(parent))
     assert resumed is not None
     assert original is not None
     resolved = resolve_run(forked)
@@ -137,7 +137,7 @@ def test_a_fork_that_was_cut_short_is_made_again(parent: str, recipe: Recipe, cu
     else:
         (folder / "step-00000007" / "commit.json").unlink()
         if cut == "part":
-            (folder / "step-00000007" / "rank-00001-of-00002.safetensors").unlink()
+            (folder / "step-00000007" / "weights-00001-of-00002.safetensors").unlink()
     code, text = said(*words)
     assert code == 0, text
     found = load_recipe(Path("again.yaml"))

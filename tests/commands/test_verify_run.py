@@ -136,4 +136,4 @@ def test_a_file_that_has_changed_is_named(recipe: Recipe) -> None:
     flip(locate(run).child(folder_name(7)))
     code, text = said(run)
     assert code == 1
-    assert "rank-00000-of-00002.safetensors" in text
+    assert "weights-00000-of-00002.safetensors" in text

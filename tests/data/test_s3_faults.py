@@ -14,7 +14,7 @@ from tests.data.pictures import write_class_folders
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.data.small_sets import used_rows, write_rows
 from vit_ray import lock
-from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint, prune
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert.commit import ConvertReport
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
@@ -172,37 +172,9 @@ def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(
     at_each_request(store, f"/b/{kind}-kept/step", kind, lambda: check_newest(run))
 
 
-class KilledError(BaseException):
-    """The process ends here."""
-
-
-def test_what_a_kill_leaves_of_a_deletion_is_no_damaged_checkpoint(
-    store: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = locate("s3://b/killed-run")
-    files = run.filesystem
-    plain = files.rm
-    for step in (1, 2):
-        write_checkpoint(run, step)
-
-    def deletes_two(paths: list[str]) -> None:
-        plain(paths[1:3])
-        raise KilledError
-
-    monkeypatch.setattr(files, "rm", deletes_two)
-    with pytest.raises(KilledError):
-        prune(run, keep_last=1)
-    monkeypatch.setattr(files, "rm", plain)
-    told: list[str] = []
-    assert run.list_folders() == ["step-00000001", "step-00000002"]
-    prune(run, keep_last=1, warn=told.append)
-    assert (run.list_folders(), told) == (["step-00000002"], [])
-    assert [file.base_name for file in run.list_files(recursive=False)] == []
-
-
 def check_newest(run: str) -> None:
     told: list[str] = []
-    checkpoint = newest_verified_checkpoint(locate(run), told.append)
+    checkpoint = checkpoint_to_resume(locate(run), told.append)
     assert checkpoint is not None
     assert told == []
     weights = checkpoint.weights()

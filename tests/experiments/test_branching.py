@@ -17,7 +17,7 @@ from tests.checkpoints.written import (
 )
 from tests.experiments.studies import study_row, study_tree
 from vit_ray.checkpoints.checkpoint import Position, folder_name
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, newest_verified_checkpoint
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_checkpoint
 from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.branching import NOTE, begin_branch, branch_step, with_kept_steps
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_pa
     assert begin_branch(short, trunk, 80, told.append) == ""
     assert "is trained from its start" in told[0]
     folder = locate(short.recipe.run_folder)
-    assert newest_verified_checkpoint(folder) is None  # no loss: it may begin
+    assert checkpoint_to_resume(folder) is None  # no loss: it may begin
     assert not folder.child(NOTE).exists()
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from vit_ray.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
-from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_verified_checkpoint
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, list_checkpoints
 from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
@@ -44,7 +45,7 @@ class Engine(FakeEngine):
 
     NUM = 150_000
 
-    def snapshot(self, position: Position, memory: torch.Tensor | None = None) -> Snapshot:
+    def snapshot(self, position: Position, memory: Any = None) -> Snapshot:
         weights = torch.full((self.NUM,), self.weight)
         return take_snapshot([("weight", "w", 0, weights)], position, 0, 1, memory)
 
@@ -67,7 +68,7 @@ def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
     (run.child(folder_name(1))).delete()
     worker.engine.weight = 6.0
     worker.saver.save(Progress(step=6))
-    newest = newest_verified_checkpoint(run)
+    newest = checkpoint_to_resume(run)
     assert newest is not None
     assert newest.position.step == 6
     assert float(newest.weights()["w"][0]) == 6.0
@@ -84,17 +85,15 @@ def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_be
     assert write(2, "dies") == 9
     run = locate(str(tmp_path / "run"))
     parts = sorted(path.name for path in (tmp_path / "run" / folder_name(2)).iterdir())
-    assert parts == [
-        "rank-00000-of-00001.json", "rank-00000-of-00001.safetensors", "uncommitted"
-    ]  # fmt: skip
+    assert parts == ["weights-00000-of-00001.safetensors"]
     told: list[str] = []
-    newest = newest_verified_checkpoint(run, told.append)
+    newest = checkpoint_to_resume(run, told.append)
     assert newest is not None
     assert newest.position.step == 1
-    assert "step-00000002.damaged" in told[0]
+    assert "step-00000002 has no commit.json" in told[0]
     # The run comes there again, and this time it is committed.
     assert write(2, "lives") == 0
-    again = newest_verified_checkpoint(run, told.append)
+    again = checkpoint_to_resume(run, told.append)
     assert again is not None
     assert again.position.step == 2
 
@@ -117,7 +116,7 @@ def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(tmp_pat
             writer.write(taken)
         proxy.faults.set("", 0)
         assert [kind for kind, _ in told] == ["checkpoint failed"]
-        newest = newest_verified_checkpoint(run)
+        newest = checkpoint_to_resume(run)
         assert newest is not None
         assert newest.position.step == 3
         assert [step for step, place in list_checkpoints(run) if open_checkpoint(place)] == [3, 1]

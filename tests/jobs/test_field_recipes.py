@@ -38,7 +38,7 @@ from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.nonfinite import NonfinitePolicy
 from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.saving import CheckpointSaver
+from vit_ray.worker.saving import CheckpointSaver, gather_by_own_group
 from vit_ray.worker.setup import build_engine, choose_micro_batch, initial_model, open_batches
 from vit_ray.worker.watchdog import Watchdog
 
@@ -185,7 +185,9 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
         progress = checkpoint.position.progress
     link = RunLink(actor, rank)
     watchdog = Watchdog(progress.step, 600.0, link.beat, link.note_hang)
-    writer = CheckpointWriter(folder, recipe.checkpoint, link.note_own, None)
+    writer = CheckpointWriter(
+        folder, recipe.checkpoint, link.note_own, None, gather_by_own_group(), checkpoint
+    )
     saver = CheckpointSaver(job, engine.state, writer, link, watchdog, write_now)
     nonfinite = NonfinitePolicy(recipe.train, link, lambda _: "told")
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
@@ -200,7 +202,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
         watchdog, progress, lambda: None,
     )  # fmt: skip
     attempt.run()
-    torch.distributed.barrier()  # the last rank to write commits the checkpoint
+    torch.distributed.barrier()  # rank 0 has committed the checkpoint
     attempt.close()
     losses = [metrics["train/loss"] for _, metrics in actor.logged if "train/loss" in metrics]
     kept = sorted(step for step, place in list_checkpoints(folder) if open_checkpoint(place))

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.checkpoints.written import write_snapshot
 from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.checkpoint import Position, Progress
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import CheckpointConfig, OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.objective import classification_loss, freeze, normalize
+from vit_ray.worker.saving import gather_by_own_group
 
 GLOBAL_BATCH = 8
 # ZeRO 3 puts its own in place for the rest of the process, whose sums are taken in another order.
@@ -119,6 +120,10 @@ def finished(engine: DeepSpeedEngine, losses: list[float]) -> Run:
     return run
 
 
+def refuse(*event: object) -> None:
+    raise AssertionError(f"a save has failed: {event}")
+
+
 def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Run]:
     """For each config: a run of 5 steps, saved after 2; the checkpoint lies in folder/NAME.
 
@@ -130,12 +135,12 @@ def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) ->
         name, micro = config["name"], config["micro"]
         train = TrainConfig.model_validate(config["train"])
         engine = build_engine(train, world_size, micro, optim_of(config))
-        memory = engine.state.snapshot(position(engine, 0)).content
+        memory = engine.state.snapshot(position(engine, 0)).memory
         losses = run_steps(engine, 0, 2, micro)
-        target = locate(folder).child(name).child("step-00000002")
         taken = engine.state.snapshot(position(engine, 2), memory)
-        assert taken.content is memory
-        write_snapshot(taken, target)
+        assert all(taken.memory[part] is memory[part] for part in memory)
+        run, gather = locate(folder).child(name), gather_by_own_group()
+        CheckpointWriter(run, CheckpointConfig(), refuse, None, gather).write(taken)
         torch.distributed.barrier()
         losses += run_steps(engine, 2, 5, micro)
         results[name] = finished(engine, losses)

@@ -14,6 +14,7 @@ import torch
 from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config import Recipe
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
@@ -146,7 +147,7 @@ class FakeEngine:
     def compile_failure(self) -> str | None:
         return self.failure
 
-    def snapshot(self, position: Position, memory: torch.Tensor | None = None) -> Snapshot:
+    def snapshot(self, position: Position, memory: Any = None) -> Snapshot:
         weight = torch.tensor([self.weight])
         return take_snapshot([("weight", "w", 0, weight)], position, 0, 1, memory)
 
@@ -275,8 +276,9 @@ class Worker:
         train = self.job.recipe.train
         self.watchdog = Watchdog(0, train.step_timeout_s, self.link.beat, self.link.note_hang)
         writer = CheckpointWriter(
-            folder, self.job.recipe.checkpoint, self.link.note_own, self.job.lock_number
-        )
+            folder, self.job.recipe.checkpoint, self.link.note_own, self.job.lock_number,
+            resumed=newest_checkpoint(folder),
+        )  # fmt: skip
         engine: Any = self.engine
         self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)

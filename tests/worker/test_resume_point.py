@@ -1,120 +1,102 @@
-"""Which checkpoint a group that starts goes on from; no Ray."""
+"""Which checkpoint the ranks of a group that starts go on from, all together."""
 
-import threading
+from __future__ import annotations
+
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoints.written import flip, snapshot_of, write_snapshot
-from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.checkpoints.run_checkpoints import NoUsableCheckpointError, list_checkpoints
-from vit_ray.storage import Location, locate
-from vit_ray.worker.resume_point import (
-    CHOICE_LIMIT_S,
-    ResumePoint,
-    ResumePointChoice,
-    choose_resume_point,
+from tests.checkpoints.written import (
+    WEIGHTS_0,
+    WEIGHTS_1,
+    flip,
+    position,
+    values,
+    write_checkpoint,
 )
+from tests.training.ranks import run_ranks
+from vit_ray.checkpoints.checkpoint import Checkpoint, Progress, folder_name
+from vit_ray.checkpoints.checkpoint_format import COMMIT
+from vit_ray.storage import locate
+from vit_ray.training.engine.elastic_state import TrainingState
+from vit_ray.worker.job import UnrecoverableError
+from vit_ray.worker.resume_point import agreed_checkpoint, restore_newest
 
-TOTAL = 100
-
-
-class Run:
-    """Checkpoints in a folder, and the history of choosing among them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder: Location = locate(str(folder / "run"))
-        self.events: list[tuple[str, str]] = []
-
-    def save(self, step: int, ended: str = "", ranks: int = 1) -> Location:
-        where = Position(Progress(step, ended=ended), step, step * 8, 8, {"w": [2]}, {}, "print")
-        folder = self.folder.child(folder_name(step))
-        write_snapshot(snapshot_of(0, ranks, {"weight|w|0": torch.ones(2)}, where), folder)
-        return folder
-
-    def damage(self, step: int) -> None:
-        flip(self.folder.child(folder_name(step)), "rank-00000-of-00001.safetensors")
-
-    def choose(self) -> ResumePoint:
-        return choose_resume_point(
-            self.folder, TOTAL, lambda kind, text: self.events.append((kind, text))
-        )
-
-    def steps(self) -> list[int]:
-        return [step for step, _ in list_checkpoints(self.folder)]
+CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+class Engine:
+    """Each of two ranks needs a parameter that lies in files of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.device, self._engine = CPU, self
+        self.weight = torch.zeros(5)
+        start = ("a", 0) if rank == 0 else ("b", 0)
+        self._entries = [("weight", *start, self.weight)]
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        TrainingState._fill(self, checkpoint, self._entries)  # type: ignore[arg-type]
 
 
-def test_a_new_run_starts_at_the_first_sample(run: Run) -> None:
-    assert run.choose() == ResumePoint(None, 0)
+def resume(rank: int, folder: str) -> tuple[Any, list[float], list[str]]:
+    """Step, this rank's values and warnings; or why there is none."""
+    told: list[str] = []
+    engine: Any = Engine(rank)
+    try:
+        newest = agreed_checkpoint(locate(folder), told.append, CPU)
+        if newest is not None:
+            newest = restore_newest(engine, newest, locate(folder), told.append)
+    except UnrecoverableError as error:
+        return str(error), [], told
+    return newest and newest.position.step, engine.weight.tolist(), told
 
 
-def test_it_goes_on_after_the_newest(run: Run) -> None:
-    run.save(10)
-    run.save(20)
-    assert run.choose() == ResumePoint(20, 160)
-    assert run.steps() == [20, 10]
-    assert run.events == []
+def resumed(folder: Path) -> list[tuple[Any, list[float], list[str]]]:
+    return run_ranks(2, resume, str(folder))
 
 
-def test_a_damaged_one_is_reported_and_passed_over(run: Run) -> None:
-    run.save(10)
-    run.save(20)
-    run.damage(20)
-    assert run.choose() == ResumePoint(10, 80)
-    ((kind, text),) = run.events
-    assert kind == "damaged checkpoint"
-    assert folder_name(20) in text
+def expected(step: int) -> list[list[float]]:
+    return [values(step)["a"][:5].tolist(), values(step)["b"].tolist()]
 
 
-def test_what_is_not_whole_is_out_of_the_way_of_the_attempt_that_writes_it_again(run: Run) -> None:
-    run.save(10)
-    run.save(20, ranks=2)
-    assert run.choose() == ResumePoint(10, 80)
-    assert run.steps() == [10]
-    assert run.folder.child("step-00000020.damaged").exists()
+def test_a_new_run_starts_without_one(tmp_path: Path) -> None:
+    assert [step for step, *_ in resumed(tmp_path)] == [None, None]
 
 
-def test_a_run_that_ended_early_has_nothing_left_to_do(run: Run) -> None:
-    run.save(30, ended="no better validation loss in 2 evaluations")
-    assert run.choose().is_over
+def test_all_ranks_fall_back_together_to_the_newest_that_each_can_read(tmp_path: Path) -> None:
+    """Of step 5 rank 0 finds damage, of step 4 rank 1, and of step 3 the marker is gone."""
+    run = locate(str(tmp_path))
+    for step in (1, 2, 3, 4, 5):
+        write_checkpoint(run, step)
+    flip(run.child(folder_name(5)), WEIGHTS_0)
+    flip(run.child(folder_name(4)), WEIGHTS_1)
+    run.child(folder_name(3)).child(COMMIT).delete()
+    before = sorted(path for path in tmp_path.rglob("*"))
+    found = resumed(tmp_path)
+    assert [step for step, *_ in found] == [2, 2]
+    assert [weight for _, weight, _ in found] == expected(2)
+    told = [text.removeprefix(f"checkpoint file {tmp_path}/") for text in found[0][2]]
+    assert told == [
+        f"{folder_name(5)}/{WEIGHTS_0}: its bytes do not match its checksum; passed over",
+        f"{folder_name(4)}/{WEIGHTS_1}: its bytes do not match its checksum; passed over",
+        f"checkpoint {tmp_path}/{folder_name(3)} has no commit.json; passed over",
+    ]
+    assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
-def test_nothing_but_damage_is_an_error_and_not_a_new_start(run: Run) -> None:
-    run.save(10)
-    run.damage(10)
-    with pytest.raises(NoUsableCheckpointError, match="none of them can be used"):
-        run.choose()
+@pytest.mark.parametrize("name", [WEIGHTS_0, COMMIT])
+def test_nothing_but_damage_is_an_error_on_all_and_not_a_new_start(
+    tmp_path: Path, name: str
+) -> None:
+    flip(write_checkpoint(locate(str(tmp_path)), 1), name)
+    for step, _, _ in resumed(tmp_path):
+        assert "none of them can be used" in step
+        assert "resume=from_zero" in step
 
 
-def test_while_a_choice_takes_long_the_others_hear_of_it_and_it_has_an_end() -> None:
-    is_read, now_s, told = threading.Event(), [0.0], []
-
-    def choose() -> ResumePoint:
-        is_read.wait(60)
-        return ResumePoint(8, 64)
-
-    def note(kind: str, text: str) -> None:
-        told.append((kind, text))
-
-    choice = ResumePointChoice(choose, clock=lambda: now_s[0])
-    now_s[0] = 700.0
-    assert choice.wait(note, timeout_s=0.01) is None
-    assert told == [("storage slow", "has been selecting the checkpoint to resume from for 700 s")]
-    now_s[0] = CHOICE_LIMIT_S + 1
-    assert "storage does not answer" in str(choice.wait(note, timeout_s=0.01))
-    is_read.set()
-    assert choice.wait(note, timeout_s=60) == ResumePoint(8, 64)
-
-
-def test_why_there_is_no_choice_is_an_answer() -> None:
-    def choose() -> ResumePoint:
-        raise NoUsableCheckpointError("none can be used")
-
-    choice = ResumePointChoice(choose)
-    assert choice.wait(lambda kind, text: None, timeout_s=60) == "none can be used"
+def test_a_run_that_ended_early_has_nothing_left_to_do() -> None:
+    assert Progress(30, ended="no better validation loss in 2 evaluations").is_over(100)
+    assert not position(30).progress.is_over(100)
+    assert not Progress(100, evaluation_due=True).is_over(100)

@@ -5,14 +5,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.checkpoints.written import snapshot_of
+from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
-from vit_ray.checkpoints.checkpoint import Position, Progress
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.checkpoints.snapshot import Snapshot
@@ -22,8 +25,8 @@ from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import (
     check_folder_is_shared,
+    gather_by_own_group,
     make_position,
-    open_chosen_checkpoint,
 )
 
 
@@ -74,14 +77,12 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []
     worker.saver._run_beside = writes.append
-    given: list[int | None] = []
+    given: list[Any] = []
     plain, write = FakeEngine.snapshot, worker.saver._writer.write
     taken: list[Snapshot] = []
 
-    def snapshot(
-        engine: FakeEngine, position: Position, memory: torch.Tensor | None = None
-    ) -> Snapshot:
-        given.append(None if memory is None else memory.data_ptr())
+    def snapshot(engine: FakeEngine, position: Position, memory: Any = None) -> Snapshot:
+        given.append(memory)
         taken.append(plain(engine, position, memory))
         return taken[-1]
 
@@ -98,7 +99,8 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
         worker.saver._error = None
         worker.saver.save(Progress(step=step))
         writes.pop()()
-    assert given == [None, taken[0].content.data_ptr()]
+    assert given == [None, taken[0].memory]
+    assert given[1]["weights"] is taken[1].memory["weights"]
     checkpoint = newest_checkpoint(locate(worker.job.run_folder))
     assert checkpoint is not None
     assert (checkpoint.position.step, float(checkpoint.weights()["w"])) == (2, 2.0)
@@ -146,23 +148,18 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     assert set(worker.kinds()) == {"storage slow"}
 
 
-def snapshot_of_two(
-    engine: FakeEngine, position: Position, memory: torch.Tensor | None = None
-) -> Snapshot:
-    """Rank 0's of two, the other of whom writes nothing."""
-    return snapshot_of(0, 2, {"weight|w|0": torch.tensor([1.0])}, position)
-
-
-@pytest.mark.parametrize(("world_size", "kinds"), [(1, ["preemption"]), (2, ["checkpoint failed"])])
+@pytest.mark.parametrize("fails", [False, True])
 def test_only_a_checkpoint_that_was_committed_was_in_time(
-    world_size: int, kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(make_job(tmp_path))
-    worker.saver.abandon()  # the other rank's part is not waited for
-    position = make_position(worker.job, FakeEngine(), Progress(step=1))
-    snapshot = replace(snapshot_of_two(FakeEngine(), position), world_size=world_size)
+    snapshot = FakeEngine().snapshot(make_position(worker.job, FakeEngine(), Progress(step=1)))
+    if fails:
+        where = Path(worker.job.run_folder)
+        where.mkdir(parents=True)
+        (where / folder_name(1)).write_text("in the folder's place")
     worker.saver._write(snapshot, time.time(), time.time() + 270)
-    assert worker.kinds() == kinds
+    assert worker.kinds() == ["checkpoint failed" if fails else "preemption"]
 
 
 def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
@@ -172,11 +169,6 @@ def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
     worker.saver.save(Progress(step=1))
     assert paused == [True]
     assert not worker.watchdog._is_paused
-
-
-def test_a_chosen_checkpoint_that_has_gone_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"checkpoint 7 of .* no longer exists"):
-        open_chosen_checkpoint(locate(str(tmp_path)), 7)
 
 
 def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(
@@ -201,3 +193,38 @@ def test_a_run_that_was_taken_over_fails(tmp_path: Path) -> None:
     worker.saver.save(Progress(step=1))
     with pytest.raises(UnrecoverableError, match="has been taken over"):
         worker.saver.check()
+
+
+def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[float]]:
+    """Saves of which rank 1 fails every third, while this thread's sums go on."""
+    told: list[str] = []
+    run, world_size = locate(folder), dist.get_world_size()
+    writer = CheckpointWriter(
+        run, CheckpointConfig(), lambda *event: told.append(event[1]), None, gather_by_own_group()
+    )
+    sums = []
+    for step in range(1, rounds + 1):
+        where = Position(Progress(step), step, step, 1, {"w": [world_size]}, {}, "print")
+        part = {f"weight|w|{rank}": torch.full((1,), float(step))}
+        taken = snapshot_of(rank, world_size, part, where)
+        if rank == 1 and step % 3 == 0:
+            taken = replace(taken, memory={"weights": "of no tensor"})
+        writing = threading.Thread(target=writer.write, args=(taken,))
+        writing.start()
+        for _ in range(100):
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            sums.append(float(total))
+        writing.join()
+    return told, sums
+
+
+def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path: Path) -> None:
+    """Whatever their main threads sum meanwhile."""
+    found = run_ranks(3, save_on_ranks, str(tmp_path), 5)
+    assert [len(told) for told, _ in found] == [1, 0, 0]
+    assert "1 of 3 workers failed: rank 1: " in found[0][0][0]
+    assert {value for _, sums in found for value in sums} == {3.0}
+    newest = newest_checkpoint(locate(str(tmp_path)))
+    assert newest is not None
+    assert newest.weights()["w"].tolist() == [5.0] * 3

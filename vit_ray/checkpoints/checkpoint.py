@@ -2,43 +2,43 @@
 
 A checkpoint is a folder `step-00001000` under the run's folder, of files as `checkpoint_format` has
 them: fp32 fragments of parameters, their averages and the optimizer's states, and the run's
-position. Which of a run's folders counts is decided in `run_checkpoints`.
+position. It no longer changes: an evaluation after it is noted in `progress.json` beside it. Which
+of a run's folders counts is decided in `run_checkpoints`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.checkpoints.checkpoint_format import (
+    AVERAGE,
+    WEIGHT,
     DamagedCheckpointError,
     PartialCheckpointError,
-    Shard,
+    SavedFile,
     check_coverage,
     commit,
-    compare,
-    marker_sha256,
-    read_all,
-    read_folder,
-    verify_shard,
-    write_part,
+    read_file,
+    read_marker,
+    read_tensors,
+    sealed,
+    unsealed,
 )
 from vit_ray.metric_names import DEV_LOSS, EVAL_LOSS, averaged_key
 from vit_ray.storage import Location, read_again
 
 if TYPE_CHECKING:
-    # Torch takes seconds to import: where tensors are written or read, and not where a driver asks
-    # which checkpoint its run continues from.
     from torch import Tensor
 
     Entry = tuple[str, str, int, Tensor]
     """Kind, parameter, start in it, and values (n,) to be filled."""
 
-WEIGHT, AVERAGE = "weight", "average"
+PROGRESS: Final = "progress.json"
+"""In a run's folder: its progress since the newest checkpoint was committed, or before the first
+the id of its training."""
 
 logger = logging.getLogger(__name__)
 
@@ -149,45 +149,65 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_evaluation(folder: Location, progress: Progress) -> None:
-    """Note how far a run is after an evaluation at the step of a committed checkpoint.
+def run_folder_of(folder: Location) -> Location:
+    """The folder of the run that a checkpoint's folder is in."""
+    return Location(folder.protocol, folder.path.rpartition("/")[0])
 
-    It stands next to the folder, which no longer changes, and names the checkpoint by
-    its marker: another one of the same step has not been evaluated.
+
+def write_progress(folder: Location, marker_sha256: str, progress: Progress) -> None:
+    """Note how far a run is since the checkpoint in `folder`, its newest, was committed.
 
     Raises:
         OSError: the storage does not take it.
     """
-    note = {"checkpoint_sha256": marker_sha256(folder), "progress": asdict(progress)}
-    evaluation_note(folder).write(json.dumps(note).encode())
+    note = {"checkpoint": marker_sha256, "progress": asdict(progress)}
+    run_folder_of(folder).child(PROGRESS).write(sealed(note))
 
 
-def evaluation_note(folder: Location) -> Location:
-    """The file next to a checkpoint's folder that records an evaluation made after it."""
-    return Location(folder.protocol, f"{folder.path}.evaluated.json")
+def read_progress(run_folder: Location) -> dict[str, Any]:
+    """The note of a run's progress; empty if there is none, or it was changed."""
+    try:
+        return read_again(lambda: unsealed(run_folder.child(PROGRESS)), DamagedCheckpointError)
+    except FileNotFoundError:
+        return {}
+    except DamagedCheckpointError as error:
+        logger.warning("%s; it is ignored", error)
+        return {}
 
 
 class Checkpoint:
     """A whole checkpoint in storage, opened for reading."""
 
-    def __init__(self, folder: Location, shards: list[Shard], position: Position) -> None:
-        self.folder = folder
-        self.shards = shards
-        self.position = position
+    def __init__(
+        self, folder: Location, files: list[SavedFile], position: Position, sha256: str
+    ) -> None:
+        self.folder, self.position = folder, position
+        self.sha256 = sha256
+        """Of its marker."""
+        self.files = files
 
     def verify(self) -> None:
-        """Read every byte and compare checksums, some files at a time.
+        """Read every byte and compare checksums.
 
         Raises:
             DamagedCheckpointError: a file differs from what was written; names the file.
         """
-        read_all(self.shards, lambda shard: verify_shard(self.folder, shard))
+        for file in self.files:
+            read_file(self.folder, file)
 
     def has_average(self) -> bool:
-        return AVERAGE in self.kinds()
+        kinds = {kind for file in self.files for _, kind, *_ in file.fragments()}
+        return AVERAGE in kinds
 
-    def kinds(self) -> set[str]:
-        return {kind for shard in self.shards for _, kind, *_ in shard.fragments()}
+    def takes_average(self, averaged: bool | None) -> bool:
+        """Whether averaged weights are meant; None = if it has any.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if averaged and not self.has_average():
+            raise ValueError(f"{self.folder.uri} has no averaged weights; set averaged to null")
+        return self.has_average() if averaged is None else averaged
 
     def weights(self, *, averaged: bool = False) -> dict[str, Tensor]:
         """All parameters by name, fp32, on the CPU; no GPU, process group or DeepSpeed needed."""
@@ -199,18 +219,14 @@ class Checkpoint:
         self.fill((kind, name, 0, values) for name, values in found.items())
         return {name: values.view(shapes[name]) for name, values in found.items()}
 
-    def parts(self, kind: str) -> Iterable[tuple[str, int, Tensor]]:
-        """(parameter, start, values) of one kind, file by file."""
-        for shard in self.shards:
-            keys = [part for part in shard.fragments() if part[1] == kind]
-            tensors = self._load(shard) if keys else {}
-            yield from ((name, start, tensors[key]) for key, _, name, start, _ in keys)
-
     def fill(self, entries: Iterable[Entry]) -> None:
         """Copy saved values into the tensors of `entries`, however they were cut when saved.
 
+        Only files that have some of them are read, each of them whole and against its checksum.
+
         Raises:
-            DamagedCheckpointError: some element of a tensor was not in the checkpoint.
+            DamagedCheckpointError: some element of a tensor was not in the checkpoint, or a file
+                is not what was written.
         """
         wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
         for kind, name, start, target in entries:
@@ -218,15 +234,15 @@ class Checkpoint:
         missing = dict.fromkeys((kind for kind, _ in wanted), 0)
         for (kind, _), targets in wanted.items():
             missing[kind] += sum(target.numel() for _, target in targets)
-        for shard in self.shards:
+        for file in self.files:
             copies = []
-            for key, kind, name, start, count in shard.fragments():
+            for key, kind, name, start, count in file.fragments():
                 for place, target in wanted.get((kind, name), []):
                     first, last = max(start, place), min(start + count, place + target.numel())
                     if first < last:
                         missing[kind] -= last - first
                         copies.append((target[first - place : last - place], key, first - start))
-            tensors = self._load(shard) if copies else {}  # most files hold what other ranks need
+            tensors = read_tensors(self.folder, file) if copies else {}
             for target, key, skip in copies:
                 target.copy_(tensors[key][skip : skip + target.numel()])
         if any(missing.values()):
@@ -235,22 +251,6 @@ class Checkpoint:
                 f"{', '.join(kind for kind, count in missing.items() if count)} that this run "
                 "needs are not in it"
             )
-
-    def _load(self, shard: Shard) -> dict[str, Tensor]:
-        from safetensors.torch import load
-
-        def content() -> bytes:
-            content = self.folder.child(shard.file).read()
-            compare(self.folder, shard, hashlib.sha256(content).hexdigest())
-            return content
-
-        tensors = load(read_again(content, DamagedCheckpointError))
-        if {key: values.numel() for key, values in tensors.items()} != shard.tensors:
-            raise DamagedCheckpointError(
-                f"checkpoint file {self.folder.path}/{shard.file} holds other tensors than its "
-                "index says"
-            )
-        return tensors
 
 
 def read_checkpoint(folder: Location) -> Checkpoint:
@@ -261,23 +261,16 @@ def read_checkpoint(folder: Location) -> Checkpoint:
         DamagedCheckpointError: what is there is not what was written.
         ValueError: it has another format.
     """
-    shards, saved = read_again(lambda: read_folder(folder), DamagedCheckpointError)
+    marker = read_marker(folder)
     try:
-        position = Position.from_json(saved)
-        check_coverage(folder, shards, position.shapes)
+        position = Position.from_json(marker.position)
+        check_coverage(folder, marker.files, position.shapes)
+        note = read_progress(run_folder_of(folder))
+        if note.get("checkpoint") == marker.sha256:
+            position = replace(position, progress=Progress(**note["progress"]))
     except (TypeError, AttributeError):
         raise DamagedCheckpointError(f"checkpoint {folder.path}: its position is damaged") from None
-    note = evaluation_note(folder)
-    if note.exists():
-        try:
-            content = json.loads(note.read())
-            if content["checkpoint_sha256"] == marker_sha256(folder):
-                position = replace(position, progress=Progress(**content["progress"]))
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
-            logger.warning(
-                "%s does not describe an evaluation of this checkpoint, and is ignored", note.path
-            )
-    return Checkpoint(folder, shards, position)
+    return Checkpoint(folder, marker.files, position, marker.sha256)
 
 
 def open_checkpoint(folder: Location) -> Checkpoint | None:
@@ -291,7 +284,7 @@ def open_checkpoint(folder: Location) -> Checkpoint | None:
 def copy_checkpoint(
     source: Location, target: Location, change: Callable[[Position], Position]
 ) -> None:
-    """Copy a whole checkpoint file by file and commit the copy, which is read back before.
+    """Copy a whole checkpoint file by file, each compared with its checksum, and commit the copy.
 
     Args:
         change: of the position, which names the run that the checkpoint is of.
@@ -300,12 +293,9 @@ def copy_checkpoint(
         DamagedCheckpointError: a file is not what was written.
         OSError: the storage cannot be read or written; the copy does not count.
     """
-    shards, saved = read_folder(source)
-    for rank, shard in enumerate(shards):  # in the order of the ranks, as `commit` lists them
-        content = source.child(shard.file).read()
-        compare(source, shard, hashlib.sha256(content).hexdigest())
-        index: dict[str, Any] = {"tensors": shard.tensors}
-        if rank == 0:
-            index["position"] = change(Position.from_json(saved)).to_json()
-        write_part(target, rank, len(shards), memoryview(content), index)
-    commit(target, len(shards), lambda: None)
+    marker = read_marker(source)
+    position = change(Position.from_json(marker.position))
+    for file in marker.files:
+        target.child(file.name).write(read_file(source, file))
+    copied = commit(target, marker.files, position.to_json())
+    write_progress(target, copied.sha256, position.progress)

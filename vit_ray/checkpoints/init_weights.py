@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vit_ray.checkpoints.checkpoint import Position
-from vit_ray.checkpoints.run_checkpoints import find_weights
+from vit_ray.checkpoints.run_checkpoints import find_weights, read_weights
 from vit_ray.checkpoints.weight_files import find_weight_file, read_weight_file
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import value_text
@@ -166,29 +166,27 @@ def open_weights(
             file.num_classes,
             lambda model, new_head, resize: file.load_into(model, new_head, resize=resize),
         )
-    checkpoint = find_weights(path)
+    if has_values:
+        checkpoint, values = read_weights(path, averaged)
+    else:
+        checkpoint = find_weights(path)
+        shapes = checkpoint.position.shapes
+        values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     position = checkpoint.position
     config: ModelConfig | None = None
     if "model" in position.recipe:
         config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))
-    takes_average = checkpoint.has_average() if averaged is None else averaged
-    if takes_average and not checkpoint.has_average():
-        raise ValueError(f"{checkpoint.folder.uri} has no averaged weights; set averaged to null")
-    kind = "averaged weights" if takes_average else "weights"
+    kind = "averaged weights" if checkpoint.takes_average(averaged) else "weights"
     source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
 
-    shapes = position.shapes
-    outline = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-
     def load_into(model: nn.Module, new_head: NewHead, resize: ResizeMode) -> LoadReport:
-        weights = checkpoint.weights(averaged=takes_average) if has_values else outline
         origin = None
         if config is not None and not is_own(config.name):  # whose code a checkpoint does not run
             # The grid: whether 36 tokens are 4 x 9 or 6 x 6.
             origin = origin_of(_model_without_values(config, 1))
-        return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
+        return fit_state_dict(model, values, new_head, resize=resize, origin=origin, source=source)
 
     # An objective that trains the head of the model inside it has it under that name.
-    head = shapes.get("head.bias", shapes.get("model.head.bias"))
+    head = position.shapes.get("head.bias", position.shapes.get("model.head.bias"))
     sides = config.sides if config else None
     return SavedWeights(head[0] if head else None, load_into, sides, position)

@@ -14,7 +14,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     PartialCheckpointError,
     is_committed,
 )
-from vit_ray.checkpoints.run_checkpoints import Warn, begin_without_checkpoint, newest_checkpoint
+from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.config.branch_origin import NOTE, origin_of
 from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run_lock import lock_run
@@ -41,7 +41,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
     If no checkpoint can be used, the cell is trained from its own start, with the same result.
 
     Args:
-        warn: called with what is set aside, and with why the checkpoint cannot be used.
+        warn: called with why the checkpoint cannot be used.
 
     Returns:
         Its origin, now or at an earlier start, see `origin_of`; empty if it has not branched off.
@@ -63,7 +63,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
         if not is_committed(source):
             warn(f"{alone}: {trunk.name} has no complete checkpoint of that step")
             return ""
-        begin_without_checkpoint(folder, warn)
+        begin_training(folder)
         note.write(origin.encode())  # before the copy: a complete copy has its note
 
         def of_cell(position: Position) -> Position:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from vit_ray.checkpoints.checkpoint import Checkpoint
-from vit_ray.checkpoints.run_checkpoints import begin_without_checkpoint
+from vit_ray.checkpoints.run_checkpoints import begin_training
 from vit_ray.config import Recipe
 from vit_ray.config.validation import errors_of
 from vit_ray.evaluation.ground_truth import Answers
@@ -124,7 +124,7 @@ def prepared_training(
         if not is_new:
             _check_start(prepared)
         if resume_from is None:
-            training_id = begin_without_checkpoint(run_folder, damage.append)
+            training_id = begin_training(run_folder)
         else:
             begun = resume_from.position.recipe["data"]["shuffle_window"]
             if begun != resolved.recipe.data.shuffle_window:

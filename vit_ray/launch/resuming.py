@@ -6,9 +6,9 @@ from typing import NoReturn
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
-    NoUsableCheckpointError,
+    checkpoint_to_resume,
+    give_up_checkpoints,
     newest_checkpoint,
-    newest_verified_checkpoint,
 )
 from vit_ray.config import Recipe
 from vit_ray.config.resume_compatibility import (
@@ -34,7 +34,7 @@ def find_resume_point(
     """The checkpoint from which a run of this name continues, if `resume` allows it.
 
     Args:
-        warn: called with a text for each damaged checkpoint that is skipped.
+        warn: called with a text for each checkpoint that `resume=from_zero` gives up.
 
     Raises:
         ValueError: a run of this name exists and may not be continued, or should exist and does
@@ -50,20 +50,18 @@ def find_resume_point(
             f"{newest.position.step if newest else 0}); choose another name, or set resume=auto "
             "to continue it"
         )
-    try:
-        checkpoint = newest_verified_checkpoint(folder, warn)
-    except NoUsableCheckpointError as error:
-        if recipe.resume != "from_zero":
-            raise
-        warn(str(error))
-        checkpoint = None
+    if recipe.resume == "from_zero":
+        try:
+            give_up_checkpoints(folder, warn)
+        except ValueError as error:
+            raise ValueError(
+                f"resume=from_zero, but run {recipe.name!r} {error}; set resume=auto to continue "
+                "it, or choose another name"
+            ) from None
+        return None
+    checkpoint = checkpoint_to_resume(folder, lambda _: None)  # workers report what they pass over
     if checkpoint is None and recipe.resume is True:
         refuse_resume(recipe)
-    if checkpoint is not None and recipe.resume == "from_zero":
-        raise ValueError(
-            f"resume=from_zero, but run {recipe.name!r} has a checkpoint that can be used (step "
-            f"{checkpoint.position.step}); set resume=auto to continue it, or choose another name"
-        )
     return checkpoint
 
 

@@ -133,7 +133,6 @@ class Attempt:
     def close(self) -> None:
         """Stop the watchdog and leave the process group in the way Ray expects."""
         self.watchdog.stop()
-        self.saver.abandon()
         self.engine.close()
 
     def _train(self) -> None:
@@ -151,10 +150,9 @@ class Attempt:
         self.watchdog.pause()  # the steps are over, and waiting has its own limits
         self.saver.wait_until_written()
         if ending is not Ending.FINISHED:
-            self.context.all_sum([0.0])  # all ranks have written
             step = progress.step
             saved = f"checkpoint at step {step}"
-            if not self.saver.is_whole(step):
+            if not self.context.all_sum([float(self.saver.is_whole(step))])[0]:
                 saved = f"the checkpoint of step {step} could not be written"
             if self.link.is_resizing and not (progress.ended or self.link.record.stop_reason()):
                 text = f"the group changes its size; {saved}"
@@ -270,7 +268,6 @@ class Attempt:
         with self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
         self.watchdog.resume()
-        self.context.all_sum([0.0])
         metrics = self._note_time(progress)
         if self.context.rank == 0:  # instead of those of the checkpoint before the evaluation
             self.link.record.metrics(progress.step, metrics, again=True)

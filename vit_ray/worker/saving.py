@@ -5,23 +5,19 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from datetime import timedelta
 from importlib.metadata import version
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
-from vit_ray.checkpoints.checkpoint import (
-    Checkpoint,
-    Position,
-    Progress,
-    folder_name,
-    open_checkpoint,
-)
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.checkpoint import Position, Progress
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part
 from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 from vit_ray.training.engine.elastic_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import RunLink
@@ -41,6 +37,30 @@ def start_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, daemon=True, name="checkpoint-writer").start()
 
 
+def gather_by_own_group() -> Gather:
+    """How the threads that write wait for each other; all ranks call it, in their main threads.
+
+    In a process group of their own: collectives of two threads in the group of the training would
+    come in another order on each rank.
+    """
+    limit = timedelta(seconds=WRITE_TIMEOUT_S)
+    rank, world_size, group = dist.get_rank(), dist.get_world_size(), None
+    if world_size > 1:
+        group = dist.new_group(backend="gloo", timeout=limit)
+
+    def gather(part: Part) -> list[Part]:
+        if group is None:
+            return [part]
+        parts: list[Part] = [part] * world_size if rank == 0 else []
+        try:
+            dist.gather_object(part, parts or None, dst=0, group=group)
+        except RuntimeError as error:
+            raise OSError(f"some worker has not ended its part: {error}") from error
+        return parts
+
+    return gather
+
+
 class CheckpointSaver:
     """Takes snapshots of the training state, and has them written while training continues."""
 
@@ -57,7 +77,7 @@ class CheckpointSaver:
         self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
         self._written = threading.Event()
         self._written.set()
-        self._memory: torch.Tensor | None = None
+        self._memory: dict[str, torch.Tensor] | None = None
         """Memory of the last snapshot, for the next one; None while it is being written."""
         self._error: BaseException | None = None
 
@@ -84,10 +104,6 @@ class CheckpointSaver:
         self._run_beside(lambda: self._write(snapshot, asked_s, leaves_at_s))
         self._watchdog.resume()
         return time.perf_counter() - start_s
-
-    def abandon(self) -> None:
-        """The attempt has ended: a checkpoint in progress no longer waits for other ranks."""
-        self._writer.is_abandoned.set()
 
     def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         """Wait until this rank's part of the last checkpoint is written, or has failed.
@@ -120,8 +136,7 @@ class CheckpointSaver:
             raise UnrecoverableError(str(self._error), is_agreed=False) from self._error
 
     def note_evaluation(self, progress: Progress) -> bool:
-        """Record an evaluation after the checkpoint of its step; called when all ranks have
-        written.
+        """On rank 0, record an evaluation after the checkpoint of its step, when that is written.
 
         Returns:
             Whether there is a complete checkpoint.
@@ -135,7 +150,7 @@ class CheckpointSaver:
             raise UnrecoverableError(str(error), is_agreed=False) from error
 
     def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint of a step is committed; called when all ranks have written."""
+        """On rank 0, whether the checkpoint of a step is committed, when that is written."""
         return self._writer.is_whole(step)
 
     def _write(self, snapshot: Snapshot, asked_s: float, leaves_at_s: float | None) -> None:
@@ -149,7 +164,7 @@ class CheckpointSaver:
         except Exception as error:  # raised at the next check in training
             self._error = error
         finally:
-            self._memory = snapshot.content
+            self._memory = snapshot.memory
             self._written.set()
 
 
@@ -197,15 +212,3 @@ def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Po
         init_run_id=job.init_run_id,
         versions={"ray": version("ray"), "torch": torch.__version__},
     )
-
-
-def open_chosen_checkpoint(run_folder: Location, step: int) -> Checkpoint:
-    """The checkpoint that all ranks agreed on, even if newer ones have come to storage since.
-
-    Raises:
-        RuntimeError: it is no longer there.
-    """
-    checkpoint = open_checkpoint(run_folder.child(folder_name(step)))
-    if checkpoint is None:
-        raise RuntimeError(f"checkpoint {step} of {run_folder.path} no longer exists")
-    return checkpoint

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice, without_retry_note
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 from vit_ray.training.engine.collectives import all_max, all_sum
 from vit_ray.training.engine.deepspeed_setup import warm_up_process
 from vit_ray.training.engine.predictor import Predictor
@@ -30,12 +29,12 @@ from vit_ray.worker.attempt import Attempt, EvaluationAttempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import GroupStart, Streams, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
-from vit_ray.worker.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
+from vit_ray.worker.resume_point import agreed_checkpoint, restore_newest
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import (
     CheckpointSaver,
     check_folder_is_shared,
-    open_chosen_checkpoint,
+    gather_by_own_group,
 )
 from vit_ray.worker.setup import (
     build_engine,
@@ -114,10 +113,11 @@ def set_up_attempt(
     with unless_set_up:
         unless_set_up.callback(watchdog.stop)
         check_folder_is_shared(job, platform.node())
-        watchdog.pause()  # the selection has its own limit
-        point = _agreed_point(job, link, run_folder, rank)
+        watchdog.pause()  # it limits steps
+        damaged = partial(link.note, EventKind.CHECKPOINT_DAMAGED, step=0)
+        checkpoint = agreed_checkpoint(run_folder, damaged, device)
         watchdog.resume()
-        if point.is_over:
+        if checkpoint and checkpoint.position.progress.is_over(job.total_steps):
             return None
         micro = choose_micro_batch(
             job, world_size, lambda images: -int(all_max([-float(images)], device)[0])
@@ -130,26 +130,32 @@ def set_up_attempt(
             partial(all_sum, device=device),
             evaluate_at=job.evaluate_at,
         )
-        batches = _training_batches(job, world_size, streams, point.samples_seen, device)
-        checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
+        seen = checkpoint.position.samples_seen if checkpoint else 0
+        batches = _training_batches(job, world_size, streams, seen, device)
         model = _model(job, link, loads_weights=checkpoint is None)
         engine = build_engine(job, model, micro, world_size)
         unless_set_up.callback(engine.close)
         assert engine.device == device, (engine.device, device)
         progress = Progress()
         if checkpoint is not None:
-            try:
-                engine.restore(checkpoint)
-            except DamagedCheckpointError:
-                raise  # the next attempt selects an older one
-            except ValueError as error:
-                raise UnrecoverableError(str(error)) from None
+            newest = checkpoint
+            checkpoint = restore_newest(engine, newest, run_folder, damaged)
             position = checkpoint.position
+            if checkpoint is not newest:
+                seen = position.samples_seen
+                batches = _training_batches(job, world_size, streams, seen, device)
             progress = position.resumed(recipe.recorded(), job.data_fingerprint)
             text = f"from step {position.step} ({position.samples_seen} samples seen)"
             link.note(EventKind.RESUMED, text, position.step)
         link.clock.resume(progress.seconds, progress.until_s, job.ray_ready_s, job.place_wait_s)
-        writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
+        writer = CheckpointWriter(
+            run_folder,
+            recipe.checkpoint,
+            link.note_own,
+            job.lock_number,
+            gather_by_own_group(),
+            checkpoint,
+        )
         saver = CheckpointSaver(job, engine.state, writer, link, watchdog)
         describe = partial(describe_batch, engine, micro_batch_size=micro)
         nonfinite = NonfinitePolicy(recipe.train, link, describe)
@@ -207,23 +213,6 @@ def _opener(job: TrainJob, streams: Streams, world_size: int) -> Callable[[str],
     return lambda name: _refusing(
         streams.evaluation_batches(name, job.evaluation_batch(name, world_size))
     )
-
-
-def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int) -> ResumePoint:
-    """The checkpoint that rank 0 selects to continue from, broadcast to all ranks."""
-    note = partial(link.note, step=0)
-    choosing: ResumePointChoice | None = None
-    if rank == 0:
-        choosing = ResumePointChoice(lambda: choose_resume_point(run_folder, job.total_steps, note))
-    chosen: list[ResumePoint | str | None] = [None]
-    while chosen[0] is None:
-        # Reading a checkpoint back may take longer than a collective operation is allowed to.
-        chosen = [choosing.wait(note) if choosing else None]
-        dist.broadcast_object_list(chosen, src=0)
-    point = chosen[0]
-    if isinstance(point, ResumePoint):
-        return point
-    raise UnrecoverableError(point)
 
 
 def _training_batches(

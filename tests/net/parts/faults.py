@@ -38,13 +38,16 @@ def record(folder: Path) -> dict[str, Any]:
 
         for policy in ("stop", "skip"):
             loss = {"loss": "tests.net.strikes.not_finite_once", "nonfinite": policy}
-            damaged = write_recipe(folder, f"not-finite-{policy}", train=loss, **ALONE)
-            note(f"not finite, {policy}", damaged)
-        shard = max((folder / "runs" / damaged.stem).glob("step-*/*.safetensors"))  # the newest
+            poisoned = write_recipe(folder, f"not-finite-{policy}", train=loss, **ALONE)
+            note(f"not finite, {policy}", poisoned)
+
+        held = write_recipe(folder, "damaged", train=HOLD, **ALONE)
+        note("SIGTERM before the damage", held, stop)
+        shard = max((folder / "runs" / "damaged").glob("step-*/*.safetensors"))  # the newest
         content = bytearray(shard.read_bytes())
         content[-8] ^= 1
         shard.write_bytes(content)
-        note("newest checkpoint damaged", damaged)
+        note("newest checkpoint damaged", held)
 
         no_room = write_recipe(folder, "no-room", **ALONE)
         (folder / "runs" / "no-room").mkdir()

@@ -7,9 +7,8 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from vit_ray.checkpoints.run_checkpoints import find_weights
-from vit_ray.checkpoints.weight_files import SCHEME, find_weight_file
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.checkpoints.weight_files import SCHEME
+from vit_ray.commands.trained.trained_model import build_trained, open_trained
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections
@@ -49,12 +48,13 @@ def export(recipe: Recipe) -> int:
             f"export.path={config.path} is init_from itself, which would be overwritten; choose "
             "another path"
         )
-    model, report = load_trained_model(recipe, config.averaged)
+    opened = open_trained(recipe, config.averaged)
+    model, report = build_trained(recipe, opened)
+    position = opened.position  # of the run whose checkpoint is exported; a published file has none
+    del opened  # with the memory of the weights
     print(report)
     _check_head(report)
     source = str(recipe.init_from)
-    # Of the run whose checkpoint is exported; a published file has none.
-    position = find_weights(source).position if find_weight_file(source) is None else None
     count = sum(parameter.numel() for parameter in model.parameters())
     num_classes = int(model.get_parameter("head.bias").numel())
     classes = class_names(source, position, recipe.data.train, num_classes)

@@ -22,11 +22,7 @@ from vit_ray.checkpoints.checkpoint import (
     read_checkpoint,
 )
 from vit_ray.checkpoints.checkpoint_format import is_committed
-from vit_ray.checkpoints.run_checkpoints import (
-    begin_without_checkpoint,
-    list_checkpoints,
-    note_newest,
-)
+from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
 from vit_ray.config import Recipe
 from vit_ray.config.branch_origin import NOTE, origin_of
 from vit_ray.config.loading import changed
@@ -113,10 +109,9 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     with lock_run(folder):
         target = folder.child(folder_name(own_step))
         if not is_committed(target):
-            begin_without_checkpoint(folder, lambda text: print(text, file=sys.stderr))
+            begin_training(folder)
             folder.child(NOTE).write(origin.encode())
             copy_checkpoint(parent, target, lambda it: _of_fork(it, resolved, own_step))
-        note_newest(folder, own_step)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
     return 0
 
@@ -230,9 +225,9 @@ def _check_classes(
     manifest, key = resolved.manifest, f"data.train={resolved.manifest.path}"
     if manifest.fingerprint == position.data_fingerprint:
         return
-    from vit_ray.checkpoints.init_weights import open_weights  # with torch: seconds
+    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
 
-    trained = open_weights(parent.uri, averaged=False).num_classes
+    trained = meta_state_of(parent.uri).num_classes
     if trained is not None and trained != manifest.num_classes:
         raise ValueError(
             f"{key} has {manifest.num_classes} classes, and the head of the checkpoint {trained}; "

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from vit_ray.checkpoints.init_weights import open_weights
+from vit_ray.checkpoints.init_weights import SavedWeights, open_weights
 from vit_ray.config import Recipe, require
 from vit_ray.config.validation import errors_of
 from vit_ray.models import build_model
@@ -19,16 +19,36 @@ def load_trained_model(
     """The recipe's model with the weights of `init_from` and their number of classes.
 
     Args:
-        recipe: `model` and `init_from` (anything that `open_weights` reads).
+        recipe: `model`, and `init_from` as for `open_trained`.
+        averaged: as for `open_trained`.
+
+    Raises:
+        ValueError: as `open_trained`, or the weights do not fit the model.
+    """
+    return build_trained(recipe, open_trained(recipe, averaged))
+
+
+def open_trained(recipe: Recipe, averaged: bool | None = None) -> SavedWeights:
+    """The weights of `init_from`, which is anything that `open_weights` reads.
+
+    Args:
         averaged: take the averaged weights of a checkpoint; None = if it has any.
 
     Raises:
-        ValueError: no weights are given, or they are incomplete, or do not fit the model.
+        ValueError: no weights are given, or they are incomplete.
     """
     source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
-    config = recipe.model
     with errors_of("init_from"):
-        weights = open_weights(source, averaged)
+        return open_weights(source, averaged)
+
+
+def build_trained(recipe: Recipe, weights: SavedWeights) -> tuple[nn.Module, LoadReport]:
+    """The recipe's model with these weights.
+
+    Raises:
+        ValueError: they do not fit it.
+    """
+    config = recipe.model
     classes = weights.num_classes or _NO_CLASSES
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
     with errors_of("init_from"):

@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from vit_ray.checkpoints.checkpoint import (
-    AVERAGE,
-    WEIGHT,
-    Checkpoint,
-    Position,
-)
+from vit_ray.checkpoints.checkpoint import Checkpoint, Position
+from vit_ray.checkpoints.checkpoint_format import AVERAGE, WEIGHT, DamagedCheckpointError
 from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.training.ema import WeightAverage
+from vit_ray.training.engine.collectives import all_max
 from vit_ray.training.engine.fragments import (
     create_state,
     exchange_weights,
@@ -84,7 +82,7 @@ class TrainingState:
         counts = [int(entry["step"]) for entry in entries if "step" in entry]
         return counts[0] if counts else int(self._engine.global_steps - self._guard.refused_steps)
 
-    def snapshot(self, position: Position, memory: Tensor | None = None) -> Snapshot:
+    def snapshot(self, position: Position, memory: dict[str, Tensor] | None = None) -> Snapshot:
         """Host copy of what this rank owns; `memory` as for `take_snapshot`."""
         rank, world_size = self._engine.global_rank, self._engine.world_size
         return take_snapshot(self.owned_entries(), position, rank, world_size, memory)
@@ -92,6 +90,9 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module's present weights; all ranks call
         it.
+
+        Raises:
+            DamagedCheckpointError: on all ranks, if what some rank needs is not as it was written.
         """
         has_average = checkpoint.has_average()
         entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
@@ -101,7 +102,7 @@ class TrainingState:
         if self.average is not None and has_average:
             values = zip(self.owned, self.average.values, strict=True)
             entries += [(AVERAGE, f.name, f.start, average) for f, average in values]
-        checkpoint.fill(entries)
+        self._fill(checkpoint, entries)
         if self.average is not None and not has_average:
             self.average.restart()
         for names, fragments in ((self._names, self.owned), (self._frozen_names, self._frozen)):
@@ -113,6 +114,18 @@ class TrainingState:
                 entry["step"].fill_(position.applied_steps)
         self._engine.global_steps = position.step
         self._guard.refused_steps.fill_(position.step - position.applied_steps)
+
+    def _fill(self, checkpoint: Checkpoint, entries: list[Entry]) -> None:
+        damage, rank, device = "", dist.get_rank(), torch.device(self._engine.device)
+        try:
+            checkpoint.fill(entries)
+        except DamagedCheckpointError as error:
+            damage = str(error)
+        (last,) = all_max([rank if damage else -1.0], device)
+        if last >= 0:  # a rank that has found damage tells the others
+            told = [damage]
+            dist.broadcast_object_list(told, src=int(last), device=device)
+            raise DamagedCheckpointError(told[0])
 
     def owned_entries(self) -> Iterator[Entry]:
         """What only this rank saves, as views of the state."""

@@ -47,7 +47,7 @@ def test_names_of_metrics_are_spelled_in_one_module() -> None:
         ('key = f"eval/{prefix}{name}"', 1),
         ('path = f"{folder}/eval/top1"', 0),
         ('"""`train/loss` at each step."""', 0),
-        ('name = "sweep/trials.csv"', 0),
+        ('name = "paper/row.csv"', 0),
     ],
 )
 def test_a_literal_is_told_from_a_path_and_a_sentence(code: str, count: int) -> None:

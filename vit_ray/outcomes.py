@@ -1,7 +1,7 @@
 """How a run or a trial ends, and its events before: values that cross processes.
 
-Decisions follow these values; their texts are for users. MLflow's tags, the histories and logs on
-disk and `sweep/trials.csv` hold the values of the enums, so these must not change.
+Decisions follow these values; their texts are for users. MLflow's tags, and the histories and logs
+on disk, hold the values of the enums, so these must not change.
 """
 
 from __future__ import annotations

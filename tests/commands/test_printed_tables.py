@@ -19,7 +19,7 @@ from vit_ray.commands.printed_tables import (
 from vit_ray.commands.train import evaluate
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
-from vit_ray.experiments.sweep_tables import Row
+from vit_ray.experiments.sweep_trials import Row
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
 from vit_ray.launch.run import RunResult

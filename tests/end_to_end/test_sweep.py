@@ -1,5 +1,6 @@
 """A sweep: trials on a dev split, the best rate retrained, all children of one MLflow run."""
 
+import json
 import re
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.experiments.sweep_trials import final_recipe, trial_recipe
-from vit_ray.experiments.trials import METRIC, STEP
+from vit_ray.experiments.trials import METRIC, STEP, Trial
 from vit_ray.storage import locate
 
 
@@ -52,6 +53,12 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
         f"{recipe.output}/tune/sweep-trials", default_metric=METRIC, default_mode="max"
     )
     assert known.best_config == {RATE: 0.1}
+    folder = Path(f"{recipe.output}/tune/sweep-trials")
+    grid = tune.Tuner.restore(str(folder), Trial).get_results()
+    assert grid.get_best_result(METRIC, "max").config == {RATE: 0.1}
+    lines = [path.read_text().splitlines()[-1] for path in folder.glob("*/result.json")]
+    found = {one["config"][RATE]: one[METRIC] for one in map(json.loads, lines)}
+    assert found == {0.1: accuracies[0], 1e-60: accuracies[1]}
     # A trial's last result repeats its last evaluation.
     curves = {tuple(dict.fromkeys(curve[STEP])) for curve in known.trial_dataframes.values()}
     assert curves == {(30,), (30, 120, 480, 600)}
@@ -69,8 +76,6 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
         "sweep-final-lr0.1-seed0", "sweep-lr0.1", "sweep-lr1e-60",
     ]  # fmt: skip
     parent = client.get_run(result.parent_run_id or "")
-    kept = client.list_artifacts(result.parent_run_id or "", "sweep")
-    assert {file.path for file in kept} == {"sweep/trials.csv"}
     assert all(next(iter(run.data.metrics)) in ("eval/top1", "dev/top1") for run in children)
     drawn = client.list_artifacts(result.parent_run_id or "", "figures")
     assert any("learning_rate" in file.path for file in drawn)

@@ -135,7 +135,7 @@ def test_random_points_of_lists_are_different_up_to_the_last(seed: int) -> None:
         ),
         ({"space": {RATE: [0.1, 0.10000001]}}, r"2 points have the name lr0\.1; list values that"),
         (
-            {"search": "random", "num_trials": 9, "space": {RATE: {"uniform": [0.1, 0.10001]}}},
+            {"search": "random", "num_trials": 9, "space": {RATE: {"uniform": [0.1, 0.100001]}}},
             r"has \d different points and sweep\.num_trials is 9.*widen the ranges",
         ),
         (

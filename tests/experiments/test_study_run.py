@@ -55,19 +55,17 @@ def test_a_failed_cell_is_a_row_and_ends_no_other_cell(
     assert study._totals(found)["study/failed_cells"] == 1.0
 
 
-@pytest.mark.parametrize(("averaging", "told"), [(0.0, 0.5), (0.99, 0.7)])
+@pytest.mark.parametrize("averaging", [0.0, 0.99])
 def test_a_study_shows_the_accuracy_of_the_averaged_weights_where_there_are_any(
     monkeypatch: pytest.MonkeyPatch,
     cells: list[Cell],
     capsys: pytest.CaptureFixture[str],
     averaging: float,
-    told: float,
 ) -> None:
     changed = cells[0].recipe.with_changes(train={"averaging": averaging})
     metrics = {"eval/top1": 0.5} | ({"eval/averaged_top1": 0.7} if averaging else {})
     one = replace(cells[0], recipe=changed)
-    found, calls = run_cells(monkeypatch, [one], lambda recipe, **_: trained(**metrics))
-    assert [made[-1] for made in calls.made if made[0] == "child_ended"] == [told]
+    found, _ = run_cells(monkeypatch, [one], lambda recipe, **_: trained(**metrics))
     monkeypatch.setenv("COLUMNS", "200")
     assert print_study(study.StudyResult(found, "id", None, "")) == 0
     shown = capsys.readouterr().out

@@ -1,8 +1,7 @@
 """What a sweep selects, retrains and reports: trials in this process, on fake trainings."""
 
-import csv
+import contextlib
 import importlib.util
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import sweep
+from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.search_space import RATE, points_of, short_name
 from vit_ray.experiments.sweep import (
     SweepPlan,
@@ -27,8 +27,7 @@ from vit_ray.experiments.sweep import (
     sweep_metrics,
     sweep_sentence,
 )
-from vit_ray.experiments.sweep_tables import Row, trials_csv
-from vit_ray.experiments.sweep_trials import final_recipe, rung_steps, trial_recipe
+from vit_ray.experiments.sweep_trials import Row, final_recipe, rung_steps, trial_recipe
 from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
@@ -63,27 +62,36 @@ def rate_is_accuracy(recipe: Recipe, **_: Any) -> RunResult:
     return result_of(recipe, top1=1 - rate, averaged_top1=rate)
 
 
+@pytest.fixture(autouse=True)
+def no_data_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the paper's accuracy."""
+    monkeypatch.setattr(sweep, "sweep_table", lambda *_: [])
+
+
+def swept(plan: SweepPlan, parent: OpenParent) -> SweepResult:
+    """By trials of Ray Tune."""
+    tuning = Tuning(plan, parent)
+    return sweep.sweep(plan, parent, tuning.trials, tuning.finals)
+
+
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
 def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     averaging: float,
     best: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     in_process(monkeypatch, rate_is_accuracy)
-    monkeypatch.setattr(sweep, "sweep_table", lambda *_: [])
     plan = plan_of(tmp_path, train={"averaging": averaging})
     parent, calls = parent_of(plan.recipe)
-    found = sweep.recorded_sweep(plan, parent, Tuning(plan, parent))
+    found = swept(plan, parent)
     assert found.best == {RATE: best}
     assert [row.outcome.top1 for row in found.rows] == ([0.1, 0.2] if averaging else [0.9, 0.8])
     assert found.test_top1 == [best if averaging else 1 - best] * 2
-    assert found.last_test_top1 == ([1 - best] * 2 if averaging else [])
     notes = [text for method, key, text in calls.made if (method, key) == ("tag", NOTE)]
     assert "Sweep of 2 values of optim.learning_rate" in notes[-1]
-    print_sweep(found)
-    assert ("averaged" in capsys.readouterr().out) == bool(averaging)
+    accuracy = "eval/averaged_top1" if averaging else "eval/top1"
+    assert calls.last("results")[1][accuracy] == found.mean
 
 
 def test_a_sweep_in_a_cells_trial_is_that_of_ray_tune(
@@ -92,8 +100,9 @@ def test_a_sweep_in_a_cells_trial_is_that_of_ray_tune(
     in_process(monkeypatch, rate_is_accuracy)
     plan = plan_of(tmp_path)
     parent, _ = parent_of(plan.recipe)
-    by_tune = sweep.sweep(plan, parent.run, Tuning(plan, parent))
-    assert sweep.sweep(plan, parent.run, sweep.InTurn(plan, context_of(parent), {})) == by_tune
+    monkeypatch.setattr(sweep, "plan_sweep", lambda *_, **__: plan)
+    monkeypatch.setattr(sweep, "open_parent", lambda *_, **__: contextlib.nullcontext(parent))
+    assert sweep.fine_tune(plan.recipe, context_of(parent), {}) == swept(plan, parent)
 
 
 def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_best(
@@ -114,14 +123,14 @@ def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_bes
     in_process(monkeypatch, train)
     plan = plan_of(tmp_path, (0.1, 0.2, 0.3, 0.4, 0.5))
     parent, calls = parent_of(plan.recipe)
-    found = sweep.sweep(plan, parent.run, Tuning(plan, parent))
+    found = swept(plan, parent)
     assert found.best == {RATE: 0.5}
     states = ["failed", "diverged", "finished", "finished", "finished"]
     assert [row.outcome.state for row in found.rows] == states
     assert calls.kinds() == ["trial diverged"]
     alone = plan_of(tmp_path, (0.3,))
     with pytest.raises(RunFailedError, match="every trial failed; the first: its accuracy is not"):
-        sweep.sweep(alone, parent.run, Tuning(alone, parent))
+        swept(alone, parent)
 
 
 def test_only_trials_that_reached_their_end_are_compared() -> None:
@@ -230,35 +239,21 @@ def test_the_sweeps_description_says_what_was_tried_what_won_and_its_accuracies(
     )
 
 
-def test_both_accuracies_are_recorded_and_shown(
+def test_the_table_has_every_trial_and_the_record_the_selection(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    rows = [Row({RATE: 0.2}, finished(0.7, last_top1=0.6)), FAILED, STOPPED]
-    finals = [finished(0.75, last_top1=0.65), finished(0.77, last_top1=0.67)]
-    outcome = SweepResult(rows, {RATE: 0.2}, finals, "id", "hint")
-    metrics = sweep_metrics(outcome)
-    assert metrics["eval/averaged_top1"] == pytest.approx(0.76)
-    assert metrics["eval/top1"] == pytest.approx(0.66)
+    rows = [Row({RATE: 0.2}, finished(0.7)), FAILED, STOPPED]
+    outcome = SweepResult(rows, {RATE: 0.2}, [finished(0.75), finished(0.77)], "id", "hint")
     assert print_sweep(outcome) == 0
     text = capsys.readouterr().out
-    shown = ("70.00%", "60.00%", "76.00% +-", "last weights: 66.00%", "failed: not finite")
-    for each in (*shown, "stopped early, at step 10"):
+    for each in ("70.00%", "76.00% +-", "failed: not finite", "stopped early, at step 10"):
         assert each in text
     alone = SweepResult([Row({RATE: 0.1}, finished(0.9))], {RATE: 0.1}, [finished(0.85)])
     expected = {"sweep/learning_rate": 0.1, "eval/top1": 0.85, "eval/top1_std": 0.0}
-    assert sweep_metrics(alone) == expected
-    assert next(iter(sweep_metrics(alone))) == "eval/top1"  # what MLflow's pages show first
-
-
-def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
-    rows = [Row({RATE: 0.1}, finished(0.8, step=1, checkpoint="folder")), FAILED, STOPPED]
-    table = list(csv.DictReader(io.StringIO(trials_csv(rows, best_row(rows)))))
-    assert [row["state"] for row in table] == ["finished", "failed", "stopped early"]
-    assert [row["chosen"] for row in table] == ["yes", "", ""]
-    assert [row["steps"] for row in table] == ["1", "", "10"]
-    assert [row["dev_top1"] for row in table] == ["0.8", "", "0.9"]
-    assert table[0]["checkpoint"] == "folder"
+    found = sweep_metrics(alone, "eval/top1")
+    assert found == expected
+    assert next(iter(found)) == "eval/top1"  # what MLflow's pages show first
 
 
 def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(

@@ -118,7 +118,7 @@ def test_fine_tunings_of_a_cell_run_in_turn_so_that_nothing_can_search_or_stop_t
         {"sweep.search": "optuna", "sweep.num_trials": 2, "sweep.space": {"optim.steps": [1, 2]}},
         {"sweep.scheduler": "asha"},
     ):
-        with pytest.raises(ValueError, match="fine-tunings of a cell run one after another"):
+        with pytest.raises(ValueError, match="its fine-tunings run one after another"):
             task_recipe(cell(), StudyTask(name="tune", recipe=base, changes=changes))
 
 

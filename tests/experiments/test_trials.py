@@ -4,6 +4,7 @@ Ray, Tune and the parent's record are real; a trial's training is a loop that wr
 file and continues from it.
 """
 
+import importlib.util
 import math
 import os
 import signal
@@ -24,8 +25,11 @@ from s3fs import S3FileSystem
 from tests.conftest import Digits, Head
 from tests.data.s3_server import serve_s3, this_process_uses
 from tests.recipes import small_recipe
+from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import trials
 from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.search_space import tune_space
+from vit_ray.experiments.sweep import searcher
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,
@@ -59,7 +63,7 @@ def training(folder: Path, pause_s: float, config: dict[str, Any], context: Cont
         if step < STEPS:
             context.report(step, config["rate"])
     saved.write_text(str(step))
-    return result_of(Outcome(TrialState.FINISHED, config["rate"], step, STEPS))
+    return result_of(Outcome(TrialState.FINISHED, config["rate"], step))
 
 
 def failing(folder: Path, config: dict[str, Any], context: Context) -> Any:
@@ -74,7 +78,7 @@ def failing(folder: Path, config: dict[str, Any], context: Context) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         case 0.4:
             os.kill(os.getpid(), signal.SIGKILL)
-    return result_of(Outcome(TrialState.FINISHED, config["rate"], STEPS, STEPS))
+    return result_of(Outcome(TrialState.FINISHED, config["rate"], STEPS))
 
 
 @pytest.fixture
@@ -217,6 +221,43 @@ def test_another_driver_takes_up_what_an_interrupted_one_has_left(
     }
     finished = [rate for rate, step in again if step == STEPS]
     assert len(finished) == (0 if has_memory else 2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="Optuna is an extra")
+def test_a_search_of_optuna_continues_with_what_it_has_measured(
+    ray_cluster: Head, digits: Digits, tmp_path: Path
+) -> None:
+    recipe = small_recipe("parent", digits, tmp_path)
+    config = SweepConfig(search="optuna", num_trials=6, space={"rate": {"uniform": [0.1, 0.4]}})
+    how: dict[str, Any] = {
+        "space": tune_space(config), "num_samples": 6, "max_concurrent": 1, "has_memory": True,
+    }  # fmt: skip
+    opened: Callable[[], Any] = partial(open_parent, recipe, "sweep", resolve_run(recipe), 1)
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("0.*"))) < 2:  # two have ended
+            time.sleep(0.05)
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def interrupted() -> None:
+        with opened() as first:
+            threading.Thread(target=interrupt, daemon=True).start()
+            search = searcher(config, [])
+            run(first, partial(training, tmp_path, 0.3), tmp_path, search_alg=search, **how)
+
+    with pytest.raises(RunStoppedError):
+        interrupted()
+    before = starts(tmp_path)
+    with opened() as second:
+        search = searcher(config, [])
+        ended = run(second, partial(training, tmp_path, 0.0), tmp_path, search_alg=search, **how)
+    rates = [one["config"]["rate"] for one in ended.results]
+    assert len(set(rates)) == 6
+    assert {rate for rate, _ in before} < set(rates)  # the search knows them
+    again = [rate for rate, _ in starts(tmp_path)[len(before) :]]
+    finished = [rate for rate, _ in before[:-1]]
+    assert not set(again) & set(finished)
 
 
 def test_the_files_of_tune_in_a_store_go_by_our_file_system(

@@ -1,6 +1,6 @@
 """VTAB's tasks under one parent run: none is dropped, and means are of whole groups."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
         yield kept.parent
 
     monkeypatch.setattr(vtab, "open_parent", opened)
+    monkeypatch.setattr(sweep, "open_parent", lambda *_, **__: nullcontext(kept.parent))
     return kept
 
 
@@ -280,6 +281,21 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"scheduler": "asha"},
+        {"search": "optuna", "num_trials": 2, "space": {"optim.steps": [1, 2]}},
+    ],
+)
+def test_points_of_a_task_run_in_turn_so_that_nothing_can_search_or_stop_them(
+    tmp_path: Path, record: Record, search: dict[str, Any]
+) -> None:
+    recipe = small_vtab(tmp_path, ("pets",)).with_changes(sweep=search)
+    with pytest.raises(ValueError, match="v-pets: its fine-tunings run one after another"):
+        run_vtab(each(recipe))
+
+
 def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
     tmp_path: Path,
 ) -> None:
@@ -291,8 +307,7 @@ def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
         rows = [(f"{part}{k}", [int(label)]) for k, label in enumerate(labels)]
         write_set(tmp_path / "vtab" / "pets" / part, rows, classes)
     task = each(recipe.with_changes(sweep={"learning_rates": [0.1], "dev_fraction": 0.2}))
-    plan = vtab._plan(task_recipe(task, vtab_of(recipe).tasks[0]))
-    assert isinstance(plan, sweep.SweepPlan)
+    plan = sweep.plan_sweep(task_recipe(task, vtab_of(recipe).tasks[0]), needs_every_class=False)
     (trial,) = plan.trials
     parts = [open_dataset(str(path)) for path in (trial.data.train, trial.data.eval)]
     assert [part.num_images for part in parts] == [800, 200]

@@ -54,7 +54,7 @@ def parent_of(recipe: Recipe | None = None) -> tuple[OpenParent, Calls]:
     recipe, calls = recipe or recipe_with("parent"), Calls()
     calls.run_name = recipe.name
     run: Any = SimpleNamespace(record=calls, is_complete=False)
-    return OpenParent(recipe, run, None, CLUSTER), calls
+    return OpenParent(recipe, run, CLUSTER), calls
 
 
 def context_of(parent: OpenParent) -> Context:

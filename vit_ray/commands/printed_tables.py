@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -111,24 +110,18 @@ def print_sweep(result: "SweepResult | None") -> int:
     keys = list(result.best)
     for key in keys:
         table.add_column(key.rpartition(".")[2].replace("_", " "), justify="right")
-    averages = bool(result.last_test_top1)
-    table.add_column(f"dev top-1{', averaged weights' if averages else ''}", justify="right")
-    if averages:
-        table.add_column("dev top-1, last weights", justify="right")
+    table.add_column("dev top-1", justify="right")
     table.add_column("")
     for row in result.rows:
         found = row.outcome
-        accuracies = [found.top1, found.last_top1] if averages else [found.top1]
-        shown = [
-            "" if value is None or math.isnan(value) else f"{value:.2%}" for value in accuracies
-        ]
+        shown = "" if math.isnan(found.top1) else f"{found.top1:.2%}"
         note = "chosen" if row.point == result.best else ""
         note = redact(f"{found.state}: {found.error}") if math.isnan(found.top1) else note
         if found.state is TrialState.STOPPED_EARLY:
             note = f"stopped early, at step {found.step}"
         values = [row.point[key] for key in keys]
         texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-        table.add_row(*texts, *shown, note)
+        table.add_row(*texts, shown, note)
     Console().print(table)
     spread, runs = f"{result.mean:.2%} (1 run; set sweep.seeds for more)", len(result.test_top1)
     if runs > 1:
@@ -136,9 +129,6 @@ def print_sweep(result: "SweepResult | None") -> int:
     print(f"test top-1, trained on all data: {spread}")
     if result.beside_paper:
         print_table(BESIDE_PAPER, result.beside_paper)
-    if averages:
-        last = statistics.fmean(result.last_test_top1)
-        print(f"that is with averaged weights; with the last weights: {last:.2%}")
     if result.page is not None:
         print(f"report: {result.page}")
     print_link(result.hint, result.parent_run_id)

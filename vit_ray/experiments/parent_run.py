@@ -26,9 +26,12 @@ class OpenParent:
 
     recipe: Recipe
     run: OpenRun
-    run_id: str | None
-    """Run id in MLflow; None while its server does not answer."""
     cluster: ClusterShape
+
+    @property
+    def run_id(self) -> str | None:
+        """Run id in MLflow; None while its server does not answer."""
+        return self.run.record.run_id()
 
 
 @contextmanager
@@ -84,7 +87,7 @@ def open_parent(
         shown_progress(run.record, recipe.name, total_steps, is_shown=under is None),
         contextlib.nullcontext() if under else stopping_on_signals(_stop_of(run)),
     ):
-        yield OpenParent(recipe, run, run.record.run_id(), cluster)
+        yield OpenParent(recipe, run, cluster)
 
 
 def _stop_of(run: OpenRun) -> Callable[[str], None]:

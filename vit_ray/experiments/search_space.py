@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -28,10 +28,8 @@ _FIXED: Final = (
     "data.eval", "data.held_out_fraction", "data.train",
 )  # fmt: skip
 """Set by the sweep itself, for each trial and retraining."""
-_DIGITS: Final = 4
-_MISSES: Final = 100
-"""Draws in a row for each trial without a new point before giving up: of the points of lists, at
-least one in `num_trials` is new, so a chance of exp(-100) remains."""
+_DRAWS: Final = 100
+"""Draws for each trial, before a space has too few different points."""
 MOST_NAME_CHARS: Final = 200
 """Of the name of a trial, which is that of a folder: file systems take 255 bytes."""
 
@@ -125,36 +123,20 @@ def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None
 
 
 def _drawn(config: SweepConfig) -> list[Point]:
-    """Different points; a smaller number of trials takes the first of them."""
+    """Different points, drawn by Tune; a smaller number of trials takes the first of them."""
     assert config.num_trials is not None
-    found: dict[str, Point] = {}
-    for missed, point in _draws(config):
-        if missed == _MISSES * config.num_trials:
-            raise ValueError(
-                f"sweep.space has {len(found)} different points and sweep.num_trials is "
-                f"{config.num_trials}; list more values, widen the ranges, or lower "
-                "sweep.num_trials"
-            )
+    random, found = np.random.RandomState(config.seed), dict[str, Point]()
+    domains = tune_space(config)
+    for _ in range(_DRAWS * config.num_trials):
+        drawn = {key: domain.sample(random_state=random) for key, domain in domains.items()}
+        point = point_of(drawn, config)
         found.setdefault(point_name(point), point)
         if len(found) == config.num_trials:
-            break
-    return list(found.values())
-
-
-def _draws(config: SweepConfig) -> Iterator[tuple[int, Point]]:
-    """Random points by Tune's own domains, and how many before were none but known ones."""
-    random, known, missed = np.random.RandomState(config.seed), set[str](), 0
-    space, domains = space_of(config), tune_space(config)
-    while True:
-        drawn = {key: domain.sample(random_state=random) for key, domain in domains.items()}
-        for key in drawn.keys() & {
-            key for key, values in space.items() if isinstance(values, dict)
-        }:
-            drawn[key] = float(f"{drawn[key]:.{_DIGITS}g}")  # to be read and repeated
-        point = point_of(drawn, config)
-        missed = missed + 1 if point_name(point) in known else 0
-        known.add(point_name(point))
-        yield missed, point
+            return list(found.values())
+    raise ValueError(
+        f"sweep.space has {len(found)} different points and sweep.num_trials is "
+        f"{config.num_trials}; list more values, widen the ranges, or lower sweep.num_trials"
+    )
 
 
 def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) -> Recipe:

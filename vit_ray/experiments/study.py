@@ -29,7 +29,6 @@ from vit_ray.experiments.trials import (
     STEP,
     Context,
     Outcome,
-    deciding_metric,
     num_fitting,
     run_trials,
     tune_folder,
@@ -177,7 +176,6 @@ def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
     """All cells, in the order of the grid."""
     study, recipe = study_of(parent.recipe), parent.recipe
     groups = {group[0][0].name: group for group in in_groups(study, planned)}
-    parent.run.record.begin_stage("cell", len(planned))
     firsts = [group[0][0].recipe for group in groups.values()]
     ended = run_trials(
         partial(_train_group, study, groups),
@@ -244,7 +242,6 @@ def _with_transfers(
         text = f"{cell.name}: {'; '.join(errors)}"
         context.parent.record.event(EventKind.CELL_FAILED, text, 0)
     context.parent.record.child_step(cell.name, steps)
-    context.parent.record.child_ended(cell.label, metrics.get(deciding_metric(cell.recipe)))
     result = CellResult(
         cell, metrics, outcome.run_id, outcome.was_finished, branched_from, "; ".join(errors)
     )

@@ -6,14 +6,14 @@ seeds, and tested. Trials and retrainings are two experiments of Ray Tune. Runs 
 so that a restarted sweep skips finished runs and continues the others.
 
 If a recipe averages its weights, the accuracy of the averaged weights decides and is the result, as
-in the paper's Table 2; that of the last weights is reported next to it.
+in the paper's Table 2.
 """
 
 import hashlib
 import json
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.data.prepare.dev_split import dev_split
 from vit_ray.experiments.parent_run import OpenParent, open_parent
@@ -38,9 +38,9 @@ from vit_ray.experiments.search_space import (
     points_of,
     tune_space,
 )
-from vit_ray.experiments.sweep_tables import Row, trials_csv
 from vit_ray.experiments.sweep_trials import (
     REDUCTION,
+    Row,
     Trainings,
     final_recipe,
     grace_steps,
@@ -56,6 +56,7 @@ from vit_ray.experiments.trials import (
     Context,
     Ended,
     Outcome,
+    deciding_metric,
     num_fitting,
     run_trials,
     tune_folder,
@@ -69,7 +70,7 @@ from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
-from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
+from vit_ray.metric_names import SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.storage import locate
 
@@ -98,11 +99,6 @@ class SweepResult:
     def test_top1(self) -> list[float]:
         """One for each seed; with averaged weights if the recipe averages."""
         return [one.top1 for one in self.finals]
-
-    @property
-    def last_test_top1(self) -> list[float]:
-        """With the last weights, if `test_top1` is with averaged ones."""
-        return [one.last_top1 for one in self.finals if one.last_top1 is not None]
 
     @property
     def mean(self) -> float:
@@ -192,18 +188,15 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     return replace(plan, trials=trials, steps=steps, split=split)
 
 
-def _dev_split(plan: SweepPlan, *, needs_every_class: bool) -> tuple[str, str] | None:
-    """By class if one data set is trained on; None for several, and for a sweep that started
-    without it.
+def _dev_split(plan: SweepPlan, *, needs_every_class: bool) -> tuple[str, str]:
+    """Folders of the training set without the dev split, and of the split, by class.
 
     Raises:
         ValueError: a class would have no image in one of the parts.
     """
-    recipe, train_set = plan.recipe, plan.recipe.data.train
+    recipe = plan.recipe
     folder = locate(recipe.run_folder).child("dev-split")
-    began_without = plan.has_begun and not folder.list_folders()
-    if not isinstance(train_set, str) or began_without:
-        return None
+    train_set = require(recipe.data.train, "data.train", "a converted training set")
     config = plan.config
     split = partial(dev_split, train_set, folder.uri, config.dev_fraction, config.seed)
     try:
@@ -225,7 +218,8 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     plan = plan_sweep(recipe.with_absolute_paths())
     try:
         with open_sweep(plan) as parent:
-            swept = recorded_sweep(plan, parent, Tuning(plan, parent))
+            tuning = Tuning(plan, parent)
+            swept = sweep(plan, parent, tuning.trials, tuning.finals)
             parent.run.is_complete = True
             written = page_of(plan.recipe, parent.run_id, parent.run.record)
             return replace(swept, page=written.page if written else None)
@@ -255,56 +249,90 @@ def open_sweep(
     )
 
 
-def recorded_sweep(plan: SweepPlan, parent: OpenParent, runs: "Runs") -> SweepResult:
-    """A sweep that is its own parent run, which records its selection and its results."""
-    recipe, record = plan.recipe, parent.run.record
-    is_restarted = plan.config.scheduler == "asha" and plan.has_begun
-    swept = sweep(plan, parent.run, runs)
-    sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
-    table = sweep_table(recipe, swept.test_top1)
-    record.text(PAPER_FILE, csv_text(table))
-    record.results(0, sweep_metrics(swept))
-    command = parent.run.record.command
-    record.tag(NOTE, description(recipe, plan.resolved, command, sentence))
-    return replace(swept, parent_run_id=parent.run_id, hint=record.hint(), beside_paper=table)
-
-
-def sweep(plan: SweepPlan, parent: OpenRun, runs: "Runs", folder: str = SWEEP_GROUP) -> SweepResult:
-    """Try and retrain under a parent run that is open.
+def sweep(
+    plan: SweepPlan,
+    parent: OpenParent,
+    trials: Callable[[], list[Row]],
+    finals: Callable[[Point], list[Outcome]],
+) -> SweepResult:
+    """Try and retrain under the sweep's own run, which records its selection and its results.
 
     Args:
-        runs: how trials and retrainings are run.
-        folder: of its files in the parent run; by default that run is the sweep's own, whose
-            display counts trials and retrainings.
+        trials: tries all points.
+        finals: trains at the selected point, once for each seed.
 
     Raises:
         RunFailedError: as `run_sweep`.
     """
-    is_own = folder == SWEEP_GROUP
-    if is_own:
-        parent.record.begin_stage("trial", len(plan.points))
-    rows = runs.trials()
+    recipe, record = plan.recipe, parent.run.record
+    is_restarted = plan.config.scheduler == "asha" and plan.has_begun
+    rows = trials()
     chosen = best_row(rows)
-    parent.record.text(f"{folder}trials.csv", trials_csv(rows, chosen))
-    if is_own:
-        parent.record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
-        parent.record.begin_stage("retraining", len(plan.seeds))
-    finals = runs.finals(chosen.point)
-    if failed := [one for one in finals if not one.is_measured]:
+    record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
+    found = finals(chosen.point)
+    if failed := [one for one in found if not one.is_measured]:
         why = failed[0].error or "it has no accuracy"
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
-    return SweepResult(rows, chosen.point, finals)
+    table = sweep_table(recipe, [one.top1 for one in found])
+    swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
+    record.text(PAPER_FILE, csv_text(table))
+    record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
+    sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
+    record.tag(NOTE, description(recipe, plan.resolved, record.command, sentence))
+    return swept
+
+
+def fine_tune(
+    recipe: Recipe, context: Context, tags: Mapping[str, str], *, needs_every_class: bool = True
+) -> SweepResult:
+    """Fine-tune within the trial of a cell or a task: once, or over the recipe's sweep in turn.
+
+    Args:
+        tags: of each training.
+        needs_every_class: as for `plan_sweep`.
+
+    Raises:
+        RunFailedError: it failed, or each trial of it.
+        ValueError: the recipe cannot work, or the weights do not exist.
+    """
+    if recipe.sweep is None:
+        outcome = context.alone.train(recipe, "finetune", tags)
+        if not outcome.is_measured:
+            missing = "its evaluation has no accuracy; set data.eval"
+            raise RunFailedError(outcome.error or missing)
+        return SweepResult([], {}, [outcome])
+    plan = plan_sweep(recipe, needs_every_class=needs_every_class)
+    with open_sweep(plan, context.parent, dict(tags)) as parent:
+        inner, trainings = Context(parent.run, context.stop), plan.trainings(tags)
+        swept = sweep(
+            plan,
+            parent,
+            lambda: [Row(point, trainings.trial(point, inner)) for point in plan.points],
+            lambda point: [trainings.final(point, seed, inner) for seed in plan.seeds],
+        )
+        parent.run.is_complete = True
+    return swept
+
+
+def check_in_turn(recipe: Recipe, where: str) -> None:
+    """Check the sweep of a recipe for `fine_tune`.
+
+    Raises:
+        ValueError: its trainings cannot run one after another.
+    """
+    if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
+        raise ValueError(
+            f"{where}: its fine-tunings run one after another; use sweep.search=grid or random, "
+            "and sweep.scheduler=none"
+        )
 
 
 class Tuning:
     """Runs a sweep's trials, and its retrainings, as an experiment of Ray Tune each."""
 
-    def __init__(
-        self, plan: SweepPlan, parent: OpenParent, tags: Mapping[str, str] | None = None
-    ) -> None:
-        """`tags`: of each training."""
+    def __init__(self, plan: SweepPlan, parent: OpenParent) -> None:
         self._plan, self._parent = plan, parent
-        self._trainings = plan.trainings(tags or {})
+        self._trainings = plan.trainings({})
 
     def trials(self) -> list[Row]:
         """In the order of their points; of a search as it has proposed them."""
@@ -355,25 +383,6 @@ class Tuning:
             is_private=cluster.is_private,
             **how,
         )
-
-
-class InTurn:
-    """Runs the trainings of a sweep one after another, in the trial of a study's cell."""
-
-    def __init__(self, plan: SweepPlan, context: Context, tags: Mapping[str, str]) -> None:
-        self._plan, self._context = plan, context
-        self._trainings = plan.trainings(tags)
-
-    def trials(self) -> list[Row]:
-        """In the order of their points."""
-        return [Row(one, self._trainings.trial(one, self._context)) for one in self._plan.points]
-
-    def finals(self, point: Point) -> list[Outcome]:
-        """One for each seed."""
-        return [self._trainings.final(point, seed, self._context) for seed in self._plan.seeds]
-
-
-Runs = Tuning | InTurn
 
 
 def searcher(config: SweepConfig, points: Sequence[Point]) -> Any:
@@ -434,15 +443,12 @@ def sweep_sentence(outcome: SweepResult) -> str:
     return f"Sweep of {what}; {won} won (dev {dev:.2%}); test {outcome.mean:.2%}{seeds}"
 
 
-def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
-    """What the sweep's own run records, each accuracy under its name in the child runs."""
-    mine = EVAL_AVERAGED_TOP1 if outcome.last_test_top1 else EVAL_TOP1
+def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:
+    """What the sweep's own run records; `metric`: name of the accuracy in its child runs."""
     chosen = {
         f"{SWEEP_GROUP}{key.rpartition('.')[2]}": float(value)
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    metrics = {mine: outcome.mean, f"{mine}_std": outcome.deviation}
-    if outcome.last_test_top1:
-        metrics = {EVAL_TOP1: statistics.fmean(outcome.last_test_top1), **metrics}
+    metrics = {metric: outcome.mean, f"{metric}_std": outcome.deviation}
     return {**metrics, **chosen}  # MLflow's pages show them in this order

@@ -12,11 +12,20 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.experiments.search_space import Point, point_name, point_of, short_name, with_point
-from vit_ray.experiments.trials import Context, Outcome, note_end, result_of
+from vit_ray.experiments.trials import Context, Outcome, result_of
 from vit_ray.launch.model_checks import Kind
+from vit_ray.outcomes import EventKind, TrialState
 
 REDUCTION: Final = 4
 """ASHA: factor between the steps of successive rungs; one in this many trials continues."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial, and the point that it stands for."""
+
+    point: Point
+    outcome: Outcome
 
 
 def sweep_of(recipe: Recipe) -> SweepConfig:
@@ -90,21 +99,18 @@ class Trainings:
         """Train at a point without the dev split."""
         recipe = trial_recipe(self.recipe, point, self.split)
         tags = {"vit_ray.sweep_stage": "sweep_trial", **self.tags}
-        return self._noted(
-            context.train(recipe, "sweep_trial", tags, self.evaluate_at), recipe, context
-        )
+        outcome = context.train(recipe, "sweep_trial", tags, self.evaluate_at)
+        if outcome.state is TrialState.DIVERGED:
+            text = f"{point_name(point)}: {outcome.error}"
+            context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+        return outcome
 
     def final(self, point: Point, seed: int, context: Context) -> Outcome:
         """Train at the selected point on all images."""
         recipe = final_recipe(self.recipe, point, seed)
         tags = {"vit_ray.sweep_stage": "finetune", **self.tags}
         kind: Kind = "finetune" if recipe.init_from else "pretrain"
-        return self._noted(context.train(recipe, kind, tags), recipe, context)
-
-    def _noted(self, outcome: Outcome, recipe: Recipe, context: Context) -> Outcome:
-        label = recipe.name.removeprefix(f"{context.parent.record.run_name}-")
-        note_end(context.parent, label, outcome)
-        return outcome
+        return context.train(recipe, kind, tags)
 
 
 def run_trial(trainings: Trainings, config: dict[str, Any], context: Context) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.experiments.study_cells import Cell, leaves, training_of
-from vit_ray.experiments.sweep import InTurn, open_sweep, plan_sweep, recorded_sweep
+from vit_ray.experiments.sweep import check_in_turn, fine_tune
 from vit_ray.experiments.trials import Context
 from vit_ray.launch.run_metadata import SIZES
-from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import TRANSFER_GROUP
 
 _OF_THE_CELL: Final = (
@@ -67,11 +66,7 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "study": None,
     }
     recipe = with_point(base, point, where, **changes)
-    if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
-        raise ValueError(
-            f"{where}: the fine-tunings of a cell run one after another; use sweep.search=grid or "
-            "random, and sweep.scheduler=none"
-        )
+    check_in_turn(recipe, where)
     # What is trained, on any number of workers: another training needs another name.
     flat = json.loads(training_of(recipe))
     text = json.dumps({key: flat[key] for key in flat if key not in SIZES})
@@ -111,16 +106,5 @@ def transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]:
     """
     recipe = task_recipe(cell, task).with_absolute_paths()
     tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
-    key = top1_key(task)
-    if recipe.sweep is not None:
-        plan = plan_sweep(recipe)
-        with open_sweep(plan, context.parent, tags) as own:
-            of_sweep = Context(own.run, context.stop)
-            swept = recorded_sweep(plan, own, InTurn(plan, of_sweep, tags))
-            own.run.is_complete = True
-        return {key: swept.mean, f"{key}_std": swept.deviation}
-    outcome = context.alone.train(recipe, "finetune", tags)
-    if not outcome.is_measured:
-        missing = "it has no accuracy; set data.eval in the task's changes"
-        raise RunFailedError(outcome.error or missing)
-    return {key: outcome.top1}
+    key, swept = top1_key(task), fine_tune(recipe, context, tags)
+    return {key: swept.mean} | ({f"{key}_std": swept.deviation} if recipe.sweep else {})

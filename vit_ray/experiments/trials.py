@@ -29,7 +29,7 @@ from vit_ray.launch.run import Following, train
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
-from vit_ray.outcomes import EventKind, TrialState
+from vit_ray.outcomes import TrialState
 from vit_ray.storage import locate
 
 METRIC: Final = "top1"
@@ -52,9 +52,6 @@ class Outcome:
     top1: float = math.nan
     """With averaged weights if the recipe averages; NaN if there is none."""
     step: int = 0
-    total_steps: int = 0
-    last_top1: float | None = None
-    """With the last weights, if `top1` is with averaged ones."""
     run_id: str | None = None
     checkpoint: str = ""
     """Folder of its last checkpoint."""
@@ -131,8 +128,6 @@ class Context:
             TrialState.FINISHED,
             result.metrics.get(deciding_metric(recipe), math.nan),
             result.steps,
-            result.total_steps,
-            result.metrics.get(EVAL_TOP1) if recipe.train.averaging else None,
             result.run_id,
             result.checkpoint,
             metrics=result.metrics,
@@ -325,13 +320,6 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
         if next(largest) > cluster.num_gpus or next(largest) > cluster.num_cpus:
             return count - 1
     return max(1, len(gpus))
-
-
-def note_end(parent: OpenRun, label: str, outcome: Outcome) -> None:
-    """Count a training that has ended, for the display, and note one that diverged."""
-    parent.record.child_ended(label, outcome.top1 if outcome.is_measured else None)
-    if outcome.state is TrialState.DIVERGED:
-        parent.record.event(EventKind.TRIAL_DIVERGED, f"{label}: {outcome.error}", 0)
 
 
 def result_of(outcome: Outcome) -> dict[str, Any]:

@@ -6,9 +6,10 @@ others; a group has a mean only if all of its tasks have an accuracy, and the pa
 over the same tasks.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -20,13 +21,12 @@ from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.search_space import point_text
-from vit_ray.experiments.sweep import SweepPlan, Tuning, plan_sweep, sweep
+from vit_ray.experiments.sweep import check_in_turn, fine_tune, plan_sweep
 from vit_ray.experiments.trials import (
+    METRIC,
+    STEP,
     Context,
-    Outcome,
-    note_end,
     num_fitting,
-    result_of,
     run_trials,
     tune_folder,
 )
@@ -34,7 +34,6 @@ from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.paper_comparison import Rows, csv_text, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.paper import TABLE_9, VTAB_TASKS
@@ -127,31 +126,26 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     tasks = vtab_of(recipe).tasks
     recipes = {task.name: task_recipe(recipe, task) for task in tasks}
     has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
-    plans = {}
+    resolved, steps, trainings = dict[str, ResolvedRun](), 0, list[Recipe]()
     for name, one in recipes.items():
         sets = (one.data.train, one.data.eval)
         if all(locate(str(path)).child(MANIFEST_FILE).exists() for path in sets):
-            plans[name] = _plan(one)
-    if not plans:
+            resolved[name], its_steps, its_trainings = _checked(one)
+            steps += its_steps
+            trainings += its_trainings
+    if not resolved:
         first = next(iter(recipes.values())).data
         raise ValueError(
             "vtab.data: no task has its data; the first would need the converted sets "
             f"{first.train} and {first.eval}"
         )
-    total = sum(plan.total_steps for plan in plans.values())
-    trainings = [
-        one
-        for name, plan in plans.items()
-        for one in (plan.trials if isinstance(plan, SweepPlan) else [recipes[name]])
-    ]
-    shown = _resolved(next(iter(plans.values())))
+    shown = next(iter(resolved.values()))
     try:
         # Its own parent run continues, with the finished tasks under it.
         with open_parent(
-            recipe, "vtab", shown, total, continues=has_begun, trainings=trainings
+            recipe, "vtab", shown, steps, continues=has_begun, trainings=trainings
         ) as parent:
-            parent.run.record.begin_stage("training", sum(map(_num_trainings, plans.values())))
-            rows = _run_tasks(recipe, plans, parent)
+            rows = _run_tasks(recipe, resolved, parent)
             parent.run.record.results(0, vtab_metrics(rows))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
             parent.run.record.text("vtab/tasks.csv", csv_text(vtab_table(rows, is_papers)))
@@ -162,98 +156,70 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         return None
 
 
-Plan = ResolvedRun | SweepPlan
+def _checked(recipe: Recipe) -> tuple[ResolvedRun, int, list[Recipe]]:
+    """A task's own training, the steps of all its trainings, and those that differ.
+
+    Raises:
+        ValueError: the recipe cannot work, or its weights do not exist.
+    """
+    if recipe.sweep is not None:
+        check_in_turn(recipe, f"vtab: {recipe.name}")
+        # 200 images cannot include all of Sun397's classes.
+        plan = plan_sweep(recipe, needs_every_class=False)
+        return plan.resolved, plan.total_steps, plan.trials
+    resolved = resolve_run(recipe)
+    if newest_checkpoint(locate(recipe.run_folder)) is None:
+        check_weights(PreparedRun("finetune", resolved))
+    return resolved, resolved.total_steps, [recipe]
 
 
-def _num_trainings(plan: Plan) -> int:
-    return len(plan.points) + len(plan.seeds) if isinstance(plan, SweepPlan) else 1
-
-
-def _resolved(plan: Plan) -> ResolvedRun:
-    return plan.resolved if isinstance(plan, SweepPlan) else plan
-
-
-def _plan(recipe: Recipe) -> Plan:
-    if recipe.sweep is None:
-        resolved = resolve_run(recipe)
-        if newest_checkpoint(locate(recipe.run_folder)) is None:
-            check_weights(PreparedRun("finetune", resolved))
-        return resolved
-    # 200 images cannot include all of Sun397's classes.
-    return plan_sweep(recipe, needs_every_class=False)
-
-
-def _run_tasks(recipe: Recipe, plans: Mapping[str, Plan], parent: OpenParent) -> list[TaskResult]:
+def _run_tasks(
+    recipe: Recipe, resolved: Mapping[str, ResolvedRun], parent: OpenParent
+) -> list[TaskResult]:
     """A row for each task; a failed one does not end the others."""
-    rows = {}
-    for task in vtab_of(recipe).tasks:
-        if task.name not in plans:
-            rows[task.name] = TaskResult(task, error="absent: no converted data")
-            continue
-        row = TaskResult(task, num_images=_resolved(plans[task.name]).num_images)
-        rows[task.name] = row
-    alone = [name for name, plan in plans.items() if not isinstance(plan, SweepPlan)]
-    for name, outcome in _fine_tuned(recipe, alone, parent).items() if alone else ():
-        error = outcome.error or "its evaluation has no accuracy"
-        if outcome.is_measured:
-            rows[name] = replace(rows[name], top1=outcome.top1, run_id=outcome.run_id)
-        else:
-            rows[name] = _failed(rows[name], error, parent)
-    for name, plan in plans.items():
-        if isinstance(plan, SweepPlan):
-            rows[name] = _swept(rows[name], plan, parent)
-    return list(rows.values())
-
-
-def _failed(row: TaskResult, error: str, parent: OpenParent) -> TaskResult:
-    reason = error.partition("\n")[0]
-    parent.run.record.event(EventKind.TASK_FAILED, f"{row.task.name}: {reason}", 0)
-    return replace(row, error=f"failed: {reason}")
-
-
-def _task_tags(task: VtabTask) -> dict[str, str]:
-    return {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
-
-
-def _fine_tuned(recipe: Recipe, names: Sequence[str], parent: OpenParent) -> dict[str, Outcome]:
-    """One training of each task, in one experiment of Ray Tune."""
-    tasks = {task.name: task for task in vtab_of(recipe).tasks if task.name in names}
-    recipes = [task_recipe(recipe, task) for task in tasks.values()]
+    tasks = {task.name: task for task in vtab_of(recipe).tasks}
+    recipes = [one.recipe for one in resolved.values()]
     ended = run_trials(
         partial(_fine_tune, recipe, tasks),
         parent.run,
         folder=tune_folder(recipe, "tasks"),
-        space={"task": tune.grid_search(list(tasks))},
+        space={"task": tune.grid_search(list(resolved))},
         max_concurrent=num_fitting(recipes, parent.cluster),
         is_private=parent.cluster.is_private,
     )
-    found = ended.by("task")
-    return {name: found.get(name, ended.lost) for name in tasks}
+    found = {one["config"]["task"]: one["row"] for one in ended.results}
+    lost = {"error": f"failed: {ended.lost.first_line}"}
+    return [
+        TaskResult(task, num_images=resolved[name].num_images, **found.get(name, lost))
+        if name in resolved
+        else TaskResult(task, error="absent: no converted data")
+        for name, task in tasks.items()
+    ]
 
 
 def _fine_tune(
     recipe: Recipe, tasks: Mapping[str, VtabTask], config: dict[str, Any], context: Context
 ) -> dict[str, Any]:
+    """Train a task, by the protocol's two stages if `sweep_each`: a point is selected on 200
+    images, and trained on all of them.
+    """
     task = tasks[config["task"]]
-    outcome = context.train(task_recipe(recipe, task), "finetune", _task_tags(task))
-    note_end(context.parent, task.name, outcome)
-    return result_of(outcome)
-
-
-def _swept(row: TaskResult, plan: SweepPlan, parent: OpenParent) -> TaskResult:
-    """The protocol's two stages: a point is selected on 200 images, and trained on all of them."""
-    runs = Tuning(plan, parent, _task_tags(row.task))
+    tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
-        swept = sweep(plan, parent.run, runs, f"{VTAB_GROUP}{row.task.name}/")
-    except (RunFailedError, ValueError) as error:
-        return _failed(row, str(error).strip() or repr(error), parent)
-    return replace(
-        row,
-        top1=swept.mean,
-        run_id=swept.finals[0].run_id,
-        deviation=swept.deviation if len(swept.finals) > 1 else None,
-        chosen=point_text(swept.best),
-    )
+        found = fine_tune(task_recipe(recipe, task), context, tags, needs_every_class=False)
+    except RunStoppedError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).partition("\n")[0]
+        context.parent.record.event(EventKind.TASK_FAILED, f"{task.name}: {reason}", 0)
+        return {STEP: 0, METRIC: math.nan, "row": {"error": f"failed: {reason}"}}
+    row = {
+        "top1": found.mean,
+        "run_id": found.finals[0].run_id,
+        "deviation": found.deviation if len(found.finals) > 1 else None,
+        "chosen": point_text(found.best),
+    }
+    return {STEP: found.finals[0].step, METRIC: found.mean, "row": row}
 
 
 def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:

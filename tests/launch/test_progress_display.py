@@ -7,7 +7,7 @@ from rich.console import Console
 
 from vit_ray.launch import progress_display as progress
 from vit_ray.launch.progress_display import Pace, describe, time_left
-from vit_ray.tracking.run_state import RunState, RunStatus
+from vit_ray.tracking.run_state import RunStatus
 
 METRICS = {
     "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,
@@ -52,17 +52,6 @@ def test_the_time_left_is_reckoned_from_the_steps_of_this_attempt(
     assert time_left(step, start_step, 1000, elapsed_s) == left
 
 
-def test_a_sweep_tells_its_trial_and_the_best_so_far() -> None:
-    state = RunState()
-    state.note({"kind": "stage", "what": "trial", "count": 3})
-    assert describe(state.status()) == "trial 1 of 3"
-    state.note({"kind": "child ended", "label": "learning rate 0.01", "score": 0.9})
-    state.note({"kind": "child ended", "label": "learning rate 0.03", "score": None})
-    assert state.status().stage == "trial 3 of 3, best 90.00% (learning rate 0.01)"
-    state.note({"kind": "child ended", "label": "learning rate 0.1", "score": 0.95})
-    assert state.status().stage == "trial 3 of 3, best 95.00% (learning rate 0.1)"
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the display reads, in a list of one."""
@@ -79,7 +68,7 @@ def test_the_time_left_of_a_sweep_counts_the_starts_of_its_trials_and_falls(
     for trial in range(4):
         for step in (0, 100):
             clock[0] = 100.0 + trial * 40 + (30 if step == 0 else 40)
-            left.append(pace.left(RunStatus(step=trial * 100 + step, stage="trial")))
+            left.append(pace.left(RunStatus(step=trial * 100 + step, has_children=True)))
     assert left[0] == "ETA --:--"
     assert left[1::2] == ["ETA 0:02:00", "ETA 0:01:20", "ETA 0:00:40", "ETA 0:00:00"]
 

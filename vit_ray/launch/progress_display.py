@@ -70,10 +70,10 @@ def shown_progress(
 
 
 def describe(status: RunStatus) -> str:
-    """The current child run, and the first figures that are known, as one text."""
+    """The first figures that are known, as one text."""
     known = status.metrics
     texts = [text.format(known[key]) for key, text in _FIGURES if key in known][:MOST_FIGURES]
-    return ", ".join([status.stage, *texts] if status.stage else texts)
+    return ", ".join(texts)
 
 
 class Pace:
@@ -92,8 +92,8 @@ class Pace:
         now_s = time.monotonic()
         if status.step != self._newest[0]:
             self._newest = (status.step, now_s)
-        if self._first is None and (status.step or status.stage):
-            self._first = (status.step, self._began_s if status.stage else now_s)
+        if self._first is None and (status.step or status.has_children):
+            self._first = (status.step, self._began_s if status.has_children else now_s)
         step, since_s = self._first or (status.step, now_s)
         waited_s = now_s - self._newest[1]
         usual_s = (
@@ -101,7 +101,11 @@ class Pace:
         )  # for a first step, which takes longer than others
         if status.step > step:
             usual_s = (self._newest[1] - since_s) / (status.step - step)
-        if status.step and not status.stage and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s):
+        if (
+            status.step
+            and not status.has_children
+            and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s)
+        ):
             return f"no step for {clock(waited_s)}"
         return f"ETA {time_left(status.step, step, self._total, now_s - since_s)}"
 

@@ -282,16 +282,8 @@ class Recorder(Records):
         """End the workers because a restart would not help; returns once that is noted."""
         self.append("fail", ARRIVAL_S, **vars(failure))
 
-    def begin_stage(self, what: str, count: int) -> None:
-        """`count` child runs of a kind come next."""
-        self.append("stage", what=what, count=count)
-
     def child_step(self, name: str, step: int) -> None:
         self.append("child step", name=name, step=step)
-
-    def child_ended(self, label: str, score: float | None) -> None:
-        """A child run has ended; without a score if it failed."""
-        self.append("child ended", label=label, score=score)
 
     def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
         """A worker is at `step`.

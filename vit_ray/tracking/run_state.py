@@ -55,8 +55,7 @@ class RunStatus:
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of each metric; for several attempts the first attempt's start-up time."""
     events: list[Event] = field(default_factory=list)
-    stage: str = ""
-    """The current child run; empty for a run without any."""
+    has_children: bool = False
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Step and metrics of each evaluation on a data set, in order."""
     stop: str | None = None
@@ -91,9 +90,6 @@ class RunState:
         self.has_finished = False
         self._now = RunStatus()
         self._saves = 0
-        self._stage = ("", 0)
-        self._ended: list[tuple[float, str]] = []
-        """Score and label of the child runs of this stage that have ended."""
         self._child_steps: dict[str, int] = {}
         self._heard: dict[int, _Heard] = {}
         self._hang_s = 0.0
@@ -123,15 +119,10 @@ class RunState:
                 now.failure = Failure(record["reason"], record["has_diverged"])
             case "save":
                 self._saves += 1
-            case "stage":
-                self._stage, self._ended = (record["what"], record["count"]), []
             case "child":
                 self.children.append(Path(record["path"]))
             case "child step":
                 self._child_step(record["name"], record["step"])
-            case "child ended":
-                score = record["score"]
-                self._ended.append((-math.inf if score is None else score, record["label"]))
             case "finish":
                 self.has_finished = True
 
@@ -201,16 +192,10 @@ class RunState:
             now,
             metrics=dict(now.metrics),
             events=list(now.events),
-            stage=self._stage_text(),
+            has_children=bool(self.children),
             evaluations=list(now.evaluations),
             stop=self.stop_reason(),
         )
-
-    def _stage_text(self) -> str:
-        what, count = self._stage
-        score, label = max(self._ended, default=(-math.inf, ""))
-        place = f"{what} {min(len(self._ended) + 1, count)} of {count}" if what else ""
-        return place if score == -math.inf else f"{place}, best {score:.2%} ({label})"
 
     def _child_step(self, name: str, step: int) -> None:
         """A child run (a trial of a sweep) is at `step`; the display shows the children's sum."""

@@ -54,8 +54,8 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.data.prepare.convert.conversion import convert
-from vit_ray.data.prepare.digits import write_digits
+from vit_ray.data.convert.conversion import convert
+from vit_ray.data.convert.digits import write_digits
 from vit_ray.launch.run import train
 from vit_ray.models import build_model
 from vit_ray.storage import locate

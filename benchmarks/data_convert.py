@@ -51,8 +51,8 @@ from benchmarks.convert_peers import tree_cpu_s
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.jpeg import size_of_jpeg
-from vit_ray.data.prepare.convert import make_shards
-from vit_ray.data.prepare.convert.conversion import convert
+from vit_ray.data.convert import shards
+from vit_ray.data.convert.conversion import convert
 from vit_ray.launch.cluster.connection import connect
 
 source, target, shard_mib, kind = sys.argv[1:]
@@ -62,8 +62,8 @@ def unchecked(image, key, labels, config, libjpeg):
     return EncodedImage(image, labels, key, width, height)
 
 if kind == "unchecked":
-    make_shards.checked = unchecked
-    ray.cloudpickle.register_pickle_by_value(make_shards)
+    shards.checked = unchecked
+    ray.cloudpickle.register_pickle_by_value(shards)
 keys = {"source": source, "destination": target, "shard_mib": int(shard_mib),
         "index_jpeg": kind not in ("none", "unchecked")}
 recipe = recipe_from_dict({"name": "converted", "convert": keys}, "the benchmark")

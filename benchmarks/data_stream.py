@@ -567,7 +567,7 @@ def write_mds(files: list[Path], folder: Path) -> None:
 
 def convert_set(data: Path) -> None:
     from vit_ray.config.command_sections import ConvertConfig
-    from vit_ray.data.prepare.convert.conversion import convert
+    from vit_ray.data.convert.conversion import convert
 
     start_ray()
     shard_mib = sum(file.stat().st_size for file in image_files(data)) / MIB / 16

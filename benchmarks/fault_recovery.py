@@ -52,8 +52,8 @@ from ray.util.state import list_actors
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.prepare.convert.conversion import convert
-from vit_ray.data.prepare.digits import write_digits
+from vit_ray.data.convert.conversion import convert
+from vit_ray.data.convert.digits import write_digits
 from vit_ray.launch.run import train
 from vit_ray.tracking.metrics_log import MetricsLog
 

@@ -205,8 +205,8 @@ def prepare(folder: Path) -> None:
     import ray.data
 
     from vit_ray.config.command_sections import ConvertConfig
-    from vit_ray.data.prepare.convert.conversion import convert
-    from vit_ray.data.prepare.digits import write_digits
+    from vit_ray.data.convert.conversion import convert
+    from vit_ray.data.convert.digits import write_digits
 
     write_digits(folder / "images")
     logging.getLogger("ray.data").setLevel(logging.ERROR)

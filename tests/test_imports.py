@@ -73,7 +73,7 @@ FOREIGN = {
 }
 # Rooms inside the data room, likewise.
 DATA_ROOMS: dict[str, set[str]] = {
-    "prepare": {"jpeg_index", "stream"},
+    "convert": {"jpeg_index"},
     "stream": set(),
     "jpeg_index": set(),
 }

@@ -20,7 +20,7 @@ from tests.end_to_end.runs import checkpoint_steps, constant_recipe, same_weight
 from tests.hosts import Host, Network
 from vit_ray import trust_modules
 from vit_ray.config import Recipe
-from vit_ray.data.prepare.digits import write_digits
+from vit_ray.data.convert.digits import write_digits
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo", "munged")
 ABSENT = [program for program in PROGRAMS if shutil.which(program) is None]

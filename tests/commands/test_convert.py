@@ -3,7 +3,7 @@
 from typing import Any
 
 from vit_ray.commands.convert import rejected_text
-from vit_ray.data.prepare.convert.commit import ConvertReport
+from vit_ray.data.convert.commit import ConvertReport
 
 
 def report_of(**counts: Any) -> ConvertReport:

@@ -11,8 +11,8 @@ from vit_ray.commands import datasets
 from vit_ray.commands.datasets import run_deduplicate, run_subset, run_verify
 from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.deduplicate import DeduplicateReport
-from vit_ray.data.prepare.subset import subset
+from vit_ray.data.convert.deduplicate import DeduplicateReport
+from vit_ray.data.subset import subset
 from vit_ray.launch.cluster.connection import ClusterShape
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from vit_ray.commands import convert, init
 from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare import estimate
-from vit_ray.data.prepare.estimate import Estimate
+from vit_ray.data.convert import estimate
+from vit_ray.data.convert.estimate import Estimate
 from vit_ray.launch.cluster.connection import ClusterShape
 
 
@@ -147,7 +147,7 @@ def test_large_images_without_a_test_split_hold_some_out(
 
 
 def test_above_a_million_images_no_weights_are_recommended() -> None:
-    found = Estimate(2_000_000, 9, [None], 1, 1, 0, 0, 1, 1.0, 128, 0, 256, "")
+    found = Estimate(2_000_000, 9, 1, 1, 0, 0, 1, 1.0, 128, 0, 256, "")
     look = init._Look(found, None, None)
     text = init._recipe_text("images", Path("a.yaml"), "a", PurePosixPath("data/a"), look)
     assert "ViT-B/16" in text

@@ -24,7 +24,7 @@ from vit_ray.commands import cli
 from vit_ray.commands.early_checks import check_packages, check_places
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import load_recipe
-from vit_ray.data.prepare.sources.source_index import units_of
+from vit_ray.data.convert.sources import units_of
 from vit_ray.lock import is_lock_file
 from vit_ray.models.weights import save_weights
 

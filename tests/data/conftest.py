@@ -5,7 +5,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.data.converting import convert, in_this_process
+from tests.data.converting import convert, in_this_process, run_in_this_process
 from tests.data.pictures import write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import Manifest
@@ -13,6 +13,12 @@ from vit_ray.data.dataset import Manifest
 # A busy machine may take any time; no test here is about time.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.fixture
+def serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of a conversion run here, without Ray."""
+    run_in_this_process(monkeypatch)
 
 
 @pytest.fixture(scope="session")

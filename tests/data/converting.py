@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+import vit_ray.data
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data import prepare
-from vit_ray.data.prepare.convert import conversion
-from vit_ray.data.prepare.convert.commit import ConvertReport
-from vit_ray.data.prepare.progress import Shown
+from vit_ray.data.convert import conversion
+from vit_ray.data.convert.commit import ConvertReport
+from vit_ray.data.progress import Shown
 
 
 def config_of(source: Any, destination: Any, **options: Any) -> ConvertConfig:
@@ -38,7 +38,7 @@ def run_in_this_process(
     monkeypatch: pytest.MonkeyPatch, run_tasks: Callable[..., list[Any]] = one_by_one
 ) -> None:
     """The same code without Ray: its tasks one after another here."""
-    for found in pkgutil.walk_packages(prepare.__path__, f"{prepare.__name__}."):
+    for found in pkgutil.walk_packages(vit_ray.data.__path__, "vit_ray.data."):
         if hasattr(module := importlib.import_module(found.name), "run_tasks"):
             monkeypatch.setattr(module, "run_tasks", run_tasks)
 

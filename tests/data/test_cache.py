@@ -18,8 +18,8 @@ from vit_ray.config import Recipe
 from vit_ray.data import cache as caches
 from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.prepare.subset import subset
 from vit_ray.data.shards import RowGroupReader
+from vit_ray.data.subset import subset
 
 LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
 KEYS = [f"key {i}" for i in range(6)]

@@ -9,8 +9,8 @@ from tests.conftest import Digits
 from tests.data.small_sets import write_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.prepare.subset import subset
 from vit_ray.data.shards import RowGroupReader, first_labels
+from vit_ray.data.subset import subset
 
 
 def stored(manifest: Manifest) -> list[int]:

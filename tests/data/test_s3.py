@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.data.convert.archives import add
 from tests.data.converting import convert, run_in_this_process
 from tests.data.pictures import jpeg
-from tests.data.prepare.archives import add
 from tests.data.s3_server import (
     SECRET_KEY,
     FaultProxy,
@@ -29,10 +29,10 @@ from tests.data.s3_server import (
 )
 from vit_ray.data import open_dataset
 from vit_ray.data.cache import Cache
+from vit_ray.data.convert.sources import list_units, rows_of
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.partition import Partition
-from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.launch.inputs.dataset import open_dataset as dataset_in_python
@@ -208,11 +208,7 @@ def write_sources(folder: Path) -> None:
 
 def indexed(source: str, pack: Path) -> dict[str, tuple[tuple[str, ...], bytes]]:
     """Labels and bytes of every image of a source, by key."""
-    entries = [
-        entry
-        for unit in list_units(source, "auto")
-        for entry in index_unit(unit, locate(str(pack)))
-    ]
+    entries = [entry for unit in list_units(source, "auto") for entry in rows_of(unit)]
     return {entry.key: (entry.labels, entry.read()) for entry in entries}
 
 
@@ -257,7 +253,7 @@ def test_a_tar_shard_is_indexed_in_few_requests(s3: FaultProxy, tmp_path: Path) 
     """600 files of a few bytes: 300 KiB of headers, which tarfile reads one by one."""
     s3.faults.set("none", remaining=1, path="many.tar", every=10**6)
     (unit,) = list_units("s3://sources/many.tar", "auto")
-    assert len(list(index_unit(unit, locate(str(tmp_path / "pack"))))) == 300
+    assert len(list(rows_of(unit))) == 300
     assert s3.faults.seen < 15
 
 

@@ -16,8 +16,8 @@ from tests.data.small_sets import used_rows, write_rows
 from vit_ray import lock
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.convert.commit import ConvertReport
-from vit_ray.data.prepare.sources.formats import index_unit, list_units
+from vit_ray.data.convert.commit import ConvertReport
+from vit_ray.data.convert.sources import list_units, rows_of
 from vit_ray.storage import locate
 
 QUICK = ["503", "500", "reset", "cut", "flip"]
@@ -100,9 +100,8 @@ def test_patterns_stand_for_keys_as_for_files(
     store: FaultProxy, bucket: Path, tmp_path: Path, pattern: str
 ) -> None:
     def entries(source: str) -> dict[str, tuple[tuple[str, ...], bytes]]:
-        pack = locate(str(tmp_path / "pack"))
         units = list_units(f"{source}/{pattern}")
-        return {e.key: (e.labels, e.read()) for unit in units for e in index_unit(unit, pack)}
+        return {e.key: (e.labels, e.read()) for unit in units for e in rows_of(unit)}
 
     there = entries("s3://b/images")
     assert len(there) == 12

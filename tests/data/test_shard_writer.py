@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vit_ray import storage
+from vit_ray.data.convert.staged_files import parquet_output
 from vit_ray.data.dataset import ShardFile
-from vit_ray.data.prepare.convert.staged_files import parquet_output
 from vit_ray.data.shard_writer import EncodedImage, ShardWriter, closed_after
 from vit_ray.data.shards import problem_of_shard
 from vit_ray.storage import Location, locate

@@ -22,7 +22,7 @@ from tests.conftest import ROOT, Digits
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, rclone_binary, s3_environment
 from tests.hosts import Network
 from vit_ray.config import Recipe
-from vit_ray.data.prepare.digits import write_digits
+from vit_ray.data.convert.digits import write_digits
 
 WORKERS: Final = ("first", "second", "third")
 S3_PORT: Final = 9000

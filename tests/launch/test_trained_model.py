@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import ViTForImageClassification, ViTImageProcessor
 
 import vit_ray
+from tests.data.convert.test_orientation import turned
+from tests.data.converting import convert, in_this_process
 from tests.data.pictures import jpeg
 from tests.data.small_sets import SHARD, write_encoded
 from tests.models.small import TINY_VIT, small_model
@@ -122,6 +124,20 @@ def test_a_run_knows_its_model_crop_precision_and_classes(tmp_path: Path) -> Non
     (found,) = model.predict(files[3])
     assert (found.name, found.label) == (CLASSES[int(expected.argmax())], int(expected.argmax()))
     assert found.probability == pytest.approx(float(expected.max()), rel=1e-6)
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_images_are_turned_as_those_of_the_training_were(tmp_path: Path, applied: bool) -> None:
+    image = turned("JPEG", 6)
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "1.jpg").write_bytes(image)
+    with in_this_process():
+        convert(tmp_path / "images", tmp_path / "data", apply_orientation=applied)
+    model = vit_ray.load(run_of(tmp_path))
+    shown = Image.open(io.BytesIO(image))
+    expected = ImageOps.exif_transpose(shown) if applied else shown
+    difference = np.abs(model.crop(image).astype(int) - model.crop(expected.convert("RGB")))
+    assert difference.mean() < 6  # the least of another turn is 20
 
 
 def test_probabilities_are_sigmoids_where_the_model_was_trained_so(tmp_path: Path) -> None:

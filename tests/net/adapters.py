@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from vit_ray.data.prepare.dev_split import dev_split
+try:
+    from vit_ray.data.dev_split import dev_split
+except ImportError:
+    from vit_ray.data.prepare.dev_split import dev_split
 
 try:
     from vit_ray.training.schedule import lr_at

@@ -1,20 +1,16 @@
 """The conversion command: from a recipe's `convert` section to a data set and a report."""
 
 import platform
-from contextlib import suppress
 
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
-from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.convert.commit import ConvertReport, listed
+from vit_ray.data.convert.conversion import convert
+from vit_ray.data.convert.destination import convert_of
+from vit_ray.data.convert.estimate import empty_text, estimate_conversion
 from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
-from vit_ray.data.prepare.convert.commit import ConvertReport
-from vit_ray.data.prepare.convert.conversion import convert
-from vit_ray.data.prepare.convert.destination import convert_of
-from vit_ray.data.prepare.estimate import estimate_conversion
-from vit_ray.data.prepare.progress import clock
-from vit_ray.data.prepare.sources.folders import class_of, empty_text
-from vit_ray.data.prepare.sources.source_index import units_of
+from vit_ray.data.progress import clock
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.inputs.shared_files import check_shared
 
@@ -34,10 +30,11 @@ def run_convert(recipe: Recipe) -> int:
     report = convert(config, recipe.seed)
     for what, names in report.fields.items():
         print(f"{config.source}: the {what} is in the field {', '.join(names)}")
-    if empty := classes_without_images(config, report):
-        print(empty_text(config.source, empty))
+    if report.empty_classes:
+        print(empty_text(config.source, report.empty_classes))
     for note in report.notes:
         print(f"{config.destination}: {note}")
+    print(f"{config.destination}: the classes are {listed(list(report.label_histogram))}")
     print(
         f"{'already done: ' if report.was_done else ''}{config.destination}: {report.num_images} "
         f"images of {report.num_classes} classes in {report.num_shards} shards, "
@@ -47,7 +44,7 @@ def run_convert(recipe: Recipe) -> int:
 
 
 def describe_conversion(recipe: Recipe) -> str:
-    """Images, classes, splits, bytes, shards and time of a conversion, estimated from a few images.
+    """Images, classes, bytes, shards and time of a conversion, estimated from a few images.
 
     Raises:
         ValueError: as `run_convert`, except for errors that only reading all images finds.
@@ -56,7 +53,6 @@ def describe_conversion(recipe: Recipe) -> str:
     plan = estimate_conversion(config, recipe.seed)
     about, least = ("", "") if plan.is_exact else ("about ", "at least ")
     parts = f"{plan.num_counted:,} of {plan.num_parts:,} parts counted"
-    splits = ", ".join(split or "none named" for split in plan.splits)
     made = f"{plan.written_bytes / 2**20:,.1f} MiB"
     source = f"{plan.source_bytes / 2**20:,.1f} MiB" if plan.source_bytes else "unknown size"
     shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
@@ -67,26 +63,15 @@ def describe_conversion(recipe: Recipe) -> str:
         [
             f"images      {about}{plan.num_images:,} of {least}{plan.num_classes:,} classes "
             f"({parts})",
-            f"splits      {splits} (convert.split={config.split or 'null'})",
             f"source      {config.source}: {source}",
             f"data set    {config.destination}: "
             f"{'images read in place' if config.in_place else made}, {shards}",
             f"rejected    {plan.num_rejected} of {plan.num_sampled} sampled images{reason}",
             f"time        about {clock(plan.seconds / cores)} on the {cores} cores of this machine "
             f"({platform.node()}), {rate:,.0f} images/s per core",
-            *([empty_text(config.source, empty)] if empty else []),
+            *([empty_text(config.source, list(empty))] if empty else []),
         ]
     )
-
-
-def classes_without_images(config: ConvertConfig, report: ConvertReport) -> list[str]:
-    """Names of the data set's classes, and of class folders of the source, without any image."""
-    counts = report.label_histogram
-    empty = {name for name, count in counts.items() if not count}
-    if config.classes is None:  # else folders may be named by numbers
-        with suppress(OSError, ValueError):  # the data set is made
-            empty |= {name for name in map(class_of, units_of(config)) if name} - counts.keys()
-    return sorted(empty)
 
 
 def rejected_text(report: ConvertReport) -> str:

@@ -11,9 +11,8 @@ from typing import Any, Final, NamedTuple
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import load_recipe
-from vit_ray.data.prepare.estimate import Estimate, estimate_conversion
-from vit_ray.data.prepare.sources.folders import empty_text
-from vit_ray.data.prepare.sources.splits import SeveralSplitsError
+from vit_ray.data.convert.estimate import Estimate, empty_text, estimate_conversion
+from vit_ray.data.convert.files import SeveralSplitsError
 from vit_ray.storage import Location, locate
 
 _IMAGES_SEEN: Final = 90 * 1_281_167

@@ -68,7 +68,7 @@ _ALL = (
         ("convert", "seed", "storage"),
         "cifar10 convert.source=IMAGES/train",
         "vit_ray.commands.convert:describe_conversion",
-        "vit_ray.data.prepare.convert.destination:check_conversion",
+        "vit_ray.data.convert.destination:check_conversion",
         needs=("convert",),
         opens=("convert.source",),
     ),

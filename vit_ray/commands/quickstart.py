@@ -12,9 +12,9 @@ from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
+from vit_ray.data.convert.conversion import convert
+from vit_ray.data.convert.digits import write_digits
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.data.prepare.convert.conversion import convert
-from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.run import RunResult, train

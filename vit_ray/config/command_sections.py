@@ -61,6 +61,9 @@ class ConvertConfig(Section):
     """Field of the source with the image: a column of parquet, a suffix of a tar's files, a feature
     of TFRecord, or the field of CSV or JSON with its path; unset = the only field with a usual name
     for images, such as `image` or `path`."""
+    image_pattern: str | None = Field(default=None, pattern=r"^[^{}]*\{\}[^{}]*$")
+    """Path of an image, with `{}` for what a list (CSV, JSONL) has in its field of images, such as
+    `val/{}.JPEG` for the ids of Kaggle's lists; unset = the field has the path."""
     shrink_to: Positive | None = None
     """Re-encode images whose shorter side is longer than this many pixels, as JPEG of
     quality 95; unset = keep every size."""

@@ -21,6 +21,7 @@ from PIL import Image, UnidentifiedImageError
 
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box
 from vit_ray.data.exact_resize import MOST_SKIPPED, filter_reach, resize_exactly
+from vit_ray.data.file_names import FORMAT_SUFFIXES
 from vit_ray.data.jpeg import decode_jpeg, size_of_jpeg
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 
@@ -28,9 +29,7 @@ __all__ = ["Augmentation", "UInt8Array"]
 
 UInt8Array = NDArray[np.uint8]
 
-IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Formats that Pillow opens for us. Its others include PostScript, which it passes to another
-program, and formats that are not for photographs."""
+IMAGE_FORMATS: Final = tuple(FORMAT_SUFFIXES)
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 
 _COARSEST: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}

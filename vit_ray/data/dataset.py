@@ -131,7 +131,7 @@ def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> Sh
     return ShardFile(path, rows, size, crc32, found)
 
 
-ABOUT: Final = ("license", "source_url", "evaluation_only")
+ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
 _SPLIT: Final = 8

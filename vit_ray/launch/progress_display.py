@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vit_ray.config.secrets import redact
-from vit_ray.data.prepare.progress import ANSWER_S, clock, print_line, repeated
+from vit_ray.data.progress import ANSWER_S, clock, print_line, repeated
 from vit_ray.metric_names import (
     DATA_WAIT_FRACTION,
     EVAL_AVERAGED_TOP1,

@@ -16,7 +16,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.branch_origin import NOTE, TAG
 from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
-from vit_ray.data.prepare.progress import ANSWER_S, repeated
+from vit_ray.data.progress import ANSWER_S, repeated
 from vit_ray.data.shards import all_first_labels
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect

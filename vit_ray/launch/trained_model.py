@@ -4,6 +4,7 @@ Images are cropped and computed as in an evaluation: in batches of its size, so 
 its own bit by bit if the process has as many threads.
 """
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -29,6 +30,7 @@ from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
+from vit_ray.data.orientation import orientation_of, turned_pixels
 from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named
@@ -72,8 +74,12 @@ class TrainedModel:
         recipe: Recipe,
         weights: SavedWeights,
         classes: tuple[str, ...] = (),
+        is_turned: bool = False,
     ) -> None:
         """
+        Args:
+            is_turned: whether images are turned as their EXIF says, as those of the training were.
+
         Raises:
             ValueError: the weights have no head, or are of another model.
         """
@@ -88,6 +94,7 @@ class TrainedModel:
         self._dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
         self.model = model.to(device, self._dtype)
         self.recipe = recipe
+        self._is_turned = is_turned
         self.classes = classes or tuple(map(str, range(weights.num_classes)))
         self._augmentation = augmentation_of(config, recipe.data.eval_augment)
 
@@ -104,6 +111,8 @@ class TrainedModel:
         """
         if isinstance(image, (str, os.PathLike)):
             image = locate(os.fspath(image)).read()
+        if isinstance(image, bytes) and self._is_turned and orientation_of(image) != 1:
+            return crop_of(turned_pixels(image), self._augmentation, (0, 0, 0))
         if isinstance(image, bytes):
             return crop_of(image, self._augmentation, (0, 0, 0))
         if isinstance(image, Image.Image):
@@ -219,7 +228,22 @@ def load(
         recipe = recipe_from_dict(tree, where=source)
     classes = class_names(source, weights.position, recipe.data.train, weights.num_classes)
     with errors_of(repr(source)):
-        return TrainedModel(recipe, weights, classes)
+        return TrainedModel(
+            recipe, weights, classes, is_turned(weights.position, recipe.data.train)
+        )
+
+
+def is_turned(position: Position | None, given: Any) -> bool:
+    """Whether the images of the training set were turned as their EXIF says when converted.
+
+    Args:
+        position, given: as in `class_names`.
+    """
+    recorded = position.recipe.get("data", {}).get("train") if position else None
+    for train in filter(None, (recorded, given)):
+        with contextlib.suppress(ValueError, OSError):
+            return bool(open_dataset(train).origin.get("apply_orientation"))
+    return False
 
 
 def class_names(

@@ -14,6 +14,8 @@ from tests.data.converting import convert, run_in_this_process
 from tests.data.pictures import encoded
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
+from vit_ray.data.convert import checks
+from vit_ray.data.convert.verify import check_file
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.jpeg_index.rewriting import (
     Libjpeg,
@@ -22,10 +24,8 @@ from vit_ray.data.jpeg_index.rewriting import (
     with_restart_markers,
 )
 from vit_ray.data.partition import Partition
-from vit_ray.data.prepare.convert import shard_images
-from vit_ray.data.prepare.subset import subset
-from vit_ray.data.prepare.verify import check_file
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.data.subset import subset
 
 CHINA, FLOWER = load_sample_images().images
 FILES = {
@@ -116,7 +116,7 @@ def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes:
         values = {name: change(getattr(found.index, name)) for name, change in changes.items()}
         return replace(found, index=replace(found.index, **values))
 
-    monkeypatch.setattr(shard_images, "with_restart_markers", wrong)
+    monkeypatch.setattr(checks, "with_restart_markers", wrong)
     return converted(folder, index_jpeg=True)
 
 
@@ -178,7 +178,7 @@ def test_the_report_says_what_wrote_the_markers(
     writer = restart_writer()
     assert writer is not None
     assert indexed["jpeg_writers"] == [writer.name]
-    monkeypatch.setattr("vit_ray.data.prepare.convert.make_shards.restart_writer", lambda: None)
+    monkeypatch.setattr("vit_ray.data.convert.shards.restart_writer", lambda: None)
     found = converted(tmp_path, index_jpeg=True)
     report = json.loads((Path(found.path) / "report.json").read_text())
     assert (report["num_indexed"], report["jpeg_writers"]) == (0, ["none"])

@@ -12,8 +12,8 @@ from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.prepare.subset import subset
 from vit_ray.data.shards import keys
+from vit_ray.data.subset import subset
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.launch.inputs import evaluation_labels as benchmark
 from vit_ray.launch.inputs.evaluation_labels import answers_of

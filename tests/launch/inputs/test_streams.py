@@ -11,7 +11,7 @@ from tests.conftest import Digits
 from tests.data.converting import convert, in_this_process
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.data.prepare.subset import subset
+from vit_ray.data.subset import subset
 from vit_ray.launch.cluster.cluster_checks import check_batch, check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, local_cpus
 from vit_ray.launch.inputs import streams

@@ -12,8 +12,8 @@ from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
+from vit_ray.data.convert.estimate import count_source, is_source
 from vit_ray.data.partition import divisors
-from vit_ray.data.prepare.sources.source_count import count_source, is_source
 from vit_ray.launch.inputs.shuffle_window import most_rows
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model

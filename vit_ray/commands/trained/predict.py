@@ -19,11 +19,10 @@ import pyarrow.parquet as pq
 from vit_ray.config.help import key_names
 from vit_ray.config.loading import load_recipe
 from vit_ray.config.secrets import redact
+from vit_ray.data.convert.hub import IMAGE_COLUMNS, path_of_images
 from vit_ray.data.crops import BadImageError, UInt8Array
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.data.prepare.sources.entries import IMAGE_SUFFIXES
-from vit_ray.data.prepare.sources.folders import is_image_name
-from vit_ray.data.prepare.sources.hub import IMAGE_COLUMNS, path_of_images
+from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
 from vit_ray.evaluation.image_grid import sheet
 from vit_ray.launch.inputs.dataset import open_dataset
 from vit_ray.storage import Location, locate

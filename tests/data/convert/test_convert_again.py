@@ -1,0 +1,302 @@
+"""A conversion that is run again: done, interrupted, or of a source that has changed."""
+
+import contextlib
+import csv
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.convert.archives import tar_of
+from tests.data.convert.conftest import stopped_at
+from tests.data.converting import convert
+from tests.data.pictures import jpeg
+from tests.data.s3_server import create_bucket, serve_conditional_s3, this_process_uses
+from vit_ray.data import open_dataset
+from vit_ray.data.convert import conversion
+from vit_ray.data.convert.verify import verify
+from vit_ray.storage import locate
+
+SMALL = {"rows_per_row_group": 4, "shard_mib": 0.01, "seed": 3}
+
+
+def write_files(folder: Path, numbers: range) -> dict[str, str]:
+    """Files of two classes, those that are there left alone; key to class."""
+    found = {}
+    for i in numbers:
+        name = "dog" if i % 2 else "cat"
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        file = folder / name / f"{i:03d}.jpg"
+        if not file.exists():
+            file.write_bytes(jpeg(i, 40, 50))
+        found[f"{name}/{i:03d}.jpg"] = name
+    return found
+
+
+def write_list(file: Path, rows: dict[str, str]) -> None:
+    sink = io.StringIO()
+    csv.writer(sink).writerows([["path", "label"], *rows.items()])
+    file.write_text(sink.getvalue())
+
+
+def write_tar(file: Path, numbers: list[int]) -> dict[str, str]:
+    """Samples in this order; the archives of equal numbers in any order have one size."""
+    pairs = [
+        (f"{i:03d}.{suffix}", content)
+        for i in numbers
+        for suffix, content in (
+            ("jpg", jpeg(i, 40, 50).ljust(3000, b"\0")), ("cls", b"dog" if i % 2 else b"cat"),
+        )
+    ]  # fmt: skip
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(tar_of(pairs))
+    return {f"{file.stem}/{i:03d}": "dog" if i % 2 else "cat" for i in numbers}
+
+
+def pictures_of(target: Path) -> dict[str, tuple[str, int]]:
+    """Key to class and checksum of the image as it came, in the order of samples."""
+    manifest = open_dataset(str(target))
+    root = Path(manifest.root)
+    tables = [pq.read_table(root / file.path) for file in manifest.files]
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert len(rows) == manifest.num_images
+    return {r["key"]: (manifest.classes[r["labels"][0]], r["original_crc32"]) for r in rows}
+
+
+def labels_of(target: Path) -> dict[str, str]:
+    return {key: label for key, (label, _) in pictures_of(target).items()}
+
+
+def test_a_label_that_is_mended_after_an_error_is_read_again(serial: None, tmp_path: Path) -> None:
+    rows = write_files(tmp_path, range(20))
+    write_list(tmp_path / "list.csv", rows | {"cat/004.jpg": "cta"})
+    options: dict[str, Any] = {"classes": ["cat", "dog"], **SMALL}
+    with pytest.raises(ValueError, match=r"labels \['cta'\] are not in the classes"):
+        convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **options)
+    write_list(tmp_path / "list.csv", rows)
+    convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **options)
+    assert labels_of(tmp_path / "set") == rows
+
+
+def grow_files(source: Path) -> dict[str, str]:
+    return write_files(source, range(30))
+
+
+def grow_list(source: Path) -> dict[str, str]:
+    rows = write_files(source.parent, range(30))
+    write_list(source, rows)
+    return rows
+
+
+def turn_tar(source: Path) -> dict[str, str]:
+    """As large as before, and its time is not set back."""
+    return write_tar(source, list(range(19, -1, -1)))
+
+
+def begin_files(source: Path) -> None:
+    write_files(source, range(20))
+
+
+def begin_list(source: Path) -> None:
+    write_list(source, write_files(source.parent, range(20)))
+
+
+def begin_tar(source: Path) -> None:
+    write_tar(source, list(range(20)))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], Callable[[Path], dict[str, str]]]] = {
+    "source": (begin_files, grow_files),
+    "list.csv": (begin_list, grow_list),
+    "a.tar": (begin_tar, turn_tar),
+}
+
+
+@pytest.mark.parametrize("function", ["shards_for", "make_shards", "commit"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, function: str
+) -> None:
+    source, target = tmp_path / name, tmp_path / "set"
+    begin, change = CHANGES[name]
+    begin(source)
+    with stopped_at(monkeypatch, function, is_done=False):
+        convert(str(source), str(target), **SMALL)
+    expected = change(source)
+    report = convert(str(source), str(target), **SMALL)
+    assert labels_of(target) == expected
+    assert len(list(target.glob("part-*"))) == report.num_shards
+    convert(str(source), str(tmp_path / "undisturbed"), **SMALL)
+    assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("name", ["source", "a.tar"])
+def test_a_source_that_changes_while_it_is_converted_is_an_error(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source, target = tmp_path / name, tmp_path / "set"
+    CHANGES[name][0](source)
+    changed = source / "cat" / "004.jpg" if source.is_dir() else source
+    with monkeypatch.context() as patch:
+        make = conversion.make_shards
+
+        def change_first(*arguments: Any) -> None:
+            content = changed.read_bytes()
+            changed.write_bytes(content[:-1] + b"x")
+            make(*arguments)
+
+        patch.setattr(conversion, "make_shards", change_first)
+        with pytest.raises(ValueError, match=rf"{changed} has changed since .* same command again"):
+            convert(str(source), str(target), **SMALL)
+    assert not (target / "manifest.parquet").exists()
+    changed.unlink()
+    CHANGES[name][0](source)
+    assert convert(str(source), str(target), **SMALL).num_images == 20
+    assert labels_of(target)
+
+
+@contextlib.contextmanager
+def store() -> Iterator[None]:
+    """S3 with a bucket `source`, which heeds If-Match (rclone's does not)."""
+    with serve_conditional_s3() as port, this_process_uses(port, timeout_s=60):
+        create_bucket("source")
+        yield
+
+
+def test_an_object_that_changes_while_it_is_converted_is_an_error(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def upload(name: str, numbers: list[int]) -> None:
+        write_tar(tmp_path / "a.tar", numbers)
+        locate(f"s3://source/{name}/a.tar").write((tmp_path / "a.tar").read_bytes())
+
+    with store():
+        upload("tars", list(range(20)))
+        for i in range(20):
+            image = jpeg(i, 40, 50)
+            locate(f"s3://source/files/{'dog' if i % 2 else 'cat'}/{i:03d}.jpg").write(image)
+        make, seeds = conversion.make_shards, iter((98, 99))
+
+        def change_first(*arguments: Any) -> None:
+            upload("tars", list(range(19, -1, -1)))
+            locate("s3://source/files/cat/004.jpg").write(jpeg(next(seeds), 40, 50))
+            make(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion, "make_shards", change_first)
+            for name, changed in (("tars", "tars/a.tar"), ("files", "files/cat/004.jpg")):
+                with pytest.raises(ValueError, match=f"s3://source/{changed} has changed since"):
+                    convert(f"s3://source/{name}", str(tmp_path / name), **SMALL)
+        for name in ("tars", "files"):
+            convert(f"s3://source/{name}", str(tmp_path / name), **SMALL)
+            assert convert(f"s3://source/{name}", str(tmp_path / name), **SMALL).was_done
+        expected = {f"a/{i:03d}": "dog" if i % 2 else "cat" for i in range(20)}
+        assert labels_of(tmp_path / "tars") == expected
+        assert len(labels_of(tmp_path / "files")) == 20
+
+
+def test_what_is_done_is_not_done_again(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_list(tmp_path / "list.csv")
+    monkeypatch.chdir(tmp_path)
+    first = convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **SMALL)
+    assert not first.was_done
+    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "set").iterdir()}
+    os.utime(tmp_path / "list.csv")  # touched, and not changed
+    again = convert("list.csv", "set", **SMALL)
+    assert again.was_done
+    assert (again.fingerprint, again.num_images) == (first.fingerprint, 20)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "set").iterdir()} == made
+
+
+def test_a_conversion_that_was_killed_after_its_commit_is_done(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_files(tmp_path / "source")
+    with stopped_at(monkeypatch, "_delete_staging", is_done=False):
+        convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
+    assert (tmp_path / "set" / "_staging" / "plan.json").exists()
+    assert convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL).was_done
+    assert not (tmp_path / "set" / "_staging").exists()
+
+
+def test_other_settings_are_listed(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_files(tmp_path / "source")
+    with stopped_at(monkeypatch, "commit", is_done=False):
+        convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
+    other: dict[str, Any] = SMALL | {"seed": 4, "shrink_to": 30}
+    why = r"seed=4 \(it was 3\), convert.shrink_to=30 \(it was None\)"
+    with pytest.raises(ValueError, match=rf"another source or settings: {why}; repeat"):
+        convert(str(tmp_path / "source"), str(tmp_path / "set"), **other)
+    convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
+    with pytest.raises(ValueError, match=rf"already holds a data set of other settings: {why};"):
+        convert(str(tmp_path / "source"), str(tmp_path / "set"), **other)
+
+
+def test_what_has_changed_in_a_source_is_listed(serial: None, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_tar(tmp_path / "tars" / f"{name}.tar", list(range(6)))
+    convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL)
+    write_tar(tmp_path / "tars" / "d.tar", [1, 2])
+    write_tar(tmp_path / "tars" / "b.tar", [5, 4, 3, 2, 1, 0])
+    (tmp_path / "tars" / "c.tar").unlink()
+    why = r"source has changed since: \S*d.tar new, \S*b.tar changed, \S*c.tar gone; choose another"
+    with pytest.raises(ValueError, match=why):
+        convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL)
+    assert verify(str(tmp_path / "set")).problems == []
+
+
+def test_a_record_of_another_set_is_refused(serial: None, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_files(tmp_path / name, range(10 if name == "one" else 12))
+        convert(str(tmp_path / name), str(tmp_path / f"set {name}"), **SMALL)
+    record = tmp_path / "set one" / "source.json"
+    record.write_bytes((tmp_path / "set two" / "source.json").read_bytes())
+    with pytest.raises(ValueError, match=r"source.json' is of another data set .* from a copy"):
+        convert(str(tmp_path / "one"), str(tmp_path / "set one"), **SMALL)
+    record.unlink()
+    with pytest.raises(ValueError, match=r"already holds a data set, without source.json"):
+        convert(str(tmp_path / "one"), str(tmp_path / "set one"), **SMALL)
+
+
+def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_changed(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "set"
+    begin_files(source)
+    with stopped_at(monkeypatch, "_delete_staging", is_done=False):
+        convert(source, target, **SMALL)
+    grow_files(source)
+    with pytest.raises(ValueError, match="its source has changed since"):
+        convert(source, target, **SMALL)
+    assert not (target / "_staging").exists()
+    assert verify(str(target)).problems == []
+
+
+def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked before the other had ended, and got the lock after that."""
+    source, target = tmp_path / "source", tmp_path / "set"
+    begin_files(source)
+    alone = conversion._alone
+    found: list[Any] = []
+
+    def late(folder: Any) -> Any:
+        if not found:
+            found.append(None)
+            convert(source, target, **SMALL)
+        return alone(folder)
+
+    monkeypatch.setattr(conversion, "_alone", late)
+    with pytest.raises(ValueError, match=r"data set of other settings: seed=4 \(it was 3\)"):
+        convert(source, target, **SMALL | {"seed": 4})
+    assert not (target / "_staging").exists()
+    assert open_dataset(str(target)).num_images == 20

@@ -1,0 +1,75 @@
+"""EXIF orientation, applied at conversion where that is asked for; Pillow says what it means."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageOps
+
+from tests.data.converting import convert
+from tests.data.pictures import picture
+from vit_ray.data import open_dataset
+from vit_ray.data.convert.verify import verify
+from vit_ray.data.crops import decode
+
+pytestmark = pytest.mark.usefixtures("serial")
+
+
+def turned(kind: str, orientation: int) -> bytes:
+    exif, sink = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    pixels = np.kron(picture(3, 12, 20), np.ones((8, 8, 1), np.uint8))  # smooth, for JPEG
+    Image.fromarray(pixels).save(sink, kind, exif=exif, quality=95)
+    return sink.getvalue()
+
+
+def rows_of(folder: Path) -> dict[str, Any]:
+    manifest = open_dataset(str(folder))
+    tables = [pq.read_table(folder / file.path) for file in manifest.files]
+    return {row["key"]: row for table in tables for row in table.to_pylist()}
+
+
+@pytest.mark.parametrize("options", [{}, {"index_jpeg": False}])
+def test_images_are_turned_as_exif_says(tmp_path: Path, options: dict[str, Any]) -> None:
+    (tmp_path / "source" / "cat").mkdir(parents=True)
+    files = {}
+    for kind in ("JPEG", "PNG", "WEBP"):
+        for orientation in range(10):  # 0 and 9 mean nothing
+            name = f"{orientation}.{kind.lower()}"
+            files[f"cat/{name}"] = turned(kind, orientation)
+            (tmp_path / "source" / "cat" / name).write_bytes(files[f"cat/{name}"])
+    convert(tmp_path / "source", tmp_path / "set", apply_orientation=True, **options)
+    rows = rows_of(tmp_path / "set")
+    for key, content in files.items():
+        expected = np.asarray(
+            ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+        )
+        found = decode(rows[key]["image"])
+        assert found.shape == expected.shape == (rows[key]["height"], rows[key]["width"], 3), key
+        difference = np.abs(found.astype(int) - expected).mean()
+        assert difference < 6, key  # the least of another turn is 20
+        if key[4] in "019":
+            assert difference == 0
+        else:
+            assert rows[key]["image"][:2] == b"\xff\xd8"
+    report = verify(str(tmp_path / "set"), decode_fraction=1.0)
+    assert report.problems == []
+
+
+def test_images_stay_as_they_are_stored_where_nothing_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "source" / "cat").mkdir(parents=True)
+    (tmp_path / "source" / "cat" / "6.jpg").write_bytes(turned("JPEG", 6))
+    convert(tmp_path / "source", tmp_path / "set")
+    (row,) = rows_of(tmp_path / "set").values()
+    np.testing.assert_array_equal(decode(row["image"]), decode(turned("JPEG", 6)))
+
+
+def test_a_turned_image_is_shrunk_too(tmp_path: Path) -> None:
+    (tmp_path / "source" / "cat").mkdir(parents=True)
+    (tmp_path / "source" / "cat" / "6.jpg").write_bytes(turned("JPEG", 6))
+    convert(tmp_path / "source", tmp_path / "set", apply_orientation=True, shrink_to=48)
+    (row,) = rows_of(tmp_path / "set").values()
+    assert (row["height"], row["width"]) == (80, 48)

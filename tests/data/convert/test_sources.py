@@ -1,0 +1,176 @@
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.convert.archives import add, converted
+from tests.data.converting import convert
+from tests.data.pictures import jpeg
+from vit_ray.data import open_dataset
+from vit_ray.data.crops import decode
+from vit_ray.data.shards import RowGroupReader
+
+IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}
+
+
+def test_tar_shards_in_webdataset_format(serial: None, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for shard in range(2):
+        with tarfile.open(source / f"train-{shard}.tar", "w") as tar:
+            for name, image in list(IMAGES.items())[shard::2]:
+                add(tar, f"./a/{name}.jpg", image)
+                add(tar, f"./a/{name}.cls", str(int(name) % 3).encode())
+    rows = converted(source, tmp_path / "set")
+    assert rows == {
+        f"train-{int(name) % 2}/./a/{name}": (image, [str(int(name) % 3)])
+        for name, image in IMAGES.items()
+    }
+
+
+def test_tar_samples_with_json_labels_and_without_any(serial: None, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with tarfile.open(source / "only.tar", "w") as tar:
+        add(tar, "one.jpeg", IMAGES["001"])
+        add(tar, "one.json", json.dumps({"labels": ["cat", "dog"]}).encode())
+        add(tar, "two.seg.png", b"not this one")
+        add(tar, "two.json", json.dumps({"label": "dog"}).encode())
+        add(tar, "three.jpg", IMAGES["003"])
+        add(tar, "four.jpg", IMAGES["004"])
+        add(tar, "four.json", b"{broken")
+    rows = converted(source, tmp_path / "set", max_rejected_fraction=0.9)
+    assert rows == {"only/one": (IMAGES["001"], ["cat", "dog"])}
+    assert open_dataset(str(tmp_path / "set")).max_labels == 2
+    rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
+    reasons = {row["key"]: row["reason"] for row in rejected}
+    assert "takes it for the file 'seg.png' of the sample" in reasons["only/two.seg.png"]
+    assert "has no .cls or .json label" in reasons["only/three"]
+    assert "no usable label" in reasons["only/four"]
+
+
+def hub_file(path: Path, labels: list[Any], metadata: dict[str, Any] | None = None) -> None:
+    """A parquet file as the datasets library writes it."""
+    images = [{"bytes": image, "path": f"{name}.jpg"} for name, image in IMAGES.items()]
+    images[5] = {"bytes": None, "path": "gone.jpg"}
+    table = pa.table({"image": images, "label": labels})
+    if metadata is not None:
+        table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
+    pq.write_table(table, path, row_group_size=5)
+
+
+def test_parquet_of_the_hugging_face_hub(serial: None, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    feature = {"label": {"names": ["cat", "dog", "eel"], "_type": "ClassLabel"}}
+    hub_file(source / "train.parquet", [i % 3 for i in range(12)], {"info": {"features": feature}})
+    rows = converted(source, tmp_path / "set")
+    names = ["cat", "dog", "eel"]
+    assert rows == {
+        f"train/{i:08d}": (image, [names[i % 3]])
+        for i, image in enumerate(IMAGES.values())
+        if i != 5
+    }
+    assert not list(tmp_path.rglob("pack-*"))
+
+
+def test_multiple_labels_in_parquet(serial: None, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    hub_file(source / "train.parquet", [[0, 1] if i % 2 else [2] for i in range(12)])
+    rows = converted(source, tmp_path / "set")
+    assert rows["train/00000003"][1] == ["0", "1"]
+    assert rows["train/00000004"][1] == ["2"]
+
+
+def test_a_foreign_parquet_source_is_refused(serial: None, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=r"x.parquet' has no field image or img"):
+        convert(str(tmp_path / "x.parquet"), str(tmp_path / "set"))
+
+
+@pytest.mark.parametrize("format", ["csv", "jsonl"])
+def test_lists_of_paths_and_labels(serial: None, tmp_path: Path, format: str) -> None:
+    (tmp_path / "images").mkdir()
+    for name, image in IMAGES.items():
+        (tmp_path / "images" / f"{name}.jpg").write_bytes(image)
+    labels = {name: "cat;dog" if i % 3 == 0 else "cat" for i, name in enumerate(IMAGES)}
+    listed = [(f"images/{name}.jpg", labels[name]) for name in IMAGES]
+    listed += [(str(tmp_path / "images" / "000.jpg"), "dog"), ("images/none.jpg", "cat")]
+    file = tmp_path / f"list.{format}"
+    if format == "csv":
+        rows = [f'"{path}","{label}"' for path, label in listed]
+        file.write_text("\n".join(["path,labels", *rows]) + "\n", encoding="utf-8")
+    else:
+        lines = [json.dumps({"path": p, "labels": label.split(";")}) for p, label in listed]
+        file.write_text("\n".join(lines), encoding="utf-8")
+    found = converted(file, tmp_path / "set")
+    assert found == {
+        path: (IMAGES[Path(path).stem], label.split(";")) for path, label in listed[:-1]
+    }
+    rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
+    assert [row["key"] for row in rejected] == ["images/none.jpg"]
+    assert "no such file" in rejected[0]["reason"]
+
+
+def test_a_list_without_paths_is_refused(serial: None, tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("name,label\na.jpg,cat\n")
+    with pytest.raises(ValueError, match=r"has no field path or file .*convert.image_field"):
+        convert(str(tmp_path / "list.csv"), str(tmp_path / "set"))
+
+
+def test_a_broken_line_of_a_list_is_rejected_alone(serial: None, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(IMAGES["000"])
+    lines = ['{"path": "a.jpg", "label": "cat"}', "{broken", '{"path": "a.jpg"}']
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    report = convert(str(tmp_path / "list.jsonl"), str(tmp_path / "set"), max_rejected_fraction=0.9)
+    assert report.num_images == 1
+    assert sorted(report.rejected.values())[0] == "it has no label"
+    assert "line 2: it is not JSON" in sorted(report.rejected.values())[1]
+
+
+def test_a_key_is_taken_once(serial: None, tmp_path: Path) -> None:
+    """The second list names an image of the first, and one of its own twice."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("a", "b", "c"):
+        (source / f"{name}.jpg").write_bytes(IMAGES["000"])
+    (source / "one.csv").write_text("path,label\na.jpg,cat\nb.jpg,dog\n")
+    (source / "two.csv").write_text("path,label\nc.jpg,cat\na.jpg,dog\nc.jpg,dog\n")
+    report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.9)
+    assert (report.num_images, report.num_rejected) == (3, 2)
+    assert report.label_histogram == {"cat": 2, "dog": 1}
+    rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
+    assert sorted(row["key"] for row in rejected) == ["a.jpg", "c.jpg"]
+    assert all("an earlier row of the source has the same key" in row["reason"] for row in rejected)
+
+
+def test_large_images_are_shrunk_only_when_asked(serial: None, tmp_path: Path) -> None:
+    folder = tmp_path / "source" / "cat"
+    folder.mkdir(parents=True)
+    (folder / "large.jpg").write_bytes(jpeg(1, 120, 200))
+    (folder / "small.jpg").write_bytes(jpeg(2, 50, 40))
+    convert(str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=60, index_jpeg=False)
+    manifest = open_dataset(str(tmp_path / "set"))
+    rows = pq.read_table(tmp_path / "set" / manifest.files[0].path).to_pylist()
+    sizes = {row["key"]: (row["height"], row["width"]) for row in rows}
+    assert sizes == {"cat/large.jpg": (60, 100), "cat/small.jpg": (50, 40)}
+    images = {row["key"]: row["image"] for row in rows}
+    assert images["cat/small.jpg"] == (folder / "small.jpg").read_bytes()
+    assert len(images["cat/large.jpg"]) < (folder / "large.jpg").stat().st_size
+
+
+def test_a_shrunk_image_has_restart_markers_too(serial: None, tmp_path: Path) -> None:
+    folder = tmp_path / "source" / "cat"
+    folder.mkdir(parents=True)
+    (folder / "large.jpg").write_bytes(jpeg(1, 300, 400))
+    convert(str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=60)
+    manifest = open_dataset(str(tmp_path / "set"))
+    rows = RowGroupReader(manifest).read(0)
+    stored = rows.stored(0)
+    assert (stored.size, decode(bytes(stored.content)).shape) == ((60, 80), (60, 80, 3))
+    assert stored.index is not None

@@ -1,0 +1,306 @@
+"""TFRecord files of TensorFlow Datasets: what is in them, and where they are damaged."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.data.convert.archives import converted, example, record
+from tests.data.pictures import jpeg
+from vit_ray.data import open_dataset
+from vit_ray.data.convert import tfrecords
+from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
+from vit_ray.data.convert.sources import list_units, rows_of
+from vit_ray.data.convert.tfrecords import features_of, masked_crc32c
+
+# TensorFlow's tutorial "TFRecord and tf.train.Example": `serialize_example(False, 4, b'goat',
+# 0.9876)` as it prints it.
+TUTORIAL = (
+    b"\nR\n\x14\n\x08feature3\x12\x08\x12\x06\n\x04[\xd3|?\n\x14\n\x08feature2\x12\x08\n\x06\n"
+    b"\x04goat\n\x11\n\x08feature0\x12\x05\x1a\x03\n\x01\x00\n\x11\n\x08feature1\x12\x05\x1a\x03\n\x01\x04"
+)
+
+
+def test_the_example_of_tensorflows_tutorial_is_read() -> None:
+    found = features_of(TUTORIAL)
+    assert {k: found[k] for k in ("feature0", "feature1", "feature3")} == {
+        "feature0": [0], "feature1": [4], "feature3": [pytest.approx(0.9876)],
+    }  # fmt: skip
+    assert found["feature2"] == [b"goat"]
+
+
+@pytest.mark.parametrize(("content", "crc"), [(bytes(32), 0x8A9136AA), (b"123456789", 0xE3069283)])
+def test_checksums_are_castagnolis_under_tensorflows_mask(content: bytes, crc: int) -> None:
+    # RFC 3720, appendix B.4, and the usual check value; `Unmask` of TensorFlow's crc32c.h.
+    rotated = (masked_crc32c(content) - 0xA282EAD8) & 0xFFFFFFFF
+    assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
+
+
+def write_tfds(folder: Path, shards: int = 2, images: int = 6) -> None:
+    """A data set with two splits and the names of its classes, as TFDS prepares one."""
+    folder.mkdir(parents=True)
+    (folder / "label.labels.txt").write_text("cat\ndog\nfrog\n")
+    (folder / "dataset_info.json").write_text("{}")
+    for split in ("train", "test"):
+        for shard in range(shards):
+            name = f"pets-{split}.tfrecord-{shard:05d}-of-{shards:05d}"
+            (folder / name).write_bytes(
+                b"".join(
+                    record(example(file_name=f"{k}.jpg".encode(), image=jpeg(k), label=[k % 3]))
+                    for k in range(shard, images, shards)
+                )
+            )
+
+
+def test_a_folder_of_tfds_is_converted_with_its_names(serial: None, tmp_path: Path) -> None:
+    write_tfds(tmp_path / "pets" / "4.0.0")
+    rows = converted(
+        tmp_path / "pets" / "4.0.0", tmp_path / "set", split="test", columns=("file_name",)
+    )
+    names = ("cat", "dog", "frog")
+    assert rows == {
+        f"pets-test-{k % 2:05d}-of-00002/{k // 2:08d}": (jpeg(k), [names[k % 3]]) for k in range(6)
+    }
+    assert open_dataset(str(tmp_path / "set")).classes == list(names)
+    # From the folder above, too; and without the choice of a split it is asked for.
+    assert len(list_units(str(tmp_path / "pets"), split="train")) == 2
+    with pytest.raises(ValueError, match="has several splits: test, train"):
+        list_units(str(tmp_path / "pets"))
+
+
+def indexed(path: Path, content: bytes, label_field: str | None = None) -> list[Row]:
+    path.write_bytes(content)
+    unit = Unit("tfrecord", str(path), str(path.parent), label_field=label_field)
+    return list(rows_of(unit))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (example(label=[1]), r"it has no field image or .*only label"),
+        (example(image=b"x"), "it has no field label or labels, only image"),
+        (example(image=b"x", label=b"\xff"), "is not text"),
+        (example(image=[7], label=[1]), "its 'image' is not an encoded image"),
+        (b"\xff" * 40, "not a tf.train.Example"),
+        (TUTORIAL[:-3], "not a tf.train.Example"),
+        (b"\x0b", "not a tf.train.Example"),
+    ],
+)
+def test_a_record_that_is_no_image_with_a_label_is_rejected_alone(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
+    good = record(example(image=jpeg(1), label=[2]))
+    before, wrong, after = indexed(tmp_path / "a.tfrecord", good + record(content) + good)
+    assert (before.problem, after.problem, before.labels) == (None, None, ("2",))
+    assert before.read() == after.read() == jpeg(1)
+    with pytest.raises(ValueError, match=problem):
+        wrong.read()
+
+
+@pytest.mark.parametrize("place", ["picture", "label", "checksum"])
+def test_a_record_with_a_flipped_bit_is_rejected_alone(place: str, tmp_path: Path) -> None:
+    good = record(example(image=jpeg(1), label=[2]))
+    at = {"picture": good.index(jpeg(1)) + 300, "label": good.index(b"label") + 11, "checksum": -1}
+    wrong = bytearray(good)
+    wrong[at[place]] ^= 1
+    if place == "label":  # what could be read of it is another class
+        (entry,) = indexed(tmp_path / "b.tfrecord", record(bytes(wrong[12:-4])))
+        assert entry.labels == ("3",)
+    before, damaged, after = indexed(tmp_path / "a.tfrecord", good + wrong + good)
+    assert before.read() == after.read() == jpeg(1)
+    with pytest.raises(ValueError, match="the record is damaged: its bytes have another checksum"):
+        damaged.read()
+
+
+def test_a_record_that_is_too_large_is_rejected_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = record(example(image=jpeg(1), label=[2]))
+    monkeypatch.setattr(tfrecords, "MOST_IMAGE_BYTES", len(good))
+    large = record(example(image=bytes(3 << 20), label=[2]))
+    _, wrong, after = indexed(tmp_path / "a.tfrecord", good + large + good)
+    assert after.read() == jpeg(1)
+    with pytest.raises(ValueError, match=r"the record has 3,145,\d+ bytes; an image has at most"):
+        wrong.read()
+
+
+def test_another_feature_may_be_the_label_with_its_own_names(serial: None, tmp_path: Path) -> None:
+    def write(folder: Path, **others: list[int]) -> Path:
+        folder.mkdir()
+        (folder / "label.labels.txt").write_text("cat\ndog\n")
+        (folder / "label_sex.labels.txt").write_text("female\nmale\n")
+        rows = [
+            record(example(image=jpeg(k), label=[0], label_sex=[k % 2], **others)) for k in (0, 1)
+        ]
+        (folder / "pets-train.tfrecord-00000-of-00001").write_bytes(b"".join(rows))
+        return folder
+
+    rows = converted(write(tmp_path / "a"), tmp_path / "set", label_field="label_sex")
+    assert sorted(labels for _, labels in rows.values()) == [["female"], ["male"]]
+    plain = converted(tmp_path / "a", tmp_path / "plain")
+    assert [labels for _, labels in plain.values()] == [["cat"]] * 2
+    # Features without names are classes by their numbers.
+    rows = converted(
+        write(tmp_path / "b", age=[7]), tmp_path / "other", label_field="age", labels_are="names"
+    )
+    assert [labels for _, labels in rows.values()] == [["7"]] * 2
+    with pytest.raises(ValueError, match=r"it has no convert\.label_field='ag', only age, image"):
+        converted(tmp_path / "b", tmp_path / "none", label_field="ag")
+
+
+def test_a_label_field_of_other_files_is_refused(serial: None, tmp_path: Path) -> None:
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    (tmp_path / "images" / "cat" / "a.jpg").write_bytes(jpeg(1))
+    with pytest.raises(
+        ValueError, match=r"convert\.label_field='age': class folders have no fields"
+    ):
+        converted(tmp_path / "images", tmp_path / "set", label_field="age")
+
+
+def binary_picture() -> bytes:
+    """White on black as TFDS keeps dSprites: the pixels are 1 and 0."""
+    pixels = np.zeros((8, 8), np.uint8)
+    pixels[2:4] = 1
+    return encoded(pixels)
+
+
+def encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def by_thresholds(values: list[float], bounds: list[float]) -> int:
+    """As task_adaptation has it: `tf.reduce_max(tf.where((thrs - dist) < 0))`."""
+    return int(np.max(np.where((np.array(bounds, np.float32) - np.min(values)) < 0)))
+
+
+def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for number in range(20):
+        depths = np.float32(random.uniform(5.5, 12, random.integers(3, 11)))
+        coordinates = np.stack([np.full_like(depths, 99), depths * 0, depths], 1).ravel()
+        clevr = example(
+            image=jpeg(1),
+            **{
+                "objects/size": [1] * len(depths), "objects/pixel_coords": coordinates.tolist(),
+            },
+        )  # fmt: skip
+        (entry,) = indexed(tmp_path / "clevr", record(clevr), "clevr-count")
+        assert entry.labels == (str(len(depths) - 3),)
+        (entry,) = indexed(tmp_path / "clevr", record(clevr), "clevr-dist")
+        bounds = [0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0]
+        assert entry.labels == (str(by_thresholds(depths.tolist(), bounds)),)
+        kinds = random.integers(0, 8, number)  # of the first image there is nothing
+        depths = np.float32(random.uniform(0, 60, number))
+        places = np.stack([depths * 0, depths * 0 - 9, depths], 1).ravel()
+        kitti = example(
+            image=jpeg(1),
+            **{"objects/type": kinds.tolist(), "objects/location": places.tolist()},
+        )
+        (entry,) = indexed(tmp_path / "kitti", record(kitti), "kitti-dist")
+        vehicles = [*depths[kinds < 3].tolist(), 1000.0]
+        assert entry.labels == (str(by_thresholds(vehicles, [-100.0, 8.0, 20.0, 999.0])),)
+        label = int(random.integers(0, 32))
+        sprite = example(
+            image=binary_picture(), label_x_position=[label], label_orientation=[label],
+            label_azimuth=[label % 18], label_elevation=[label % 9],
+        )  # fmt: skip
+        for task, expected in [
+            ("dspr-loc", np.floor_divide(np.float32(label), 32 / 16)),
+            ("dspr-ori", np.floor_divide(np.float32(label), 40 / 16)),
+            ("snorb-azim", label % 18),
+            ("snorb-elev", label % 9),
+        ]:
+            (entry,) = indexed(tmp_path / "sprite", record(sprite), task)
+            assert entry.labels == (str(int(expected)),), task
+
+
+def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path: Path) -> None:
+    dark = record(example(image=binary_picture(), label_x_position=[3]))
+    broken = record(example(image=b"no picture", label_x_position=[3]))
+    bright = encoded(np.full((8, 8), 7, np.uint8))
+    as_it_is = record(example(image=bright, label_x_position=[3]))
+    content = dark + broken + as_it_is
+    found = indexed(tmp_path / "a.tfrecord", content, "dspr-loc")
+    assert [entry.problem is None for entry in found] == [True, False, True]
+    pixels = np.asarray(Image.open(io.BytesIO(found[0].read())))
+    assert pixels.tolist() == [[255 if row in (2, 3) else 0] * 8 for row in range(8)]
+    assert found[2].read() == bright
+    before: list[Row] = []
+    (tmp_path / "cut.tfrecord").write_bytes((dark + as_it_is)[:-20])
+    unit = Unit("tfrecord", str(tmp_path / "cut.tfrecord"), str(tmp_path), label_field="dspr-loc")
+    with pytest.raises(DamagedUnitError):
+        before.extend(rows_of(unit))
+    assert [Image.open(io.BytesIO(entry.read())).getextrema() for entry in before] == [(0, 255)]
+
+
+@pytest.mark.parametrize(
+    ("task", "features", "problem"),
+    [
+        (
+            "clevr-count",
+            {"label": [1]},
+            "needs the feature 'objects/size', but it only has image, ",
+        ),
+        ("clevr-count", {"objects/size": [1] * 11}, "is 8, not one of 0 to 7"),
+        ("clevr-dist", {"objects/pixel_coords": []}, "is -1, not one of 0 to 5"),
+        ("kitti-dist", {"objects/type": [1], "objects/location": []}, "shorter|longer"),
+        ("snorb-azim", {"label_azimuth": b"three"}, "is not a list of numbers"),
+        ("snorb-azim", {"label_azimuth": [18]}, "is 18, not one of 0 to 17"),
+    ],
+)
+def test_an_image_without_what_its_label_is_made_of_is_rejected(
+    task: str, features: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    content = record(example(image=jpeg(1), **features))
+    (entry,) = indexed(tmp_path / "a.tfrecord", content, task)
+    with pytest.raises(ValueError, match=problem):
+        entry.read()
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-20]
+
+
+def cut_in_the_head(content: bytes) -> bytes:
+    return content[: len(content) // 2 + 5]
+
+
+def with_another_length(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [cut, cut_in_the_head, with_another_length])
+def test_damage_ends_the_file_with_what_was_before_it(
+    damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    one = record(example(image=jpeg(1), label=[2]))
+    path = tmp_path / "a.tfrecord-00000-of-00001"
+    path.write_bytes(damage(one + one))
+    unit = Unit("tfrecord", str(path), str(tmp_path))
+    found: list[Row] = []
+    with pytest.raises(DamagedUnitError, match=f"is damaged at byte {len(one):,}:"):
+        found.extend(rows_of(unit))
+    assert [entry.read() for entry in found] == [jpeg(1)]
+
+
+def test_negative_and_several_labels_are_read(tmp_path: Path) -> None:
+    (entry,) = indexed(tmp_path / "a.tfrecord", record(example(image=jpeg(1), labels=[3, 1])))
+    assert entry.labels == ("3", "1")
+    assert features_of(example(one=[-1, 1 << 40])) == {"one": [-1, 1 << 40]}
+
+
+def test_the_image_may_be_any_feature(tmp_path: Path) -> None:
+    content = record(example(image=jpeg(1), mask=jpeg(2), label=[0]))
+    (tmp_path / "a.tfrecord").write_bytes(content)
+    for field, number in ((None, 1), ("mask", 2)):
+        file, folder = str(tmp_path / "a.tfrecord"), str(tmp_path)
+        unit = Unit("tfrecord", file, folder, image_field=field)
+        (entry,) = rows_of(unit)
+        assert entry.read() == jpeg(number)

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+
+from tests.data.damage import broken_copy
+from vit_ray.data.convert.verify import verify
+from vit_ray.data.dataset import Manifest
+
+pytestmark = pytest.mark.usefixtures("serial")
+
+
+def test_a_whole_data_set_has_no_problems(dataset: Manifest) -> None:
+    report = verify(dataset.path, decode_fraction=1.0)
+    assert (report.num_images, report.num_decoded, report.problems) == (300, 300, [])
+    assert report.num_files == len(dataset.files)
+    assert report.advice() == "the data set is complete and undamaged"
+
+
+def test_a_part_of_the_images_is_decoded(dataset: Manifest) -> None:
+    assert 30 < verify(dataset.path, decode_fraction=0.2).num_decoded < 90
+
+
+def test_a_flipped_byte_is_found_by_its_checksum(dataset: Manifest, tmp_path: Path) -> None:
+    _manifest, shard = broken_copy(dataset, tmp_path)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    shard.write_bytes(content)
+    report = verify(str(tmp_path), decode_fraction=0.0)
+    assert [(p.file, "checksum" in p.what) for p in report.problems] == [(shard.name, True)]
+    assert report.problems[0].key.startswith("class_")
+    assert shard.name in report.advice()
+
+
+def test_missing_and_truncated_files_are_named(dataset: Manifest, tmp_path: Path) -> None:
+    manifest, shard = broken_copy(dataset, tmp_path)
+    shard.unlink()
+    other = tmp_path / manifest.files[1].path
+    other.write_bytes(other.read_bytes()[:1000])
+    report = verify(str(tmp_path))
+    found = {problem.file: problem.what for problem in report.problems}
+    assert found[shard.name] == "the file is missing"
+    assert found[other.name].startswith("the file has 1000 bytes")
+    assert report.advice().startswith("restore part-")
+
+
+def test_a_torn_footer_is_named(dataset: Manifest, tmp_path: Path) -> None:
+    _, shard = broken_copy(dataset, tmp_path)
+    shard.write_bytes(shard.read_bytes()[:-100] + bytes(100))
+    (problem,) = verify(str(tmp_path)).problems
+    assert problem.file == shard.name
+    assert "footer cannot be read" in problem.what
+
+
+def test_verifying_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no data set at"):
+        verify(str(tmp_path))

@@ -1,0 +1,124 @@
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.converting import convert
+from tests.data.pictures import write_class_folders
+from tests.data.small_sets import keys_of
+from vit_ray.data import open_dataset
+from vit_ray.data.convert.verify import check_file
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.order import Plan
+from vit_ray.data.shards import RowGroupReader
+from vit_ray.data.subset import subset
+
+
+def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Path) -> None:
+    counts = [7, 16, 100, 299, 300]
+    parts = [subset(dataset.path, str(tmp_path / str(n)), count=n, seed=2) for n in counts]
+    keys = [set(keys_of(part)) for part in parts]
+    assert [len(part) for part in keys] == counts
+    for smaller, larger in itertools.pairwise(keys):
+        assert smaller < larger
+    assert [file.name for file in (tmp_path / "7").iterdir()] == ["manifest.parquet"]
+
+
+def test_a_part_of_a_part_is_a_part(dataset: Manifest, tmp_path: Path) -> None:
+    half = subset(dataset.path, str(tmp_path / "half"), fraction=0.5)
+    quarter = subset(half.path, str(tmp_path / "quarter"), fraction=0.5)
+    assert (half.num_images, quarter.num_images) == (150, 75)
+    assert set(keys_of(quarter)) < set(keys_of(half))
+
+
+def test_a_part_does_not_depend_on_where_it_is_written(dataset: Manifest, tmp_path: Path) -> None:
+    one = subset(dataset.path, str(tmp_path / "one"), count=50)
+    two = subset(dataset.path, str(tmp_path / "two"), count=50)
+    other = subset(dataset.path, str(tmp_path / "other"), count=50, seed=1)
+    assert one.fingerprint == two.fingerprint != other.fingerprint
+    assert keys_of(open_dataset(one.path)) == keys_of(two)
+
+
+def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) -> None:
+    part = subset(dataset.path, str(tmp_path / "part"), count=50)
+    rows = Plan(part, seed=1).rows_at(np.arange(50))
+    assert sorted(rows.samples.tolist()) == list(range(50))
+    groups = np.searchsorted(part.first_samples, rows.samples, side="right") - 1
+    np.testing.assert_array_equal(groups, rows.groups)
+
+
+def test_a_part_that_was_copied_with_its_set_reads_the_copy(
+    dataset: Manifest, tmp_path: Path
+) -> None:
+    """And alone, or where the set is elsewhere, the files that it was made of."""
+    shutil.copytree(dataset.path, tmp_path / "one" / "set")
+    part = subset(str(tmp_path / "one" / "set"), str(tmp_path / "one" / "run" / "part"), count=50)
+    expected = keys_of(part)
+    shutil.copytree(tmp_path / "one" / "run" / "part", tmp_path / "alone")
+    assert keys_of(open_dataset(str(tmp_path / "alone"))) == expected
+    shutil.copytree(tmp_path / "one", tmp_path / "beside_another")
+    manifest = tmp_path / "beside_another" / "set" / "manifest.parquet"
+    header = json.loads(pq.read_metadata(manifest).metadata[b"vit_ray"])
+    header["files"].append(header["files"][0])
+    table = pq.read_table(manifest).replace_schema_metadata({"vit_ray": json.dumps(header)})
+    pq.write_table(table, manifest)
+    beside_another = open_dataset(str(tmp_path / "beside_another" / "run" / "part"))
+    assert beside_another.root == str(tmp_path / "one" / "set")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "one")
+    copy = open_dataset(str(tmp_path / "two" / "run" / "part"))
+    assert (keys_of(copy), copy.fingerprint) == (expected, part.fingerprint)
+
+
+def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> None:
+    target = str(tmp_path / "part")
+    with pytest.raises(ValueError, match="give one of the three"):
+        subset(dataset.path, target)
+    with pytest.raises(ValueError, match="use from 1 to 300"):
+        subset(dataset.path, target, count=301)
+    subset(dataset.path, target, count=3)
+    with pytest.raises(ValueError, match="already holds a data set"):
+        subset(dataset.path, target, count=4)
+
+
+def test_a_conversion_under_way_is_not_committed_by_a_part(
+    serial: None, image_folder: Path, tmp_path: Path
+) -> None:
+    convert(str(image_folder), str(tmp_path / "whole"))
+    (tmp_path / "set" / "_staging").mkdir(parents=True)
+    (tmp_path / "set" / "_staging" / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"\(_staging\); choose another folder"):
+        subset(str(tmp_path / "whole"), str(tmp_path / "set"), count=7)
+
+
+def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
+    convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=16)
+    part = subset(str(tmp_path / "set"), str(tmp_path / "part"), count=7)
+    checks = [check_file(int(file), part, 1.0) for file in np.unique(part.file_index)]
+    assert sum(check.images for check in checks) == 7
+    assert sum(check.decoded for check in checks) == 7
+
+
+def test_a_part_is_chosen_by_a_list_of_keys(serial: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=12)
+    whole = str(tmp_path / "set")
+    convert(tmp_path / "source", whole, rows_per_row_group=5, license="CC-BY-4.0")
+    keys = [key for group in range(2) for key in RowGroupReader(open_dataset(whole)).keys(group)]
+    listed = tmp_path / "keys.txt"
+    listed.write_text("\n".join(keys) + "\n\n")
+    part = subset(whole, str(tmp_path / "part"), keys=str(listed))
+    assert part.num_images == len(keys) == 10
+    assert part.origin["license"] == "CC-BY-4.0"
+    reader = RowGroupReader(part)
+    assert {key for group in range(part.num_row_groups) for key in reader.keys(group)} == set(keys)
+    listed.write_text("\n".join([*keys, "no image"]))
+    with pytest.raises(ValueError, match=r"1 of 11 keys are not in .* such as \['no image'\]"):
+        subset(whole, str(tmp_path / "other"), keys=str(listed))
+    listed.write_text("\n")
+    with pytest.raises(ValueError, match="lists no key; give one key per line"):
+        subset(whole, str(tmp_path / "other"), keys=str(listed))

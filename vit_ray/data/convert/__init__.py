@@ -1,0 +1,1 @@
+"""Makes data sets of images: the formats of sources, conversion, verification, de-duplication."""

@@ -1,0 +1,190 @@
+"""The files of a source: patterns, splits, and shards that are missing."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+from typing import Final, NamedTuple, TypeVar
+
+from vit_ray.data.file_names import is_hidden
+from vit_ray.storage import Location, locate, naming
+
+# The value of `convert.split` that takes every split as one data set.
+ALL_SPLITS: Final = "all"
+# Most paths that the braces of one address may give.
+MOST_PATHS: Final = 100_000
+_BRACES: Final = re.compile(r"\{([^{}]*)\}")
+_RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
+_MAGIC: Final = re.compile(r"[*?\[]")
+_AT_ONCE: Final = 16
+_WORDS: Final = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLIT_OF_WORD: Final = {word: split for split, words in _WORDS.items() for word in words}
+_NUMBERED: Final = re.compile(r"(.+)-\d{5,}-of-\d{5,}(?:-\w+)?")
+_SHARD: Final = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(.*)")
+Item = TypeVar("Item")
+
+
+class SeveralSplitsError(ValueError):
+    """A source has several splits, and none is chosen."""
+
+    def __init__(self, message: str, splits: tuple[str | None, ...] = ()) -> None:
+        super().__init__(message)
+        self.splits = splits
+
+
+def named_split(name: str) -> str | None:
+    """The split with exactly this name; None if there is none."""
+    return _SPLIT_OF_WORD.get(name.lower())
+
+
+def split_of(path: str) -> str | None:
+    """The split of a file by its relative path; None if the path has no split name.
+
+    As the Hugging Face hub reads names: `data/NAME-00000-of-00002.parquet` is in the split NAME;
+    otherwise the first word that names a split decides, in the file's name or in its folders'.
+    """
+    *folders, file = path.split("/")
+    stem = file.partition(".")[0]
+    if numbered := _NUMBERED.fullmatch(stem):
+        return named_split(numbered[1]) or numbered[1]
+    for part in (stem, *reversed(folders)):
+        for word in re.findall("[a-z]+", part.lower()):
+            if word in _SPLIT_OF_WORD:
+                return _SPLIT_OF_WORD[word]
+    return None
+
+
+def choose_split(
+    items: Mapping[str | None, Sequence[Item]], wanted: str | None, source: str
+) -> list[Item]:
+    """The items of the wanted split; of the only one there is if none is wanted.
+
+    Args:
+        items: by split; None is the key of items without a split.
+
+    Raises:
+        SeveralSplitsError: there are several and none is wanted.
+        ValueError: the wanted split does not exist.
+    """
+    listed = ", ".join(split or "(files without a split)" for split in sorted(items, key=str))
+    if wanted == ALL_SPLITS or (wanted is None and len(items) == 1):
+        return [item for split in sorted(items, key=str) for item in items[split]]
+    if wanted is None:
+        raise SeveralSplitsError(
+            f"convert.source={source!r} has several splits: {listed}; give one as convert.split, "
+            f"or convert.split={ALL_SPLITS} to make one data set from all of them",
+            tuple(items),
+        )
+    split = named_split(wanted) or wanted
+    if split not in items:
+        raise ValueError(f"convert.split={wanted!r} is not in {source!r}; it has {listed}")
+    return list(items[split])
+
+
+def check_complete(paths: Sequence[str], source: str) -> None:
+    """Raises ValueError if one of `NAME-00000-of-00003` to `NAME-00002-of-00003` is missing."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for shard in filter(None, map(_SHARD.fullmatch, paths)):
+        found.setdefault((shard[1], shard[3]), set()).add(int(shard[2]))
+    if len({name for name, _ in found}) < len(found):
+        raise ValueError(
+            f"convert.source={source!r} has shards of two writings of one set, of different "
+            f"numbers: {', '.join(f'{name}-*-of-{count}' for name, count in found)}; keep one"
+        )
+    for (name, count), numbers in found.items():
+        if missing := sorted(set(range(int(count))) - numbers):
+            raise ValueError(
+                f"convert.source={source!r}: {len(missing)} of the {int(count)} shards of {name!r} "
+                f"are missing, the first {missing[0]:05d}; add them, or name the files that are "
+                "to be taken in braces, such as {00000..00001}"
+            )
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a{000..127}` and `{a,b}` as all their paths; other braces stay.
+
+    Raises:
+        ValueError: they give more than `MOST_PATHS`.
+    """
+    paths = list(islice(_expanded(pattern), MOST_PATHS + 1))
+    if len(paths) > MOST_PATHS:
+        raise ValueError(
+            f"convert.source={pattern!r} gives more than {MOST_PATHS:,} files; use a glob such as "
+            "*.tar instead"
+        )
+    return list(dict.fromkeys(paths))
+
+
+def _expanded(path: str) -> Iterator[str]:
+    for braces in _BRACES.finditer(path):
+        choices: Iterable[str] = braces[1].split(",") if "," in braces[1] else []
+        if span := _RANGE.fullmatch(braces[1]):
+            first, last = int(span[1]), int(span[2])
+            width = len(span[1]) if span[1].startswith("0") else 0
+            step = 1 if first <= last else -1
+            choices = (f"{number:0{width}d}" for number in range(first, last + step, step))
+        if choices:
+            for choice in choices:
+                yield from _expanded(path[: braces.start()] + choice + path[braces.end() :])
+            return
+    yield path
+
+
+class Match(NamedTuple):
+    """A file or folder that a pattern matches."""
+
+    path: str
+    is_folder: bool
+
+
+def is_pattern(source: str) -> bool:
+    """Whether an address is a pattern; an address that exists literally is not."""
+    has_magic = bool(_MAGIC.search(source)) or len(expand_braces(source)) > 1
+    return has_magic and not locate(source).exists()
+
+
+def is_glob(source: str) -> bool:
+    """Whether it leaves open which files there are."""
+    return bool(_MAGIC.search(source))
+
+
+def matching(source: str) -> list[Match]:
+    """The files and folders that a pattern matches, sorted by path, each once.
+
+    Raises:
+        ValueError: a glob matches nothing, or a path of a brace range does not exist.
+    """
+    paths = expand_braces(source)
+    found = [match for path in paths if is_glob(path) for match in _matches_of(path, source)]
+    plain = [locate(path) for path in paths if not is_glob(path)]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        kinds = [info.kind for info in threads.map(Location.info, plain)]
+    if missing := [at.uri for at, kind in zip(plain, kinds, strict=True) if kind == "nothing"]:
+        raise ValueError(
+            f"convert.source={source!r}: {len(missing)} of the {len(plain)} files that it names do "
+            f"not exist, the first {missing[0]!r}; add them, or change the range"
+        )
+    found += [Match(at.uri, kind == "directory") for at, kind in zip(plain, kinds, strict=True)]
+    return sorted(set(found))
+
+
+def _matches_of(glob: str, source: str) -> list[Match]:
+    place = locate(glob)
+    magic = _MAGIC.search(place.path)
+    assert magic is not None
+    begin = place.path[: magic.start()].rfind("/") + 1
+    with naming(place.uri):
+        found = place.filesystem.glob(place.path, detail=True)
+    matches = [
+        Match(replace(place, path=path).uri, info["type"] == "directory")
+        for path, info in found.items()
+        if not is_hidden(path[begin:])
+    ]
+    if not matches:
+        raise ValueError(f"convert.source={source!r}: nothing matches {glob!r}; check the pattern")
+    return matches

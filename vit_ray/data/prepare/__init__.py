@@ -1,1 +1,0 @@
-"""From images in their usual formats to a checked, deduplicated data set."""

@@ -1,1 +1,0 @@
-"""Formats of image sets, each turned into the same index."""

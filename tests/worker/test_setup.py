@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.small import FAMILIES, small_model
+from tests.training.ranks import run_ranks
 from tests.worker.fakes import make_job
 from vit_ray import trust_modules
 from vit_ray.models import build_model
@@ -23,6 +24,7 @@ from vit_ray.models.weights import save_weights
 from vit_ray.worker import setup
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.setup import (
+    check_same_on_all_ranks,
     choose_micro_batch,
     initial_model,
     open_batches,
@@ -213,3 +215,17 @@ def test_two_batches_are_read_ahead(tmp_path: Path) -> None:
 def test_errors_cross_processes_whole(is_agreed: bool) -> None:
     error = pickle.loads(pickle.dumps(UnrecoverableError("text", is_agreed=is_agreed)))
     assert (str(error), error.is_agreed) == ("text", is_agreed)
+
+
+def check_weights(rank: int, steps: list[int]) -> str:
+    try:
+        check_same_on_all_ranks(f"weights of step {steps[rank]}", torch.device("cpu"))
+    except RuntimeError as error:
+        return str(error)
+    return "same"
+
+
+def test_ranks_that_read_weights_of_different_steps_do_not_train() -> None:
+    assert run_ranks(2, check_weights, [8, 8]) == ["same", "same"]
+    for rank, told in enumerate(run_ranks(2, check_weights, [8, 4])):
+        assert f"this one: weights of step {8 - 4 * rank}" in told

@@ -1,5 +1,6 @@
 """What a worker builds before its first step: micro-batch, batches, engine."""
 
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.fitting import LoadReport
+from vit_ray.training.engine.collectives import all_max
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.largest_batch import tried_micro_batch
 from vit_ray.training.loop import Batch
@@ -112,6 +114,18 @@ def initial_model(job: TrainJob, *, loads_weights: bool) -> tuple[nn.Module, Loa
                 "zeros would never learn; remove head from optim.frozen"
             )
     return model, report
+
+
+def check_same_on_all_ranks(report: str, device: torch.device) -> None:
+    """A run that still trains, or a file that is damaged on one host, may give ranks other weights.
+
+    Raises:
+        RuntimeError: they differ; the next attempt reads them again.
+    """
+    digest = float(zlib.crc32(report.encode()))
+    greatest, least = all_max([digest, -digest], device)
+    if greatest != -least:
+        raise RuntimeError(f"the workers have read different weights; this one: {report}")
 
 
 def open_batches(read: Iterator[Any], device: torch.device) -> Iterator[Batch]:

@@ -38,6 +38,7 @@ from vit_ray.worker.saving import (
 )
 from vit_ray.worker.setup import (
     build_engine,
+    check_same_on_all_ranks,
     choose_micro_batch,
     initial_model,
     open_batches,
@@ -132,7 +133,7 @@ def set_up_attempt(
         )
         seen = checkpoint.position.samples_seen if checkpoint else 0
         batches = _training_batches(job, world_size, streams, seen, device)
-        model = _model(job, link, loads_weights=checkpoint is None)
+        model = _model(job, link, device, loads_weights=checkpoint is None)
         engine = build_engine(job, model, micro, world_size)
         unless_set_up.callback(engine.close)
         assert engine.device == device, (engine.device, device)
@@ -200,10 +201,11 @@ def _started_watchdog(job: TrainJob, link: RunLink) -> Watchdog:
     return watchdog
 
 
-def _model(job: TrainJob, link: RunLink, *, loads_weights: bool) -> nn.Module:
+def _model(job: TrainJob, link: RunLink, device: torch.device, *, loads_weights: bool) -> nn.Module:
     """The model with its initial weights, whose source becomes an event."""
     model, report = initial_model(job, loads_weights=loads_weights)
     if report is not None:
+        check_same_on_all_ranks(str(report), device)
         link.note(EventKind.WEIGHTS, str(report), 0)
     return model
 

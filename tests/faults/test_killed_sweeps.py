@@ -179,16 +179,3 @@ def test_under_asha_no_trial_is_lost_and_what_two_sweeps_have_trained_is_equal(
             assert {step: found[name][key][step] for step in both} == {
                 step: curve[step] for step in both
             }, name
-
-
-def test_under_asha_five_kills_lose_no_trial_and_train_none_again(
-    ray_cluster: Head, digits: Digits, folder: Path, whole: Sweep
-) -> None:
-    kills = [([signal.SIGKILL], whole.seconds * share) for share in (0.2, 0.35, 0.5, 0.65, 0.8)]
-    sweep = run_sweep(ray_cluster, digits, folder / "five-kills", kills, **ASHA)
-    assert sweep.kept.items() <= sweep.ended().items()
-    states = {name: state for name, (state, *_) in sweep.runs().items()}
-    trials = [trial_recipe(sweep.recipe, {RATE: rate}).name for rate in RATES]
-    assert {states[name] for name in trials} <= {"FINISHED", "KILLED"}  # by a rung
-    assert "FINISHED" in {states[name] for name in trials}
-    assert states[sweep.recipe.name] == "FINISHED"

@@ -88,7 +88,7 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     assert found.best == {RATE: best}
     assert [row.outcome.top1 for row in found.rows] == ([0.1, 0.2] if averaging else [0.9, 0.8])
     assert found.test_top1 == [best if averaging else 1 - best] * 2
-    notes = [text for method, key, text in calls.made if (method, key) == ("tag", NOTE)]
+    notes = [call[2] for call in calls.made if call[:2] == ("tag", NOTE)]
     assert "Sweep of 2 values of optim.learning_rate" in notes[-1]
     accuracy = "eval/averaged_top1" if averaging else "eval/top1"
     assert calls.last("results")[1][accuracy] == found.mean

@@ -185,7 +185,8 @@ def set_up_evaluation(
     watchdog = _started_watchdog(job, link)
     try:
         check_folder_is_shared(job, platform.node())
-        predictor = Predictor(_model(job, link, loads_weights=True), job.recipe.train, device)
+        model = _model(job, link, device, loads_weights=True)
+        predictor = Predictor(model, job.recipe.train, device)
     except BaseException:
         watchdog.stop()
         raise

@@ -312,6 +312,20 @@ def test_without_a_best_the_newest_alone_are_kept(
     assert steps(run) == [4, 3]
 
 
+def test_what_was_passed_over_on_resume_does_not_count_as_kept(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on from 2, and saves between the damaged ones."""
+    first = Disk(run, monkeypatch, keep_last=4)
+    for step in (1, 2, 3, 5):
+        first.save(step)
+    for step in (3, 5):
+        run.child(folder_name(step)).child(COMMIT).write(b"{}")
+    resumed = Disk(run, monkeypatch, resumes=True, keep_last=2)
+    resumed.save(4)
+    assert steps(run) == [5, 4, 3, 2]
+
+
 def test_permanent_ones_are_kept_beside_the_newest(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

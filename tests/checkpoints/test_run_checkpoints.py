@@ -59,6 +59,10 @@ def stays_none(step: int) -> bool:
     return False
 
 
+def is_any(step: int) -> bool:
+    return True
+
+
 def lose(folder: Location, lost: str) -> None:
     """Damage that the marker, or its absence, shows."""
     path = Path(folder.path)
@@ -162,7 +166,7 @@ def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_list
         if folder.path.endswith("step-00000001"):
             monkeypatch.setattr(run_checkpoints, "read_checkpoint", read)
             write_checkpoint(run, 3)
-            prune(run, 3, keep_last=1, stays=stays_none)
+            prune(run, is_any, keep_last=1, stays=stays_none)
         return read(folder)
 
     monkeypatch.setattr(run_checkpoints, "read_checkpoint", read_slowly)
@@ -193,18 +197,16 @@ def test_pruning_keeps_the_newest_the_permanent_and_what_has_no_marker(run: Loca
     for step in (1, 2, 4, 5):
         write_checkpoint(run, step)
     write_checkpoint(run, 3, ranks=1)
-    assert prune(run, 5, keep_last=2, stays=lambda step: step == 1) == [2]
+    assert prune(run, is_any, keep_last=2, stays=lambda step: step == 1) == [2]
     assert names(run) == [folder_name(step) for step in (1, 3, 4, 5)]
 
 
-def test_pruning_leaves_and_does_not_count_what_was_newer_than_the_resumed_one(
-    run: Location,
-) -> None:
-    """It could not be read; the run went on from 1, and has written 2."""
-    for step in (1, 2, 3):
+def test_pruning_leaves_and_does_not_count_what_was_passed_over(run: Location) -> None:
+    """3 and 5 could not be read; the run went on from 2, and has written 4."""
+    for step in (1, 2, 3, 4, 5):
         write_checkpoint(run, step)
-    assert prune(run, 2, keep_last=1, stays=stays_none) == [1]
-    assert names(run) == [folder_name(2), folder_name(3)]
+    assert prune(run, {1, 2, 4}.__contains__, keep_last=2, stays=stays_none) == [1]
+    assert names(run) == [folder_name(step) for step in (2, 3, 4, 5)]
 
 
 class KilledError(BaseException):
@@ -223,7 +225,7 @@ def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts(
         write_checkpoint(run, step)
     monkeypatch.setattr(Location, "delete", killed)
     with pytest.raises(KilledError):
-        prune(run, 3, keep_last=2, stays=stays_none)
+        prune(run, is_any, keep_last=2, stays=stays_none)
     assert open_checkpoint(run.child(folder_name(1))) is None
     assert newest_checkpoint(run, below=3).position.step == 2
 

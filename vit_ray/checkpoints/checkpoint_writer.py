@@ -66,6 +66,7 @@ class CheckpointWriter:
         self._num_failed = 0
         self._committed = (resumed.position.step, resumed.sha256) if resumed else (-1, "")
         """On rank 0: step of the newest checkpoint, and checksum of its marker."""
+        self._resumed_step, self._written = self._committed[0], set[int]()
 
     def write(self, snapshot: Snapshot) -> float | None:
         """Write it; rank 0 waits for the parts of the others, and commits.
@@ -96,7 +97,7 @@ class CheckpointWriter:
         try:
             write_progress(folder, self._committed[1], snapshot.position.progress)
             self._prune(snapshot.position.progress)
-        except (OSError, ValueError) as error:  # the next one removes it
+        except (OSError, ValueError) as error:
             self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", step)
         return committed_s
 
@@ -147,6 +148,7 @@ class CheckpointWriter:
         files = [file for part in parts for file in part.files]
         marker = commit(folder, files, snapshot.position.to_json())
         self._committed = snapshot.position.step, marker.sha256
+        self._written.add(snapshot.position.step)
 
     def _count_failure(self, folder: Location, error: Exception) -> None:
         self._num_failed += 1
@@ -162,7 +164,8 @@ class CheckpointWriter:
         best = progress.metrics.get(RESULT_STEP)
         prune(
             self._run_folder,
-            progress.step,
+            # What is newer than the one that the run went on from was passed over.
+            lambda step: step <= self._resumed_step or step in self._written,
             self._keep.keep_last,
             lambda step: step == best or permanent.is_due_at(step),
         )

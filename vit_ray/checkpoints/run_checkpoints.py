@@ -162,21 +162,23 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
 
 
 def prune(
-    run_folder: Location, newest: int, keep_last: int, stays: Callable[[int], bool]
+    run_folder: Location,
+    is_usable: Callable[[int], bool],
+    keep_last: int,
+    stays: Callable[[int], bool],
 ) -> list[int]:
     """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
 
-    What has no marker is left as it is, and so is what is newer than the checkpoint written last:
-    it was not usable when the run was resumed from an older one.
+    What has no marker is left as it is, and so is what is not usable: neither counts.
 
     Args:
-        newest: step of the checkpoint written last.
+        is_usable: False for the step of one that was passed over when the run was resumed.
         stays: whether that of a step is permanent.
     """
     num_whole, deleted = 0, list[int]()
     for step, folder in list_checkpoints(run_folder):
         is_safe = num_whole >= keep_last and stays(step)
-        if step > newest or is_safe or not is_committed(folder):
+        if is_safe or not is_usable(step) or not is_committed(folder):
             continue
         num_whole += 1
         if num_whole > keep_last:

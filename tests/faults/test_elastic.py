@@ -236,4 +236,4 @@ def logged(recipe: Recipe) -> str:
 
 def ranks_of_newest(recipe: Recipe) -> int:
     newest = newest_checkpoint(locate(recipe.run_folder))
-    return len(newest.shards) if newest else 0
+    return int(newest.files[0].name.partition("-of-")[2][:5]) if newest else 0

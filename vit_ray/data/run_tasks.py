@@ -18,8 +18,8 @@ _RETRIES: Final = 10
 
 def _run(
     work: Callable[..., Any], shared: list[Any], tally: Any, number: int, item: Any
-) -> tuple[Any, str]:
-    """What one task returns: its result, or a text and the kind of its error.
+) -> tuple[int, Any, str]:
+    """What one task returns: its number, and its result, or a text and the kind of its error.
 
     Args:
         shared: references to what all tasks have in common.
@@ -28,12 +28,12 @@ def _run(
     count = TaskCount(None if tally is None else lambda *done: tally.put.remote(number, *done))
     TASK.set(count)
     try:
-        found = work(item, *ray.get(shared)), ""  # no limit: the driver has put it there before
+        found, kind = work(item, *ray.get(shared)), ""  # no limit: the driver put it there before
     except (ValueError, OSError) as error:
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        found = text, "storage" if isinstance(error, OSError) else "value"
+        found, kind = text, "storage" if isinstance(error, OSError) else "value"
     count.send()
-    return found
+    return number, found, kind
 
 
 def run_tasks(
@@ -48,7 +48,7 @@ def run_tasks(
         shown: what to show meanwhile; `work` calls `report_done`.
 
     Returns:
-        The results, in the order in which they were ready.
+        The results, in the order of the items.
 
     Raises:
         ValueError, OSError: as soon as `work` raises one, or the process of a task has died
@@ -56,20 +56,20 @@ def run_tasks(
     """
     if not items:
         return []
-    results: list[Any] = []
+    results: dict[int, Any] = {}
     references = [ray.put(one) for one in shared]
     task: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=_RETRIES)(_run)
     with shown_progress(shown, len(items), results.__len__) as tally:
         started = (task.remote(work, references, tally, *one) for one in enumerate(items))
         with contextlib.closing(_ended(started)) as ended:
-            for found, error in ended:
+            for number, found, error in ended:
                 if error:
                     raise (OSError if error == "storage" else ValueError)(found)
-                results.append(found)
-    return results
+                results[number] = found
+    return [results[number] for number in range(len(items))]
 
 
-def _ended(started: Iterator[Any]) -> Generator[tuple[Any, str], None, None]:
+def _ended(started: Iterator[Any]) -> Generator[tuple[int, Any, str], None, None]:
     """What tasks return, in the order in which they end; those that are left are cancelled."""
     pending: list[Any] = []
     try:

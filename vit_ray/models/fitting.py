@@ -22,8 +22,8 @@ NewHead = bool | Literal["auto"]
 Origin = Mapping[str, Any]
 
 # What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
-# 3.2), and the class token.
-SPARE_PREFIXES = ("head.", "representation.", "class_token.")
+# 3.2), the class token, and timm's norm of the mean over tokens, where ours is of the tokens.
+SPARE_PREFIXES = ("head.", "representation.", "class_token.", "fc_norm.")
 # Parts of the objective around the model that it trains.
 _OBJECTIVE_PREFIXES = ("mask.", "prediction.")
 FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
@@ -77,7 +77,8 @@ def fit_state_dict(
             dict's head, after the same layers; "auto" loads it if it fits and comes after the same
             layers. The representation layer and the class token are loaded if both have them: a
             model built without them drops them, and the first stays new in a model that adds it,
-            unless the head after it is required.
+            unless the head after it is required. So does the last norm where the file has timm's
+            `fc_norm` instead.
         resize: how positions are resampled to another grid.
         origin: what is known about the model of the state dict; positions are of a square image if
             their grid is not known.
@@ -159,9 +160,10 @@ def _fresh_names(
     fresh = set() if fits else set(layers)
     if new_head is False:
         return fresh
-    before = ("representation.weight", "class_token.token")
+    before = ("representation.weight", "class_token.token", "fc_norm.weight")
     has_same_layers = all((name in wanted) == (name in state) for name in before)
-    fresh |= {n for n in wanted if n.startswith("representation.") and n not in state}
+    may_lack = ("representation.", "norm.") if "fc_norm.weight" in state else ("representation.",)
+    fresh |= {n for n in wanted if n.startswith(may_lack) and n not in state}
     head = {name for name in wanted if name.startswith("head.")}
     given = head & state.keys()
     fits = has_same_layers and all(state[name].shape == wanted[name].shape for name in given)

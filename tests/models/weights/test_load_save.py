@@ -391,15 +391,26 @@ def test_a_square_number_of_rows_may_hold_a_class_row(tmp_path: Path) -> None:
     assert torch.equal(model.positions[0].table[:, 0], source.positions[0].table[:, 0])
 
 
-def test_a_norm_behind_timms_mean_is_not_taken_for_one_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("new_head", [True, "auto"])
+def test_a_norm_behind_timms_mean_is_not_taken_for_one_before_it(
+    new_head: Any, tmp_path: Path
+) -> None:
     source, path = small_model("ViT", pool="gap"), tmp_path / "model.safetensors"
     save_weights(source, path, "timm")
     tensors = load_file(path)
     for leaf in ("weight", "bias"):
         tensors[f"fc_norm.{leaf}"] = tensors.pop(f"norm.{leaf}")
     save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"unexpected: fc_norm.bias, fc_norm.weight"):
-        load_weights(other_model("ViT", pool="gap"), path)
+    with pytest.raises(ValueError, match=r"missing: norm.weight, norm.bias\n  unexpected: fc_norm"):
+        load_weights(other_model("ViT", pool="gap"), path, new_head=False)
+    model, fresh = other_model("ViT", pool="gap"), other_model("ViT", pool="gap").state_dict()
+    report = load_weights(model, path, new_head=new_head)
+    # A new norm and a new head, as MAE fine-tunes where the norm moves behind the mean.
+    assert report.new == ["head.bias", "head.weight", "norm.bias", "norm.weight"]
+    assert report.ignored == ["fc_norm.bias", "fc_norm.weight", "head.bias", "head.weight"]
+    for name, tensor in model.state_dict().items():
+        expected = fresh if name in report.new else source.state_dict()
+        assert torch.equal(tensor, expected[name]), name
 
 
 # --- another resolution, another head ------------------------------------------------------------

@@ -244,14 +244,15 @@ def _parameters(tensors: Tensors) -> tuple[Tensors, list[str]]:
 def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
     """Tensors under our names.
 
-    Head, representation layer and class token may be missing here: `fit_state_dict` decides
-    whether they are needed.
+    What has `SPARE_PREFIXES` may be missing here, and the last norm where timm's is there instead:
+    `fit_state_dict` decides whether they are needed.
 
     Raises:
         ValueError: naming quantized tensors, whose scales stand beside them and which must not be
             joined with others; or listing published names without a use, and missing ones.
     """
     own, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
+    spare = (*SPARE_PREFIXES, "norm.") if "fc_norm.weight" in tensors else SPARE_PREFIXES
     for rule in rules_for(model, layout):
         names = max(rule.spellings, key=lambda names: sum(name in tensors for name in names))
         absent = [name for name in names if name not in tensors]
@@ -259,7 +260,7 @@ def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> 
         check_types({name: tensors[name] for name in names if name in tensors}, source)
         if not absent:
             own[rule.own] = rule.to_own([tensors[name] for name in names])
-        elif len(absent) < len(names) or not rule.own.startswith(SPARE_PREFIXES):
+        elif len(absent) < len(names) or not rule.own.startswith(spare):
             missing += absent
     check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
     return own

@@ -191,6 +191,14 @@ def test_first_logits_are_the_head_bias(name: str) -> None:
     assert not model.head.bias.any()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_constant_bias_is_no_tensor(family: str) -> None:
+    """Nothing to sum over workers, to keep copies of, or to be rounded to bf16."""
+    head = build_model(family, 10, 32, head_bias=-10.0, **FAMILIES[family]).head
+    tensors = dict([*head.named_parameters(), *head.named_buffers()])
+    assert list(tensors) == list(nn.Linear(1, 1).state_dict())
+
+
 def test_a_constant_bias_trains_as_one_that_starts_there() -> None:
     """The first loss is the same, and others differ by the rounding of sums."""
     losses: dict[float, list[float]] = {}

@@ -124,7 +124,10 @@ ROUND_TRIPS = [
     ("ViT", "jax", {"pool": "gap"}),
     ("ViT", "jax", {"positions": "none"}),
     ("ViT", "timm", {"representation": True}),
+    ("ViT", "timm", {"pool": "gap", "activation": "gelu"}),
+    ("ViT", "timm", {"positions": "none"}),
     ("ViT", "huggingface", {}),
+    ("ViT", "huggingface", {"activation": "gelu", "norm_eps": 1e-5}),
     ("R+ViT", "jax", {"representation": True}),
     ("R+ViT", "timm", {}),
     ("ResNet", "jax", {}),
@@ -132,6 +135,8 @@ ROUND_TRIPS = [
     ("ResNet", "huggingface", {}),
     ("Axial-ViT", "vit_ray", {"representation": True}),
     ("AxialResNet", "vit_ray", {}),
+    ("R+ViT", "vit_ray", {"pool": "gap", "positions": "sincos_2d"}),
+    ("ResNet", "vit_ray", {}),
     *(
         ("ViT", "vit_ray", {"positions": positions, "positions_at": positions_at})
         for positions, positions_at in POSITION_VARIANTS
@@ -159,7 +164,10 @@ def test_a_round_trip_is_exact_to_the_bit(
     source = small_model(family, **options)
     path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
     save_weights(source, path, layout)
-    assert_equal_after_loading(source, other_model(family, **options), path)
+    loaded = other_model(family, **options)
+    assert_equal_after_loading(source, loaded, path)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(some_images()), source.eval()(some_images()))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
@@ -214,7 +222,32 @@ def test_files_have_the_sum_of_the_heads_two_biases(
 # --- peers ---------------------------------------------------------------------------------------
 
 
-def test_a_bit_resnet_equals_transformers_with_the_same_weights(tmp_path: Path) -> None:
+def google_bit_arrays(state: dict[str, Tensor]) -> Arrays:
+    """transformers' tensors of a BiT under big_transfer's names, as its `tf2th` reads them."""
+    arrays: Arrays = {}
+    for name, tensor in state.items():
+        found = re.match(r"bit\.encoder\.stages\.(\d+)\.layers\.(\d+)\.(\w+?)(\d?)\.", name)
+        place = "resnet"
+        if found:
+            part = "a/proj" if found[3] == "downsample" else "abc"[int(found[4]) - 1]
+            place = f"resnet/block{int(found[1]) + 1}/unit{int(found[2]) + 1:02d}/{part}"
+        if tensor.dim() == 4:
+            leaf = {"bit.embedder.convolution.weight": "root_block/"}.get(name, "")
+            arrays[f"{place}/{leaf}standardized_conv2d/kernel"] = tensor.permute(2, 3, 1, 0).numpy()
+        elif name == "classifier.1.weight":
+            arrays["resnet/head/conv2d/kernel"] = tensor.T[None, None].numpy()
+        elif name == "classifier.1.bias":
+            arrays["resnet/head/conv2d/bias"] = tensor.numpy()
+        else:
+            leaf = "gamma" if name.endswith("weight") else "beta"
+            arrays[f"{place}/group_norm/{leaf}"] = tensor.numpy()
+    return arrays
+
+
+@pytest.mark.parametrize("layout", ["jax", "huggingface"])
+def test_a_bit_resnet_equals_transformers_with_the_same_weights(
+    layout: str, tmp_path: Path
+) -> None:
     config = BitConfig(
         depths=[1, 2],
         hidden_sizes=[256, 512],
@@ -231,9 +264,15 @@ def test_a_bit_resnet_equals_transformers_with_the_same_weights(tmp_path: Path) 
     for module in peer.modules():
         if type(module).__name__.startswith("WeightStandardizedConv2d"):
             module.eps = 1e-10
-    peer.save_pretrained(tmp_path)
+    path = tmp_path / "model.npz"
+    if layout == "jax":
+        np.savez(path, **google_bit_arrays(peer.state_dict()))  # type: ignore[arg-type]
+    else:
+        path = tmp_path
+        peer.save_pretrained(path)
     model = other_model("ResNet").eval()
-    load_weights(model, tmp_path)
+    report = load_weights(model, path, new_head=False)
+    assert (report.new, report.ignored) == ([], [])
     images = some_images(2, (64, 48))
     with torch.no_grad():
         theirs = peer(images).logits

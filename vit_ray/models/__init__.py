@@ -13,8 +13,7 @@ __all__ = ["build_model", "model_names"]
 def __getattr__(name: str) -> Any:
     if name != "build_model":
         raise AttributeError(f"module 'vit_ray.models' has no attribute {name!r}")
-    from vit_ray.models.build import (
-        build_model,
-    )  # torch takes seconds; names and sizes do not need it
+    # Torch takes seconds; names and sizes do not need it.
+    from vit_ray.models.build import build_model
 
     return build_model

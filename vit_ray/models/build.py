@@ -24,10 +24,9 @@ def build_model(
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
             `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `activation`,
-            `norm_eps`),
-            of `AxialVitOptions` or of `ResNetOptions`; and, for a family, its size in full: depth,
-            width, mlp_dim, num_heads, patch_size; stages, width_factor. A user's own model defines
-            its own options.
+            `norm_eps`), of `AxialVitOptions` or of `ResNetOptions`; and, for a family, its size in
+            full: depth, width, mlp_dim, num_heads, patch_size; stages, width_factor. A user's own
+            model defines its own options.
 
     Returns:
         A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`

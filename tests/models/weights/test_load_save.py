@@ -766,6 +766,10 @@ def test_a_demanded_head_that_does_not_fit_is_an_error(
 def test_state_dicts_of_another_model_are_errors() -> None:
     with pytest.raises(ValueError, match=r"does not fit this BitResNet:\n  missing: root.weight"):
         fit_state_dict(small_model("ResNet"), small_model("ViT").state_dict())
+    state = small_model("ViT").state_dict()
+    del state["norm.weight"]
+    with pytest.raises(ValueError, match=r"missing: norm\.weight"):
+        fit_state_dict(other_model("ViT"), state)
 
 
 def test_a_file_that_could_run_code_is_not_read(tmp_path: Path) -> None:

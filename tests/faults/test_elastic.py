@@ -109,7 +109,7 @@ def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
         optim={"steps": 100_000}, checkpoint={"every_steps": 500}
     )
     head = Head(one_node.address, "")
-    driver = Driver(head, "tests.faults.quick_resize", str(write_recipe(recipe, folder)))
+    driver = Driver(head, "tests.faults.quick_looks", str(write_recipe(recipe, folder)))
     wait_until(lambda: ranks_of_newest(recipe) == 1, driver)
     one_node.add_node(num_cpus=1, include_dashboard=False)
     wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
@@ -137,7 +137,7 @@ def test_a_run_goes_from_two_workers_to_one_and_to_three(
     )
     second = one_node.add_node(num_cpus=1, include_dashboard=False)
     head = Head(one_node.address, "")
-    driver = Driver(head, "tests.faults.quick_resize", str(write_recipe(recipe, folder)))
+    driver = Driver(head, "tests.faults.quick_looks", str(write_recipe(recipe, folder)))
     ends = []  # of what 2, 1 and 3 workers have trained
     wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
     ends.append(checkpoint_steps(recipe)[-1])

@@ -231,6 +231,28 @@ def test_a_stopped_worker_is_taken_for_hung_and_all_restart(
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
+def test_a_worker_that_dies_under_a_frozen_controller_is_missed_by_the_driver(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("frozen-controller", digits, folder)
+    recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
+    path = str(write_recipe(recipe, folder))
+    driver = Driver(ray_cluster, "tests.faults.quick_looks", path)
+    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    (frozen,) = worker_pids(ray_cluster, "TrainController")
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        *_, killed = worker_pids(ray_cluster)
+        os.kill(killed, signal.SIGKILL)
+        code, output = driver.wait()
+    finally:
+        _continue(frozen)
+    assert code == 0, output
+    assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+    assert points_are_counted_once(recipe)
+
+
 def _continue(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # the restart has ended it
         os.kill(pid, signal.SIGCONT)

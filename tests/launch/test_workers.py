@@ -31,7 +31,7 @@ from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWai
 from vit_ray.launch.workers import (
     GROUPS_FILE,
     RETURN_S,
-    START_S,
+    SILENT_S,
     Ended,
     GroupWatch,
     RunDivergedError,
@@ -200,43 +200,55 @@ class Watched:
         self.now_s, self.run = 0.0, FakeRun()
         self.status = RunStatus()
         self.run.status = lambda: self.status  # type: ignore[attr-defined]
-        self.has_room, self.lacking = False, ""
+        self.has_room, self.lacking, self.is_heard = False, "", False
         monkeypatch.setattr(workers, "lacking_now", lambda *_, **__: self.lacking)
         self.job = replace(make_job(folder, kind), record=self.run)
         finder: Any = SimpleNamespace(has_larger=lambda _: self.has_room)
         self.watch = GroupWatch(self.job, finder, PLACE, False, clock=lambda: self.now_s)
 
-    def start(self, count: int = 2) -> None:
-        self.run.at = {r: WorkerPlace("10.0.0.1", "a", "", 0, f"0{r}") for r in range(count)}
+    def start(self) -> None:
+        self.run.at = {r: WorkerPlace("10.0.0.1", "a", "", 0, "00") for r in range(2)}
+        self.is_heard = True
 
     def is_over_within(self, seconds: float) -> bool:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 5.0
+            if self.is_heard:
+                self.status.heard_s = self.now_s
             if self.watch.is_over():
                 return True
         return False
 
 
-def test_workers_that_do_not_start_are_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_started", [False, True])
+def test_workers_that_are_silent_are_not_waited_for_without_end(
+    has_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(tmp_path, monkeypatch)
-    watched.start(1)
-    assert not watched.is_over_within(START_S - 10)
-    assert watched.is_over_within(20)
-    assert str(watched.watch.error) == "1 of 2 workers started within 600 s"
-    assert watched.watch.groups == {"00"}
-    file = Path(watched.job.run_folder) / GROUPS_FILE
-    assert json.loads(file.read_text()) == ["00"]  # for the next driver
+    if has_started:  # their controller is frozen, and one has died
+        watched.start()
+        assert not watched.is_over_within(10 * SILENT_S)
+        assert watched.watch.groups == {"00"}
+        file = Path(watched.job.run_folder) / GROUPS_FILE
+        assert json.loads(file.read_text()) == ["00"]  # for the next driver
+    watched.is_heard = False
+    assert not watched.is_over_within(SILENT_S)
+    assert watched.is_over_within(RETURN_S + 60)
+    assert "no worker has been heard from for 7" in str(watched.watch.error)
 
 
-def test_workers_that_have_started_have_no_limit(
+def test_a_worker_that_is_heard_again_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As after a recorder that was killed has started again."""
     watched = Watched(tmp_path, monkeypatch)
     watched.start()
-    assert not watched.is_over_within(10 * START_S)
+    watched.is_over_within(SILENT_S + 60)
+    watched.status.heard_s, watched.is_heard = 0.0, False
+    assert not watched.is_over_within(30)
+    watched.is_heard = True
+    assert not watched.is_over_within(10 * RETURN_S)
 
 
 def test_a_place_is_lost_where_ray_says_for_how_many_workers() -> None:
@@ -250,10 +262,9 @@ def test_workers_that_a_recorder_has_forgotten_are_still_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(tmp_path, monkeypatch)
-    watched.start(1)
-    watched.is_over_within(60)
-    watched.run.at = {1: WorkerPlace("10.0.0.1", "a", "", 0, "01")}
-    assert not watched.is_over_within(2 * START_S)
+    for rank in range(2):
+        watched.run.at = {rank: WorkerPlace("10.0.0.1", "a", "", 0, f"0{rank}")}
+        watched.is_over_within(60)
     assert watched.watch.groups == {"00", "01"}
 
 
@@ -264,7 +275,7 @@ def test_storage_that_is_full_ends_no_group(
     Path(watched.job.run_folder).parent.mkdir(parents=True, exist_ok=True)
     Path(watched.job.run_folder).write_text("in the way of the folder")
     watched.start()
-    assert not watched.is_over_within(2 * START_S)
+    assert not watched.is_over_within(2 * SILENT_S)
 
 
 def end_of(watched: Watched, how: str) -> None:
@@ -276,7 +287,7 @@ def end_of(watched: Watched, how: str) -> None:
     elif how == "measured":
         watched.status.metrics["eval/top1"] = 0.5
     else:
-        watched.run.failed = Failure("the data are bad")
+        watched.status.failure = Failure("the data are bad")
 
 
 @pytest.mark.parametrize("how", ["finished", "stopped", "failed", "measured"])
@@ -305,13 +316,12 @@ def test_a_group_grows_by_one_request_for_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(tmp_path, monkeypatch)
-    watched.start(1)
     watched.has_room = True
     watched.is_over_within(300)
-    assert watched.run.saves == 0  # it is starting
+    assert not watched.run.resizes  # it is starting
     watched.start()
     watched.is_over_within(300)
-    assert watched.run.saves == 1
+    assert watched.run.resizes
     assert watched.watch.is_resizing
 
 
@@ -320,7 +330,7 @@ def test_an_evaluation_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyP
     watched.start()
     watched.has_room = True
     watched.is_over_within(300)
-    assert watched.run.saves == 0
+    assert not watched.run.resizes
 
 
 def test_what_a_placed_group_lacks_is_told_when_it_changes(
@@ -344,7 +354,7 @@ def test_a_record_that_does_not_answer_ends_no_group(
         raise RuntimeError("has not answered")
 
     watched.run.places = away  # type: ignore[method-assign]
-    assert not watched.is_over_within(2 * START_S)
+    assert not watched.is_over_within(2 * SILENT_S)
 
 
 def groups_of(folder: Path, **sections: Any) -> WorkerGroups:

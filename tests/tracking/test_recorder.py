@@ -87,10 +87,10 @@ def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(
 ) -> None:
     opening = opening_of(tmp_path)
     run = recorded_here(opening, here)
-    run.request_save()
+    run.request_resize()
     here.die()
     run.open(opening)
-    assert run.heartbeat(0, 1) == Orders(None, 1)
+    assert run.heartbeat(0, 1) == Orders(None, True)
     assert len(list(metrics_log.MetricsLog(run.log_path).records("start"))) == 1
     run.finish("FINISHED")
 
@@ -130,7 +130,7 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
     record = started(opening_of(tmp_path, parent), parent)
     record.metrics(1, {"train/loss": 1.0, "eval/top1": 0.5})
     record.event(EventKind.RESUMED, "a worker has died", 1)
-    record.request_save()
+    record.request_resize()
     record.fail(Failure("the disk is full"))
     assert record.flush(60)
     run_id = record.run_id()
@@ -142,11 +142,11 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
     status = record.status()
     assert (status.step, status.metrics["eval/top1"]) == (40, 0.5)
     assert [event.text for event in status.events] == ["a worker has died"]
-    assert record.heartbeat(1, 40) == Orders(None, 1)
+    assert record.heartbeat(1, 40) == Orders(None, True)
     assert record.failure() == Failure("the disk is full")
     parent.request_stop("SIGTERM")
     deadline = time.monotonic() + 60
-    while record.heartbeat(0, 1) != Orders("SIGTERM", 1) and time.monotonic() < deadline:
+    while record.heartbeat(0, 1) != Orders("SIGTERM", True) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert record.stop_reason() == "SIGTERM"
     assert record.run_id() == run_id
@@ -282,7 +282,7 @@ def test_what_is_recorded_right_after_the_actors_death_is_neither_lost_nor_doubl
     record.event(EventKind.RESUMED, "a worker has died", 2)
     record.request_stop("SIGTERM")
     here.die()
-    assert record.heartbeat(1, 2) == Orders("SIGTERM", 0)
+    assert record.heartbeat(1, 2) == Orders("SIGTERM", False)
     record.metrics(3, {"train/loss": 3.0, "startup/first_step_s": 9.0})
     assert record.status().metrics == {"train/loss": 3.0, "startup/first_step_s": 7.0}
     assert [event.kind for event in record.status().events] == ["resumed"]
@@ -319,13 +319,13 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_
     parent = recorded_here(opening_of(tmp_path, name="parent"), here)
     nested = recorded_here(opening_of(tmp_path, parent, "nested"), here)
     early = recorded_here(opening_of(tmp_path, nested, "early"), here)
-    assert early.heartbeat(0, 1) == Orders(None, 0)
+    assert early.heartbeat(0, 1) == Orders(None, False)
     assert nested.status().step == 1
     parent.request_stop("SIGTERM")
     here.die()
     late = recorded_here(opening_of(tmp_path, nested, "late"), here)
-    assert early.heartbeat(0, 1) == Orders("SIGTERM", 0)
-    assert late.heartbeat(0, 1) == Orders("SIGTERM", 0)
+    assert early.heartbeat(0, 1) == Orders("SIGTERM", False)
+    assert late.heartbeat(0, 1) == Orders("SIGTERM", False)
     assert parent.stop_reason() == "SIGTERM"
     for run in (early, late, nested, parent):
         run.finish("KILLED")
@@ -423,7 +423,7 @@ def test_what_is_recorded_after_the_end_changes_nothing(
     assert not record.finish("FINISHED")
     size = opening.log_path.stat().st_size
     record.metrics(9, {"train/loss": 1.0})
-    assert record.heartbeat(1, 9, "host", "node", "GPU 0", "g") == Orders(None, 0)
+    assert record.heartbeat(1, 9, "host", "node", "GPU 0", "g") == Orders(None, False)
     assert record.places() == {1: WorkerPlace("host", "node", "GPU 0", 9, "g")}
     assert opening.log_path.stat().st_size == size
     assert store.get_run(run_id).info.status == "FINISHED"

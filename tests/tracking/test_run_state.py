@@ -2,6 +2,7 @@
 
 import pytest
 
+from vit_ray.outcomes import EventKind
 from vit_ray.tracking import run_state
 from vit_ray.tracking.run_state import ONE_HANG_S, RunState
 
@@ -86,3 +87,14 @@ def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s: list[
 def test_many_that_are_silent_are_counted() -> None:
     told = RunState().hanging(0, 64, "all_reduce")
     assert "worker 3 has never been heard from; 60 more of them; 0 of 64 workers" in told
+
+
+@pytest.mark.parametrize("kind", [EventKind.RESIZING, EventKind.WORKER_FAILED])
+def test_a_group_is_resizing_until_the_next_one_follows(kind: EventKind) -> None:
+    """Also if it is asked before its workers have sent a heartbeat."""
+    state = RunState()
+    state.note({"kind": "resize"})
+    for _ in range(2):
+        assert state.heartbeat(0, 5).resizes
+    state.note({"kind": "event", "event": kind, "text": "", "step": 5, "time_ms": 0})
+    assert not state.heartbeat(0, 5).resizes

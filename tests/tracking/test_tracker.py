@@ -460,7 +460,7 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end(config
     (store / "tables").write_text("a file where the folder would be")
     table = log_path.with_name("table.csv")
     table.write_text("a,b\n1,2\n")
-    tracker.log.append("save")  # which MLflow does not get
+    tracker.log.append("resize")  # which MLflow does not get
     tracker.log.artifact(table, "tables")
     tracker.log.text("note.txt", "kept")
     for step in range(28):

@@ -43,12 +43,12 @@ class FakeRun:
         self.waited_for: str | None = None
         self.failed: Failure | None = None
         self.stop: str | None = None
-        self.saves = 0
+        self.resizes = False
         self.at: dict[int, WorkerPlace] = {}
 
     def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
         self.beats.append((rank, step))
-        return Orders(self.stop, self.saves)
+        return Orders(self.stop, self.resizes)
 
     def places(self) -> dict[int, WorkerPlace]:
         return self.at
@@ -59,8 +59,9 @@ class FakeRun:
     def stop_reason(self) -> str | None:
         return self.stop
 
-    def request_save(self) -> None:
-        self.saves += 1
+    def request_resize(self) -> None:
+        assert not self.resizes
+        self.resizes = True
 
     def failure(self) -> Failure | None:
         return self.failed

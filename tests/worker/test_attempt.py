@@ -243,12 +243,9 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
 ) -> None:
     notices = iter([None] * 2 + [PreemptionInfo(None, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
-    worker.actor.saves = 3  # of an earlier group
-    worker.link.beat(0)
 
     def request(step: int) -> None:
-        if step == 4:
-            worker.actor.saves = 4
+        worker.actor.resizes = step >= 4
         worker.link.beat(step)
 
     worker.engine.on_backward = request
@@ -260,10 +257,9 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
 
 def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
-    worker.link.beat(0)
 
     def request(step: int) -> None:
-        worker.actor.saves, worker.actor.stop = 1, "SIGTERM"
+        worker.actor.resizes, worker.actor.stop = True, "SIGTERM"
         worker.link.beat(step)
 
     worker.engine.on_backward = request

@@ -36,11 +36,13 @@ def test_every_worker_chooses_its_network_before_ray_joins_the_group(
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(process_group, "introduce", lambda record: None)
     joined: list[Any] = []
     rays = TorchConfig().backend_cls
     monkeypatch.setattr(rays, "on_start", lambda _, group, config: joined.append(os.environ[NAME]))
     config = GroupConfig(backend="gloo", timeout_s=120)
-    config.backend_cls().on_start(SimpleNamespace(execute=lambda call: call()), config)
+    group = SimpleNamespace(execute=lambda call, *given: call(*given))
+    config.backend_cls().on_start(group, config)
     assert joined == ["lo"]
     assert process_group.GroupBackend.share_cuda_visible_devices
 

@@ -32,10 +32,7 @@ def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
 
 
 def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor: FakeRun) -> None:
-    links = [RunLink(actor, rank, 1024, "host", "node", "") for rank in range(1024)]
-    for link in links:
-        link.beat(0)
-    assert len(actor.beats) == 1024  # each introduces itself at once
+    links = [RunLink(actor, rank, 1024) for rank in range(1024)]
     for step in range(1, 17):
         actor.beats.clear()
         for link in links:
@@ -44,23 +41,12 @@ def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor: FakeRun) -> None
         assert actor.beats.count((0, step)) == 1
 
 
-def test_a_group_is_resizing_from_a_request_of_its_own_time_on(actor: FakeRun) -> None:
-    link = link_of(actor)
-    actor.saves = 2  # of earlier groups
-    assert not link.is_resizing
-    link.beat(1)
-    assert not link.is_resizing
-    actor.saves = 3
-    link.beat(2)
-    assert link.is_resizing
-
-
 def test_only_rank_0_hears_that_the_group_is_resizing(actor: FakeRun) -> None:
-    link = link_of(actor, rank=1)
-    link.beat(1)
-    actor.saves = 1
-    link.beat(2)
-    assert not link.is_resizing
+    links = [link_of(actor), link_of(actor, rank=1)]
+    actor.request_resize()
+    for link in links:
+        link.beat(1)
+    assert [link.is_resizing for link in links] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -120,23 +106,6 @@ def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_ca
         "worker 1: no step for 60 s. worker 7 on host-3 has been silent for 61 s, at step 4. "
         "Threads of worker 1:\n  MainThread: all_reduce"
     ]
-
-
-def test_a_worker_says_on_which_host_it_is_until_that_has_arrived() -> None:
-    sent: list[tuple[str, ...]] = []
-
-    class Control(FakeRun):
-        def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
-            sent.append(introduction)
-            if len(sent) == 1:
-                raise RuntimeError("it has not answered")
-            return Orders(None, 0)
-
-    run = Control()
-    link = RunLink(run, 1, 2, "host-1")
-    for step in range(4):
-        link.beat(step)
-    assert sent == [("host-1",), ("host-1",), (), ()]
 
 
 def test_the_run_id_is_asked_for_on_rank_0(actor: FakeRun) -> None:

@@ -57,15 +57,16 @@ from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
+from vit_ray.tracking.run_state import RunStatus
 from vit_ray.worker.entry import work
 from vit_ray.worker.job import GroupStart, TrainJob
 
 PLACE_S: Final = 20.0
 """How long a group waits for the place that was just there; then it is asked for again."""
-START_S: Final = 600.0
-"""Longest time from a place to the first word of the last rank; Ray has no limit for it."""
+SILENT_S: Final = 600.0
+"""Longest time without a word of any worker, from the place of its group on; Ray has no limit."""
 RETURN_S: Final = 60.0
-"""How long `fit()` may take to return after its workers have ended."""
+"""How long `fit()` may take to return after its workers have ended, or are silent."""
 LOOK_EVERY_S = 30.0
 """Seconds between two looks whether the run has ended, and at the cluster."""
 LOOK_S: Final = 0.5
@@ -292,6 +293,7 @@ class WorkerGroups:
             torch_config=GroupConfig(
                 backend="nccl" if use_gpu else "gloo",
                 timeout_s=math.ceil(max(LEAST_TIMEOUT_S, self._job.recipe.train.step_timeout_s)),
+                record=self._job.record,
             ),
             scaling_config=ScalingConfig(
                 num_workers=place.size,
@@ -336,7 +338,7 @@ class _Fit:
 
 
 class GroupWatch:
-    """Looks after a group while `fit()` runs: its start, room for more workers, its end."""
+    """Looks after a group while `fit()` runs: whether it is heard, may grow, and has ended."""
 
     def __init__(
         self,
@@ -344,7 +346,7 @@ class GroupWatch:
         finder: PlaceFinder,
         place: Place,
         use_gpu: bool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._job, self._finder, self._place = job, finder, place
         self._use_gpu, self._clock = use_gpu, clock
@@ -361,44 +363,46 @@ class GroupWatch:
     def is_over(self) -> bool:
         """Whether nothing can be expected of the group any more, although `fit()` runs.
 
-        Either its workers have ended the run, or some have never started (`error`).
+        Either its workers have ended the run, or they are silent (`error`).
         """
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
-            return self._has_not_started() or self._has_ended()
+            self._note_groups()
+            return self._has_ended()
         return False  # the record or the storage does not answer: the workers go on without it
 
     def has_ended_the_run(self) -> bool:
         """Whether its workers have recorded the run's end; False if nobody answers."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
-            return has_ended(self._job)
+            return has_ended(self._job, self._job.record.status())
         return False
 
-    def _has_not_started(self) -> bool:
+    def _note_groups(self) -> None:
         if len(self._places) >= self._place.size:
-            return False
+            return
         self._places |= self._job.record.places()  # a recorder that has restarted knows fewer
         known, self.groups = self.groups, {at.group for at in self._places.values()} - {""}
         if self.groups != known and self._job.kind == "train":
             file = locate(self._job.run_folder).child(GROUPS_FILE)
             file.write(json.dumps(sorted(self.groups)).encode())
-        if self._clock() - self._began_s < START_S:
-            return False
-        text = f"{len(self._places)} of {self._place.size} workers started within {START_S:g} s"
-        self.error = TimeoutError(text)
-        return True
 
     def _has_ended(self) -> bool:
         now_s = self._clock()
         if now_s - self._looked_s < LOOK_EVERY_S:
             return False
-        self._looked_s = now_s
-        if self._ended_s is not None:
-            return now_s - self._ended_s > RETURN_S
-        if self.has_ended_the_run():
-            self._ended_s = now_s
-        elif len(self._places) >= self._place.size:
-            self._look_at_cluster()
-        return False
+        self._looked_s, status = now_s, self._job.record.status()
+        silent_s = now_s - max(self._began_s, status.heard_s)
+        has_ended_well = has_ended(self._job, status)
+        if not (has_ended_well or silent_s > SILENT_S):
+            self._ended_s = None
+            if status.heard_s > self._began_s:
+                self._look_at_cluster()
+            return False
+        self._ended_s = self._ended_s or now_s
+        if now_s - self._ended_s <= RETURN_S:
+            return False
+        if not has_ended_well:
+            self.error = TimeoutError(f"no worker has been heard from for {silent_s:.0f} s")
+        return True
 
     def _look_at_cluster(self) -> None:
         before, self._lacked = self._lacked, lacking_now(self._job.recipe, use_gpu=self._use_gpu)
@@ -407,7 +411,7 @@ class GroupWatch:
         trains = self._job.kind == "train"
         if trains and not self.is_resizing and self._finder.has_larger(self._place):
             self.is_resizing = True
-            self._job.record.request_save()
+            self._job.record.request_resize()
 
 
 def lost_place(error: BaseException) -> bool:
@@ -418,10 +422,9 @@ def lost_place(error: BaseException) -> bool:
     return hasattr(getattr(error, "controller_failure", None), "num_workers")
 
 
-def has_ended(job: TrainJob) -> bool:
+def has_ended(job: TrainJob, status: RunStatus) -> bool:
     """Whether the workers have ended the run, by what they have recorded."""
-    status = job.record.status()
-    if job.record.failure() or any(event.kind is EventKind.STOPPED for event in status.events):
+    if status.failure or any(event.kind is EventKind.STOPPED for event in status.events):
         return True
     if job.kind != "train":
         return bool(status.metrics)

@@ -274,9 +274,9 @@ class Recorder(Records):
         """Ask all workers, also of child runs, to checkpoint and end."""
         self.append("stop", reason=reason)
 
-    def request_save(self) -> None:
-        """Ask the workers for a checkpoint at once."""
-        self.append("save")
+    def request_resize(self) -> None:
+        """Ask the workers that train now to checkpoint and end: a larger group follows."""
+        self.append("resize")
 
     def fail(self, failure: Failure) -> None:
         """End the workers because a restart would not help; returns once that is noted."""

@@ -33,8 +33,8 @@ class Orders(NamedTuple):
 
     stop: str | None
     """Why to checkpoint and end; None = continue."""
-    saves: int
-    """Checkpoints that were requested since the run was opened."""
+    resizes: bool
+    """Whether to checkpoint and end for a group of another size."""
 
 
 @dataclass
@@ -66,6 +66,8 @@ class RunStatus:
     """MLflow's id of the run; None while MLflow is away."""
     hint: str = ""
     """The command or link that opens MLflow's page; empty while MLflow has no run."""
+    heard_s: float = 0.0
+    """Unix time of the last heartbeat of a worker; 0 before the first."""
 
 
 class _Heard(NamedTuple):
@@ -89,7 +91,7 @@ class RunState:
         """Logs of its child runs."""
         self.has_finished = False
         self._now = RunStatus()
-        self._saves = 0
+        self._is_resizing = False
         self._child_steps: dict[str, int] = {}
         self._heard: dict[int, _Heard] = {}
         self._hang_s = 0.0
@@ -112,13 +114,14 @@ class RunState:
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
                 now.events.append(Event(kind, record["text"], record["step"], time_s))
                 if kind in (EventKind.WORKER_FAILED, EventKind.RESIZING):
-                    self._heard = {}  # other workers follow, perhaps on other nodes
+                    # Other workers follow, perhaps on other nodes.
+                    self._heard, self._is_resizing = {}, False
             case "stop":
                 now.stop = record["reason"]
             case "fail":
                 now.failure = Failure(record["reason"], record["has_diverged"])
-            case "save":
-                self._saves += 1
+            case "resize":
+                self._is_resizing = True
             case "child":
                 self.children.append(Path(record["path"]))
             case "child step":
@@ -131,13 +134,14 @@ class RunState:
         earlier = self._heard.get(rank)
         known = earlier.introduction if earlier else ()
         self._heard[rank] = _Heard(step, time.monotonic(), introduction or known)
+        self._now.heard_s = time.time()
         if introduction:  # in a new attempt, so that its hang would be a new one
             self._hung_at = set()
         if rank == 0:
             self._now.step = max(self._now.step, step)
             if self.parent is not None:
                 self.parent._child_step(self.name, step)
-        return Orders(self.stop_reason(), self._saves)
+        return Orders(self.stop_reason(), self._is_resizing)
 
     def hanging(self, rank: int, world_size: int, where: str) -> str:
         """Which workers the others wait for, in answer to a worker that hangs.

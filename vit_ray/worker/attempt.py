@@ -143,16 +143,21 @@ class Attempt:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         if progress.step == 0 and self.context.rank == 0:
             batches = self._shown(batches)
-        compute = work_per_image(self.job)
-        ending = TrainingLoop(
-            self.engine, batches, self.job.recipe, self.context, self, progress, compute
-        ).run()
+        loop = TrainingLoop(
+            self.engine, batches, self.job.recipe, self.context, self, progress,
+            work_per_image(self.job),
+        )  # fmt: skip
+        # A first step compiles, and waits for the first batch.
+        is_stopping = self.context.all_sum([float(self.link.is_ending())])[0] > 0
+        ending = Ending.STOPPED if is_stopping else loop.run()
         self.watchdog.pause()  # the steps are over, and waiting has its own limits
         self.saver.wait_until_written()
         if ending is not Ending.FINISHED:
             step = progress.step
             saved = f"checkpoint at step {step}"
-            if not self.context.all_sum([float(self.saver.is_whole(step))])[0]:
+            if step == 0:
+                saved = "no step was taken"
+            elif not self.context.all_sum([float(self.saver.is_whole(step))])[0]:
                 saved = f"the checkpoint of step {step} could not be written"
             if self.link.is_resizing and not (progress.ended or self.link.record.stop_reason()):
                 text = f"the group changes its size; {saved}"

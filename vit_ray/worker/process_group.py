@@ -5,6 +5,7 @@ end anyway.
 """
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -12,9 +13,16 @@ import ray.util
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
+from vit_ray.tracking.recorder import Recorder
+from vit_ray.worker.entry import introduce
 
+
+@dataclass
 class GroupConfig(TorchConfig):
     """Ray's configuration of torch, with the network interface chosen on each node."""
+
+    record: Recorder | None = None
+    """To which the workers introduce themselves."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -28,8 +36,14 @@ class GroupBackend(Backend):
     """GPUs of a node are visible to all of its workers, because NCCL links them."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(use_own_interface)
-        TorchConfig().backend_cls().on_start(worker_group, backend_config)
+        try:
+            worker_group.execute(introduce, backend_config.record)
+            worker_group.execute(use_own_interface)
+            TorchConfig().backend_cls().on_start(worker_group, backend_config)
+        except BaseException:
+            # Ray Train 2.60 keeps the place of a group of which a worker dies here.
+            worker_group.get_worker_group_state().placement_group_handle.shutdown()
+            raise
 
 
 def use_own_interface() -> None:

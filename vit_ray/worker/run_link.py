@@ -26,47 +26,29 @@ SHOW_S: Final = 10.0
 class RunLink:
     """One worker's side of the link."""
 
-    def __init__(
-        self,
-        record: Recorder,
-        rank: int,
-        world_size: int = 1,
-        *introduction: str,
-    ) -> None:
-        """`introduction`: host, node, detail and group, as in `WorkerPlace`."""
+    def __init__(self, record: Recorder, rank: int, world_size: int = 1) -> None:
         self.record, self.rank = record, rank
         self._world_size, self._num_beats = world_size, rank
         self.clock = PhaseClock()
         """The clock of this attempt."""
-        self._introduction = introduction
-        """Sent until it has arrived: a heartbeat is small."""
         self.log = record.metrics if rank == 0 else lambda step, values: None
         """Takes metrics of a step, which are the same on all ranks; rank 0 sends them."""
         self._tracking_run_id: str | None = None
         self.stop_reason: str | None = None
         """Why the workers were asked to stop, by the last answer to a heartbeat."""
-        self._saves_requested = 0
-        # Before the first answer it is not known how many were requested in earlier attempts.
-        self._saves_seen: int | None = None
+        self.is_resizing = False
+        """Whether the driver waits for a checkpoint and the end of this group; on rank 0."""
 
     def beat(self, step: int) -> None:
         """Send a heartbeat, if it is this rank's turn, and store the requests in the answer."""
         self._num_beats += 1
         is_due = self.rank == 0 or self._num_beats % beats_between(self._world_size) == 0
-        if not (is_due or self._introduction):
+        if not is_due:
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            orders = self.record.heartbeat(self.rank, step, *self._introduction)
-            self._introduction = ()
+            orders = self.record.heartbeat(self.rank, step)
             self.stop_reason = orders.stop or self.stop_reason
-            self._saves_requested = orders.saves
-            if self._saves_seen is None:
-                self._saves_seen = orders.saves
-
-    @property
-    def is_resizing(self) -> bool:
-        """Whether the driver waits for a checkpoint and the end of this group, on rank 0."""
-        return self.rank == 0 and self._saves_seen not in (None, self._saves_requested)
+            self.is_resizing = orders.resizes and self.rank == 0
 
     def is_ending(self) -> bool:
         """Whether the last heartbeat's answer was to end the run (SIGTERM, Ctrl-C) or the group."""

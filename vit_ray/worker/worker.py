@@ -11,7 +11,6 @@ from typing import Any
 import ray
 import ray.exceptions
 import ray.train
-import ray.util
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,7 +56,7 @@ def work(start: GroupStart) -> None:
     streams = start.streams.for_rank(start.name, rank, world_size, host_ranks)
     warm_up_process()
     device = training_device(start.use_gpu)
-    link = RunLink(job.record, rank, world_size, *own_place())
+    link = RunLink(job.record, rank, world_size)
     set_up = set_up_attempt if job.kind == "train" else set_up_evaluation
     run_attempt(link, partial(set_up, job, link, streams, device))
 
@@ -68,25 +67,6 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
-
-
-def own_place() -> tuple[str, str, str, str]:
-    """Host, node, a text on this process, and its placement group, as in `WorkerPlace`.
-
-    The text names GPU, process and log file: Ray sends standard error to a separate file.
-    """
-    context = ray.get_runtime_context()
-    gpus = context.get_accelerator_ids().get("GPU", [])
-    log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else ""
-    parts = [f"GPU {', '.join(gpus)}"] if gpus else []
-    parts += [f"pid {os.getpid()}", f"log {log}" if log.endswith(".err") else ""]
-    group = ray.util.get_current_placement_group()
-    return (
-        ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-        context.get_node_id(),
-        ", ".join(filter(None, parts)),
-        group.id.hex() if group else "",
-    )
 
 
 def training_device(use_gpu: bool) -> torch.device:
@@ -197,7 +177,7 @@ def set_up_evaluation(
 
 def _started_watchdog(job: TrainJob, link: RunLink) -> Watchdog:
     watchdog = Watchdog(0, job.recipe.train.step_timeout_s, link.beat, link.note_hang)
-    link.beat(0)  # later errors name this worker's place
+    link.beat(0)  # a stop may have been requested before
     watchdog.start()
     return watchdog
 

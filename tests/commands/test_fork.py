@@ -220,13 +220,14 @@ def test_with_another_batch_each_image_is_read_once_in_each_epoch(
 
     def drawn(one: ResolvedRun, steps: range) -> list[tuple[int, int]]:
         batches = SeenBatches(one)
-        return [(i.sample, i.epoch) for step in steps for i in batches.read(step)[1]]
+        rows = [row for step in steps for row in batches.read(step)[1]]
+        return [(row["sample"], row["epoch"]) for row in rows]
 
     before = drawn(resolved, range(STEP))
     after = drawn(now, range(position.step, now.total_steps))
     assert sorted(before + after) == sorted(drawn(resolved, range(resolved.total_steps)))
     with pytest.raises(ValueError, match="branches off seen at step 7"):
-        find_run(fork.run_folder).checked_steps(range(position.step - 1, position.step))
+        find_run(fork.run_folder).checked_step(position.step - 1)
 
 
 def test_with_another_batch_a_fork_begins_between_two_shuffle_windows(

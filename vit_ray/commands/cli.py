@@ -287,10 +287,9 @@ vit_ray = _Names(
             _MODULES,
         ),
         _plain(
-            "The images of a step as the model sees them, in pictures: `vit-ray batch SOURCE "
-            "step=100` (counted from 0; or 100:110; rank=3/8). SOURCE is a recipe, the "
-            "folder of a run's checkpoints, or its id in MLflow. `sample=NUMBER` or `key=KEY` "
-            "lists the steps that an image is in. Further `key=value` arguments change the recipe.",
+            "The images of a step as the model sees them, as a picture and a table: `vit-ray batch "
+            "SOURCE step=100` (counted from 0). SOURCE is a recipe, the folder of a run's "
+            "checkpoints, or its id in MLflow. Further `key=value` arguments change the recipe.",
             "vit_ray.commands.trained.batch:show_batch",
             click.Argument(["source"]),
             click.Argument(["words"], nargs=-1, required=True),

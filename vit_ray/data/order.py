@@ -135,21 +135,6 @@ class Order:
                 rows[alike] = permuted[rows[alike]]
         return Places(epochs, groups, rows)
 
-    def span_of(self, epoch: int, group: int, row: int) -> range:
-        """Positions among which a row stands in an epoch: one, or those of its shuffle window."""
-        order, starts = self._groups_of(epoch)
-        (turn,) = np.flatnonzero(order == group)
-        rows = np.arange(self.rows[group])
-        if self.is_shuffled:
-            rows = self._rows_of(epoch, group)
-        first = epoch * self.num_images
-        at = first + int(starts[turn]) + int(np.flatnonzero(rows == row)[0])
-        if self.window is None:
-            return range(at, at + 1)
-        start = at // self.window.num_rows * self.window.num_rows
-        stop = min(start + self.window.num_rows, first + self.num_images)
-        return range(max(start, first), stop)
-
     def _permute_rows(self, epoch: int, group: int) -> Int64Array:
         rows = np.arange(self.rows[group], dtype=np.int64)
         keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
@@ -211,12 +196,3 @@ class Plan:
                 its = places.groups == group
                 samples[its] = self._samples_of(group)[places.rows[its]]
         return Rows(places.epochs, places.groups, samples)
-
-    def span_of(self, sample: int, epoch: int) -> range:
-        """Positions among which a sample stands in an epoch, none or a few thousand.
-
-        `rows_at` says which of them it is.
-        """
-        group, _ = self._manifest.place(sample)
-        found = np.flatnonzero(self._samples_of(group) == sample)
-        return self.order.span_of(epoch, group, int(found[0])) if len(found) else range(0)

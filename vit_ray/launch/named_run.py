@@ -56,26 +56,25 @@ class NamedRun:
         position = self.newest.position if self.newest else None
         return position.step if position and position.progress.ended else self.resolved.total_steps
 
-    def checked_steps(self, steps: range) -> range:
-        """The steps, 0-based.
+    def checked_step(self, step: int) -> int:
+        """The step, 0-based.
 
         Raises:
-            ValueError: the run does not have all of these steps, or the range is empty.
+            ValueError: the run does not have it.
         """
         note = locate(self.recipe.run_folder).child(NOTE)
         origin = note.read().decode() if self.newest and note.exists() else ""
-        if steps and (forked := step_of(origin)) and steps.start < forked:
+        if (forked := step_of(origin)) and step < forked:
             raise ValueError(
-                f"step={steps.start}: the run branches off {origin}, which trained this step; look "
-                "at this step there"
+                f"step={step}: the run branches off {origin}, which trained this step; look at "
+                "this step there"
             )
         total = self.total_steps
-        if not steps or steps.start < 0 or steps.stop > total:
+        if step >= total:
             raise ValueError(
-                f"step={steps.start}{f':{steps.stop}' if len(steps) != 1 else ''}: the run has "
-                f"{total:,} steps; give one from 0 to {total - 1}, or a range such as 100:110"
+                f"step={step}: the run has {total:,} steps; give one from 0 to {total - 1}"
             )
-        return steps
+        return step
 
 
 def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:

@@ -1,5 +1,6 @@
 """What a worker's checkpoints hold, and when training may go on."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -164,11 +165,12 @@ def test_only_a_checkpoint_that_was_committed_was_in_time(
 
 def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
-    paused: list[bool] = []
-    worker.saver._run_beside = lambda _: paused.append(worker.watchdog._is_paused)
+    limits_s: list[float] = []
+    worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)
+    worker.watchdog.note_step(1)
     worker.saver.save(Progress(step=1))
-    assert paused == [True]
-    assert not worker.watchdog._is_paused
+    assert limits_s == [math.inf]
+    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s
 
 
 def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(

@@ -78,9 +78,8 @@ def test_the_first_step_of_an_attempt_may_take_longer() -> None:
 def test_while_paused_nothing_ends_and_time_counts_from_resuming() -> None:
     watched = Watched()
     watched.dog.note_step(6)
-    watched.dog.pause()
-    assert not watched.ends_within(10_000)
-    watched.dog.resume()
+    with watched.dog.paused():
+        assert not watched.ends_within(10_000)
     assert not watched.ends_within(59)
     assert watched.ends_within(2)
 
@@ -88,7 +87,7 @@ def test_while_paused_nothing_ends_and_time_counts_from_resuming() -> None:
 def test_an_evaluation_may_take_the_first_steps_time_for_each_of_its_parts() -> None:
     watched = Watched()
     watched.dog.note_step(6)
-    watched.dog.expect_long_steps()
+    watched.dog.expect_long_step()
     assert not watched.ends_within(FIRST_STEP_S - 1)
     watched.dog.note_move()
     assert not watched.ends_within(FIRST_STEP_S - 1)
@@ -113,7 +112,7 @@ def test_setting_up_may_take_longer_still_and_has_an_end() -> None:
     )  # fmt: skip
     assert not watched.ends_within(SETUP_S - 1)
     assert watched.ends_within(2)
-    assert watched.hangs[0][0].startswith("not set up for 3600 s")
+    assert watched.hangs[0][0].startswith("no step for 3600 s")
 
 
 def test_where_each_thread_is_is_told_with_the_innermost_call_first() -> None:

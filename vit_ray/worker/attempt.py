@@ -269,10 +269,8 @@ class Attempt:
 
     def add_evaluation(self, progress: Progress) -> bool:
         """Add an evaluation to the checkpoint of its step, when all ranks have written that."""
-        self.watchdog.pause()
-        with self.link.clock.within(Phase.CHECKPOINT):
+        with self.watchdog.paused(), self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
-        self.watchdog.resume()
         metrics = self._note_time(progress)
         if self.context.rank == 0:  # instead of those of the checkpoint before the evaluation
             self.link.record.metrics(progress.step, metrics, again=True)

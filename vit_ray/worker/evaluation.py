@@ -85,7 +85,7 @@ class Evaluator:
             EvaluationCutError: one of them was true on some rank.
             UnrecoverableError: as above, or a batch does not fit into memory.
         """
-        self._watchdog.expect_long_steps()
+        self._watchdog.expect_long_step()
         self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
         try:
             metrics = self._measure("")
@@ -106,7 +106,6 @@ class Evaluator:
                 "it",
                 is_agreed=False,
             ) from error
-        self._watchdog.resume()
         return metrics
 
     def _measure(self, prefix: str) -> dict[str, float]:

@@ -95,14 +95,14 @@ class CheckpointSaver:
             UnrecoverableError: as `wait_until_written`, for the previous checkpoint.
         """
         start_s, asked_s = time.perf_counter(), time.time()
-        self._watchdog.pause()  # waiting has its own limits
-        self.wait_until_written()  # storage slower than the cadence must not accumulate copies
-        position = make_position(self._job, self._state, progress)
-        memory, self._memory = self._memory, None
-        snapshot = self._state.snapshot(position, memory)
-        self._written.clear()
-        self._run_beside(lambda: self._write(snapshot, asked_s, leaves_at_s))
-        self._watchdog.resume()
+        with self._watchdog.paused():  # waiting has its own limits
+            # Storage slower than the cadence must not accumulate copies.
+            self.wait_until_written()
+            position = make_position(self._job, self._state, progress)
+            memory, self._memory = self._memory, None
+            snapshot = self._state.snapshot(position, memory)
+            self._written.clear()
+            self._run_beside(lambda: self._write(snapshot, asked_s, leaves_at_s))
         return time.perf_counter() - start_s
 
     def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:

@@ -1,18 +1,21 @@
 """A worker's watchdog: a thread that reports the worker's progress, and ends a step that hangs."""
 
 import faulthandler
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 BEAT_S = 1.0
 FIRST_STEP_S = 600.0
-"""Minimum limit for the first step of an attempt, which compiles and waits for the first batch."""
+"""Minimum limit for the first step of an attempt, which compiles and waits for the first batch, and
+for a part of an evaluation."""
 SETUP_S = 3600.0
 """Minimum limit for what comes before: the model is built, and a checkpoint read and restored."""
 REPORT_S = 10.0
@@ -76,14 +79,7 @@ class Watchdog(threading.Thread):
         self._end, self._clock = end, clock
         self._watched = threading.get_ident()
         self._stopped = threading.Event()
-        self._is_paused = False
-        self._has_moved = self._is_set_up = False
-        self._moved_s = clock()
-
-    def begin_steps(self, step: int) -> None:
-        """The attempt is set up and continues from `step`."""
-        self._step, self._is_set_up = step, True
-        self.resume()
+        self.allow(max(timeout_s, SETUP_S))
 
     def start(self) -> None:
         """Watch, and send heartbeats from another thread, since these wait for an answer."""
@@ -98,40 +94,46 @@ class Watchdog(threading.Thread):
         while not self._stopped.wait(BEAT_S):
             self._beat(self._step)
 
+    def allow(self, seconds: float) -> None:
+        """For what comes next; a step that is done allows the next one the usual time."""
+        self._limit_s, self._ends_s = seconds, self._clock() + seconds
+
+    def expect_long_step(self) -> None:
+        """The first step, or a part of an evaluation."""
+        self.allow(max(self._timeout_s, FIRST_STEP_S))
+
+    def begin_steps(self, step: int) -> None:
+        """The attempt is set up and continues from `step`."""
+        self._step = step
+        self.expect_long_step()
+
     def note_step(self, step: int) -> None:
-        self._step, self._has_moved = step, True
-        self._moved_s = self._clock()
-
-    def pause(self) -> None:
-        """Pause: what follows has its own time limits."""
-        self._is_paused = True
-
-    def expect_long_steps(self) -> None:
-        """Until a step is done: a part of an evaluation may take as long as the first step."""
-        self.resume()
-        self._has_moved = False
+        self._step = step
+        self.allow(self._timeout_s)
 
     def note_move(self) -> None:
-        self._moved_s = self._clock()
+        """As much time again."""
+        self.allow(self._limit_s)
 
-    def resume(self) -> None:
-        """Watch steps again, from now."""
-        self._moved_s = self._clock()
-        self._is_paused = False
+    def pause(self) -> None:
+        """What follows has its own time limits."""
+        self.allow(math.inf)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """As `pause`, in the block; what comes after it has as much time as what was before."""
+        limit_s = self._limit_s
+        self.pause()
+        yield
+        self.allow(limit_s)
 
     def stop(self) -> None:
         self._stopped.set()
 
     def check(self) -> None:
         """End a hanging process if the step in progress has taken too long."""
-        limit_s = self._timeout_s
-        if not self._is_set_up:
-            limit_s = max(limit_s, SETUP_S)
-        elif not self._has_moved:
-            limit_s = max(limit_s, FIRST_STEP_S)
-        if not self._is_paused and self._clock() - self._moved_s > limit_s:
-            what = "no step" if self._is_set_up else "not set up"
-            reason = f"{what} for {limit_s:g} s (train.step_timeout_s); restarting"
+        if self._clock() > self._ends_s:
+            reason = f"no step for {self._limit_s:g} s (train.step_timeout_s); restarting"
             where = describe_calls(sys._current_frames().get(self._watched), most_frames=6)
             report = reason, where, describe_threads(), self._step
             # In a thread: the process that records the run may hang, too.

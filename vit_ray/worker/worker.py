@@ -94,10 +94,9 @@ def set_up_attempt(
     with unless_set_up:
         unless_set_up.callback(watchdog.stop)
         check_folder_is_shared(job, platform.node())
-        watchdog.pause()  # it limits steps
         damaged = partial(link.note, EventKind.CHECKPOINT_DAMAGED, step=0)
-        checkpoint = agreed_checkpoint(run_folder, damaged, device)
-        watchdog.resume()
+        with watchdog.paused():  # storage has its own limits
+            checkpoint = agreed_checkpoint(run_folder, damaged, device)
         if checkpoint and checkpoint.position.progress.is_over(job.total_steps):
             return None
         micro = choose_micro_batch(

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vit_ray.training.loop import Batch
-
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 # What needs a value of a tensor, or the number of those that are not 0, on the host.
 READS = {"item", "tolist", "numpy", "nonzero", "equal", "unique", "masked_select"} | {
@@ -183,10 +181,6 @@ class PretendedGpu:
 
         monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
         monkeypatch.setattr(torch.Tensor, "to", to)
-
-    def copy(self) -> Batch:
-        self.order.append("copy beside" if self.on_side else "copy in the way")
-        return {"image": torch.zeros(1)}
 
 
 def _has(tensors: list[torch.Tensor], tensor: torch.Tensor) -> bool:

@@ -11,13 +11,10 @@ from vit_ray.storage import Location, UnavailableError
 
 
 @contextmanager
-def lock_run(folder: Location, what: str | None = None) -> Iterator[int]:
+def lock_run(folder: Location) -> Iterator[int]:
     """Hold the run in `folder` inside this block; yields the token for `check_lock`.
 
     The process ends if another driver has nevertheless taken the run.
-
-    Args:
-        what: how the error names the folder; by default as a run by its name.
 
     Raises:
         ValueError: another driver holds it.
@@ -29,7 +26,7 @@ def lock_run(folder: Location, what: str | None = None) -> Iterator[int]:
             number = held.enter_context(hold_lock(folder, _end_process))
         except HeldError as error:
             raise ValueError(
-                f"{what or f'run {name!r} in {runs}'} is in use by another driver: {error}; "
+                f"run {name!r} in {runs} is in use by another driver: {error}; "
                 "wait for it or stop it, or choose another name"
             ) from None
         except UnavailableError:

@@ -1,4 +1,4 @@
-"""Batches read ahead in a thread, and copied or decoded on the GPU while it computes."""
+"""Batches read ahead in a thread, and copied to the GPU while it computes."""
 
 import contextlib
 import threading
@@ -12,38 +12,6 @@ from vit_ray.training.loop import Batch, as_tensor
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-
-Made = tuple[Batch, Any]
-"""A batch, and the event after which its image is complete; None without a GPU."""
-
-
-class SideStream:
-    """A separate CUDA stream for batches that one thread makes and another uses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def make(self, make_batch: Callable[[], Batch]) -> Made:
-        """Have a batch made on this stream; neither the device's computing nor the host waits."""
-        if self._stream is None:
-            return make_batch(), None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            batch = make_batch()
-            return batch, self._stream.record_event()
-
-    def hand_over(self, made: Made) -> Batch:
-        """The batch; the computing stream waits for it, the host does not."""
-        batch, event = made
-        if event is not None:
-            user = torch.cuda.current_stream(self._device)
-            user.wait_event(event)
-            # Its memory belongs to this stream, and must not be reused while the other stream reads
-            # it.
-            batch["image"].record_stream(user)
-        return batch
 
 
 def device_batches(
@@ -62,15 +30,27 @@ def device_batches(
     """
     if device.type != "cuda":
         return Prefetched(batches, lambda batch: batch, ahead)
-    side = SideStream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pin(batch: Batch) -> Batch:
         return {**batch, **{name: as_tensor(batch[name]).pin_memory() for name in pinned}}
 
-    def copy(batch: Batch) -> Made:
-        return side.make(lambda: {**batch, "image": batch["image"].to(device, non_blocking=True)})
+    def copy(batch: Batch) -> tuple[Batch, Any]:
+        """Beside what the device computes; neither that nor the host waits."""
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            image = batch["image"].to(device, non_blocking=True)
+            return {**batch, "image": image}, stream.record_event()
 
-    return map(side.hand_over, Prefetched(Prefetched(batches, pin, ahead), copy))
+    def hand_over(copied: tuple[Batch, Any]) -> Batch:
+        """The computing stream waits for the copy, the host does not."""
+        batch, event = copied
+        user = torch.cuda.current_stream(device)
+        user.wait_event(event)
+        # Its memory belongs to the other stream, which must not reuse it while this one reads it.
+        batch["image"].record_stream(user)
+        return batch
+
+    return map(hand_over, Prefetched(Prefetched(batches, pin, ahead), copy))
 
 
 class Prefetched(Iterator[T]):

@@ -49,8 +49,8 @@ def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_
 ) -> None:
     asked: list[Any] = []
 
-    def refuse(cluster: ClusterShape, read: Any, written: Any) -> None:
-        asked.extend((cluster, read, written))
+    def refuse(cluster: ClusterShape, read: Any) -> None:
+        asked.extend((cluster, read))
         raise ValueError("not on this node")
 
     cluster = ClusterShape(2, 8, 0, 0.0)
@@ -65,9 +65,5 @@ def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_
         (tmp_path / "runs" / "refused").mkdir(parents=True)
     with pytest.raises(ValueError, match="not on this node"):
         run.train(recipe)
-    assert asked == [
-        cluster,
-        [("data.train", str(converted_set()))],
-        ("output", str(tmp_path / "runs")),
-    ]
+    assert asked == [cluster, [("data.train", str(converted_set()))]]
     assert (tmp_path / "runs").exists() == begun

@@ -22,11 +22,7 @@ def run_convert(recipe: Recipe) -> int:
         ValueError: the recipe has no `convert` section, or the source is wrong.
     """
     config = convert_of(recipe)
-    check_shared(
-        connect(recipe),
-        [("convert.source", config.source)],
-        ("convert.destination", config.destination),
-    )
+    check_shared(connect(recipe), [("convert.source", config.source)])
     report = convert(config, recipe.seed)
     for what, names in report.fields.items():
         print(f"{config.source}: the {what} is in the field {', '.join(names)}")

@@ -68,7 +68,7 @@ def open_parent(
         refuse_client()
         _check_trainings(recipe, trainings, cluster)
         read = {path: None for one in trainings or (recipe,) for path in paths_of(one)}
-        check_shared(cluster, read, ("output", recipe.output))
+        check_shared(cluster, read)
         if not cluster.is_private:  # or they would end with the trial that needs them first
             start_data_actors()
     EndOnRequest.is_requested.clear()

@@ -112,7 +112,7 @@ def train(
     """
 
     def check(new: Recipe) -> None:
-        check_start(new, ("output", new.output), is_child=parent is not None)
+        check_start(new, is_child=parent is not None)
 
     with prepared_training(recipe, kind, check) as prepared:
         if prepared.is_over:
@@ -144,21 +144,14 @@ def evaluated(recipe: Recipe) -> RunResult:
     """As `evaluate`, with the run in MLflow that has the tables and pictures."""
     require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
     prepared = prepare_evaluation(recipe)
-    check_start(prepared.recipe, None, trains=False)
+    check_start(prepared.recipe, trains=False)
     return run_prepared(prepared)
 
 
-def check_start(
-    recipe: Recipe,
-    written: tuple[str, str] | None,
-    *,
-    trains: bool = True,
-    is_child: bool = False,
-) -> None:
+def check_start(recipe: Recipe, *, trains: bool = True, is_child: bool = False) -> None:
     """Join the cluster, and check that a run can start there.
 
     Args:
-        written: as for `check_shared`.
         trains: as for `paths_of`.
         is_child: of a sweep or study, which has checked the files of all its trainings.
 
@@ -168,7 +161,7 @@ def check_start(
     cluster = connect(recipe)
     check_cluster(recipe, cluster)
     if not is_child:
-        check_shared(cluster, paths_of(recipe, trains=trains), written)
+        check_shared(cluster, paths_of(recipe, trains=trains))
 
 
 def run_prepared(

@@ -1,11 +1,8 @@
 """Whether the nodes of the cluster see the local files of a run, before anything is written."""
 
-import contextlib
 import os
 import platform
-import uuid
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Final
 
 import ray
@@ -37,17 +34,12 @@ def paths_of(recipe: Recipe, *, trains: bool = True) -> list[tuple[str, str]]:
     return [(key, path) for key, path in found.items() if path is not None]
 
 
-def check_shared(
-    cluster: ClusterShape,
-    read: Iterable[tuple[str, str]],
-    written: tuple[str, str] | None = None,
-) -> None:
+def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None:
     """Check that the nodes that are up see the local files of this machine; nothing is asked on a
-    cluster of one node.
+    cluster of one node. What is written is seen by those that write: workers look for the lock.
 
     Args:
         read: key and path of each data set, file and folder that is read.
-        written: key and path of the folder that is written; None for nothing.
 
     Raises:
         ValueError: nodes do not see them; with these nodes.
@@ -59,10 +51,7 @@ def check_shared(
     if not is_outside:
         nodes.pop(ray.get_runtime_context().get_node_id(), None)
     names = {locate(path).path: f"{key}={path}" for key, path in read if _is_here(path)}
-    with _marked(written[1] if written else None) as marker:
-        if written and marker:
-            names = {marker: "=".join(written), **names}
-        missing = unseen_by(nodes, list(names)) if names and nodes else {}
+    missing = unseen_by(nodes, list(names)) if names and nodes else {}
     lacking = {node: paths for node, paths in missing.items() if paths}
     if not lacking:
         return
@@ -83,24 +72,3 @@ def check_shared(
 def _is_here(path: str) -> bool:
     place = locate(path) if path.startswith("file://") or "://" not in path else None
     return place is not None and os.path.exists(place.path)
-
-
-@contextlib.contextmanager
-def _marked(folder: str | None) -> Iterator[str | None]:
-    """Path of a new empty file in a local folder, or in the nearest folder above it that exists.
-
-    None if it cannot be made: the run says so when it makes the folder.
-    """
-    marker = None
-    if folder is not None and (place := locate(folder)).is_local:
-        path = Path(place.path)
-        with contextlib.suppress(OSError):
-            there = next(one for one in (path, *path.parents) if one.is_dir())
-            made = there / f".vit_ray-{uuid.uuid4().hex}"
-            made.touch(exist_ok=False)
-            marker = made
-    try:
-        yield None if marker is None else str(marker)
-    finally:
-        if marker is not None:
-            marker.unlink(missing_ok=True)

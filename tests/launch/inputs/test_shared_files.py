@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import pytest
 import ray
 
 from tests.recipes import recipe_with
-from vit_ray import lock
 from vit_ray.launch.cluster import node_files
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.cluster.node_files import unseen
 from vit_ray.launch.inputs import shared_files
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 
@@ -98,23 +95,7 @@ def test_a_driver_outside_asks_every_node(tmp_path: Path, monkeypatch: Any, aske
         check_shared(ClusterShape(1, 8, 0, 0.0, nodes=NODES[2:]), [("data.train", str(tmp_path))])
 
 
-def test_a_file_that_a_shared_disk_shows_late_is_seen(tmp_path: Path) -> None:
-    late = tmp_path / "late"
-    threading.Timer(0.3, late.touch).start()
-    assert unseen([str(late)], 30.0) == set()
-    assert unseen([str(late), f"{tmp_path}/gone"], 0.0) == {f"{tmp_path}/gone"}
-
-
-def test_a_disk_that_workers_wait_for_is_waited_for_here() -> None:
-    assert node_files.SHOWN_S >= lock.SHOWN_S
-    # A process on the node starts before, and the answer comes back.
-    assert node_files.ANSWER_LIMIT_S >= node_files.SHOWN_S + 8.0
-
-
-def test_a_real_node_says_what_it_does_not_see(
-    ray_cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_node_says_what_it_does_not_see(ray_cluster: object, tmp_path: Path) -> None:
     (own,) = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
     gone = f"{tmp_path}/gone"
-    monkeypatch.setattr(node_files, "SHOWN_S", 0.0)
     assert node_files.unseen_by([own], [str(tmp_path), gone]) == {own: {gone}}

@@ -52,7 +52,7 @@ def test_numbers_and_slices_give_the_rows_as_they_were_written(rows: Rows, tmp_p
     assert [one.key for one in found[-2:1:-3]] == [row[2] for row in rows[-2:1:-3]]
     with pytest.raises(IndexError):
         found[COUNT]
-    assert [found.names(found[number]) for number in (0, 4, 5)] == ["cat", "cat, emu", "no label"]
+    assert re.fullmatch(r"Dataset\('.*': 10 images of 3 classes, fingerprint \w{12}\)", repr(found))
 
 
 def test_rows_that_a_set_leaves_out_have_no_number(rows: Rows, tmp_path: Path) -> None:
@@ -61,16 +61,6 @@ def test_rows_that_a_set_leaves_out_have_no_number(rows: Rows, tmp_path: Path) -
     dropped = {0: np.array([0, 2])}  # as deduplication and a nested part leave them out
     part = dataset.Dataset(replace(whole, rows=np.array([2, 4, 2]), num_images=8, dropped=dropped))
     assert [one.key for one in part] == [f"<key {number}>" for number in (1, 3, 4, 5, 6, 7, 8, 9)]
-
-
-def test_a_notebook_shows_a_grid_and_no_name_is_markup(rows: Rows, tmp_path: Path) -> None:
-    write(tmp_path, rows)
-    found = dataset.open_dataset(str(tmp_path))
-    assert re.fullmatch(r"Dataset\('.*': 10 images of 3 classes, fingerprint \w{12}\)", repr(found))
-    shown = found._repr_html_()
-    assert shown.count("<figure") == COUNT
-    assert "&lt;key 3&gt;" in shown
-    assert "<key" not in shown
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-"""A data set in Python: samples by number, a grid of the first, and a run's batches without Ray."""
+"""A data set in Python: samples by number, and a run's batches without Ray."""
 
 from __future__ import annotations
 
-import base64
 import difflib
-import html
 import io
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -27,8 +25,6 @@ from vit_ray.own_parts import trust_named
 if TYPE_CHECKING:
     from vit_ray.launch.inputs.torch_stream import TorchStream
 
-_SHOWN: Final = 12
-_SIDE_PX: Final = 96
 _OPTIONS: Final = ("epochs", "start", "seed", "rank", "world_size", "training")
 """Arguments of `iter_batches` next to the keys of `data`."""
 _KEPT_GROUPS: Final = 8
@@ -173,31 +169,11 @@ class Dataset(Sequence[Sample]):
         group, row = self.manifest.place(number)
         return self._read(group), row
 
-    def names(self, sample: Sample) -> str:
-        return ", ".join(self.classes[label] for label in sample.labels) or "no label"
-
     def __repr__(self) -> str:
         return (
             f"Dataset({self.manifest.path!r}: {len(self):,} images of {len(self.classes):,} "
             f"classes, fingerprint {self.manifest.fingerprint[:12]})"
         )
-
-    def _repr_html_(self) -> str:
-        """A grid of the first images with their classes, as notebooks show it."""
-        cells = []
-        for sample in self[:_SHOWN]:
-            content = io.BytesIO()
-            sample.image.thumbnail((_SIDE_PX, _SIDE_PX))
-            sample.image.convert("RGB").save(content, "PNG")
-            pixels = base64.b64encode(content.getvalue()).decode()
-            name, key = html.escape(self.names(sample)), html.escape(sample.key)
-            cells.append(
-                f'<figure style="margin:4px;width:{_SIDE_PX}px" title="{key}">'
-                f'<img alt="{name}" src="data:image/png;base64,{pixels}">'
-                f"<figcaption>{name}</figcaption></figure>"
-            )
-        grid = f'<div style="display:flex;flex-wrap:wrap">{"".join(cells)}</div>'
-        return f"<p>{html.escape(repr(self))}</p>{grid}"
 
 
 def open_dataset(path: str) -> Dataset:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import sys
@@ -79,8 +78,6 @@ RANKS_PER_POLL_S: Final = 128
 
 _OWN_SETTINGS: set[str] = set()
 """Variables of Ray Train that an earlier group of this process has set."""
-
-logger = logging.getLogger(__name__)
 
 
 class RunFailedError(RuntimeError):
@@ -469,19 +466,7 @@ def _error_of(failure: Failure) -> RunFailedError:
 
 
 def _say_that_the_record_waits(recipe: Recipe) -> None:
-    """A note for a SQLite file, whose schema takes MLflow seconds; a warning for a server."""
+    """A SQLite file, for whose schema MLflow takes seconds, is no failure."""
     uri = redact(recipe.tracking.uri)
-    if uri.startswith("sqlite:"):
-        print(
-            f"MLflow is still creating or opening {uri}; {recipe.name} trains meanwhile, and is "
-            "recorded there when it is open",
-            file=sys.stderr,
-            flush=True,
-        )
-    else:
-        logger.warning(
-            "MLflow at %s does not answer; %s continues, and its record waits in %s",
-            uri,
-            recipe.name,
-            recipe.run_folder,
-        )
+    what = f"{recipe.name} trains meanwhile, and its record waits in {recipe.run_folder}"
+    print(f"MLflow at {uri} has not answered yet; {what}", file=sys.stderr, flush=True)

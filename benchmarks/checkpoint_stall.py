@@ -166,8 +166,7 @@ class Saves:
         self._thread = threading.Thread()
         folder = str(args.folder / "run")
         job = TrainJob(
-            recipe, "train", CLASSES, 1000, 1000, "", folder, "auto", 0, 0.0, silence,
-            None, lambda bad: None,
+            recipe, "train", CLASSES, 1000, "", folder, "auto", 0, 0.0, silence, None,
         )  # fmt: skip
         writer = CheckpointWriter(
             locate(folder), recipe.checkpoint, self._refuse, None, gather_by_own_group()

@@ -171,8 +171,8 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     torch.nn.functional.linear = PLAIN_LINEAR
     actor, world_size = FakeRun(), torch.distributed.get_world_size()
     job = TrainJob(
-        recipe, "train", CLASSES, IMAGES, steps, "print", recipe.run_folder, "auto", 0, 0.0, actor,
-        None, lambda bad: None, classes=tuple(map(str, range(CLASSES))),
+        recipe, "train", CLASSES, steps, "print", recipe.run_folder, "auto", 0, 0.0, actor, None,
+        classes=tuple(map(str, range(CLASSES))),
     )  # fmt: skip
     folder = locate(recipe.run_folder)
     micro = choose_micro_batch(job, world_size, int)

@@ -240,8 +240,8 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     """A run of a few steps below `folder`."""
     recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
-        recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, FakeRun(),
-        None, lambda bad: None, classes=CLASSES,
+        recipe, kind, 10, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, FakeRun(), None,
+        classes=CLASSES,
     )  # fmt: skip
 
 

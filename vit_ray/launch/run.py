@@ -287,7 +287,6 @@ def _job(
         recipe=recipe,
         kind="train" if prepared.trains else "evaluate",
         num_classes=prepared.num_classes,
-        num_images=resolved.num_images,
         classes=tuple(resolved.manifest.classes),
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,

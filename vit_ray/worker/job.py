@@ -24,8 +24,6 @@ class TrainJob:
     recipe: Recipe
     kind: Literal["train", "evaluate"]
     num_classes: int
-    num_images: int
-    """Training images of one epoch."""
     total_steps: int
     """Steps of the whole run, for the learning rate schedule."""
     data_fingerprint: str

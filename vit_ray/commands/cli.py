@@ -11,6 +11,7 @@ import select
 import shutil
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,6 +134,8 @@ def _prepare() -> None:
     for unreachable ones, several times, in 0.8 s (AMD EPYC, 2026-11-27).
     """
     atexit.register(gc.freeze)
+    for category in (FutureWarning, DeprecationWarning):  # of libraries
+        warnings.filterwarnings("ignore", category=category)
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))

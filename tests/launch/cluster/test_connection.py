@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +48,10 @@ def test_numbers_for_a_dashboard_are_kept_where_a_ray_for_one_command_has_one(
     monkeypatch.setattr(connection, "mark_private", lambda: None)
     monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
     monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: left_out.append(None))
-    connect(load_recipe("digits"))
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        connect(load_recipe("digits"))
+        assert not warnings.filters  # those of the caller of `train`
     assert bool(left_out) != has_dashboard
 
 

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -126,8 +125,6 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Ray Tune's tables; `progress` shows it
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
     recipe.storage.use()
     if ray.is_initialized():
         return shape(time.time())

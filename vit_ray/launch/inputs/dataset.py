@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -25,8 +24,6 @@ from vit_ray.own_parts import trust_named
 if TYPE_CHECKING:
     from vit_ray.launch.inputs.torch_stream import TorchStream
 
-_OPTIONS: Final = ("epochs", "start", "seed", "rank", "world_size", "training")
-"""Arguments of `iter_batches` next to the keys of `data`."""
 _KEPT_GROUPS: Final = 8
 """Row groups in memory: neighbours are read once."""
 
@@ -122,9 +119,6 @@ class Dataset(Sequence[Sample]):
             )
         if "train" in data:
             raise ValueError("train is this data set itself; open another one to read that")
-        for key in data.keys() - DataConfig.model_fields.keys():
-            if near := difflib.get_close_matches(key, _OPTIONS, 1):
-                raise ValueError(f"unknown argument {key}; did you mean {near[0]}?")
         manifest, batch = self.manifest, global_batch_size
         trust_named(data)
         config = validated(DataConfig, {**data, "train": manifest.path}, "data")

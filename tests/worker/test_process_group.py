@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray.exceptions
 import ray.train.torch
 import ray.util
 import torch
@@ -45,6 +46,22 @@ def test_every_worker_chooses_its_network_before_ray_joins_the_group(
     config.backend_cls().on_start(group, config)
     assert joined == ["lo"]
     assert process_group.GroupBackend.share_cuda_visible_devices
+
+
+def test_a_group_that_dies_before_it_has_met_gives_up_its_place() -> None:
+    """Nobody else may know it yet: none of its workers has introduced itself."""
+    given_up: list[bool] = []
+
+    def execute(call: Any, *given: Any) -> None:
+        raise ray.exceptions.RayActorError
+
+    place = SimpleNamespace(shutdown=lambda: given_up.append(True))
+    state = SimpleNamespace(placement_group_handle=place)
+    group = SimpleNamespace(execute=execute, get_worker_group_state=lambda: state)
+    config = GroupConfig(backend="gloo", timeout_s=120)
+    with pytest.raises(ray.exceptions.RayActorError):
+        config.backend_cls().on_start(group, config)
+    assert given_up == [True]
 
 
 NAME = "GLOO_SOCKET_IFNAME"

@@ -248,11 +248,12 @@ def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
     augmentation = Augmentation("inception_crop", SIZE)
     spec = StreamSpec(open_dataset(str(data / folder)), augmentation)
     stop = spec.num_images * 1000 // BATCH * BATCH
-    specs = ray.put({"train": spec})
     server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
-    server = server.remote(keeps_statistics=False, warms_up=False)
+    server = server.remote(
+        "benchmark", {"train": spec}, range(1), 1, keeps_statistics=False, warms_up=False
+    )
     start_beside_server(int(CORES / spec.num_cpus), CORES)
-    return RankStreams(server, specs, "benchmark", 0, 1), stop
+    return RankStreams(server, 0), stop
 
 
 def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:

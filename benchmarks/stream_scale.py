@@ -92,15 +92,25 @@ def without_images() -> None:
     ray_datasets.BatchReader = EmptyReader  # type: ignore[assignment,misc]
 
 
-def start_servers(count: int, ranks: int) -> list[Any]:
-    """Servers, each for as many consecutive ranks."""
+def start_servers(count: int, hosts: int, world_size: int, share: int) -> list[Any]:
+    """The servers of the first of some hosts, each for as many consecutive ranks."""
     import ray
 
     from vit_ray.data.stream.stream_server import StreamServer
 
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 2 * ranks // count + 4}
+    specs = ray.put({"train": spec_of(world_size * share)})
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 2 * world_size // hosts + 4}
     remote = ray.remote(StreamServer).options(**options)
-    return [remote.remote(keeps_statistics=False, warms_up=False) for _ in range(count)]
+    quiet = {"keeps_statistics": False, "warms_up": False}
+    return [
+        remote.remote("benchmark", specs, ranks_of(host, hosts, world_size), world_size, **quiet)
+        for host in range(count)
+    ]
+
+
+def ranks_of(host: int, hosts: int, world_size: int) -> range:
+    """The ranks of a host."""
+    return range(host * world_size // hosts, (host + 1) * world_size // hosts)
 
 
 def process_ids(servers: list[Any]) -> list[int]:
@@ -129,11 +139,8 @@ class Ranks:
     def __init__(
         self, servers: list[Any], hosts: int, world_size: int, share: int, pace: float
     ) -> None:
-        import ray
-
         from vit_ray.data.stream.stream_server import RankStreams
 
-        specs = ray.put({"train": spec_of(world_size * share)})
         ranks = range(world_size * len(servers) // hosts)
         self.taken = Taken()
         self._start_s = time.perf_counter()
@@ -144,9 +151,7 @@ class Ranks:
         stop = 10**6 * world_size * share * BLOCK_ROWS
         self._threads = []
         for rank in ranks:
-            number = rank * hosts // world_size
-            host = range(number * world_size // hosts, (number + 1) * world_size // hosts)
-            streams = RankStreams(servers[number], specs, "benchmark", rank, world_size, host)
+            streams = RankStreams(servers[rank * hosts // world_size], rank)
             blocks = streams.training_blocks(share, 0, stop)
             self._threads.append(threading.Thread(target=self._take, args=(blocks,), daemon=True))
         for thread in self._threads:
@@ -203,7 +208,7 @@ def measure(ranks: int, servers: int, hosts: int, seconds: float, pace: float) -
     )
     share = max(1, 4096 // ranks)
     try:
-        started = start_servers(servers, ranks * servers // hosts)
+        started = start_servers(servers, hosts, ranks, share)
         pids = ray.get([server.__ray_call__.remote(lambda _: os.getpid()) for server in started])
         taking = Ranks(started, hosts, ranks, share, pace)
         taking.wait_for(SMALL_ROUNDS)

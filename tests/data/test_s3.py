@@ -270,9 +270,9 @@ environment = {"env_vars": json.loads(sys.argv[2])}
 ray.init(address=sys.argv[1], runtime_env=environment, log_to_driver=False)
 report = convert(sys.argv[3], "s3://converted/set", rows_per_row_group=16, shard_mib=0.1, seed=3)
 spec = StreamSpec(open_dataset("s3://converted/set"), Augmentation(size=16), seed=1, num_cpus=0.5)
-specs = ray.put({"train": spec})
-server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4).remote()
-batches = RankStreams(server, specs, "group", 0, 1).training_batches(50, 0, 300)
+server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
+server = server.remote("group", {"train": spec}, range(1), 1)
+batches = RankStreams(server, 0).training_batches(50, 0, 300)
 samples = [int(s) for batch in batches for s in batch["sample"]]
 print(json.dumps({"fingerprint": report.fingerprint, "samples": sorted(samples)}))
 """

@@ -22,19 +22,19 @@ def runs_of(folder: Path, name: str = "") -> list[Run]:
 def curves(folder: Path, run: Run) -> dict[str, list[str]]:
     """`step value` of each point by metric, as often as MLflow has it, in the order of steps."""
     keys = [key for key in sorted(run.data.metrics) if not TIMED.search(key)]
-    points = {key: _points(folder, run, key) for key in keys}
-    return {key: [f"{step} {value.hex()}" for step, value in points[key]] for key in keys}
+    found = {key: points(folder, run, key) for key in keys}
+    return {key: [f"{step} {value.hex()}" for step, value in found[key]] for key in keys}
 
 
 def values(folder: Path, name: str, key: str) -> list[float]:
     """Of a metric of the only run of this name, in the order of steps."""
-    (run,) = runs_of(folder, name)
-    return [value for _, value in _points(folder, run, key)]
+    return [value for _, value in points(folder, *runs_of(folder, name), key)]
 
 
-def _points(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
-    points = _client(folder).get_metric_history(run.info.run_id, key)
-    return sorted((point.step, float(point.value)) for point in points)
+def points(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
+    """Step and value of each point of a metric, in the order of steps."""
+    history = _client(folder).get_metric_history(run.info.run_id, key)
+    return sorted((point.step, float(point.value)) for point in history)
 
 
 def _client(folder: Path) -> MlflowClient:

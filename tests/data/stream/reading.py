@@ -44,29 +44,47 @@ def read_evaluation(
     return _read(streams_of(spec, world_size, hosts), "evaluation_batches", "eval", batch_size)
 
 
-def start_stream_server(world_size: int) -> Any:
-    """Handle of an actor that serves the ranks of one host."""
-    options = {"num_cpus": 0, "max_concurrency": 2 * world_size + 2}
-    return ray.remote(StreamServer).options(**options).remote()
+def start_stream_server(specs: dict[str, StreamSpec], ranks: range, world_size: int) -> Any:
+    """Handle of an actor that serves the ranks of one host in a group of its own."""
+    server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=2 * len(ranks) + 2)
+    return server.remote(uuid.uuid4().hex, specs, ranks, world_size)
+
+
+class _Servers:
+    """Several servers in one process, which takes seconds to start."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, StreamServer] = {}
+
+    def start(self, group: str, specs: dict[str, StreamSpec], world_size: int) -> None:
+        self._servers[group] = StreamServer(group, specs, range(world_size), world_size)
+
+    def next_block(self, group: str, *asked: Any) -> Any:
+        return self._servers[group].next_block(*asked)
 
 
 @lru_cache(maxsize=1)
-def _shared_server(cluster: str) -> Any:
-    """Serves one test's groups after another's."""
-    return start_stream_server(4)
+def _shared_process(cluster: str) -> Any:
+    return ray.remote(_Servers).options(num_cpus=0, max_concurrency=10).remote()
+
+
+class _SharedServer:
+    """What `RankStreams` needs of a handle, for a server in the shared process."""
+
+    def __init__(self, process: Any, group: str) -> None:
+        self.next_block, self._process, self._group = self, process, group
+
+    def remote(self, *asked: Any) -> Any:
+        return self._process.next_block.remote(self._group, *asked)
 
 
 def streams_of(spec: StreamSpec, world_size: int, hosts: Sequence[range] = ()) -> list[RankStreams]:
     """The streams of each rank of a group of its own; the ranks of each host have a server."""
-    specs = ray.put({"train": spec, "eval": spec})
-    group = uuid.uuid4().hex
+    specs, group = {"train": spec, "eval": spec}, uuid.uuid4().hex
     if hosts:
-        servers = [(start_stream_server(len(ranks)), ranks) for ranks in hosts]
+        servers = [(start_stream_server(specs, ranks, world_size), ranks) for ranks in hosts]
     else:
-        shared = _shared_server(ray.get_runtime_context().get_job_id())
-        servers = [(shared, range(world_size))]
-    return [
-        RankStreams(server, specs, group, rank, world_size, ranks)
-        for server, ranks in servers
-        for rank in ranks
-    ]
+        process = _shared_process(ray.get_runtime_context().get_job_id())
+        ray.get(process.start.remote(group, specs, world_size))
+        servers = [(_SharedServer(process, group), range(world_size))]
+    return [RankStreams(server, rank) for server, ranks in servers for rank in ranks]

@@ -48,21 +48,16 @@ def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
 
 
 def test_a_block_reaches_its_rank_while_another_rank_makes_more() -> None:
-    ranks, makes, is_taken = range(2), threading.Event(), threading.Event()
+    is_taken = threading.Event()
 
     def read() -> Generator[RankBlock, None, None]:
-        makes.set()
-        deadline_s = time.monotonic() + 10
-        while not reader.waiting and time.monotonic() < deadline_s:
-            time.sleep(0.01)
         yield block("a", rank=0)
         assert is_taken.wait(10), "rank 0 waits for the block of rank 1"
         yield block("b", rank=1)
 
-    reader = Reading(read, ranks)
+    reader = Reading(read, range(2))
     with ThreadPoolExecutor(2) as threads:
         second = threads.submit(reader.next_block, 1, 0)
-        makes.wait(10)
         assert reader.next_block(0, 0) == "a"
         is_taken.set()
         assert second.result() == "b"
@@ -83,15 +78,6 @@ def test_what_was_used_last_is_kept() -> None:
     for key in (b"a", b"b", b"a", b"c", b"a", b"b"):
         assert list(kept.blocks(key, readers[key])) == [block(key, 4)]
     assert {key: reader.times for key, reader in readers.items()} == {b"a": 1, b"b": 2, b"c": 1}
-
-
-def test_what_was_kept_can_be_given_up() -> None:
-    kept, source = KeptBlocks(10), Source([block("a", 4)])
-    for _ in range(2):
-        assert list(kept.blocks(b"key", source)) == source.blocks
-    kept.clear()
-    assert list(kept.blocks(b"key", source)) == source.blocks
-    assert source.times == 2
 
 
 def test_a_reading_that_was_left_or_failed_is_not_kept() -> None:
@@ -116,7 +102,7 @@ def test_every_rank_is_told_that_a_stream_failed() -> None:
         yield block("a")
         raise ValueError("too many bad images")
 
-    dealt = Reading(failing)
+    dealt = Reading(failing, range(3))
     assert dealt.next_block(0, 0) == "a"
     for rank, index in ((1, 0), (2, 0), (0, 1)):
         with pytest.raises(ValueError, match="too many bad images"):
@@ -126,7 +112,7 @@ def test_every_rank_is_told_that_a_stream_failed() -> None:
 def test_each_rank_takes_its_own_blocks_in_their_order() -> None:
     blocks = (block(name, rank=rank) for rank, name in enumerate(("a0", "b0", "c0")))
     later = (block(name, rank=rank) for name, rank in (("a1", 0), ("a2", 0), ("b1", 1)))
-    dealt = Reading(Source([*blocks, *later]))
+    dealt = Reading(Source([*blocks, *later]), range(3))
     assert [dealt.next_block(1, 0), dealt.next_block(1, 1), dealt.next_block(1, 2)] == [
         "b0", "b1", None,
     ]  # fmt: skip
@@ -191,12 +177,12 @@ def test_one_that_is_closed_ends_its_stream_and_tells_the_ranks() -> None:
         finally:
             ended.set()
 
-    reading = Reading(endless)
+    reading = Reading(endless, range(2))
     assert [reading.next_block(0, index) for index in range(3)] == ["0", "2", "4"]
     reading.close()
-    assert ended.is_set()
+    assert ended.wait(10)
     assert [reading.next_block(1, index) for index in range(2)] == ["1", "3"]
-    with pytest.raises(StreamLostError, match="stream of rank 1 was closed before its end"):
+    with pytest.raises(StreamLostError, match="the stream was closed before its end"):
         reading.next_block(1, 2)  # it has not come to its end
 
 
@@ -220,4 +206,3 @@ def test_each_rank_gets_its_blocks_at_its_own_pace(seed: int) -> None:
         ends = [threads.submit(take, rank, rng.random() * 0.004) for rank in ranks]
         for rank, end in zip(ranks, ends, strict=True):
             assert end.result(60) == [(rank, index) for index in range(60)]
-    assert reading.held_bytes == 0

@@ -1,7 +1,6 @@
 """What a stream server reads, and what it keeps of evaluations: images are decoded once."""
 
 import uuid
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,17 +17,22 @@ from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.rank_blocks import blocks_of
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
-from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer, _own_resources
+from vit_ray.data.stream.stream_server import Pass, StreamServer, _own_resources
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.mark.parametrize(("ranks", "is_near"), [(range(1), True), (range(2), False)])
 def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
-    dataset: Manifest, ranks: range, is_near: bool
+    dataset: Manifest, ranks: range, is_near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = Augmentation("resize", size=8, flip=False)
-    readers = HostRanks(uuid.uuid4().hex, ranks, 2)
+    context = ray.data.DataContext.get_current()
+    monkeypatch.setattr(context, "scheduling_strategy", context.scheduling_strategy)
+    monkeypatch.setattr(stream_server, "give_datasets", lambda *_: None)
+    name = uuid.uuid4().hex
+    StreamServer(name, {}, ranks, 2)
+    readers = HostRanks(name, ranks, 2)
     segment = next(
         segments_of(StreamSpec(dataset, tiny), readers, batch_size=12, start=0, stop=240)
     )
@@ -36,7 +40,6 @@ def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
     node = ray.get_runtime_context().get_node_id()
     assert (getattr(strategy, "node_id", None) == node) == is_near
     assert is_near or strategy == "SPREAD"
-    assert ray.data.DataContext.get_current().scheduling_strategy == "SPREAD"
 
 
 def test_a_run_of_many_segments_is_one_run(
@@ -72,9 +75,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return starts
 
 
-def samples_of(server: StreamServer, spec: StreamSpec, group: str, number: int = 0) -> np.ndarray:
+def server_of(spec: StreamSpec, **options: bool) -> StreamServer:
+    return StreamServer(uuid.uuid4().hex, {"eval": spec}, range(1), 1, **options)
+
+
+def samples_of(server: StreamServer, number: int = 0, size: int = 50) -> np.ndarray:
     """Sample numbers of an evaluation by one rank."""
-    one = Pass(PassName(group, "eval", number), ray.put({"eval": spec}), range(1), 1, 50)
+    one = Pass("eval", number, size)
     blocks = []
     while found := server.next_block(one, 0, len(blocks)):
         blocks.append(ray.get(found[0]).to_pydict()["sample"])
@@ -103,8 +110,8 @@ def test_where_nobody_sees_statistics_no_process_is_started_for_them(
     spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
     for keeps_statistics in (True, False):
         asked.reset_mock()
-        server = StreamServer(keeps_statistics=keeps_statistics, warms_up=False)
-        assert len(samples_of(server, spec, uuid.uuid4().hex)) == 300
+        server = server_of(spec, keeps_statistics=keeps_statistics, warms_up=False)
+        assert len(samples_of(server)) == 300
         assert asked.called == keeps_statistics
 
 
@@ -113,26 +120,29 @@ def test_evaluations_of_one_start_of_the_workers_decode_their_images_once(
 ) -> None:
     crop = Augmentation("resize", size=16, flip=False)
     spec = StreamSpec(dataset, crop, num_cpus=0.5)
-    workers, images = uuid.uuid4().hex, partial(samples_of, StreamServer())
-    first = images(spec, workers)
+    images = partial(samples_of, server_of(spec))
+    first = images()
     for number in (1, 2):
-        np.testing.assert_array_equal(images(spec, workers, number), first)
+        np.testing.assert_array_equal(images(number), first)
         assert len(read) == 1
     # With a node that has left or come, blocks may have gone.
     nodes = [*ray.nodes(), {**ray.nodes()[0], "NodeID": "another"}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     for number in (5, 6):
-        np.testing.assert_array_equal(images(spec, workers, number), first)
+        np.testing.assert_array_equal(images(number), first)
         assert len(read) == 2
     nodes[1] = {**nodes[1], "Alive": False}
-    np.testing.assert_array_equal(images(spec, workers, 7), first)
+    np.testing.assert_array_equal(images(7), first)
     assert len(read) == 2  # those of the first time are there
-    changes = (
-        (replace(spec, augmentation=replace(crop, size=8)), workers),
-        (spec, "workers-started-anew"),
-        (replace(spec, object_store_mib=64), "workers-started-anew"),
-        (replace(spec, object_store_mib=64), "workers-started-anew"),
-    )
-    for count, (changed, group) in enumerate(changes, 3):
-        np.testing.assert_array_equal(images(changed, group, 5 + count), first)
-        assert len(read) == count
+    np.testing.assert_array_equal(images(8, 25), first)
+    assert len(read) == 3  # blocks of other batches
+
+
+def test_evaluations_with_a_limit_of_the_object_store_keep_nothing(
+    dataset: Manifest, read: list[int]
+) -> None:
+    crop = Augmentation("resize", size=16, flip=False)
+    server = server_of(StreamSpec(dataset, crop, num_cpus=0.5, object_store_mib=64))
+    for number in range(2):
+        assert len(samples_of(server, number)) == 300
+    assert len(read) == 2

@@ -211,21 +211,17 @@ def global_samples(spec: StreamSpec, first: int, last: int) -> list[list[int]]:
     return [sorted(order.samples_at(k * BATCH, (k + 1) * BATCH)) for k in range(first, last)]
 
 
-def test_one_server_serves_one_group_after_another_and_each_evaluation_anew(
-    spec: StreamSpec,
-) -> None:
-    server, specs = start_stream_server(1), ray.put({"train": spec, "eval": spec})
-    first, second, third = (RankStreams(server, specs, group, 0, 1) for group in "abc")
-    expected = global_samples(spec, 0, 2)
-    broken_off = first.training_batches(BATCH, 0, 1000 * BATCH)
+def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec: StreamSpec) -> None:
+    (streams,) = streams_of(spec, 1)
+    broken_off = streams.training_batches(BATCH, 0, 1000 * BATCH)
     next(broken_off)
-    for streams in (second, third):
-        read = [sorted(b["sample"]) for b in streams.training_batches(BATCH, 0, 2 * BATCH)]
-        assert read == expected
-    with pytest.raises(StreamLostError, match="is not read here"):
-        list(first.training_batches(BATCH, 0, 2 * BATCH))
     for _ in range(2):
-        evaluated = list(third.evaluation_batches("eval", 100))
+        read = [sorted(b["sample"]) for b in streams.training_batches(BATCH, 0, 2 * BATCH)]
+        assert read == global_samples(spec, 0, 2)
+    with pytest.raises(StreamLostError, match="is not read here, or no longer"):
+        list(broken_off)
+    for _ in range(2):
+        evaluated = list(streams.evaluation_batches("eval", 100))
         assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
 
 
@@ -239,8 +235,8 @@ def test_an_evaluation_in_mid_training_disturbs_neither(spec: StreamSpec) -> Non
 
 
 def test_a_stream_whose_process_died_ends_in_an_error(spec: StreamSpec) -> None:
-    server, specs = start_stream_server(1), ray.put({"train": spec})
-    training = RankStreams(server, specs, "first", 0, 1).training_batches(BATCH, 0, 1000 * BATCH)
+    server = start_stream_server({"train": spec}, range(1), 1)
+    training = RankStreams(server, 0).training_batches(BATCH, 0, 1000 * BATCH)
     next(training)
     ray.kill(server)
     with pytest.raises(ray.exceptions.RayActorError):

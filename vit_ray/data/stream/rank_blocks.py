@@ -1,12 +1,9 @@
-"""Reads a stream once and deals its blocks to the ranks of a host.
-
-Each rank takes its blocks at its own pace, and one of those that wait makes the next ones.
-"""
+"""Reads a stream once and deals its blocks to the ranks of a host, each at its own pace."""
 
 import contextlib
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,32 +28,38 @@ class RankBlock(NamedTuple):
 Blocks = Generator[RankBlock, None, None]
 
 
-class Reading:
-    """Makes the blocks of a stream, and queues them for each of the ranks."""
+class _Queue:
+    """The blocks of one rank that it has not taken yet."""
 
-    def __init__(self, read: Callable[[], Blocks], ranks: range | None = None) -> None:
+    def __init__(self, lock: threading.Lock) -> None:
+        self.blocks: deque[ray.ObjectRef[Block]] = deque()
+        self.num_taken = 0
+        self.changed = threading.Condition(lock)
+
+
+class Reading:
+    """One reading of a stream: a thread makes its blocks in their order and queues them.
+
+    It makes more only while a rank waits, so that Ray Data sees how fast they are taken.
+    """
+
+    def __init__(self, read: Callable[[], Blocks], ranks: range) -> None:
         """
         Args:
-            read: gives the blocks of the stream; called when the first one is taken.
-            ranks: that blocks are dealt to; another rank is refused, because its blocks would
-                accumulate.
+            read: gives the blocks of the stream; called by the thread.
+            ranks: that blocks are dealt to.
         """
-        self._blocks, self._ranks = _begun_later(read), ranks
-        self._lock = threading.Lock()
-        self._is_busy = False
-        """Whether a thread makes the next block."""
-        self._is_closed = False
-        self._has_all = False
-        """Whether the stream has ended and only its queues are left to take."""
-        self._num_ended = 0
-        """Ranks that have taken their last block."""
+        self._read, self._ranks = read, ranks
+        lock = threading.Lock()
+        self._queues = {rank: _Queue(lock) for rank in ranks}
+        self._waiting: set[int] = set()
+        """Ranks that have asked for a block that is not there."""
+        self._asked = threading.Condition(lock)
+        """Its lock guards all fields; notified when a rank waits, and at the end."""
+        self._has_ended = False
         self._error: BaseException | None = None
-        self._ready: defaultdict[int, deque[RankBlock]] = defaultdict(deque)
-        self._num_taken: Counter[int] = Counter()
-        self.held_bytes = 0
-        """Size of the blocks in its queues."""
-        self.waiting: dict[int, threading.Event] = {}
-        """Of each rank that waits: set when its block is there, or no thread makes blocks."""
+        """Why it ended before the stream did."""
+        threading.Thread(target=self._make_blocks, name="blocks", daemon=True).start()
 
     def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
         """The rank's next block, or None after its last; called by one thread for each rank.
@@ -68,114 +71,70 @@ class Reading:
             StreamLostError: it was given another number of blocks, or the reading was closed.
             Exception: any error of a reading task.
         """
-        self._check(rank, index)
-        if (found := self._taken(rank)) is not None:
-            return found
-        try:
-            if self._takes_turn(rank):
-                try:
-                    while not self._ready[rank] and self._make_one():
-                        pass
-                finally:
-                    self._give_turn()
-        finally:
-            self._stop_if_closed()
-        if (found := self._taken(rank)) is not None:
-            return found
-        with self._lock:
-            if not self._has_all:  # it was closed, which is not its end
-                raise StreamLostError(f"the stream of rank {rank} was closed before its end")
-            self._num_ended += 1
-        if self._ranks is not None and self._num_ended == len(self._ranks):
-            self.close()
-        return None
+        with self._asked:
+            queue = self._queue_of(rank, index)
+            if not queue.blocks:
+                self._waiting.add(rank)
+                self._asked.notify()
+            # no limit: `_make_blocks` deals a block or ends
+            queue.changed.wait_for(lambda: queue.blocks or self._has_ended)
+            if queue.blocks:
+                queue.num_taken += 1
+                return queue.blocks.popleft()
+            if self._error is not None:
+                raise self._error  # to every rank: a stream that failed has not ended
+            return None
 
     def close(self) -> None:
-        """Stop reading; a thread that is making a block stops after it."""
-        with self._lock:
-            self._is_closed = True
-            for waiting in self.waiting.values():
-                waiting.set()
-        self._stop_if_closed()
+        """Stop reading, after the block that is being made."""
+        self._end(StreamLostError("the stream was closed before its end"))
 
-    def _check(self, rank: int, index: int) -> None:
-        if self._ranks is not None and rank not in self._ranks:
+    def _queue_of(self, rank: int, index: int) -> _Queue:
+        if rank not in self._ranks:
             raise StreamLostError(
                 f"rank {rank} asked the server of ranks {self._ranks.start} to "
                 f"{self._ranks.stop - 1}: several Ray nodes have the same address, and their ranks "
                 "are not consecutive; give each node its own address"
             )
-        if index != self._num_taken[rank]:
+        queue = self._queues[rank]
+        if index != queue.num_taken:
             raise StreamLostError(
-                f"rank {rank} has had {index} blocks, but was given {self._num_taken[rank]}"
+                f"rank {rank} has had {index} blocks, but was given {queue.num_taken}"
             )
+        return queue
 
-    def _taken(self, rank: int) -> ray.ObjectRef[Block] | None:
-        """The next block of a rank; None if it is not there."""
-        with self._lock:
-            if not (queue := self._ready[rank]):
-                return None
-            block = queue.popleft()
-            self.held_bytes -= block.size
-            self._num_taken[rank] += 1
-            return block.block
-
-    def _takes_turn(self, rank: int) -> bool:
-        """Wait until no other thread makes blocks; False: the block came, or it was closed."""
-        while True:
-            with self._lock:
-                if not self._is_busy or self._ready[rank] or self._is_closed:
-                    self.waiting.pop(rank, None)
-                    has_turn = not (self._is_busy or self._ready[rank] or self._is_closed)
-                    self._is_busy = self._is_busy or has_turn
-                    return has_turn
-                waiting = self.waiting.setdefault(rank, threading.Event())
-                waiting.clear()
-            waiting.wait()  # no limit: whoever makes blocks sets it
-
-    def _give_turn(self) -> None:
-        """Let the rank that has waited longest make blocks, if one waits."""
-        with self._lock:
-            self._is_busy = False
-            for waiting in self.waiting.values():
-                waiting.set()
-                return
-
-    def _make_one(self) -> bool:
-        """Make the next block and put it in its queue; False if there is none."""
-        if self._error is not None:
-            raise self._error  # to every rank: a stream that failed has not ended
-        if self._is_closed:
-            return False
+    def _make_blocks(self) -> None:
+        error: BaseException | None = None
         try:
-            found = None if self._has_all else next(self._blocks, None)
-        except BaseException as error:
-            self._error = error
-            raise
-        with self._lock:
-            if found is None:
-                self._has_all = True
-                return False
-            self._ready[found.rank].append(found)
-            self.held_bytes += found.size
-            if waiting := self.waiting.get(found.rank):
-                waiting.set()
-            return True
+            with contextlib.closing(self._read()) as blocks:
+                while self._is_wanted() and (block := next(blocks, None)) is not None:
+                    self._deal(block)
+        except BaseException as raised:
+            error = raised
+        self._end(error)
 
-    def _stop_if_closed(self) -> None:
-        with self._lock:
-            if not self._is_closed or self._is_busy:
+    def _is_wanted(self) -> bool:
+        """Wait until a rank asks for a block that is not there; False at the end."""
+        with self._asked:
+            # no limit: a rank asks, or the server closes what nobody reads any more
+            self._asked.wait_for(lambda: self._waiting or self._has_ended)
+            return not self._has_ended
+
+    def _deal(self, block: RankBlock) -> None:
+        with self._asked:
+            queue = self._queues[block.rank]
+            queue.blocks.append(block.block)
+            self._waiting.discard(block.rank)
+            queue.changed.notify()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._asked:
+            if self._has_ended:
                 return
-            self._is_busy = True
-        try:
-            self._blocks.close()
-        finally:
-            self._give_turn()
-
-
-def _begun_later(read: Callable[[], Blocks]) -> Blocks:
-    """The blocks of `read()`, which is only called when the first one is taken."""
-    yield from read()
+            self._has_ended, self._error = True, error
+            self._asked.notify()
+            for queue in self._queues.values():
+                queue.changed.notify()
 
 
 def blocks_of(segments: Iterator[Segment]) -> Blocks:
@@ -207,15 +166,10 @@ class KeptBlocks:
 
     def __init__(self, most_bytes: float) -> None:
         self._most_bytes = most_bytes
-        self._readings: OrderedDict[bytes, list[RankBlock]] = OrderedDict()
+        self._readings: OrderedDict[Hashable, list[RankBlock]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def clear(self) -> None:
-        """Forget all blocks."""
-        with self._lock:
-            self._readings.clear()
-
-    def blocks(self, key: bytes, read: Callable[[], Blocks]) -> Blocks:
+    def blocks(self, key: Hashable, read: Callable[[], Blocks]) -> Blocks:
         """The kept blocks of the reading `key`, or else those from `read`."""
         with self._lock:
             kept = self._readings.get(key)

@@ -119,58 +119,74 @@ def segments_of(
     Raises:
         ValueError: a training's range is empty or not a whole number of passes of all ranks.
     """
-    share = readers.share
-    job, whole = planned(spec, readers, batch_size, start, stop)
-    most_bytes = spec.object_store_mib and int(share * (spec.object_store_mib << 20))
-    most_tasks = None
-    if most_bytes is not None:
-        # Finished blocks of tasks take at most half of it. Ray Data counts them only once it knows
-        # the size of the blocks, and starts with as many tasks as there are CPUs.
-        most_tasks = max(1, most_bytes // 2 // (_BLOCKS_READY * _block_bytes(job)))
-    last_tasks = reading_tasks(spec, share)
-    job_ref = ray.put(job)
+    job, tasks = planned(spec, readers, batch_size, start, stop)
+    share, limit = readers.share, _limit_of(job, readers.share)
     order = Plan(spec.manifest, spec.seed, job.is_training, job.window).order
     is_large = np.count_nonzero(order.rows) >= LEAST_SHARED
+    job_ref = ray.put(job)
     drawn: dict[int, ray.ObjectRef[Any]] = {}
-    tasks_left = iter(whole)
-    while some := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
+    while some := list(itertools.islice(tasks, _SEGMENT_TASKS)):
         epochs = epochs_of(job, some) if is_large else range(0)
         drawn = {n: drawn[n] if n in drawn else ray.put(order.draw(n)) for n in epochs}
-        # The context decides where a set's tasks run, unless their labels do. A block that is made
-        # on its ranks' host crosses no network; with a single server, Ray Data spreads the tasks.
-        current = DataContext.get_current()
-        plain = current.scheduling_strategy
-        if share < 1:
-            current.scheduling_strategy = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
-            )
-        try:
-            dataset = ray.data.read_datasource(
-                _BlockSource(readers.name, job_ref, drawn, some),
-                num_cpus=spec.num_cpus,
-                concurrency=most_tasks,
-                override_num_blocks=1,
-                label_selector=dict(spec.label_selector) or None,
-            )
-        finally:
-            current.scheduling_strategy = plain
-        context = dataset.context
-        # Ray Data's output buffer joins what is below this size, and splits what is above, by whole
-        # rows. Our blocks are single rows: they are neither joined nor split, and are emitted at
-        # once.
-        context.target_max_block_size = 1
-        limits = ExecutionResources.inf()
-        if most_bytes is not None:
-            limits = ExecutionResources.for_limits(object_store_memory=most_bytes)
-        context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
-        context.enable_progress_bars = False
-        context.custom_execution_callback_classes = [PauseWhileFull]
-        block_ranks = [rank for task in some for rank in task.ranks]
+        source = _BlockSource(readers.name, job_ref, drawn, some)
+        ranks = [rank for task in some for rank in task.ranks]
         next_at = 0  # two sets in progress would take twice the object store of one
-        if most_bytes is None:
-            last = sum(len(task.ranks) for task in some[-last_tasks:])
-            next_at = min(last, len(block_ranks) - 1)
-        yield Segment(dataset, block_ranks, next_at)
+        if limit is None:
+            last = sum(len(task.ranks) for task in some[-reading_tasks(spec, share) :])
+            next_at = min(last, len(ranks) - 1)
+        yield Segment(_dataset_of(source, spec, limit), ranks, next_at)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """What a stream may take of the object store, and how many tasks at a time that allows."""
+
+    num_bytes: int
+    num_tasks: int
+
+
+def _limit_of(job: StreamJob, share: float) -> _Limit | None:
+    """The limit of `StreamSpec.object_store_mib` for a share of the blocks.
+
+    Finished blocks of tasks take at most half of it. Ray Data counts them only once it knows the
+    size of the blocks, and starts with as many tasks as there are CPUs.
+    """
+    if job.spec.object_store_mib is None:
+        return None
+    num_bytes = int(share * (job.spec.object_store_mib << 20))
+    return _Limit(num_bytes, max(1, num_bytes // 2 // (_BLOCKS_READY * _block_bytes(job))))
+
+
+def _dataset_of(source: Datasource, spec: StreamSpec, limit: _Limit | None) -> ray.data.Dataset:
+    """A set whose blocks come as the tasks emit them, in order."""
+    dataset = ray.data.read_datasource(
+        source,
+        num_cpus=spec.num_cpus,
+        concurrency=limit and limit.num_tasks,
+        override_num_blocks=1,
+        label_selector=dict(spec.label_selector) or None,
+    )
+    context = dataset.context
+    # Ray Data's output buffer joins what is below this size, and splits what is above, by whole
+    # rows. Our blocks are single rows: they are neither joined nor split, and are emitted at once.
+    context.target_max_block_size = 1
+    resources = ExecutionResources.inf()
+    if limit is not None:
+        resources = ExecutionResources.for_limits(object_store_memory=limit.num_bytes)
+    context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=resources)
+    context.enable_progress_bars = False
+    context.custom_execution_callback_classes = [PauseWhileFull]
+    return dataset
+
+
+def run_tasks_near_by() -> None:
+    """Let the sets of this process run their tasks on its own node first, unless labels decide.
+
+    A block that is made on its ranks' host crosses no network. Ray Data itself spreads the tasks.
+    """
+    DataContext.get_current().scheduling_strategy = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
+    )
 
 
 def epochs_of(job: StreamJob, tasks: list[BlockTask]) -> range:

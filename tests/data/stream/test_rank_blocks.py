@@ -186,6 +186,23 @@ def test_one_that_is_closed_ends_its_stream_and_tells_the_ranks() -> None:
         reading.next_block(1, 2)  # it has not come to its end
 
 
+def test_no_block_is_made_that_no_rank_waits_for() -> None:
+    """Ray Data would otherwise never see that training is slower than reading."""
+    made: list[int] = []
+
+    def endless() -> Generator[RankBlock, None, None]:
+        for index in itertools.count():
+            made.append(index)
+            yield block(index, rank=index % 2)
+
+    reading = Reading(endless, range(2))
+    assert [reading.next_block(0, index) for index in range(3)] == [0, 2, 4]
+    time.sleep(0.1)
+    assert [reading.next_block(1, index) for index in range(2)] == [1, 3]
+    assert made == [0, 1, 2, 3, 4]
+    reading.close()
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_each_rank_gets_its_blocks_at_its_own_pace(seed: int) -> None:
     rng = random.Random(seed)

@@ -121,12 +121,12 @@ def run_workers(
         start_data_actors()
     failing = FailingNodes(locate(job.run_folder) if trains else None)
     finder = PlaceFinder(job, shape, failing)
-    server = {
+    options = {
         "keeps_statistics": not cluster.is_private or has_dashboard(),
         "warms_up": not cluster.is_private,
         "cpus_per_rank": shape.resources["CPU"],
     }
-    source = StreamSource(ray.put(streams), server)
+    source = StreamSource(ray.put(streams), options)
     groups = WorkerGroups(job, source, finder, shape, cluster)
     try:
         Run(job, finder, failing, groups.run).train()

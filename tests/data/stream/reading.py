@@ -51,16 +51,16 @@ def start_stream_server(specs: dict[str, StreamSpec], ranks: range, world_size: 
 
 
 class _Servers:
-    """Several servers in one process, which takes seconds to start."""
+    """One server after another in one process, which takes seconds to start."""
 
     def __init__(self) -> None:
         self._servers: dict[str, StreamServer] = {}
 
     def start(self, group: str, specs: dict[str, StreamSpec], world_size: int) -> None:
-        self._servers[group] = StreamServer(group, specs, range(world_size), world_size)
+        self._servers = {group: StreamServer(group, specs, range(world_size), world_size)}
 
-    def next_block(self, group: str, *asked: Any) -> Any:
-        return self._servers[group].next_block(*asked)
+    def call(self, group: str, name: str, *asked: Any) -> Any:
+        return getattr(self._servers[group], name)(*asked)
 
 
 @lru_cache(maxsize=1)
@@ -72,10 +72,16 @@ class _SharedServer:
     """What `RankStreams` needs of a handle, for a server in the shared process."""
 
     def __init__(self, process: Any, group: str) -> None:
-        self.next_block, self._process, self._group = self, process, group
+        self.next_block = _Method(process, group, "next_block")
+        self.leave = _Method(process, group, "leave")
+
+
+class _Method:
+    def __init__(self, process: Any, *of: str) -> None:
+        self._process, self._of = process, of
 
     def remote(self, *asked: Any) -> Any:
-        return self._process.next_block.remote(self._group, *asked)
+        return self._process.call.remote(*self._of, *asked)
 
 
 def streams_of(spec: StreamSpec, world_size: int, hosts: Sequence[range] = ()) -> list[RankStreams]:

@@ -47,7 +47,7 @@ def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
     return RankBlock(rank, name, size)
 
 
-def test_a_block_reaches_its_rank_while_another_rank_makes_more() -> None:
+def test_a_block_reaches_its_rank_while_the_next_is_made() -> None:
     is_taken = threading.Event()
 
     def read() -> Generator[RankBlock, None, None]:
@@ -190,12 +190,12 @@ def test_no_block_is_made_that_no_rank_waits_for() -> None:
     """Ray Data would otherwise never see that training is slower than reading."""
     made: list[int] = []
 
-    def endless() -> Generator[RankBlock, None, None]:
-        for index in itertools.count():
+    def read() -> Generator[RankBlock, None, None]:
+        for index in range(100):
             made.append(index)
             yield block(index, rank=index % 2)
 
-    reading = Reading(endless, range(2))
+    reading = Reading(read, range(2))
     assert [reading.next_block(0, index) for index in range(3)] == [0, 2, 4]
     time.sleep(0.1)
     assert [reading.next_block(1, index) for index in range(2)] == [1, 3]

@@ -29,9 +29,11 @@ def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
     tiny = Augmentation("resize", size=8, flip=False)
     context = ray.data.DataContext.get_current()
     monkeypatch.setattr(context, "scheduling_strategy", context.scheduling_strategy)
-    monkeypatch.setattr(stream_server, "give_datasets", lambda *_: None)
+    given: list[tuple[float, float]] = []
+    monkeypatch.setattr(stream_server, "give_datasets", lambda *share: given.append(share))
     name = uuid.uuid4().hex
-    StreamServer(name, {}, ranks, 2)
+    StreamServer(name, {}, ranks, 2, cpus_per_rank=1.5)
+    assert given == [(len(ranks) / 2, 3.0)]
     readers = HostRanks(name, ranks, 2)
     segment = next(
         segments_of(StreamSpec(dataset, tiny), readers, batch_size=12, start=0, stop=240)

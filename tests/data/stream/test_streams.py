@@ -25,7 +25,7 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.blocks import cut
 from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
-from vit_ray.data.stream.stream_server import RankStreams
+from vit_ray.data.stream.stream_server import Pass, RankStreams
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 BATCH = 24
@@ -218,11 +218,20 @@ def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec: StreamSpec) 
     for _ in range(2):
         read = [sorted(b["sample"]) for b in streams.training_batches(BATCH, 0, 2 * BATCH)]
         assert read == global_samples(spec, 0, 2)
-    with pytest.raises(StreamLostError, match="is not read here, or no longer"):
+    with pytest.raises(StreamLostError, match=r"closed before its end|is not read here"):
         list(broken_off)
     for _ in range(2):
         evaluated = list(streams.evaluation_batches("eval", 100))
         assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
+
+
+def test_a_pass_that_its_rank_leaves_is_read_no_further(spec: StreamSpec) -> None:
+    server = start_stream_server({"eval": spec}, range(1), 1)
+    left = RankStreams(server, 0).evaluation_batches("eval", 12)
+    next(left)
+    left.close()  # type: ignore[attr-defined]
+    with pytest.raises(StreamLostError):
+        ray.get(server.next_block.remote(Pass("eval", 0, 12), 0, 2))
 
 
 def test_an_evaluation_in_mid_training_disturbs_neither(spec: StreamSpec) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import ray
@@ -59,6 +60,8 @@ class Reading:
         self._has_ended = False
         self._error: BaseException | None = None
         """Why it ended before the stream did."""
+        self._traceback: TracebackType | None = None
+        """As it was, because each rank that the error is raised to adds its own lines."""
         threading.Thread(target=self._make_blocks, name="blocks", daemon=True).start()
 
     def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
@@ -76,17 +79,18 @@ class Reading:
             if not queue.blocks:
                 self._waiting.add(rank)
                 self._asked.notify()
-            # no limit: `_make_blocks` deals a block or ends
+            # no limit: the thread deals a block or ends, and train.step_timeout_s ends the step
             queue.changed.wait_for(lambda: queue.blocks or self._has_ended)
             if queue.blocks:
                 queue.num_taken += 1
                 return queue.blocks.popleft()
             if self._error is not None:
-                raise self._error  # to every rank: a stream that failed has not ended
+                # To every rank: a stream that failed has not ended.
+                raise self._error.with_traceback(self._traceback)
             return None
 
     def close(self) -> None:
-        """Stop reading, after the block that is being made."""
+        """Stop reading, after the block that is being made; those that wait can be taken."""
         self._end(StreamLostError("the stream was closed before its end"))
 
     def _queue_of(self, rank: int, index: int) -> _Queue:
@@ -116,7 +120,7 @@ class Reading:
     def _is_wanted(self) -> bool:
         """Wait until a rank asks for a block that is not there; False at the end."""
         with self._asked:
-            # no limit: a rank asks, or the server closes what nobody reads any more
+            # no limit: a rank asks or leaves, or the next pass of its stream closes this one
             self._asked.wait_for(lambda: self._waiting or self._has_ended)
             return not self._has_ended
 
@@ -132,9 +136,10 @@ class Reading:
             if self._has_ended:
                 return
             self._has_ended, self._error = True, error
+            self._traceback = None if error is None else error.__traceback__
             self._asked.notify()
             for queue in self._queues.values():
-                queue.changed.notify()
+                queue.changed.notify_all()
 
 
 def blocks_of(segments: Iterator[Segment]) -> Blocks:

@@ -302,7 +302,7 @@ class _Blocks:
         if self.name not in _READERS:
             # A task has one core; more threads of OpenCV's pool would only spin.
             cv2.setNumThreads(0)
-            # no limit: the driver has put it there before the task started
+            # no limit: the stream server has put it there before the task started
             job: StreamJob = ray.get(self.job_ref)
             limit = BadRowLimit(self.name, job.spec.num_images, job.spec.max_bad_fraction)
             _READERS[self.name] = BatchReader(job), limit

@@ -9,11 +9,9 @@ a run evaluates on the same images repeatedly.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,9 +42,6 @@ KEPT_SHARE: Final = 0.02
 """Largest share of its node's object store for decoded evaluation images that a server keeps."""
 NAMESPACE: Final = "vit_ray"
 """Ray namespace of the servers' names."""
-ANSWER_LIMIT_S: Final = 120.0
-"""Time limit for a server's name to be known, which is before its process has started."""
-LOOK_S: Final = 0.1
 
 
 class Pass(NamedTuple):
@@ -65,7 +60,7 @@ class Pass(NamedTuple):
 
 
 class StreamServer:
-    """A thread of its actor runs each call: at most two per rank at a time."""
+    """A thread of its actor runs each call."""
 
     def __init__(
         self,
@@ -110,6 +105,13 @@ class StreamServer:
         """
         block = self._reading(one).next_block(rank, index)
         return [] if block is None else [block]
+
+    def leave(self, one: Pass) -> None:
+        """Stop reading for ranks that have left a pass before its end."""
+        with self._lock:
+            last, reading = self._open.get(one.stream, (None, None))
+        if reading is not None and last == one:
+            reading.close()
 
     def _reading(self, one: Pass) -> Reading:
         with self._lock:
@@ -187,7 +189,12 @@ class RankStreams:
             if not found:
                 return
             asked = ask(one, self._rank, index)
-            yield ray.get(found[0])  # no limit: as above
+            try:
+                yield ray.get(found[0])  # no limit: as above
+            except GeneratorExit:
+                if ray.is_initialized():
+                    self._server.leave.remote(one)
+                raise
             found = ray.get(asked)  # no limit: as above
 
 
@@ -202,36 +209,24 @@ class StreamSource:
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
         """The streams of a rank of this host, read through the server of its ranks.
 
-        The first of them starts it, and it ends with that process.
+        The first that asks starts it, and it ends with that process.
 
         Args:
             group: as in `StreamServer`.
             ranks: of this host, by its address, as Ray Train counts them.
-
-        Raises:
-            StreamLostError: the server has not been started in time.
         """
-        name = f"{group} {ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
-        if rank != ranks.start:
-            return RankStreams(_find_server(name), rank)
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         actor: Any = ray.remote(StreamServer)
-        here = actor.options(
-            name=name,
+        named = actor.options(
+            name=f"{group} {address}",
             namespace=NAMESPACE,
+            get_if_exists=True,
             num_cpus=0,
+            # Two calls of each rank, and two that close a pass which others still wait for.
             max_concurrency=2 * len(ranks) + 2,
             scheduling_strategy="DEFAULT",  # not in the place of the rank
             label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
         )
         # Ray gives the actor what the reference stands for.
-        server = here.remote(group, self.specs, ranks, world_size, **self.options)
+        server = named.remote(group, self.specs, ranks, world_size, **self.options)
         return RankStreams(server, rank)
-
-
-def _find_server(name: str) -> Any:
-    deadline_s = time.monotonic() + ANSWER_LIMIT_S
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(ValueError):
-            return ray.get_actor(name, namespace=NAMESPACE)
-        time.sleep(LOOK_S)
-    raise StreamLostError(f"no stream server of this host in {ANSWER_LIMIT_S:g} s")

@@ -229,7 +229,7 @@ def test_workers_that_are_silent_are_not_waited_for_without_end(
     if has_started:  # their controller is frozen, and one has died
         watched.start()
         assert not watched.is_over_within(10 * SILENT_S)
-        assert watched.watch.groups == {"00"}
+        assert watched.watch.known_groups() == {"00"}
         file = Path(watched.job.run_folder) / GROUPS_FILE
         assert json.loads(file.read_text()) == ["00"]  # for the next driver
     watched.is_heard = False
@@ -265,7 +265,7 @@ def test_workers_that_a_recorder_has_forgotten_are_still_known(
     for rank in range(2):
         watched.run.at = {rank: WorkerPlace("10.0.0.1", "a", "", 0, f"0{rank}")}
         watched.is_over_within(60)
-    assert watched.watch.groups == {"00", "01"}
+    assert watched.watch.known_groups() == {"00", "01"}
 
 
 def test_storage_that_is_full_ends_no_group(

@@ -37,14 +37,14 @@ def test_every_worker_chooses_its_network_before_ray_joins_the_group(
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(process_group, "introduce", lambda record: None)
     joined: list[Any] = []
+    monkeypatch.setattr(process_group, "introduce", joined.append)
     rays = TorchConfig().backend_cls
     monkeypatch.setattr(rays, "on_start", lambda _, group, config: joined.append(os.environ[NAME]))
-    config = GroupConfig(backend="gloo", timeout_s=120)
+    config: Any = GroupConfig(backend="gloo", timeout_s=120, record="its record")  # type: ignore[arg-type]
     group = SimpleNamespace(execute=lambda call, *given: call(*given))
     config.backend_cls().on_start(group, config)
-    assert joined == ["lo"]
+    assert joined == ["its record", "lo"]
     assert process_group.GroupBackend.share_cuda_visible_devices
 
 

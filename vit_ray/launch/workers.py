@@ -257,7 +257,7 @@ class WorkerGroups:
         finally:
             # A controller that is frozen or has died does not give its place back itself.
             if fit.error or not fit.returns_within(0):
-                give_back(watch.groups)
+                give_back(watch.known_groups())
         error = fit.error or watch.error
         if (limit := micro_batch_limit(error)) is not None:
             self._job = replace(self._job, micro_batch_limit=limit)
@@ -348,8 +348,7 @@ class GroupWatch:
         self._job, self._finder, self._place = job, finder, place
         self._use_gpu, self._clock = use_gpu, clock
         self.error: Exception | None = None
-        self.groups: set[str] = set()
-        """Placement groups of its workers, as far as known."""
+        self._groups: set[str] = set()
         self.is_resizing = False
         """Its workers were asked for a checkpoint, after which a larger group starts."""
         self._began_s = self._looked_s = clock()
@@ -367,6 +366,12 @@ class GroupWatch:
             return self._has_ended()
         return False  # the record or the storage does not answer: the workers go on without it
 
+    def known_groups(self) -> set[str]:
+        """Placement groups of its workers, as far as they have introduced themselves by now."""
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
+            self._note_groups()
+        return self._groups
+
     def has_ended_the_run(self) -> bool:
         """Whether its workers have recorded the run's end; False if nobody answers."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
@@ -377,10 +382,10 @@ class GroupWatch:
         if len(self._places) >= self._place.size:
             return
         self._places |= self._job.record.places()  # a recorder that has restarted knows fewer
-        known, self.groups = self.groups, {at.group for at in self._places.values()} - {""}
-        if self.groups != known and self._job.kind == "train":
+        known, self._groups = self._groups, {at.group for at in self._places.values()} - {""}
+        if self._groups != known and self._job.kind == "train":
             file = locate(self._job.run_folder).child(GROUPS_FILE)
-            file.write(json.dumps(sorted(self.groups)).encode())
+            file.write(json.dumps(sorted(self._groups)).encode())
 
     def _has_ended(self) -> bool:
         now_s = self._clock()

@@ -118,7 +118,7 @@ class Attempt:
         try:
             self._train()
         except UnrecoverableError as error:
-            if error.is_agreed:  # the process takes another training
+            if error.is_agreed:  # no rank has died: the last checkpoint can still be finished
                 self.watchdog.pause()
                 with contextlib.suppress(UnrecoverableError, TimeoutError):
                     self.saver.wait_until_written()

@@ -4,6 +4,7 @@ Ray's own torch backend would also wait, at the end, for each process to leave t
 end anyway.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,8 @@ class GroupBackend(Backend):
             TorchConfig().backend_cls().on_start(worker_group, backend_config)
         except BaseException:
             # Ray Train 2.60 keeps the place of a group of which a worker dies here.
-            worker_group.get_worker_group_state().placement_group_handle.shutdown()
+            with contextlib.suppress(Exception):
+                worker_group.get_worker_group_state().placement_group_handle.shutdown()
             raise
 
 

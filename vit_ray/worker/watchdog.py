@@ -25,7 +25,7 @@ OTHERS_S = 5.0
 
 
 def end_process() -> None:
-    """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
+    """A stuck collective cannot be interrupted; the driver starts a new group for a dead worker."""
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     time.sleep(OTHERS_S)
     os._exit(1)
@@ -133,7 +133,8 @@ class Watchdog(threading.Thread):
     def check(self) -> None:
         """End a hanging process if the step in progress has taken too long."""
         if self._clock() > self._ends_s:
-            reason = f"no step for {self._limit_s:g} s (train.step_timeout_s); restarting"
+            key = " (train.step_timeout_s)" if self._limit_s == self._timeout_s else ""
+            reason = f"no step for {self._limit_s:g} s{key}; restarting"
             where = describe_calls(sys._current_frames().get(self._watched), most_frames=6)
             report = reason, where, describe_threads(), self._step
             # In a thread: the process that records the run may hang, too.
